@@ -1,0 +1,71 @@
+"""Data-parallel training for PyTorch that measures itself, predicts itself and tunes itself.
+
+The public names. They load on first use: importing Paceline is silent, quick and does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.errors import (
+        CollectiveError,
+        ConfigError,
+        LaunchError,
+        MeasurementError,
+        PacelineError,
+        RecordError,
+    )
+    from paceline.records.store import Run, load_run
+    from paceline.runtime.launch import RankPool, run_ranks
+    from paceline.runtime.ranks import Ranks, get, ranks, set_seed
+    from paceline.runtime.world import World, init, shutdown
+
+_HOMES = {
+    "paceline.errors": (
+        "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
+    ),
+    "paceline.records.store": ("Run", "load_run"),
+    "paceline.runtime.launch": ("RankPool", "run_ranks"),
+    "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
+    "paceline.runtime.world": ("World", "init", "shutdown"),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CollectiveError",
+    "ConfigError",
+    "LaunchError",
+    "MeasurementError",
+    "PacelineError",
+    "RankPool",
+    "Ranks",
+    "RecordError",
+    "Run",
+    "World",
+    "__version__",
+    "get",
+    "init",
+    "load_run",
+    "ranks",
+    "run_ranks",
+    "set_seed",
+    "shutdown",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("paceline")
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

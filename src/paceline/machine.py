@@ -1,0 +1,97 @@
+"""What this host has: cores, memory, GPUs, the loopback interface. Read without importing torch.
+
+Whether torch can use any of it does not belong here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+from pathlib import Path
+
+import psutil
+
+__all__ = [
+    "available_memory_bytes",
+    "count_cores",
+    "count_gpus",
+    "cpu_name",
+    "loopback_interface",
+    "total_memory_bytes",
+]
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def _cgroup_value(name: str) -> str:
+    try:
+        return (_CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def count_cores() -> int:
+    """Cores that this process may use: its affinity, cut by the container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    quota = re.fullmatch(r"(\d+) (\d+)", _cgroup_value("cpu.max"))
+    if quota:
+        cores = min(cores, max(1, int(quota[1]) // int(quota[2])))
+    return cores
+
+
+def _cgroup_memory_limit() -> int | None:
+    limit = _cgroup_value("memory.max")
+    return int(limit) if limit.isdigit() else None
+
+
+def total_memory_bytes() -> int:
+    """Memory of the host or, if smaller, of the container."""
+    total = int(psutil.virtual_memory().total)
+    limit = _cgroup_memory_limit()
+    return total if limit is None else min(total, limit)
+
+
+def available_memory_bytes() -> int:
+    """Memory that new allocations can take now without swapping, inside the container's limit."""
+    available = int(psutil.virtual_memory().available)
+    limit, used = _cgroup_memory_limit(), _cgroup_value("memory.current")
+    if limit is not None and used.isdigit():
+        available = min(available, max(0, limit - int(used)))
+    return available
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs visible to this process, asked of the driver itself so that it takes milliseconds."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def cpu_name() -> str:
+    """The processor's name as the kernel tells it, or the architecture where it does not."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    if names:
+        return names[1].strip()
+    part = re.search(r"^CPU part\s*:\s*(\S+)$", text, re.MULTILINE)
+    arm = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
+    name = arm.get(part[1], part[1]) if part else ""
+    return f"{platform.machine()} {name}".strip()
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface (`lo`, `lo0`), which local ranks meet on."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return str(name)
+    return None

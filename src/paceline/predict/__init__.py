@@ -1,0 +1,1 @@
+"""Cost curves and, on them, predictions. Nothing here runs or times anything."""

@@ -1,0 +1,30 @@
+"""What a measurement is: samples, kinds of records, the environment, and their files. Nothing here measures."""
+
+from paceline.records.environment import Environment, capture_environment
+from paceline.records.kinds import (
+    ChunksRecord,
+    CollectiveRecord,
+    LayerSizeRecord,
+    LayerTimeRecord,
+    Record,
+    bus_factor,
+)
+from paceline.records.samples import Samples, Summary
+from paceline.records.store import Run, RunFolder, load_run, save_run
+
+__all__ = [
+    "ChunksRecord",
+    "CollectiveRecord",
+    "Environment",
+    "LayerSizeRecord",
+    "LayerTimeRecord",
+    "Record",
+    "Run",
+    "RunFolder",
+    "Samples",
+    "Summary",
+    "bus_factor",
+    "capture_environment",
+    "load_run",
+    "save_run",
+]

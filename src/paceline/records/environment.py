@@ -1,0 +1,89 @@
+"""Where and how a run was made: host, cores, versions, threads, command line, commit.
+
+What only a rank can know (GPU names, NCCL's version) is handed in by whoever measured.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline import machine
+
+__all__ = ["Environment", "capture_environment"]
+
+_PACKAGES = ("paceline", "torch", "numpy")
+_PREFIXES = ("GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH_", "CUDA_", "PACELINE_")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The conditions of a run. Two runs are comparable when all but the command line agree."""
+
+    host: str
+    system: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    python: str
+    versions: dict[str, str]
+    variables: dict[str, str]
+    command_line: str
+    git_commit: str | None
+    load_average: float | None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def differences(self, other: Environment) -> list[str]:
+        """What makes numbers from the two environments incomparable, in words; empty when nothing does."""
+        names = ("host", "cpu", "cores", "versions", "details")
+        return [
+            f"{name}: {getattr(self, name)} against {getattr(other, name)}"
+            for name in names
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+
+def _git_commit() -> str | None:
+    source = Path(__file__).resolve().parent
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True, text=True, timeout=5, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def capture_environment(**details: Any) -> Environment:
+    """The environment of this process. PACELINE_HOST replaces the host's name in what gets published."""
+    command = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
+    return Environment(
+        host=os.environ.get("PACELINE_HOST") or platform.node(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu=machine.cpu_name(),
+        cores=machine.count_cores(),
+        memory_bytes=machine.total_memory_bytes(),
+        python=platform.python_version(),
+        versions={name: found for name in _PACKAGES if (found := _version(name))},
+        variables={
+            k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES) and k != "PACELINE_HOST"
+        },
+        command_line=" ".join(command),
+        git_commit=_git_commit(),
+        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        details=details,
+    )

@@ -1,0 +1,273 @@
+"""Tables of others as records, and records as tables of others: CSV and Markdown, by their headers.
+
+Known: all-reduce times (`allreduce-times.csv`), layer sizes (`layer-sizes*.csv`), layer times
+(`layer-times*.csv`), tables of published all-reduce times, and Markdown tables of backend, processes, size and
+time. Files of our own format belong to `store`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, RecordError
+from paceline.records.kinds import CollectiveRecord, LayerSizeRecord, LayerTimeRecord, Record
+from paceline.records.samples import Samples, Summary
+from paceline.records.store import load_run
+from paceline.units import parse_size
+
+__all__ = [
+    "export_allreduce_times",
+    "export_layer_sizes",
+    "export_layer_times",
+    "load_layer_sizes",
+    "load_layer_times",
+    "load_table",
+]
+
+ALLREDUCE_HEADER = ["backend", "world_size", "total_elements", "total_bytes", "average_time", "stdev_time"]
+LAYER_SIZES_HEADER = ["", "Name", "No. Params"]
+LAYER_TIMES_HEADER = ["Name", "min", "max", "mean", "std", "median"]
+_PUBLISHED_COLUMNS = {"source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"}
+_FLOAT_BYTES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
+
+Row = dict[str, str]
+
+
+def _read_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
+    """The header and the rows of a CSV, each row with its line number."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise RecordError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path} cannot be read as text: {error}") from None
+    reader = csv.reader(io.StringIO(text))
+    try:
+        lines = [(reader.line_num, line) for line in reader if line]
+    except csv.Error as error:
+        raise RecordError(f"{path}, line {reader.line_num}: {error}") from None
+    if not lines:
+        raise RecordError(f"{path} is empty: a header and rows are needed")
+    header = [name.strip() for name in lines[0][1]]
+    rows = []
+    for number, line in lines[1:]:
+        if len(line) != len(header):
+            raise RecordError(f"{path}, line {number}: {len(line)} cells where the header has {len(header)}")
+        rows.append((number, dict(zip(header, line, strict=True))))
+    if not rows:
+        raise RecordError(f"{path} has a header but no row")
+    return header, rows
+
+
+def _parse(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], Any]) -> list[Any]:
+    """The rows parsed one by one; what goes wrong is told with its line."""
+    records = []
+    for number, row in rows:
+        try:
+            records.append(parse(row))
+        except (ValueError, RecordError) as error:
+            raise RecordError(f"{path}, line {number}: {error}") from None
+    return records
+
+
+def _parse_allreduce_time(row: Row) -> CollectiveRecord:
+    num_bytes, elements = int(row["total_bytes"]), int(row["total_elements"])
+    return CollectiveRecord(
+        collective="all_reduce",
+        backend=row["backend"].strip(),
+        device="cuda" if row["backend"].strip() == "nccl" else "cpu",
+        world_size=int(row["world_size"]),
+        num_bytes=num_bytes,
+        dtype=_FLOAT_BYTES.get(num_bytes // elements if elements else 0, "unknown"),
+        op="sum",
+        timing=Summary(mean_s=float(row["average_time"]), stdev_s=float(row["stdev_time"])),
+        source="imported",
+    )
+
+
+def _parse_published(row: Row) -> CollectiveRecord:
+    backend, _, device = row["backend"].strip().partition("-")
+    if backend == "nccl":  # "nccl" and "nccl-tests" alike
+        device = "cuda"
+    statistic = "median_s" if row["stat"].startswith("median") else "mean_s"
+    stdev_s = float(row["std_s"]) if row["std_s"].strip() else None
+    return CollectiveRecord(
+        collective="all_reduce",
+        backend=backend,
+        device=device or "cpu",
+        world_size=int(row["world_size"]),
+        num_bytes=int(row["bytes"]),
+        dtype="unknown",
+        op="sum",
+        timing=Summary(**{statistic: float(row["time_s"]), "stdev_s": stdev_s}),
+        source="imported",
+        note=row["source"].strip(),
+    )
+
+
+def _parse_paceline_row(row: Row) -> CollectiveRecord:
+    return CollectiveRecord(
+        collective=row["collective"],
+        backend=row["backend"],
+        device=row["device"],
+        world_size=int(row["world_size"]),
+        num_bytes=int(row["num_bytes"]),
+        dtype=row["dtype"],
+        op=row["op"],
+        timing=Summary(median_s=float(row["median_s"]), count=int(row["iters"])),
+        num_wrong=int(row["nwrong"]) if row["nwrong"] else None,
+        source="imported",
+    )
+
+
+def load_table(path: str | Path) -> list[CollectiveRecord]:
+    """All-reduce times from any known file: a run of ours, its CSV, seed tables in CSV or Markdown.
+
+    The records keep the source of a run (`measured`, say); everything else is `imported`.
+    """
+    path = Path(path)
+    if path.is_dir() or path.suffix == ".json":
+        return [record for record in load_run(path).records if isinstance(record, CollectiveRecord)]
+    if path.suffix.lower() in (".md", ".txt", ".markdown"):
+        return _load_markdown(path)
+    header, rows = _read_rows(path)
+    if header == ALLREDUCE_HEADER:
+        return _parse(path, rows, _parse_allreduce_time)
+    if set(header) >= _PUBLISHED_COLUMNS:
+        return _parse(path, rows, _parse_published)
+    if "num_bytes" in header and "median_s" in header:
+        missing = {"collective", "backend", "device", "world_size", "dtype", "op", "iters", "nwrong"} - set(header)
+        if missing:
+            raise RecordError(f"{path} lacks the columns {', '.join(sorted(missing))}")
+        return _parse(path, rows, _parse_paceline_row)
+    raise RecordError(
+        f"{path} has the columns {', '.join(header) or '(none)'}: known tables of all-reduce times have "
+        f"{', '.join(ALLREDUCE_HEADER)}, or those of Paceline's own table.csv"
+    )
+
+
+def _load_markdown(path: Path) -> list[CollectiveRecord]:
+    """The first Markdown table whose header names backend, processes, size and a time in ms."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise RecordError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path} cannot be read as text: {error}") from None
+    lines = [
+        (number, [cell.strip() for cell in line.strip().strip("|").split("|")])
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip().startswith("|")
+    ]
+    for start, (_, header) in enumerate(lines):
+        names = [cell.lower() for cell in header]
+        if {"backend", "processes", "size"} <= set(names) and any("time (ms)" in name for name in names):
+            break
+    else:
+        raise RecordError(f"{path} has no table with the columns Backend, Processes, Size and Time (ms)")
+    time = next(i for i, name in enumerate(names) if "time (ms)" in name)
+    rows = []
+    for number, cells in lines[start + 1 :]:
+        if len(cells) != len(names):
+            raise RecordError(f"{path}, line {number}: {len(cells)} cells where the header has {len(names)}")
+        if not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
+            rows.append((number, dict(zip(names, cells, strict=True)) | {"time": cells[time]}))
+    return _parse(path, rows, _parse_markdown_row)
+
+
+def _parse_markdown_row(row: Row) -> CollectiveRecord:
+    backend = row["backend"].split("(")[0].strip()
+    # Such tables write 1MB, 1024MB for powers of two; 1024MB settles it.
+    size = re.sub(r"(?i)\b(\d+(?:\.\d+)?)\s*([KMG])B\b", r"\1\2iB", row["size"])
+    try:
+        num_bytes = parse_size(size)
+    except ConfigError as error:
+        raise RecordError(str(error)) from None
+    return CollectiveRecord(
+        collective="all_reduce",
+        backend=backend,
+        device="cuda" if backend == "nccl" else "cpu",
+        world_size=int(row["processes"]),
+        num_bytes=num_bytes,
+        dtype="float32",
+        op="sum",
+        timing=Summary(mean_s=float(row["time"]) / 1e3),
+        source="imported",
+    )
+
+
+def load_layer_sizes(path: str | Path) -> list[LayerSizeRecord]:
+    """Parameters per layer from a `layer-sizes` CSV, in its order. Tied layers stand in it twice."""
+    path = Path(path)
+    header, rows = _read_rows(path)
+    if header[-2:] != LAYER_SIZES_HEADER[1:]:
+        raise RecordError(f"{path} has the columns {', '.join(header)}: Name and No. Params are needed")
+
+    def parse(row: Row) -> LayerSizeRecord:
+        return LayerSizeRecord(layer=row["Name"], num_params=int(row["No. Params"]), source="imported")
+
+    return _parse(path, rows, parse)
+
+
+def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
+    """Seconds per layer and phase from a `layer-times` CSV, in its order (which is not the model's)."""
+    path = Path(path)
+    header, rows = _read_rows(path)
+    if header != LAYER_TIMES_HEADER:
+        raise RecordError(f"{path} has the columns {', '.join(header)}: {', '.join(LAYER_TIMES_HEADER)} are needed")
+
+    def parse(row: Row) -> LayerTimeRecord:
+        values = {name: float(row[name]) for name in LAYER_TIMES_HEADER[1:]}
+        timing = Summary(
+            min_s=values["min"], max_s=values["max"], mean_s=values["mean"],
+            stdev_s=values["std"], median_s=values["median"],
+        )  # fmt: skip
+        return LayerTimeRecord(layer=row["Name"], timing=timing, source="imported")
+
+    return _parse(path, rows, parse)
+
+
+def _to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _five(timing: Samples | Summary) -> tuple[float | None, ...]:
+    if isinstance(timing, Samples):
+        s = timing.reduced_s
+        return min(s), max(s), timing.mean_s, timing.stdev_s, timing.median_s
+    return timing.min_s, timing.max_s, timing.mean_s, timing.stdev_s, timing.median_s
+
+
+_ITEM_BYTES = {
+    "uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8,
+}  # fmt: skip
+
+
+def export_allreduce_times(records: Iterable[Record]) -> str:
+    """The all-reduce records as `allreduce-times.csv`; other records are left out."""
+    rows = []
+    for r in records:
+        if isinstance(r, CollectiveRecord) and r.collective == "all_reduce":
+            elements = r.num_bytes // _ITEM_BYTES.get(r.dtype, 4)
+            mean_s = r.time_s if r.timing.mean_s is None else r.timing.mean_s
+            rows.append([r.backend, r.world_size, elements, r.num_bytes, f"{mean_s:.9f}", f"{r.timing.stdev_s or 0:.9f}"])
+    return _to_csv(ALLREDUCE_HEADER, rows)
+
+
+def export_layer_sizes(records: Iterable[LayerSizeRecord]) -> str:
+    """The records as a `layer-sizes` CSV."""
+    return _to_csv(LAYER_SIZES_HEADER, [[i, r.layer, r.num_params] for i, r in enumerate(records)])
+
+
+def export_layer_times(records: Iterable[LayerTimeRecord]) -> str:
+    """The records as a `layer-times` CSV."""
+    return _to_csv(LAYER_TIMES_HEADER, [[r.layer, *_five(r.timing)] for r in records])

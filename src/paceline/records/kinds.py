@@ -1,0 +1,209 @@
+"""The kinds of records, each one measured thing with its labels, and the numbers derived from it.
+
+How a thing is measured does not belong here; neither does how it is printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paceline.errors import RecordError
+from paceline.records.samples import Samples, Summary
+
+__all__ = [
+    "COLLECTIVES",
+    "KINDS",
+    "SOURCES",
+    "ChunksRecord",
+    "CollectiveRecord",
+    "LayerSizeRecord",
+    "LayerTimeRecord",
+    "Record",
+    "bus_factor",
+    "record_from_json",
+    "record_to_json",
+]
+
+SOURCES = ("measured", "simulated", "emulated", "imported")
+
+# busbw = algbw * factor(n), as nccl-tests defines it: what the slowest link must carry per byte of the message.
+COLLECTIVES = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """busbw / algbw of a collective over `world_size` ranks."""
+    if collective not in COLLECTIVES:
+        raise RecordError(f"unknown collective {collective!r}: known are {', '.join(COLLECTIVES)}")
+    return float(COLLECTIVES[collective](world_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One measured thing. `source` says whether it was measured, simulated, emulated or imported."""
+
+    kind: ClassVar[str]
+    source: str = "measured"
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise RecordError(f"unknown source {self.source!r}: known are {', '.join(SOURCES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRecord(Record):
+    """One collective at one size. `num_bytes` is nccl-tests' size: the full vector, not one rank's share of it.
+
+    `num_wrong` counts the wrong elements over all ranks and repetitions (warm-ups too) out of `num_checked`;
+    both are None where nobody checked.
+    """
+
+    kind: ClassVar[str] = "collective"
+    collective: str
+    backend: str
+    device: str
+    world_size: int
+    num_bytes: int
+    dtype: str
+    op: str
+    timing: Samples | Summary
+    num_wrong: int | None = None
+    num_checked: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bus_factor(self.collective, 1)
+        if self.world_size < 1 or self.num_bytes < 1:
+            raise RecordError(f"a collective of {self.num_bytes} bytes on {self.world_size} ranks cannot be")
+
+    @property
+    def time_s(self) -> float:
+        return self.timing.center_s
+
+    @property
+    def algbw_bytes_per_s(self) -> float:
+        return self.num_bytes / self.time_s
+
+    @property
+    def busbw_bytes_per_s(self) -> float:
+        return self.algbw_bytes_per_s * bus_factor(self.collective, self.world_size)
+
+    @property
+    def key(self) -> tuple[str, str, str, int, str, str]:
+        """What two records must share to stand on one curve."""
+        return self.collective, self.backend, self.device, self.world_size, self.dtype, self.op
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunksRecord(Record):
+    """A fixed total, all-reduced in chunks that are all launched before the first is waited for."""
+
+    kind: ClassVar[str] = "chunks"
+    backend: str
+    device: str
+    world_size: int
+    total_bytes: int
+    chunk_bytes: int
+    dtype: str
+    timing: Samples | Summary
+    num_wrong: int | None = None
+    num_checked: int | None = None
+
+    @property
+    def time_s(self) -> float:
+        return self.timing.center_s
+
+    @property
+    def num_messages(self) -> int:
+        return math.ceil(self.total_bytes / self.chunk_bytes)
+
+    @property
+    def algbw_bytes_per_s(self) -> float:
+        return self.total_bytes / self.time_s
+
+    @property
+    def busbw_bytes_per_s(self) -> float:
+        return self.algbw_bytes_per_s * bus_factor("all_reduce", self.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizeRecord(Record):
+    """The number of parameters of one layer, in the order of the model's definition."""
+
+    kind: ClassVar[str] = "layer_size"
+    layer: str
+    num_params: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimeRecord(Record):
+    """The time of one layer's backward, or of one phase of the step (`forward`, `backward`, `step`)."""
+
+    kind: ClassVar[str] = "layer_time"
+    layer: str
+    timing: Samples | Summary
+
+
+KINDS: dict[str, type[Record]] = {
+    cls.kind: cls for cls in (CollectiveRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord)
+}
+
+
+def record_to_json(record: Record) -> dict[str, Any]:
+    """The record as plain JSON values. Only what was measured; derived numbers are not written."""
+    document: dict[str, Any] = {"kind": record.kind}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, Samples | Summary):
+            name = "samples" if isinstance(value, Samples) else "summary"
+            document[name] = dataclasses.asdict(value)
+        else:
+            document[field.name] = value
+    return document
+
+
+def _build(cls: type, values: dict[str, Any]) -> Any:
+    known = {field.name for field in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise RecordError(f"{cls.__name__} has no field {', '.join(unknown)}")
+    try:
+        return cls(**values)
+    except TypeError as error:
+        raise RecordError(f"{cls.__name__}: {error}") from None
+
+
+def _rows(value: Any, name: str) -> tuple[tuple[float, ...], ...]:
+    try:
+        return tuple(tuple(float(x) for x in row) for row in value)
+    except (TypeError, ValueError):
+        raise RecordError(f"samples.{name} is not a list of lists of numbers") from None
+
+
+def record_from_json(document: dict[str, Any]) -> Record:
+    """The record that `record_to_json` wrote; refuses unknown kinds and fields."""
+    if not isinstance(document, dict):
+        raise RecordError(f"a record is a JSON object, not {type(document).__name__}")
+    values = dict(document)
+    kind = values.pop("kind", None)
+    cls = KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise RecordError(f"unknown kind of record {kind!r}: known are {', '.join(KINDS)}")
+    samples, summary = values.pop("samples", None), values.pop("summary", None)
+    if isinstance(samples, dict):
+        raw = ("seconds", "warmup_seconds", "arrivals_s")
+        samples = {name: _rows(value, name) if name in raw else value for name, value in samples.items()}
+        values["timing"] = _build(Samples, samples)
+    elif isinstance(summary, dict):
+        values["timing"] = _build(Summary, summary)
+    record = _build(cls, values)
+    assert isinstance(record, Record)
+    return record

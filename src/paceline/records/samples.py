@@ -1,0 +1,165 @@
+"""Timed repetitions as they were measured, and the statistics that follow from them.
+
+Statistics are properties and are never stored; rates and speed-ups belong to the kinds of records.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from paceline.errors import RecordError
+
+__all__ = ["REDUCERS", "Samples", "Summary", "quantile"]
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The q-quantile of the values, interpolated linearly between neighbours."""
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+# How the times of all ranks in one repetition become one time. A collective is done when the last rank is.
+REDUCERS = {"max": max, "min": min, "mean": statistics.fmean}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Raw seconds: `seconds[repetition][rank]`, warm-ups apart.
+
+    `arrivals_s[repetition][rank]` says how long after the first rank each rank entered the timed call; it is
+    there only when all ranks share one clock (one host).
+    """
+
+    seconds: tuple[tuple[float, ...], ...]
+    warmup_seconds: tuple[tuple[float, ...], ...] = ()
+    arrivals_s: tuple[tuple[float, ...], ...] = ()
+    reducer: str = "max"
+
+    def __post_init__(self) -> None:
+        widths = {len(row) for row in (*self.seconds, *self.warmup_seconds, *self.arrivals_s)}
+        if not self.seconds or len(widths) != 1 or 0 in widths:
+            raise RecordError("samples need at least one repetition, and the same number of ranks in every one")
+        if self.arrivals_s and len(self.arrivals_s) != len(self.seconds):
+            raise RecordError(f"{len(self.arrivals_s)} arrivals for {len(self.seconds)} repetitions")
+        if any(not value >= 0 for row in self.seconds for value in row):
+            raise RecordError("a sample is negative or not a number: the clock or the file is broken")
+        if self.reducer not in REDUCERS:
+            raise RecordError(f"unknown reducer {self.reducer!r} over ranks: known are {', '.join(REDUCERS)}")
+
+    @cached_property
+    def reduced_s(self) -> tuple[float, ...]:
+        """One time per repetition, over ranks."""
+        return tuple(float(REDUCERS[self.reducer](row)) for row in self.seconds)
+
+    @property
+    def count(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.seconds[0])
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.reduced_s)
+
+    @property
+    def p10_s(self) -> float:
+        return quantile(self.reduced_s, 0.1)
+
+    @property
+    def p90_s(self) -> float:
+        return quantile(self.reduced_s, 0.9)
+
+    @property
+    def mean_s(self) -> float:
+        return statistics.fmean(self.reduced_s)
+
+    @property
+    def stdev_s(self) -> float:
+        return statistics.stdev(self.reduced_s) if self.count > 1 else 0.0
+
+    @property
+    def noise(self) -> float:
+        """Half of p90 - p10, relative to the median."""
+        return (self.p90_s - self.p10_s) / 2 / self.median_s if self.median_s else 0.0
+
+    @property
+    def drift(self) -> float:
+        """Median of the second half over that of the first, minus 1: far from 0 means it had not settled."""
+        half = self.count // 2
+        if half < 2:
+            return 0.0
+        first, second = statistics.median(self.reduced_s[:half]), statistics.median(self.reduced_s[-half:])
+        return second / first - 1 if first else 0.0
+
+    @property
+    def skew_s(self) -> float | None:
+        """Median time between the first and the last rank's arrival at the call, where the clock is common."""
+        if not self.arrivals_s:
+            return None
+        return statistics.median(max(row) for row in self.arrivals_s)
+
+    @property
+    def from_last_arrival_s(self) -> tuple[float, ...] | None:
+        """Per repetition, from the last rank's arrival to the last rank's end; needs a common clock.
+
+        This is what the call costs once everybody is there, without the wait for a late rank.
+        """
+        if not self.arrivals_s:
+            return None
+        return tuple(
+            max(a + s for a, s in zip(arrivals, seconds, strict=True)) - max(arrivals)
+            for arrivals, seconds in zip(self.arrivals_s, self.seconds, strict=True)
+        )
+
+    @property
+    def center_s(self) -> float:
+        return self.median_s
+
+    @property
+    def statistic(self) -> str:
+        return "median"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Statistics of a measurement whose raw samples are not at hand: an imported table's row."""
+
+    mean_s: float | None = None
+    stdev_s: float | None = None
+    median_s: float | None = None
+    min_s: float | None = None
+    max_s: float | None = None
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mean_s is None and self.median_s is None:
+            raise RecordError("a summary needs a mean or a median")
+        values = (self.mean_s, self.stdev_s, self.median_s, self.min_s, self.max_s)
+        if any(value is not None and not value >= 0 for value in values):
+            raise RecordError("a time is negative or not a number")
+
+    @property
+    def center_s(self) -> float:
+        center = self.mean_s if self.median_s is None else self.median_s
+        assert center is not None  # __post_init__ refuses a summary with neither
+        return center
+
+    @property
+    def statistic(self) -> str:
+        return "mean" if self.median_s is None else "median"
+
+    @property
+    def p10_s(self) -> None:
+        return None
+
+    @property
+    def p90_s(self) -> None:
+        return None

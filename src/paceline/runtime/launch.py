@@ -1,0 +1,439 @@
+"""Local ranks: started, watched, and ended without orphans. The one launcher of commands, examples and tests.
+
+A launched rank sees torchrun's variables, so the same function also runs under torchrun. What a rank computes
+does not belong here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from types import FrameType, TracebackType
+from typing import Any
+
+from paceline import machine
+from paceline.errors import ConfigError, LaunchError, PacelineError
+
+__all__ = ["RANK_BYTES", "RankPool", "check_rank_count", "listen", "post", "run_ranks"]
+
+# What a rank takes before it allocates anything: the interpreter and torch (measured: 190 MB on CPU).
+RANK_BYTES = 200 * 2**20
+# After the first failure, how long to listen for others, so that a victim is not taken for the culprit.
+_AFTERMATH_S = 1.0
+# How long a rank may take to obey SIGTERM before SIGKILL.
+_GRACE_S = 3.0
+# What a rank says when its peer has failed: never the cause.
+_SECONDARY = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Application timeout caused pair closure",
+    "Socket closed",
+    "Timed out waiting",
+)
+
+
+def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
+    """Refuse a number of local ranks that this host's memory cannot hold."""
+    if num_ranks < 1:
+        raise ConfigError(f"{num_ranks} ranks: at least 1 is needed")
+    need, have = num_ranks * (RANK_BYTES + bytes_per_rank), machine.available_memory_bytes()
+    if need > have:
+        raise ConfigError(
+            f"{num_ranks} ranks need about {need / 2**30:.1f} GiB of memory and {have / 2**30:.1f} GiB are free: "
+            f"use fewer ranks or smaller sizes (at most {max(0, have // (RANK_BYTES + bytes_per_rank))} ranks of this size)"
+        )
+
+
+@dataclass(frozen=True)
+class _Failure:
+    rank: int
+    when_s: float
+    summary: str
+    trace: str = ""
+    error: PacelineError | None = None
+
+    @property
+    def is_secondary(self) -> bool:
+        return any(text in self.summary for text in _SECONDARY)
+
+
+@dataclass
+class _Rank:
+    """The parent's end of one rank."""
+
+    process: multiprocessing.process.BaseProcess
+    link: Connection
+    stacks: Connection
+    was_heard: bool = field(default=False)
+
+
+class RankPool:
+    """Warm local ranks that run one job after another; starting a rank costs an import of torch, a job does not.
+
+    After a failed job the ranks are ended, and the next job starts new ones.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        check_rank_count(num_ranks)
+        self.num_ranks = num_ranks
+        self._ranks: list[_Rank] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        *,
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+        on_message: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
+
+        The function opens its own world (`paceline.init()`). `on_message(rank, message)` gets what ranks `post`.
+        Raises LaunchError naming the rank that failed first, with its traceback; a PacelineError that a rank
+        raised is raised here as itself.
+        """
+        num_ranks = self.num_ranks if num_ranks is None else num_ranks
+        if not 1 <= num_ranks <= self.num_ranks:
+            raise ConfigError(f"{num_ranks} ranks asked of a pool of {self.num_ranks}")
+        job = _pickle_job(fn, args)
+        with _sigterm_raises():
+            try:
+                self._start(num_ranks)
+                # Imported late: the ranks start importing torch while this process does.
+                from paceline.runtime.rendezvous import serve_local_store
+
+                store = serve_local_store()
+                for rank in range(num_ranks):
+                    variables = _rank_variables(rank, num_ranks, store.port)
+                    with contextlib.suppress(OSError):  # a rank that died already is found by _collect
+                        self._ranks[rank].link.send_bytes(pickle.dumps((list(sys.path), variables, job)))
+                return self._collect(num_ranks, timeout_s, on_message)
+            except BaseException:
+                self.close()
+                raise
+
+    def pids(self) -> list[int]:
+        """The process ids of the ranks that are running, in rank order."""
+        return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
+
+    def close(self) -> None:
+        """End the ranks and wait until they are gone; does nothing the second time."""
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.link.close()
+            rank.stacks.close()
+            if rank.process.is_alive():
+                rank.process.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for rank in ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+        for rank in ranks:
+            if rank.process.is_alive():  # stopped, or busy in a handler of its own
+                rank.process.kill()
+            rank.process.join()
+            rank.process.close()
+
+    def _start(self, num_ranks: int) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        for rank in range(len(self._ranks), num_ranks):
+            link, far_link = spawn.Pipe()
+            stacks, far_stacks = spawn.Pipe(duplex=False)
+            process = spawn.Process(
+                target=_serve_jobs, args=(rank, far_link, far_stacks), name=f"paceline-rank-{rank}"
+            )
+            process.start()
+            far_link.close()
+            far_stacks.close()
+            self._ranks.append(_Rank(process, link, stacks))
+
+    def _collect(
+        self, num_ranks: int, timeout_s: float | None, on_message: Callable[[int, Any], None] | None
+    ) -> list[Any]:
+        """Listen to all ranks until each has answered, one has failed, or time is up."""
+        values: dict[int, Any] = {}
+        failures: dict[int, _Failure] = {}
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        pending = set(range(num_ranks))
+        while pending:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            links: dict[Any, int] = {self._ranks[rank].link: rank for rank in pending}
+            ends: dict[Any, int] = {self._ranks[rank].process.sentinel: rank for rank in pending}
+            ready = multiprocessing.connection.wait([*links, *ends], left_s)
+            # The links first: a rank that answered and then died has answered. A rank that is gone is known by the
+            # end of its link, or by its own end, where a grandchild still holds the link open.
+            for rank in sorted({links.get(item, ends.get(item, 0)) for item in ready}):
+                is_gone = self._ranks[rank].process.sentinel in ready
+                while rank in pending and self._ranks[rank].link.poll():
+                    answer = self._receive(rank)
+                    if answer is None:
+                        is_gone = True
+                        break
+                    kind, content = answer
+                    if kind == "message" and on_message is not None:
+                        on_message(rank, content)
+                    elif kind in ("value", "failure"):
+                        pending.discard(rank)
+                        (values if kind == "value" else failures)[rank] = content
+                if is_gone and rank in pending:
+                    pending.discard(rank)
+                    failures[rank] = self._describe_death(rank)
+            if failures and (deadline is None or deadline - time.monotonic() > _AFTERMATH_S):
+                deadline = time.monotonic() + _AFTERMATH_S
+        if failures:
+            raise self._blame(num_ranks, failures, values)
+        if pending:
+            raise self._report_timeout(num_ranks, sorted(pending), timeout_s)
+        return [values[rank] for rank in range(num_ranks)]
+
+    def _receive(self, rank: int) -> tuple[str, Any] | None:
+        try:
+            kind, content = pickle.loads(self._ranks[rank].link.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        self._ranks[rank].was_heard = True
+        return kind, content
+
+    def _describe_death(self, rank: int) -> _Failure:
+        process = self._ranks[rank].process
+        process.join()
+        code = process.exitcode or 0
+        if code < 0:
+            summary = f"was killed by {signal.Signals(-code).name}"
+            summary += " (out of memory?)" if code == -signal.SIGKILL else ""
+        else:
+            summary = f"exited with code {code}"
+            if not self._ranks[rank].was_heard:
+                summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
+        return _Failure(rank, time.monotonic(), summary)
+
+    def _blame(self, num_ranks: int, failures: Mapping[int, _Failure], values: Mapping[int, Any]) -> PacelineError:
+        """The error of the rank that failed first; ranks that only lost their peer do not count if another did not."""
+        first = min(failures.values(), key=lambda failure: (failure.is_secondary, failure.when_s))
+        if first.error is not None:
+            first.error.add_note(f"(on rank {first.rank} of {num_ranks})")
+            return first.error
+        message = f"rank {first.rank} of {num_ranks} {first.summary}"
+        if first.is_secondary and values:
+            message += f" (rank {', '.join(map(str, sorted(values)))} had already returned)"
+        if first.trace:
+            message += f"\n\nTraceback of rank {first.rank}:\n{first.trace}"
+        return LaunchError(message, first.rank, first.trace)
+
+    def _report_timeout(self, num_ranks: int, stuck: list[int], timeout_s: float | None) -> LaunchError:
+        """Say which ranks did not finish and, from their own stacks, where they are."""
+        message = f"rank {', '.join(map(str, stuck))} of {num_ranks} did not finish within {timeout_s:g} s"
+        for rank in stuck:
+            message += f"\n\nRank {rank} is at:\n{self._read_stack(rank)}"
+        return LaunchError(message, stuck[0])
+
+    def _read_stack(self, rank: int) -> str:
+        stacks, process = self._ranks[rank].stacks, self._ranks[rank].process
+        if process.pid is None or not self._ranks[rank].was_heard:
+            return "(still starting)"
+        os.kill(process.pid, signal.SIGUSR1)
+        text = b""
+        while stacks.poll(0.3 if text else 1.0) and len(text) < 2**16:
+            chunk = os.read(stacks.fileno(), 2**16)
+            if not chunk:
+                break
+            text += chunk
+        return text.decode(errors="replace").strip() or "(no answer: stopped, or stuck inside the kernel)"
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout_s: float | None = None,
+    on_message: Callable[[int, Any], None] | None = None,
+) -> list[Any]:
+    """Start `num_ranks` local ranks, call `fn(*args)` on each, and return their values in rank order.
+
+    Ends all of them before it returns, whatever happens. See `RankPool.run` for the rest; use a pool to run
+    several jobs on the same ranks.
+    """
+    with RankPool(num_ranks) as pool:
+        return pool.run(fn, args, timeout_s=timeout_s, on_message=on_message)
+
+
+def _pickle_job(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    try:
+        return pickle.dumps((fn, tuple(args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise ConfigError(
+            f"{name} and its arguments cannot be sent to another process ({error}): "
+            "use a function at the top level of a module, and plain values"
+        ) from None
+
+
+def _rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
+    }
+    loopback = machine.loopback_interface()
+    if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Left alone, gloo resolves the host's name, which on a laptop may be unreachable or nobody's.
+        variables["GLOO_SOCKET_IFNAME"] = loopback
+    return variables
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """While ranks run, SIGTERM unwinds this process like Ctrl-C does, instead of ending it on the spot."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# --- In the rank ------------------------------------------------------------------------------------------------
+
+_link: Connection | None = None
+_link_lock = threading.Lock()
+_listener: Callable[[Any], None] | None = None
+
+
+def post(message: Any) -> None:
+    """Send a message to whoever launched this rank; without a launcher of ours, to this process's listener."""
+    if _link is not None:
+        _answer("message", message)
+    elif _listener is not None:
+        _listener(message)
+
+
+@contextlib.contextmanager
+def listen(listener: Callable[[Any], None]) -> Iterator[None]:
+    """Receive what this process posts: for a rank that torchrun started and that nobody else listens to."""
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+def _answer(kind: str, content: Any) -> None:
+    assert _link is not None
+    data = pickle.dumps((kind, content))  # plain pickle: tensors go by value, and outlive the rank
+    with _link_lock:
+        _link.send_bytes(data)
+
+
+def _serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
+    """The life of a rank: take a job, answer with a value or a failure, wait for the next."""
+    global _link
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
+    _link = link
+    import torch.distributed  # noqa: F401  what makes a rank warm
+
+    _answer("ready", None)
+    while True:
+        try:
+            path, variables, job = pickle.loads(link.recv_bytes())
+        except (EOFError, OSError):
+            return
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        before = dict(os.environ)
+        os.environ.update(variables)
+        try:
+            fn, args = pickle.loads(job)
+            value = fn(*args)
+            _close_groups()
+            _answer("value", value)
+        except BaseException as error:
+            # First the answer, then the groups: closing them is what makes the peers fail, and later.
+            _answer("failure", _describe_failure(rank, error))
+            with contextlib.suppress(Exception):
+                _close_groups()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _close_groups() -> None:
+    import torch.distributed as dist
+
+    from paceline.runtime.world import shutdown
+
+    shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _describe_failure(rank: int, error: BaseException) -> _Failure:
+    trace = "".join(traceback.format_exception(error))
+    text = str(error).splitlines()[0] if str(error) else ""
+    summary = f"failed: {type(error).__name__}: {text}".rstrip(": ")
+    ours = error if isinstance(error, PacelineError) else None
+    try:
+        pickle.loads(pickle.dumps(ours))
+    except Exception:
+        ours = None
+    return _Failure(rank, time.monotonic(), summary, trace, ours)
+
+
+def _die_with_parent() -> None:
+    """End this process when its parent ends, however it ends (SIGKILL too)."""
+    parent = multiprocessing.parent_process()
+    try:
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        if ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0) == 0:
+            if parent is not None and not parent.is_alive():  # it died before the kernel was told
+                os._exit(1)
+            return
+    except (OSError, AttributeError):
+        pass
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="paceline-parent-watch").start()

@@ -1,0 +1,131 @@
+"""Who is who: `get`, the typed `Ranks`, and seeds. Opening a world does not belong here."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.errors import ConfigError, LaunchError
+from paceline.runtime.world import current_world
+
+__all__ = ["Ranks", "get", "ranks", "set_seed"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others. On a mesh, `rank` and `world_size` count inside the mesh's group.
+
+    `rank` is -1 for a process that is not part of the mesh, as torch has it.
+    """
+
+    rank: int
+    world_size: int
+    global_rank: int
+    local_rank: int
+
+
+def _need_world() -> None:
+    if not dist.is_initialized():
+        raise LaunchError("no process group is open: call paceline.init() first")
+
+
+def _local_rank() -> int:
+    world = current_world()
+    if world is not None:
+        return world.local_rank
+    text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    return int(text) if text.isdigit() else 0
+
+
+def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group that holds exactly the mesh's ranks. A mesh of several true dimensions has one only if it is the world."""
+    long = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    if len(long) <= 1:
+        return mesh.get_group(long[0] if long else 0)
+    if sorted(mesh.mesh.flatten().tolist()) == list(range(dist.get_world_size())):
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+    raise ConfigError(
+        f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole: "
+        f"ask for a part of it, such as mesh[{names[0]!r}]"
+    )
+
+
+def ranks(mesh: DeviceMesh | None = None) -> Ranks:
+    """This process's ranks, in the world or inside a mesh (all of it, whatever its dimensions)."""
+    _need_world()
+    mesh = get.mesh if mesh is None else mesh
+    global_rank = dist.get_rank()
+    if mesh is None:
+        return Ranks(global_rank, dist.get_world_size(), global_rank, _local_rank())
+    members = mesh.mesh.flatten().tolist()
+    rank = members.index(global_rank) if global_rank in members else -1
+    return Ranks(rank, len(members), global_rank, _local_rank())
+
+
+class _Get:
+    """`get(what, mesh=None)`: one word for one fact about this process.
+
+    `ws`: ranks in the mesh, or in the world. `rank`: this process's number inside the mesh, or in the world.
+    `grank`: its number in the world. `lrank`: its number on its host, whatever the mesh.
+    `pg`: the process group of the mesh, or None for the world, as torch's calls take it.
+    """
+
+    def __init__(self) -> None:
+        self._mesh: DeviceMesh | None = None
+        self._world: dist.ProcessGroup | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The registered mesh, while the world that it was registered in is open."""
+        return self._mesh if dist.is_initialized() and self._world is dist.group.WORLD else None
+
+    def __call__(self, what: str, mesh: DeviceMesh | None = None) -> Any:
+        mesh = self.mesh if mesh is None else mesh
+        match what:
+            case "ws":
+                return ranks(mesh).world_size
+            case "rank":
+                return ranks(mesh).rank
+            case "grank":
+                return ranks(mesh).global_rank
+            case "lrank":
+                return ranks(mesh).local_rank
+            case "pg":
+                _need_world()
+                return None if mesh is None else _mesh_group(mesh)
+        raise ConfigError(f"get({what!r}): ask for 'ws', 'rank', 'grank', 'lrank' or 'pg'")
+
+    def register_mesh(self, mesh: DeviceMesh | None) -> _Get:
+        """Use this mesh whenever none is given; None goes back to the world."""
+        _need_world()
+        self._mesh, self._world = mesh, dist.group.WORLD
+        return self
+
+
+get = _Get()
+
+
+def set_seed(seed: int, per_rank: bool = False) -> int:
+    """Seed torch (every device), numpy and random, and return the seed used.
+
+    `per_rank` adds the global rank, for noise that must differ between ranks; the default makes equal models.
+    """
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed {seed}: numpy takes 0 to 2^32 - 1")
+    if per_rank:
+        _need_world()
+        seed = (seed + dist.get_rank()) % 2**32
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed

@@ -1,0 +1,219 @@
+"""Where ranks meet: a store by TCP, by file or in memory, and the roll call on it.
+
+Every wait has an end and names who is missing. Process groups are made elsewhere, from the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlparse
+
+import torch.distributed as dist
+
+from paceline.errors import ConfigError, LaunchError
+from paceline.runtime.environment import Place
+
+__all__ = ["Meeting", "call_roll", "find_host_id", "open_store", "serve_local_store"]
+
+
+@dataclass
+class Meeting:
+    """An open store and what must be done to leave it."""
+
+    store: dist.Store
+    leave: Callable[[], None] = lambda: None
+
+
+def serve_local_store() -> dist.TCPStore:
+    """A store for ranks on this host: loopback only, on a port that the kernel chose."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def open_store(rendezvous: str, place: Place, timeout_s: float) -> Meeting:
+    """The store that all ranks of the world share. `rendezvous` is `env://`, `tcp://HOST:PORT` or `file:///PATH`."""
+    url = urlparse(rendezvous)
+    if url.scheme == "env":
+        if place.world_size == 1 and place.master_addr is None:
+            return Meeting(dist.HashStore())
+        if place.master_addr is None or place.master_port is None:
+            missing = "MASTER_ADDR" if place.master_addr is None else "MASTER_PORT"
+            raise ConfigError(
+                f"rank {place.rank} of {place.world_size} does not know where to meet: {missing} is not set; "
+                "start the ranks with torchrun, or pass rendezvous='tcp://HOST:PORT' or 'file:///PATH'"
+            )
+        # Under torchrun and under our own launcher the agent serves the store, and every rank is a client of it.
+        served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return _open_tcp(place.master_addr, place.master_port, place, place.rank == 0 and not served, timeout_s)
+    if url.scheme == "tcp":
+        try:
+            host, port = url.hostname, url.port
+        except ValueError:
+            host = port = None
+        if not host or not port:
+            raise ConfigError(f"rendezvous {rendezvous!r} lacks a host or a port: write tcp://HOST:PORT")
+        return _open_tcp(host, port, place, place.rank == 0, timeout_s)
+    if url.scheme == "file":
+        if not url.path or url.netloc:
+            raise ConfigError(f"rendezvous {rendezvous!r} lacks an absolute path: write file:///PATH")
+        return _open_file(Path(url.path), place, timeout_s)
+    raise ConfigError(f"rendezvous {rendezvous!r} is unknown: use env://, tcp://HOST:PORT or file:///PATH")
+
+
+def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> Meeting:
+    if not serve:
+        _wait_for_listener(host, port, place, timeout_s)
+    try:
+        store = dist.TCPStore(
+            host,
+            port,
+            place.world_size,
+            is_master=serve,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # the roll call waits, and can say who is missing
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        text = str(error).splitlines()[0]
+        if "EADDRINUSE" in text:
+            raise LaunchError(
+                f"port {port} on {host} is taken, probably by another job: choose another MASTER_PORT, "
+                "or start with `torchrun --standalone`, which finds a free one"
+            ) from None
+        raise LaunchError(f"rank {place.rank} could not open the store at {host}:{port}: {text}") from None
+    return Meeting(store)
+
+
+def _wait_for_listener(host: str, port: int, place: Place, timeout_s: float) -> None:
+    """Wait until rank 0 listens. torch would wait too, but in silence and with a page of text at the end."""
+    deadline = time.monotonic() + timeout_s
+    reason = ""
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            return
+        except socket.gaierror as error:
+            reason = f"the name does not resolve: {error.strerror}"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        time.sleep(0.05)
+    raise LaunchError(
+        f"rank {place.rank} of {place.world_size} could not reach {host}:{port} within {timeout_s:g} s ({reason}): "
+        "is rank 0 running, and may this host reach it?"
+    )
+
+
+def _open_file(path: Path, place: Place, timeout_s: float) -> Meeting:
+    """A store in a file. Rank 0 owns it by a lock that dies with the process, so a stale file shows at once."""
+    owner = path.with_name(path.name + ".owner")
+    deadline = time.monotonic() + timeout_s
+    held = -1
+    if place.rank == 0:
+        if path.exists():
+            raise _stale(path)
+        held = _claim(owner, path)
+    else:
+        while not _is_claimed(owner, path):
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"rank {place.rank} of {place.world_size} waited {timeout_s:g} s for rank 0 to open {path}: "
+                    "is rank 0 running, and does it see the same file system?"
+                )
+            time.sleep(0.02)
+    store = dist.FileStore(str(path), place.world_size)
+    store.set_timeout(timedelta(seconds=timeout_s))
+
+    def leave() -> None:
+        if held >= 0:
+            for name in (path, owner):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+            os.close(held)
+
+    return Meeting(store, leave)
+
+
+def _stale(path: Path) -> LaunchError:
+    return LaunchError(
+        f"{path} is left over from an earlier run, or in use by another: remove {path} and {path}.owner "
+        "or meet at a new path"
+    )
+
+
+def _claim(owner: Path, path: Path) -> int:
+    """Create the owner file already locked, so that nobody ever sees it unlocked while its rank lives."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=owner.parent, prefix=f".{owner.name}.")
+    except OSError as error:
+        raise ConfigError(f"cannot create {path}: {error.strerror}; choose another path for rendezvous") from None
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        os.link(temporary, owner)
+    except FileExistsError:
+        os.close(handle)
+        raise _stale(path) from None
+    finally:
+        os.unlink(temporary)
+    return handle
+
+
+def _is_claimed(owner: Path, path: Path) -> bool:
+    """Whether a living rank 0 holds the file; raises at once when a dead one left it."""
+    try:
+        handle = os.open(owner, os.O_RDWR)
+    except FileNotFoundError:
+        if path.exists() and not owner.exists():
+            raise _stale(path) from None
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    if owner.exists():
+        raise _stale(path)
+    return False  # it was removed by a run that ended just now
+
+
+def find_host_id() -> str:
+    """A name that two ranks share exactly when they run on one booted host."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{platform.node()}/{boot}"
+
+
+def call_roll(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
+    """Wait until every rank is there and return their hosts in rank order. Collective: every rank must call this."""
+    store.set(f"paceline/here/{place.rank}", find_host_id())
+    keys = [f"paceline/here/{rank}" for rank in range(place.world_size)]
+    deadline, pause_s = time.monotonic() + timeout_s, 0.005
+    # Polled: `wait` would log a page of its own on a time-out, and cannot say which key is missing.
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise LaunchError(
+                f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])} of {place.world_size} did not arrive "
+                f"within {timeout_s:g} s: see whether they started (under Slurm: `srun`, not a bare call in the "
+                "batch script)"
+            )
+        time.sleep(pause_s)
+        pause_s = min(0.1, pause_s * 1.5)
+    return [store.get(key).decode() for key in keys]

@@ -1,0 +1,291 @@
+"""`init`: from a launcher's variables to a process group on the right device, and back out on every way.
+
+Starting processes does not belong here (`launch`); neither does who is who (`ranks`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import machine
+from paceline.errors import ConfigError, LaunchError
+from paceline.runtime.environment import Place, read_place
+from paceline.runtime.rendezvous import Meeting, call_roll, open_store
+
+__all__ = ["World", "check_backend", "current_world", "init", "shutdown"]
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's world, open. Leaving the `with` block, `close()` and the end of the process all destroy it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    launcher: str
+    threads: int
+    hosts: tuple[str, ...]
+    control: dist.ProcessGroup = field(repr=False)
+
+    @property
+    def shares_clock(self) -> bool:
+        """Whether all ranks run on one host, so that their monotonic clocks can be compared."""
+        return len(set(self.hosts)) == 1
+
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, over the control group. Collective: every rank must call this."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank, over the control group. Collective: every rank must call this."""
+        dist.barrier(group=self.control)
+
+    def close(self) -> None:
+        """Destroy the process groups; does nothing the second time."""
+        if _open is not None and _open.world is self:
+            shutdown()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if _open is not None and _open.world is self:
+            _destroy(failed=error is not None)
+
+
+@dataclass
+class _Open:
+    world: World
+    meeting: Meeting
+
+
+_open: _Open | None = None
+
+
+def current_world() -> World | None:
+    """The world that `init` opened in this process, if it is open."""
+    return _open.world if _open else None
+
+
+def _print_on_stderr(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr, flush=True)
+
+
+def init(
+    backend: str = "auto",
+    device: str = "auto",
+    *,
+    rendezvous: str = "env://",
+    rank: int | None = None,
+    world_size: int | None = None,
+    threads: int | None = None,
+    timeout_s: float = 600.0,
+    rendezvous_timeout_s: float = 120.0,
+    announce: Callable[[str], None] | None = _print_on_stderr,
+) -> World:
+    """Join the world and return it. Collective: every rank must call this.
+
+    The world comes from torchrun's, Slurm's or mpirun's variables, or from `rank` and `world_size`; without
+    either it is a world of one. Use it as a context manager, or call `paceline.shutdown()` at the end.
+
+    `backend`: `auto` is nccl on CUDA and gloo on CPU; a name; or a list such as `cpu:gloo,cuda:nccl`.
+    `rendezvous`: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
+    `threads`: torch's threads per rank; by default the cores of this host shared among its ranks.
+    `timeout_s` bounds each collective, `rendezvous_timeout_s` the wait for the other ranks.
+    """
+    global _open
+    if dist.is_initialized():
+        raise ConfigError(
+            "a process group is already open in this process: close it first (`paceline.shutdown()`, "
+            "or `torch.distributed.destroy_process_group()` if torch opened it)"
+        )
+    place = _settle_place(rank, world_size)
+    _check_backend_text(backend)
+    meeting = open_store(rendezvous, place, rendezvous_timeout_s)
+    try:
+        hosts = call_roll(meeting.store, place, rendezvous_timeout_s)
+        place = _fill_in_hosts(place, hosts)
+        assert place.local_rank is not None and place.local_world_size is not None
+        torch_device, reason = _choose_device(device, backend, place)
+        chosen = backend if backend != "auto" else _choose_backend(torch_device, place)
+        check_backend(chosen, torch_device.type, place.local_world_size)
+        if torch_device.type == "cuda":
+            # Before any collective: NCCL and object collectives use the current device, and hang on a wrong one.
+            torch.cuda.set_device(torch_device)
+        num_threads, why = _choose_threads(threads, place)
+        torch.set_num_threads(num_threads)
+        dist.init_process_group(
+            chosen,
+            store=dist.PrefixStore("paceline/default", meeting.store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        # Apart from the data's group, so that control traffic never queues behind gradients, and never needs a GPU.
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    except BaseException:
+        _destroy_groups(failed=True)
+        meeting.leave()
+        raise
+    world = World(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        device=torch_device,
+        backend=chosen,
+        launcher=place.launcher,
+        threads=num_threads,
+        hosts=tuple(hosts),
+        control=control,
+    )
+    _open = _Open(world, meeting)
+    atexit.register(shutdown)
+    if announce is not None and place.rank == 0:
+        ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
+        per_rank = f"{num_threads} thread{'s' if num_threads > 1 else ''} per rank"
+        announce(f"{ranks} on {chosen} ({torch_device.type}{reason}), {per_rank} ({why})")
+    return world
+
+
+def shutdown() -> None:
+    """Close the world that `init` opened; does nothing when none is open."""
+    _destroy(failed=False)
+
+
+def _destroy(failed: bool) -> None:
+    global _open
+    if _open is None:
+        return
+    meeting, _open = _open.meeting, None
+    atexit.unregister(shutdown)
+    _destroy_groups(failed)
+    meeting.leave()
+
+
+def _destroy_groups(failed: bool) -> None:
+    if not dist.is_initialized():
+        return
+    if failed and "nccl" in str(dist.get_backend_config()):
+        # A plain destroy waits for collectives that a failed rank will never join.
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None:
+            abort()
+            return
+    dist.destroy_process_group()
+
+
+def _settle_place(rank: int | None, world_size: int | None) -> Place:
+    if rank is None and world_size is None:
+        return read_place()
+    if rank is None or world_size is None:
+        raise ConfigError(f"init got rank={rank} and world_size={world_size}: give both, or neither")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"init got rank={rank} and world_size={world_size}: ranks count from 0 to world_size - 1")
+    master_addr, master_port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    port = int(master_port) if master_port.isdigit() else None
+    return Place(rank, world_size, None, None, "arguments", master_addr, port)
+
+
+def _fill_in_hosts(place: Place, hosts: list[str]) -> Place:
+    """The rank among those on its host, from the roll call, where the launcher did not say."""
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
+    local_rank = here.index(place.rank) if place.local_rank is None else place.local_rank
+    local_world_size = len(here) if place.local_world_size is None else place.local_world_size
+    return replace(place, local_rank=local_rank, local_world_size=local_world_size)
+
+
+def _choose_device(device: str, backend: str, place: Place) -> tuple[torch.device, str]:
+    """The device, and what to add to the announcement about it."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    assert place.local_rank is not None and place.local_world_size is not None
+    if device == "auto":
+        wants_gpu = "nccl" in backend or "cuda" in backend
+        if not wants_gpu and (backend != "auto" or gpus < place.local_world_size):
+            few = f"; {gpus} GPU for {place.local_world_size} ranks: pass device='cuda' to share it" if gpus else ""
+            return torch.device("cpu"), few if backend == "auto" else ""
+        device = "cuda"
+    if device == "cpu":
+        return torch.device("cpu"), ""
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device {device!r} is unknown: use auto, cpu, cuda or cuda:INDEX")
+    if gpus == 0:
+        built = "" if torch.backends.cuda.is_built() else f" and torch {torch.__version__} is built without CUDA"
+        raise ConfigError(f"device {device!r} was asked for, but no GPU is visible{built}: use the device cpu")
+    number = int(index) if index else place.local_rank % gpus
+    if number >= gpus:
+        raise ConfigError(f"device {device!r} was asked for, but GPUs count from 0 to {gpus - 1} here")
+    return torch.device("cuda", number), ""
+
+
+def _choose_backend(device: torch.device, place: Place) -> str:
+    assert place.local_world_size is not None
+    one_each = device.type == "cuda" and torch.cuda.device_count() >= place.local_world_size
+    return "nccl" if one_each and dist.is_nccl_available() else "gloo"
+
+
+def _split_backend(backend: str) -> list[tuple[str | None, str]]:
+    """`cpu:gloo,cuda:nccl` as [(device, name), ...]; a bare name stands for every device."""
+    parts = [part.strip().partition(":") for part in backend.split(",")]
+    return [(first, name) if colon else (None, first) for first, colon, name in parts]
+
+
+def _check_backend_text(backend: str) -> None:
+    if backend == "auto":
+        return
+    for device, name in _split_backend(backend):
+        known = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
+        if name.lower() not in known:
+            raise ConfigError(f"backend {name!r} is unknown: torch knows {', '.join(known)} here")
+        if device is not None and device not in ("cpu", "cuda"):
+            raise ConfigError(f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda")
+
+
+def check_backend(backend: str, device_type: str, local_world_size: int) -> None:
+    """Refuse a backend that cannot work with these devices, in words instead of torch's failure later."""
+    _check_backend_text(backend)
+    for _, name in _split_backend(backend):
+        if name == "nccl":
+            if not torch.cuda.is_available() or not dist.is_nccl_available():
+                raise ConfigError("backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo")
+            if (gpus := torch.cuda.device_count()) < local_world_size:
+                raise ConfigError(
+                    f"backend nccl needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here; "
+                    f"use at most {gpus}, or the backend gloo with the device cuda, which can share one"
+                )
+            if device_type != "cuda" and backend == "nccl":
+                raise ConfigError("backend nccl works on GPUs only and the device is cpu: use the backend gloo")
+        elif name == "gloo" and not dist.is_gloo_available():
+            raise LaunchError("this torch is built without gloo, which Paceline needs for its control traffic")
+
+
+def _choose_threads(threads: int | None, place: Place) -> tuple[int, str]:
+    if threads is not None:
+        if threads < 1:
+            raise ConfigError(f"threads={threads}: a rank needs at least 1")
+        return threads, "as asked"
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    # torchrun sets 1 by itself whenever the user set nothing, so there 1 is not a wish.
+    by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if asked.isdigit() and int(asked) > 0 and not by_torchrun:
+        return int(asked), "OMP_NUM_THREADS"
+    cores, ranks = machine.count_cores(), place.local_world_size or 1
+    return max(1, cores // ranks), f"{cores} core{'s' if cores > 1 else ''} / {ranks} local"

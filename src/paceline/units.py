@@ -1,0 +1,129 @@
+"""Sizes, times and rates as people type and read them. Nothing else in Paceline formats a unit.
+
+Inside the program bytes are `int` and seconds are `float`; sizes print in MiB (2^20), rates in GB/s (10^9).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from paceline.errors import ConfigError
+
+__all__ = [
+    "GB",
+    "MIB",
+    "format_bytes",
+    "format_count",
+    "format_duration",
+    "format_ms",
+    "format_rate",
+    "parse_counts",
+    "parse_size",
+    "parse_sizes",
+    "size_range",
+]
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+GB = 10**9
+
+_UNITS = {
+    "B": 1,
+    "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 2**40,
+}  # fmt: skip
+_CASELESS = {unit.lower(): scale for unit, scale in _UNITS.items()}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `25MiB` (2^20) or `1MB` (10^6). The unit is not optional."""
+    match = _SIZE.fullmatch(text)
+    if not match:
+        raise ConfigError(f"size {text!r} is not a number with a unit: write it like 25MiB, 1MB or 512B")
+    number, unit = match.groups()
+    if not unit:
+        raise ConfigError(f"size {text!r} has no unit: write {number}MiB, {number}MB or {number}B")
+    scale = _CASELESS.get(unit.lower())
+    if scale is None:
+        raise ConfigError(f"size {text!r} has the unknown unit {unit!r}: use B, kB, MB, GB, KiB, MiB or GiB")
+    # Through integers, so that 1073741824B does not pass through a float.
+    whole, _, fraction = number.partition(".")
+    numerator, denominator = int(whole + fraction) * scale, 10 ** len(fraction)
+    if numerator % denominator:
+        raise ConfigError(f"size {text!r} is {numerator / denominator:.3f} bytes: a size is a whole number of bytes")
+    return numerator // denominator
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes of a comma-separated list of sizes, in the order given, without repeats."""
+    sizes = tuple(dict.fromkeys(parse_size(part) for part in text.split(",") if part.strip()))
+    if not sizes:
+        raise ConfigError(f"no size in {text!r}: write a list such as 1MiB,10MiB,100MiB")
+    if min(sizes) <= 0:
+        raise ConfigError(f"size 0 in {text!r}: a message has at least one element")
+    return sizes
+
+
+def size_range(first_bytes: int, last_bytes: int, factor: float) -> tuple[int, ...]:
+    """Sizes from first to last, each `factor` times the one before, as nccl-tests' -b -e -f."""
+    if first_bytes <= 0 or last_bytes < first_bytes:
+        raise ConfigError(
+            f"the range of sizes {format_bytes(first_bytes)} to {format_bytes(last_bytes)} is empty: "
+            "the first must be above 0 and not above the last"
+        )
+    if not factor > 1 or not math.isfinite(factor):
+        raise ConfigError(f"the factor of a range of sizes is {factor:g}: it must be above 1")
+    sizes: list[int] = []
+    size = float(first_bytes)
+    while size <= last_bytes * (1 + 1e-9):
+        sizes.append(round(size))
+        size *= factor
+    return tuple(dict.fromkeys(sizes))
+
+
+def parse_counts(text: str, what: str) -> tuple[int, ...]:
+    """The positive integers of a comma-separated list, in the order given, without repeats."""
+    counts = []
+    for part in text.split(","):
+        if not re.fullmatch(r"\s*\d+\s*", part) or int(part) < 1:
+            raise ConfigError(f"{what} {part.strip()!r} is not a whole number of at least 1")
+        counts.append(int(part))
+    return tuple(dict.fromkeys(counts))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size for people: `64 B`, `4 KiB`, `25 MiB`, `1024 MiB`. Exact sizes print without decimals."""
+    for scale, unit in ((MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes >= scale:
+            value = num_bytes / scale
+            return f"{value:.0f} {unit}" if value == int(value) else f"{value:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_count(count: int) -> str:
+    """An integer with thin groups of three digits: 15 000 000."""
+    return f"{count:,}".replace(",", " ")
+
+
+def format_ms(seconds: float) -> str:
+    """Milliseconds with about four significant digits and no unit, for the cells of a column in ms."""
+    ms = seconds * 1e3
+    return f"{ms:.0f}" if ms >= 1000 else f"{ms:.1f}" if ms >= 100 else f"{ms:.2f}" if ms >= 10 else f"{ms:.4f}"
+
+
+def format_duration(seconds: float) -> str:
+    """A time with its unit, chosen by magnitude: `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """GB/s (10^9) with three significant digits and no unit, for the cells of a column in GB/s."""
+    rate = bytes_per_s / GB
+    return f"{rate:.1f}" if rate >= 100 else f"{rate:.2f}" if rate >= 1 else f"{rate:.4f}"
