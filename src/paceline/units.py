@@ -49,7 +49,8 @@ def parse_size(text: str) -> int:
         raise ConfigError(f"size {text!r} has the unknown unit {unit!r}: use B, kB, MB, GB, KiB, MiB or GiB")
     # Through integers, so that 1073741824B does not pass through a float.
     whole, _, fraction = number.partition(".")
-    numerator, denominator = int(whole + fraction) * scale, 10 ** len(fraction)
+    numerator: int = int(whole + fraction) * scale
+    denominator: int = 10 ** len(fraction)
     if numerator % denominator:
         raise ConfigError(f"size {text!r} is {numerator / denominator:.3f} bytes: a size is a whole number of bytes")
     return numerator // denominator

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import MeasurementError
+from paceline.records import CollectiveRecord
 
-__all__ = ["AlphaBeta", "fit_alpha_beta"]
+__all__ = ["AlphaBeta", "fit_alpha_beta", "fit_collectives"]
 
 
 @dataclass(frozen=True)
@@ -66,3 +67,20 @@ def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> AlphaBeta:
         )
     fitted = [(alpha + slope * xi - ti) / ti for xi, ti in zip(x, t, strict=True)]
     return AlphaBeta(alpha, scale / slope, sizes[0], sizes[-1], tuple(fitted))
+
+
+def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, AlphaBeta]]:
+    """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels.
+
+    A curve of one size, or one whose times do not grow, has no line and is left out.
+    """
+    curves: dict[object, list[CollectiveRecord]] = {}
+    for record in records:
+        curves.setdefault(record.key, []).append(record)
+    fits = []
+    for curve in curves.values():
+        try:
+            fits.append((curve[0], fit_alpha_beta([(r.num_bytes, r.time_s) for r in curve])))
+        except MeasurementError:
+            continue
+    return fits

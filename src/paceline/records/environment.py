@@ -68,7 +68,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def capture_environment(**details: Any) -> Environment:
+def capture_environment() -> Environment:
     """The environment of this process. PACELINE_HOST replaces the host's name in what gets published."""
     command = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
     return Environment(
@@ -79,11 +79,8 @@ def capture_environment(**details: Any) -> Environment:
         memory_bytes=machine.total_memory_bytes(),
         python=platform.python_version(),
         versions={name: found for name in _PACKAGES if (found := _version(name))},
-        variables={
-            k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES) and k != "PACELINE_HOST"
-        },
+        variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES) and k != "PACELINE_HOST"},
         command_line=" ".join(command),
         git_commit=_git_commit(),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
-        details=details,
     )

@@ -38,14 +38,18 @@ _FLOAT_BYTES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
 Row = dict[str, str]
 
 
-def _read_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
-    """The header and the rows of a CSV, each row with its line number."""
+def _read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise RecordError(f"{path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{path} cannot be read as text: {error}") from None
+
+
+def _read_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
+    """The header and the rows of a CSV, each row with its line number."""
+    text = _read_text(path)
     reader = csv.reader(io.StringIO(text))
     try:
         lines = [(reader.line_num, line) for line in reader if line]
@@ -94,7 +98,7 @@ def _parse_published(row: Row) -> CollectiveRecord:
     backend, _, device = row["backend"].strip().partition("-")
     if backend == "nccl":  # "nccl" and "nccl-tests" alike
         device = "cuda"
-    statistic = "median_s" if row["stat"].startswith("median") else "mean_s"
+    time_s, is_median = float(row["time_s"]), row["stat"].startswith("median")
     stdev_s = float(row["std_s"]) if row["std_s"].strip() else None
     return CollectiveRecord(
         collective="all_reduce",
@@ -104,7 +108,7 @@ def _parse_published(row: Row) -> CollectiveRecord:
         num_bytes=int(row["bytes"]),
         dtype="unknown",
         op="sum",
-        timing=Summary(**{statistic: float(row["time_s"]), "stdev_s": stdev_s}),
+        timing=Summary(median_s=time_s, stdev_s=stdev_s) if is_median else Summary(mean_s=time_s, stdev_s=stdev_s),
         source="imported",
         note=row["source"].strip(),
     )
@@ -153,30 +157,28 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
 
 def _load_markdown(path: Path) -> list[CollectiveRecord]:
     """The first Markdown table whose header names backend, processes, size and a time in ms."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        raise RecordError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path} cannot be read as text: {error}") from None
     lines = [
-        (number, [cell.strip() for cell in line.strip().strip("|").split("|")])
-        for number, line in enumerate(text.splitlines(), 1)
-        if line.strip().startswith("|")
+        [cell.strip() for cell in line.strip().strip("|").split("|")] if line.strip().startswith("|") else None
+        for line in _read_text(path).splitlines()
     ]
-    for start, (_, header) in enumerate(lines):
-        names = [cell.lower() for cell in header]
-        if {"backend", "processes", "size"} <= set(names) and any("time (ms)" in name for name in names):
+    wanted = {"backend", "processes", "size"}
+    for start, header in enumerate(lines):
+        names = [cell.lower() for cell in header or ()]
+        if wanted <= set(names) and any("time (ms)" in name for name in names):
             break
     else:
         raise RecordError(f"{path} has no table with the columns Backend, Processes, Size and Time (ms)")
-    time = next(i for i, name in enumerate(names) if "time (ms)" in name)
+    names = ["time" if "time (ms)" in name else name for name in names]
     rows = []
-    for number, cells in lines[start + 1 :]:
+    for number, cells in enumerate(lines[start + 1 :], start + 2):
+        if cells is None:  # the table ends at the first line without cells
+            break
         if len(cells) != len(names):
             raise RecordError(f"{path}, line {number}: {len(cells)} cells where the header has {len(names)}")
         if not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
-            rows.append((number, dict(zip(names, cells, strict=True)) | {"time": cells[time]}))
+            rows.append((number, dict(zip(names, cells, strict=True))))
+    if not rows:
+        raise RecordError(f"{path} has a table of all-reduce times without a row")
     return _parse(path, rows, _parse_markdown_row)
 
 
@@ -247,19 +249,14 @@ def _five(timing: Samples | Summary) -> tuple[float | None, ...]:
     return timing.min_s, timing.max_s, timing.mean_s, timing.stdev_s, timing.median_s
 
 
-_ITEM_BYTES = {
-    "uint8": 1, "int8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "int32": 4, "float64": 8, "int64": 8,
-}  # fmt: skip
-
-
 def export_allreduce_times(records: Iterable[Record]) -> str:
     """The all-reduce records as `allreduce-times.csv`; other records are left out."""
     rows = []
     for r in records:
         if isinstance(r, CollectiveRecord) and r.collective == "all_reduce":
-            elements = r.num_bytes // _ITEM_BYTES.get(r.dtype, 4)
             mean_s = r.time_s if r.timing.mean_s is None else r.timing.mean_s
-            rows.append([r.backend, r.world_size, elements, r.num_bytes, f"{mean_s:.9f}", f"{r.timing.stdev_s or 0:.9f}"])
+            times = [f"{mean_s:.9f}", f"{r.timing.stdev_s or 0:.9f}"]
+            rows.append([r.backend, r.world_size, r.num_elements, r.num_bytes, *times])
     return _to_csv(ALLREDUCE_HEADER, rows)
 
 

@@ -15,6 +15,7 @@ from paceline.records.samples import Samples, Summary
 
 __all__ = [
     "COLLECTIVES",
+    "ITEM_BYTES",
     "KINDS",
     "SOURCES",
     "ChunksRecord",
@@ -26,6 +27,11 @@ __all__ = [
     "record_from_json",
     "record_to_json",
 ]
+
+# The element types that records name, and their bytes.
+ITEM_BYTES = {
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1, "int8": 1,
+}  # fmt: skip
 
 SOURCES = ("measured", "simulated", "emulated", "imported")
 
@@ -89,6 +95,11 @@ class CollectiveRecord(Record):
         return self.timing.center_s
 
     @property
+    def num_elements(self) -> int:
+        """Elements of the full vector; 4 bytes each where an imported table does not say."""
+        return self.num_bytes // ITEM_BYTES.get(self.dtype, 4)
+
+    @property
     def algbw_bytes_per_s(self) -> float:
         return self.num_bytes / self.time_s
 
@@ -120,6 +131,10 @@ class ChunksRecord(Record):
     @property
     def time_s(self) -> float:
         return self.timing.center_s
+
+    @property
+    def chunk_elements(self) -> int:
+        return self.chunk_bytes // ITEM_BYTES.get(self.dtype, 4)
 
     @property
     def num_messages(self) -> int:

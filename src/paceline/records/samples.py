@@ -6,7 +6,7 @@ Statistics are properties and are never stored; rates and speed-ups belong to th
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +25,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 # How the times of all ranks in one repetition become one time. A collective is done when the last rank is.
-REDUCERS = {"max": max, "min": min, "mean": statistics.fmean}
+REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
 
 
 @dataclass(frozen=True)

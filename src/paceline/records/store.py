@@ -37,9 +37,7 @@ class Run:
     records: tuple[Record, ...]
     warnings: tuple[str, ...] = ()
     complete: bool = True
-    created: str = field(
-        default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    )
+    created: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
 
 def write_new(path: Path, content: str | bytes) -> None:
@@ -85,7 +83,7 @@ def load_run(path: str | Path) -> Run:
     except (OSError, ValueError) as error:
         raise RecordError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise RecordError(f"{file} is not a run of Paceline: it lacks \"format\": \"{FORMAT}\"")
+        raise RecordError(f'{file} is not a run of Paceline: it lacks "format": "{FORMAT}"')
     if document.get("version") != VERSION:
         raise RecordError(
             f"{file} has version {document.get('version')!r} and this Paceline reads version {VERSION}: "

@@ -129,9 +129,7 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
             )
     assert rank is not None and world_size is not None
     if world_size < 1 or rank >= world_size:
-        raise ConfigError(
-            f"{launcher.rank}={rank} and {size_name}={world_size}: ranks count from 0 to {size_name} - 1"
-        )
+        raise ConfigError(f"{launcher.rank}={rank} and {size_name}={world_size}: ranks count from 0 to {size_name} - 1")
 
     local_rank = _read_int(variables, launcher.local_rank)
     local_name = next((n for n in launcher.local_world_size if variables.get(n)), None)
@@ -151,6 +149,7 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
         nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
         master_addr = master_addr or (first_host(nodes) if nodes else None)
         master_port = master_port or _slurm_port(variables)
-    if world_size == 1 and local_rank is None:
-        return Place(0, 1, 0, 1, launcher.name, master_addr, master_port)
-    return Place(rank, world_size, local_rank, local_world_size, launcher.name, master_addr, master_port)
+    name = variables.get("PACELINE_LAUNCHER", launcher.name)  # our own launcher speaks torchrun's language
+    if world_size == 1:
+        local_rank, local_world_size = local_rank or 0, local_world_size or 1
+    return Place(rank, world_size, local_rank, local_world_size, name, master_addr, master_port)

@@ -50,11 +50,11 @@ def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
     """Refuse a number of local ranks that this host's memory cannot hold."""
     if num_ranks < 1:
         raise ConfigError(f"{num_ranks} ranks: at least 1 is needed")
-    need, have = num_ranks * (RANK_BYTES + bytes_per_rank), machine.available_memory_bytes()
-    if need > have:
+    each, have = RANK_BYTES + bytes_per_rank, machine.available_memory_bytes()
+    if num_ranks * each > have:
         raise ConfigError(
-            f"{num_ranks} ranks need about {need / 2**30:.1f} GiB of memory and {have / 2**30:.1f} GiB are free: "
-            f"use fewer ranks or smaller sizes (at most {max(0, have // (RANK_BYTES + bytes_per_rank))} ranks of this size)"
+            f"{num_ranks} ranks need about {num_ranks * each / 2**30:.1f} GiB of memory and {have / 2**30:.1f} GiB are free: "
+            f"use fewer ranks or smaller sizes (at most {have // each} ranks of this size)"
         )
 
 
@@ -135,6 +135,10 @@ class RankPool:
                 self.close()
                 raise
 
+    def start(self) -> None:
+        """Start the ranks now, so that they import torch while the caller does something else; `run` would too."""
+        self._start(self.num_ranks)
+
     def pids(self) -> list[int]:
         """The process ids of the ranks that are running, in rank order."""
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
@@ -161,9 +165,7 @@ class RankPool:
         for rank in range(len(self._ranks), num_ranks):
             link, far_link = spawn.Pipe()
             stacks, far_stacks = spawn.Pipe(duplex=False)
-            process = spawn.Process(
-                target=_serve_jobs, args=(rank, far_link, far_stacks), name=f"paceline-rank-{rank}"
-            )
+            process = spawn.Process(target=_serve_jobs, args=(rank, far_link, far_stacks), name=f"paceline-rank-{rank}")
             process.start()
             far_link.close()
             far_stacks.close()
@@ -302,6 +304,7 @@ def _rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "PACELINE_LAUNCHER": "paceline",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
     }
     loopback = machine.loopback_interface()

@@ -45,7 +45,7 @@ def _local_rank() -> int:
 
 
 def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group that holds exactly the mesh's ranks. A mesh of several true dimensions has one only if it is the world."""
+    """The group of exactly the mesh's ranks; a mesh of several true dimensions has one only if it is the world."""
     long = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     if len(long) <= 1:
         return mesh.get_group(long[0] if long else 0)
@@ -53,7 +53,7 @@ def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         world = dist.group.WORLD
         assert world is not None
         return world
-    names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+    names = mesh.mesh_dim_names or (0,)
     raise ConfigError(
         f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole: "
         f"ask for a part of it, such as mesh[{names[0]!r}]"

@@ -40,9 +40,7 @@ def serve_local_store() -> dist.TCPStore:
     listener.bind(("127.0.0.1", 0))
     listener.listen(1024)
     port = listener.getsockname()[1]
-    return dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def open_store(rendezvous: str, place: Place, timeout_s: float) -> Meeting:

@@ -1,0 +1,42 @@
+# Everything a fresh machine needs: Python 3.11+, pip and a package registry.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench check install clean
+
+help: ## Show this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+install: $(STAMP) ## Make .venv with torch and Paceline in it (the other targets do this by themselves)
+
+# torch first and by its exact version, so that no other package pulls another one.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and paceline into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## Look at this machine and measure all-reduce on it (about a minute)
+	$(BIN)/paceline doctor
+	$(BIN)/paceline bench allreduce --ranks 2 --sizes 64KiB,1MiB,16MiB
+
+test: $(STAMP) ## Run the tests (minutes on two cores)
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## Lint, format and type-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
+	$(BIN)/python benchmarks/engine_against_loop.py
+	$(BIN)/paceline bench allreduce --ranks 2,4 --sizes 4KiB,64KiB,1MiB,10MiB,100MiB
+	$(BIN)/paceline bench chunks
+
+clean: ## Remove .venv and caches (runs/ stays)
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

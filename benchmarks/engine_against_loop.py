@@ -1,0 +1,103 @@
+"""Does the engine of `bench allreduce` measure what a hand-written loop measures? Prints the exact ratio.
+
+    python benchmarks/engine_against_loop.py [--sizes 4KiB,1MiB,16MiB] [--ranks 2] [--rounds 8] [--json]
+
+In every round the engine and a plain loop around `dist.all_reduce` measure the same size on the same group, one
+after the other. The loop has no barrier, no check and no fresh data: what anybody would write first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline.measure.engine import Contestant, time_interleaved
+from paceline.measure.pattern import Pattern
+from paceline.records.samples import quantile
+from paceline.units import format_bytes, format_ms, parse_sizes
+
+
+def time_loop(vector: torch.Tensor, iters: int) -> list[float]:
+    """The hand-written loop."""
+    seconds = []
+    dist.barrier()
+    for _ in range(iters):
+        start_s = time.perf_counter()
+        dist.all_reduce(vector)
+        seconds.append(time.perf_counter() - start_s)
+    return seconds
+
+
+def time_engine(vector: torch.Tensor, iters: int, rank: int, world: paceline.World) -> list[float]:
+    """The same number of repetitions by the engine, with its barrier, fresh data and check."""
+    pattern = Pattern(world.world_size, vector.dtype, "sum", vector.device)
+    contestant = Contestant(
+        device=vector.device,
+        prepare=lambda repetition: pattern.fill(vector, rank, repetition),
+        call=lambda: dist.all_reduce(vector),
+        count_wrong=lambda repetition: pattern.count_wrong(vector, repetition),
+        num_elements=vector.numel(),
+    )
+    (timing,) = time_interleaved([contestant], world.control, iters, 0)
+    return timing.seconds
+
+
+def compare(sizes: tuple[int, ...], rounds: int, iters: int) -> list[dict[str, Any]]:
+    """Collective: every rank must call this. Medians over all rounds, each repetition reduced over ranks by max."""
+    rows = []
+    with paceline.init("gloo", "cpu", announce=None) as world:
+        for size in sizes:
+            vector = torch.zeros(size // 4)
+            time_loop(vector, 3)
+            engine, loop = [], []
+            for _ in range(rounds):
+                engine.append(world.share(time_engine(vector, iters, world.rank, world)))
+                vector.zero_()
+                loop.append(world.share(time_loop(vector, iters)))
+            reduced = {
+                name: [[max(row) for row in zip(*ranks, strict=True)] for ranks in rounds_of_ranks]
+                for name, rounds_of_ranks in (("engine", engine), ("loop", loop))
+            }
+            pairs = zip(reduced["engine"], reduced["loop"], strict=True)
+            ratios = [statistics.median(e) / statistics.median(b) for e, b in pairs]
+            rows.append({
+                "num_bytes": size,
+                "world_size": world.world_size,
+                "engine_median_s": statistics.median(t for one in reduced["engine"] for t in one),
+                "loop_median_s": statistics.median(t for one in reduced["loop"] for t in one),
+                "ratio": statistics.median(ratios),
+                "ratio_p10": quantile(ratios, 0.1),
+                "ratio_p90": quantile(ratios, 0.9),
+            })  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="4KiB,1MiB,16MiB")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    job = (parse_sizes(options.sizes), options.rounds, options.iters)
+    rows = paceline.run_ranks(compare, options.ranks, job, timeout_s=600)[0]
+    if options.json:
+        print(json.dumps({"rows": rows}, indent=1))
+        return
+    print(f"{'size':>10} {'engine (ms)':>12} {'loop (ms)':>12} {'engine / loop':>14}  p10 to p90 over rounds")
+    for row in rows:
+        times = f"{format_ms(row['engine_median_s']):>12} {format_ms(row['loop_median_s']):>12}"
+        spread = f"{row['ratio_p10']:.2f} to {row['ratio_p90']:.2f}"
+        print(f"{format_bytes(row['num_bytes']):>10} {times} {row['ratio']:>14.3f}  {spread}")
+
+
+if __name__ == "__main__":
+    main()

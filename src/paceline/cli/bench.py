@@ -1,0 +1,277 @@
+"""`paceline bench`: all-reduce and its kin, and what chunking costs. The measuring is done in `measure`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.errors import ConfigError
+from paceline.units import parse_counts, parse_size, parse_sizes, size_range
+
+if TYPE_CHECKING:
+    from paceline.cli.session import Session
+    from paceline.predict.costs import AlphaBeta
+    from paceline.records import ChunksRecord, CollectiveRecord
+
+__all__ = ["allreduce", "app", "chunks"]
+
+app = typer.Typer(help="Measure collectives on this machine or cluster.", no_args_is_help=True)
+
+_DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+_DEFAULT_CHUNK_ELEMENTS = (10**4, 3 * 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7)
+
+# Flags that several verbs share have one name and one meaning.
+Backend = Annotated[str, typer.Option("--backend", help="Backends, measured in turns: gloo,nccl")]
+Ranks = Annotated[
+    str | None, typer.Option("--ranks", help="Numbers of ranks: 2,4,6. Default: 2, or the launched world's.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, int64, ...")]
+Device = Annotated[str, typer.Option("--device", help="auto (cuda for nccl, else cpu), cpu or cuda")]
+Iters = Annotated[int | None, typer.Option("--iters", "-n", help="Timed repetitions. Default: as 2 s allow, 5 to 100.")]
+Warmup = Annotated[
+    int | None, typer.Option("--warmup", "-w", help="Repetitions before. Default: as 2 s allow, 1 to 3.")
+]
+Out = Annotated[Path, typer.Option("--out", help="Folder in which the run gets its own folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit 1 when a result is too noisy to be believed.")]
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+
+
+def _read_ranks(ranks: str | None) -> tuple[int, ...]:
+    from paceline.runtime.environment import is_launched, read_place
+
+    if ranks is not None:
+        return parse_counts(ranks, "--ranks")
+    return (read_place().world_size,) if is_launched() else (2,)
+
+
+def _read_sizes(sizes: str | None, first: str | None, last: str | None, factor: float | None) -> tuple[int, ...]:
+    if sizes is not None and (first, last, factor) != (None, None, None):
+        raise ConfigError("--sizes contradicts --min-size, --max-size and --factor: give a list or a range")
+    if first is None and last is None and factor is None:
+        return parse_sizes(_DEFAULT_SIZES if sizes is None else sizes)
+    if first is None or last is None:
+        raise ConfigError("a range of sizes needs --min-size (-b) and --max-size (-e)")
+    return size_range(parse_size(first), parse_size(last), 2.0 if factor is None else factor)
+
+
+@app.command()
+def allreduce(
+    backend: Backend = "gloo",
+    ranks: Ranks = None,
+    sizes: Annotated[str | None, typer.Option("--sizes", help=f"Sizes: {_DEFAULT_SIZES}")] = None,
+    min_size: Annotated[str | None, typer.Option("--min-size", "-b", help="First size of a range: 8B")] = None,
+    max_size: Annotated[str | None, typer.Option("--max-size", "-e", help="Last size of a range: 128MiB")] = None,
+    factor: Annotated[float | None, typer.Option("--factor", "-f", help="Factor of a range. Default: 2.")] = None,
+    collective: Annotated[
+        str, typer.Option("--collective", help="all_reduce, all_gather, reduce_scatter or broadcast")
+    ] = "all_reduce",
+    dtype: Dtype = "float32",
+    op: Annotated[str, typer.Option("--op", help="sum, avg, min, max or prod")] = "sum",
+    device: Device = "auto",
+    iters: Iters = None,
+    warmup: Warmup = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option("--compare", help="A table (run, CSV, Markdown) to put beside the measured one."),
+    ] = None,
+    out: Out = Path("runs"),
+    json: Json = False,
+    strict: Strict = False,
+) -> None:
+    """How fast is all-reduce here? Backends x ranks x sizes in one run, every element checked."""
+    from paceline.cli.session import open_session
+    from paceline.measure.settings import CollectiveSettings
+    from paceline.records.exchange import load_table
+
+    settings = CollectiveSettings(
+        backends=_split(backend), ranks=_read_ranks(ranks), sizes=_read_sizes(sizes, min_size, max_size, factor),
+        collective=collective, dtype=dtype, op=op, device=device, iters=iters, warmup=warmup,
+    )  # fmt: skip
+    settings.check()
+    theirs = load_table(compare) if compare is not None else []
+
+    def load() -> Callable[..., Any]:
+        from paceline.measure.collectives import measure_collectives
+
+        return measure_collectives
+
+    with open_session("bench allreduce", settings, out) as session:
+        run, doubts = session.measure(load)
+        records: Sequence[CollectiveRecord] = run.records  # type: ignore[assignment]
+        if session.folder is not None:
+            session.folder.save(run)
+            _report_collectives(session, run, records, theirs, json)
+        raise typer.Exit(session.exit_code(records, doubts, strict))
+
+
+def _report_collectives(
+    session: Session,
+    run: Any,
+    records: Sequence[CollectiveRecord],
+    theirs: Sequence[CollectiveRecord],
+    json: bool,
+) -> None:
+    from paceline.cli.session import describe_machine, print_json, stdout
+    from paceline.predict.costs import fit_collectives
+    from paceline.records.exchange import export_allreduce_times
+    from paceline.report import plots, tables
+
+    assert session.folder is not None
+    folder, fits = session.folder, fit_collectives(records)
+    rows = [tables.collective_row(record) for record in records]
+    folder.write("table.csv", tables.render_csv(rows))
+    folder.write("table.md", tables.render_markdown(tables.collective_table, records))
+    if records[0].collective == "all_reduce":
+        folder.write("allreduce-times.csv", export_allreduce_times(records))
+    pairs = _pair_up(records, theirs)
+    if theirs:
+        folder.write("comparison.md", tables.render_markdown(tables.compare_table, pairs))
+    subtitle = f"{describe_machine()}; {records[0].dtype}, {records[0].op}"
+    for name, plot in (("time", plots.plot_time), ("bandwidth", plots.plot_bandwidth)):
+        figure = plot([*records, *(there for _, there in pairs if there is not None)], subtitle)
+        folder.write(f"{name}.png", plots.render_png(figure))
+        folder.write(f"{name}.svg", plots.render_svg(figure))
+
+    if json:
+        document: dict[str, Any] = {
+            "rows": rows,
+            "fits": [_fit_row(*fit) for fit in fits],
+            "run": str(folder.path),
+            "warnings": list(run.warnings),
+        }
+        if theirs:
+            document["comparison"] = [
+                {
+                    "here": here and tables.collective_row(here),
+                    "there": there and tables.collective_row(there),
+                }
+                for here, there in pairs
+            ]
+        print_json(document)
+        return
+    console = stdout()
+    console.print(tables.render_terminal(tables.collective_table, records, records[0].collective, console.width))
+    for record, fit in fits:
+        console.print(_fit_line(record, fit))
+    if theirs:
+        console.print()
+        console.print(tables.render_terminal(tables.compare_table, pairs, "beside the imported table", console.width))
+    session.print_closing(run)
+
+
+def _fit_row(record: CollectiveRecord, fit: AlphaBeta) -> dict[str, Any]:
+    return {
+        "collective": record.collective,
+        "backend": record.backend,
+        "device": record.device,
+        "world_size": record.world_size,
+        "alpha_s": fit.alpha_s,
+        "beta_bytes_per_s": fit.beta_bytes_per_s,
+        "max_rel_residual": fit.max_rel_residual,
+        "min_bytes": fit.min_bytes,
+        "max_bytes": fit.max_bytes,
+        "residuals": list(fit.residuals),
+    }
+
+
+def _fit_line(record: CollectiveRecord, fit: AlphaBeta) -> str:
+    from paceline.units import format_bytes, format_duration, format_rate
+
+    n = record.world_size
+    return (
+        f"fit: {record.backend}, {n} rank{'s' if n > 1 else ''}: time = {format_duration(fit.alpha_s)} + size / "
+        f"{format_rate(fit.beta_bytes_per_s)} GB/s, off by at most {fit.max_rel_residual:.0%} "
+        f"from {format_bytes(fit.min_bytes)} to {format_bytes(fit.max_bytes)}"
+    )
+
+
+def _pair_up(
+    ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]
+) -> list[tuple[CollectiveRecord | None, CollectiveRecord | None]]:
+    """Rows of the same backend, ranks and size side by side; rows of one table alone come after their kin."""
+
+    def label(record: CollectiveRecord) -> tuple[str, int, int]:
+        return record.backend, record.world_size, record.num_bytes
+
+    pairs: list[tuple[CollectiveRecord | None, CollectiveRecord | None]] = []
+    for here in ours:
+        matches = [there for there in theirs if label(there) == label(here)]
+        pairs += [(here, there) for there in matches] or [(here, None)]
+    known = {label(record) for record in ours}
+    pairs += [(None, there) for there in theirs if label(there) not in known]
+    return sorted(pairs, key=lambda pair: label(pair[0] or pair[1]))  # type: ignore[arg-type]
+
+
+@app.command()
+def chunks(
+    backend: Backend = "gloo",
+    ranks: Ranks = None,
+    total: Annotated[str, typer.Option("--total", help="Bytes reduced in all (240MB is 60 million floats).")] = "240MB",
+    chunk_sizes: Annotated[
+        str | None,
+        typer.Option("--chunks", help="Chunk sizes: 40kB,4MB,... Default: 10 thousand floats up to all."),
+    ] = None,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    iters: Iters = None,
+    warmup: Warmup = None,
+    out: Out = Path("runs"),
+    json: Json = False,
+    strict: Strict = False,
+) -> None:
+    """Does cutting one message into chunks hurt? Total time against elements per all-reduce."""
+    from paceline.cli.session import open_session
+    from paceline.measure.settings import ChunkSettings
+    from paceline.records.kinds import ITEM_BYTES
+
+    total_bytes = parse_size(total)
+    if chunk_sizes is not None:
+        sizes = parse_sizes(chunk_sizes)
+    else:
+        steps = [count * ITEM_BYTES.get(dtype, 4) for count in _DEFAULT_CHUNK_ELEMENTS]
+        sizes = (*(step for step in steps if step < total_bytes), total_bytes)
+    settings = ChunkSettings(
+        backends=_split(backend), ranks=_read_ranks(ranks), total_bytes=total_bytes, chunks=sizes,
+        dtype=dtype, device=device, iters=iters, warmup=warmup,
+    )  # fmt: skip
+
+    def load() -> Callable[..., Any]:
+        from paceline.measure.chunks import measure_chunks
+
+        return measure_chunks
+
+    with open_session("bench chunks", settings, out) as session:
+        run, doubts = session.measure(load)
+        records: Sequence[ChunksRecord] = run.records  # type: ignore[assignment]
+        if session.folder is not None:
+            session.folder.save(run)
+            _report_chunks(session, run, records, json)
+        raise typer.Exit(session.exit_code(records, doubts, strict))
+
+
+def _report_chunks(session: Session, run: Any, records: Sequence[ChunksRecord], json: bool) -> None:
+    from paceline.cli.session import describe_machine, print_json, stdout
+    from paceline.report import plots, tables
+    from paceline.units import format_bytes
+
+    assert session.folder is not None
+    rows = [tables.chunk_row(record) for record in records]
+    session.folder.write("table.csv", tables.render_csv(rows))
+    session.folder.write("table.md", tables.render_markdown(tables.chunk_table, records))
+    figure = plots.plot_chunks(records, f"{describe_machine()}; {records[0].dtype}, sum")
+    session.folder.write("chunks.png", plots.render_png(figure))
+    session.folder.write("chunks.svg", plots.render_svg(figure))
+    if json:
+        print_json({"rows": rows, "run": str(session.folder.path), "warnings": list(run.warnings)})
+        return
+    console = stdout()
+    title = f"{format_bytes(records[0].total_bytes)} in chunks"
+    console.print(tables.render_terminal(tables.chunk_table, records, title, console.width))
+    session.print_closing(run)

@@ -1,0 +1,63 @@
+"""The `paceline` command: its verbs, and how errors become exit codes. What a verb does lives in its own module."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from paceline.cli import bench, doctor
+from paceline.errors import PacelineError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="paceline",
+    help="Data-parallel training for PyTorch that measures itself, predicts itself and tunes itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench.app, name="bench")
+app.command("doctor")(doctor.doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import paceline
+
+        print(f"paceline {paceline.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 fine, 1 the result says failed, 2 the user can fix it, 130 interrupted."""
+    arguments = sys.argv[1:]
+    debug = "--debug" in arguments
+    try:
+        app(args=[argument for argument in arguments if argument != "--debug"])
+    except PacelineError as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            first = str(error).splitlines()[0]
+            more = "" if first == str(error) else " (--debug shows the traceback)"
+            print(f"paceline: error: {first}{more}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("paceline: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `paceline ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

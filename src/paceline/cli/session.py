@@ -1,0 +1,184 @@
+"""What the measuring verbs share: ranks launched or joined, progress, the run's folder, and the output.
+
+Nothing here knows what is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.console
+import rich.progress
+
+from paceline import machine
+from paceline.errors import ConfigError
+from paceline.measure.settings import GroupSettings, Progress
+from paceline.records import Environment, Record, Run, RunFolder, capture_environment
+from paceline.records.trust import NOISY, Doubt, find_doubts
+from paceline.runtime.environment import Place, is_launched, read_place
+from paceline.runtime.launch import RankPool, listen
+from paceline.units import GB
+
+if TYPE_CHECKING:
+    from paceline.measure.engine import Measured
+
+__all__ = ["Session", "describe_machine", "open_session", "print_json", "stderr", "stdout"]
+
+# Piped output has no width of its own; a table must then not be cut to 80 columns.
+_PIPE_WIDTH = 200
+
+
+def stdout() -> rich.console.Console:
+    return rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=True)
+
+
+def stderr() -> rich.console.Console:
+    return rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One JSON document, and nothing else, on stdout."""
+    print(json.dumps(document, indent=1, allow_nan=False))
+
+
+def describe_machine() -> str:
+    """The machine in a few words, for the subtitle of a picture."""
+    return f"{machine.cpu_name()}, {machine.count_cores()} cores, {machine.total_memory_bytes() / GB:.0f} GB"
+
+
+@dataclasses.dataclass
+class Session:
+    """One invocation of a measuring verb. In a launched world every rank has one, and only the leader speaks."""
+
+    verb: str
+    settings: GroupSettings
+    place: Place | None
+    folder: RunFolder | None
+    notes: list[str]
+
+    @property
+    def is_leader(self) -> bool:
+        return self.place is None or self.place.rank == 0
+
+    def measure(self, load: Callable[[], Callable[[Any], Measured]]) -> tuple[Run, list[Doubt]]:
+        """Run the measurement on its ranks and return the finished run, with what speaks against it.
+
+        `load` imports the measuring function; the ranks already start while it does. If the measurement breaks
+        off, the records that were finished are saved and the error goes on.
+        """
+        finished: list[Record] = []
+        before = capture_environment()  # now, because our own ranks will raise the load
+        with _show_progress(self.verb, self.is_leader) as show:
+
+            def hear(message: Progress) -> None:
+                finished.extend(message.records)
+                show(message)
+
+            try:
+                if self.place is not None:
+                    with listen(hear):
+                        measured = load()(self.settings)
+                else:
+                    with RankPool(max(self.settings.ranks)) as pool:
+                        pool.start()
+                        answers = pool.run(load(), (self.settings,), on_message=lambda rank, message: hear(message))
+                        measured = answers[0]
+            except BaseException:
+                if finished and self.folder is not None:
+                    self.folder.save(self._build_run(finished, before, complete=False)[0])
+                    stderr().print(f"paceline: broken off; {len(finished)} finished records are in {self.folder.path}")
+                raise
+        environment = dataclasses.replace(before, details=measured.details)
+        return self._build_run(measured.records, environment, complete=True)
+
+    def _build_run(
+        self, records: Sequence[Record], environment: Environment, complete: bool
+    ) -> tuple[Run, list[Doubt]]:
+        doubts = find_doubts(records, environment)
+        config = dataclasses.asdict(self.settings)
+        warnings = (*self.notes, *(doubt.text for doubt in doubts))
+        return Run(self.verb, config, environment, tuple(records), warnings, complete), doubts
+
+    def print_closing(self, run: Run) -> None:
+        """What comes under the table for people: warnings, and where everything is."""
+        console = stdout()
+        for warning in run.warnings:
+            console.print(f"[yellow]warning:[/] {rich.markup.escape(warning)}")
+        if self.folder is not None:
+            console.print(f"run: {self.folder.path}")
+
+    @staticmethod
+    def exit_code(records: Sequence[Any], doubts: Sequence[Doubt], strict: bool) -> int:
+        """1 when data was wrong or, under `--strict`, when the times are too noisy to be believed."""
+        wrong = any(record.num_wrong for record in records)
+        noisy = any(doubt.kind in NOISY for doubt in doubts)
+        return 1 if wrong or (strict and noisy) else 0
+
+
+@contextlib.contextmanager
+def open_session(verb: str, settings: Any, out: Path | None) -> Iterator[Session]:
+    """Check the settings against this host or the launched world, and make the run's folder, before any work."""
+    place = read_place() if is_launched() else None
+    notes: list[str] = []
+    if place is not None:
+        settings, notes = _fit_to_world(settings, place)
+    settings.check()
+    local_ranks = max(settings.ranks) if place is None else (place.local_world_size or 1)
+    settings.check_memory(settings.bytes_per_rank, local_ranks)
+    if out is None or (place is not None and place.rank > 0):
+        yield Session(verb, settings, place, None, notes)
+        return
+    with RunFolder.create(out, verb) as folder:
+        yield Session(verb, settings, place, folder, notes)
+
+
+def _fit_to_world(settings: Any, place: Place) -> tuple[Any, list[str]]:
+    """Under torchrun the world is given: measure the numbers of ranks that it can hold, and say what it cannot."""
+    fitting = tuple(n for n in settings.ranks if n <= place.world_size)
+    if not fitting:
+        raise ConfigError(
+            f"--ranks {','.join(map(str, settings.ranks))} in a launched world of {place.world_size}: "
+            "start more ranks, or leave out --ranks"
+        )
+    if fitting == settings.ranks:
+        return settings, []
+    left_out = ", ".join(str(n) for n in settings.ranks if n > place.world_size)
+    note = f"not measured: {left_out} ranks, because the launched world has {place.world_size}"
+    return dataclasses.replace(settings, ranks=fitting), [note]
+
+
+@contextlib.contextmanager
+def _show_progress(verb: str, is_leader: bool) -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal, a line per finished cell elsewhere, silence on the other ranks. Always on stderr."""
+    console = stderr()
+    if not is_leader:
+        yield lambda message: None
+    elif not console.is_terminal:
+
+        def print_line(message: Progress) -> None:
+            if message.records:
+                console.print(f"paceline: {verb}: {message.done:.0f} of {message.total} cells")
+
+        yield print_line
+    else:
+        columns = (
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.BarColumn(),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TimeRemainingColumn(),
+        )
+        with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting ranks", total=None)
+
+            def update(message: Progress) -> None:
+                label = message.label or "next"
+                bar.update(task, completed=message.done, total=message.total, description=label)
+
+            yield update

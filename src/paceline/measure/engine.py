@@ -1,0 +1,258 @@
+"""The engine that times anything ranks do together, top to bottom: groups, cells, turns, the timed call, the check.
+
+What is called and what its data must be comes from the benchmark that uses it; settings are checked in `settings`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ConfigError
+from paceline.measure.settings import GroupSettings, Progress
+from paceline.records import Record, Samples
+from paceline.runtime.launch import post
+from paceline.runtime.world import World, check_backend, init
+from paceline.units import format_bytes
+
+__all__ = ["Allocator", "Contestant", "Group", "Measured", "Timing", "measure_cells", "time_interleaved"]
+
+# Repetitions by default: as many as fit this time, within these bounds.
+_BUDGET_S, _MIN_ITERS, _MAX_ITERS = 2.0, 5, 100
+_WARMUP_S, _MAX_WARMUP = 2.0, 3
+# Idle ranks wait for a cell that they are not part of; a cell on a slow network may take long.
+_PATIENCE_S = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """The first n ranks on one backend, and their control group for barriers and agreement."""
+
+    backend: str
+    device: torch.device
+    world_size: int
+    data: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement returns, equal on every rank: records, and what only a rank knows of its environment."""
+
+    records: tuple[Record, ...]
+    details: dict[str, Any]
+
+
+@dataclass
+class Timing:
+    """One rank's raw times of one cell: when each repetition began (this host's clock) and how long it took."""
+
+    starts_s: list[float]
+    seconds: list[float]
+    num_warmup: int
+    num_wrong: int = 0
+    num_checked: int = 0
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One of the things that are timed in turns: made ready, called (this alone is timed), checked."""
+
+    device: torch.device
+    prepare: Callable[[int], None]
+    call: Callable[[], Any]
+    count_wrong: Callable[[int], int]
+    num_elements: int
+
+
+def measure_cells(
+    settings: GroupSettings,
+    points: Sequence[int],
+    build_contestant: Callable[[Group, int, int, Allocator], Contestant],
+    build_record: Callable[..., Record],
+) -> Measured:
+    """Time and check every cell: each number of ranks x each point (a size in bytes), all backends in turns.
+
+    `build_contestant(group, rank, point, allocate)` makes what is timed; `build_record(group, point, timing=,
+    num_wrong=, num_checked=)` makes the record. Worlds smaller than the launched one are its first n ranks, and the
+    others wait. Collective: every rank of the launched world must call this.
+    """
+    cells = [(n, point) for n in settings.ranks for point in points]
+    records: list[Record] = []
+    with _open_world(settings) as world:
+        groups = _build_groups(settings, world)
+        for index, (n, point) in enumerate(cells):
+
+            def tell(share: float, index: int = index, n: int = n, point: int = point) -> None:
+                label = f"{n} rank{'s' if n > 1 else ''}, {format_bytes(point)}"
+                post(Progress(index + share, len(cells), label))
+
+            mine: list[Timing] | None = None
+            if world.rank < n:
+                allocate = Allocator()  # one per cell, so that the memory of the last cell is free again
+                contestants = [build_contestant(group, world.rank, point, allocate) for group in groups[n]]
+                told = tell if world.rank == 0 else None
+                mine = time_interleaved(contestants, groups[n][0].control, settings.iters, settings.warmup, told)
+                del contestants, allocate
+            # Also what the ranks outside the cell wait for.
+            timings = [timing for timing in world.share(mine) if timing is not None]
+            new = tuple(
+                build_record(
+                    group,
+                    point,
+                    timing=_merge([timing[turn] for timing in timings], world.shares_clock),
+                    num_wrong=sum(timing[turn].num_wrong for timing in timings),
+                    num_checked=sum(timing[turn].num_checked for timing in timings),
+                )
+                for turn, group in enumerate(groups[n])
+            )
+            records += new
+            if world.rank == 0:
+                post(Progress(index + 1, len(cells), "", new))
+        return Measured(tuple(records), _describe_rank(world))
+
+
+class Allocator:
+    """Vectors by name and device, made once and shared by the contestants that take turns on them."""
+
+    def __init__(self) -> None:
+        self._vectors: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def __call__(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if (name, device) not in self._vectors:
+            need = elements * dtype.itemsize
+            if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
+                raise ConfigError(f"{format_bytes(need)} do not fit the {format_bytes(free)} free on {device}")
+            # Zeroed, not empty: touching fresh pages must not be part of the first repetition.
+            self._vectors[name, device] = torch.zeros(elements, dtype=dtype, device=device)
+        return self._vectors[name, device]
+
+
+def time_interleaved(
+    contestants: list[Contestant],
+    control: dist.ProcessGroup,
+    iters: int | None,
+    warmup: int | None,
+    tell: Callable[[float], None] | None = None,
+) -> list[Timing]:
+    """Time the contestants in turns: A B A B ... Collective: every rank of `control` must call this.
+
+    Each repetition: make the data, synchronise the device, meet at a barrier, read the clock, call, synchronise,
+    read the clock, check the data. Nothing but the call is between the two readings.
+    """
+    timings = [Timing([], [], 0) for _ in contestants]
+
+    def run_once(repetition: int) -> float:
+        slowest_s = 0.0
+        for contestant, timing in zip(contestants, timings, strict=True):
+            contestant.prepare(repetition)
+            _synchronize(contestant.device)
+            dist.barrier(group=control)
+            start_s = time.perf_counter()
+            contestant.call()
+            _synchronize(contestant.device)
+            timing.starts_s.append(start_s)
+            timing.seconds.append(time.perf_counter() - start_s)
+            timing.num_wrong += contestant.count_wrong(repetition)
+            timing.num_checked += contestant.num_elements
+            slowest_s = max(slowest_s, timing.seconds[-1])
+        return slowest_s
+
+    with _no_garbage_collection():
+        done, spent_s, slowest_s = 0, 0.0, 0.0
+        while done < (_MAX_WARMUP if warmup is None else warmup):
+            slowest_s = _agree_on_max(run_once(done), control)
+            done, spent_s = done + 1, spent_s + slowest_s
+            if warmup is None and spent_s > _WARMUP_S:
+                break
+        for timing in timings:
+            timing.num_warmup = done
+        if iters is None:
+            fitting = int(_BUDGET_S / slowest_s) if slowest_s else _MIN_ITERS
+            iters = min(_MAX_ITERS, max(_MIN_ITERS, fitting))
+        last_told_s = time.perf_counter()
+        for repetition in range(iters):
+            run_once(done + repetition)
+            if tell is not None and time.perf_counter() - last_told_s > 0.2:
+                tell((repetition + 1) / iters)
+                last_told_s = time.perf_counter()
+    return timings
+
+
+def _merge(timings: list[Timing], shares_clock: bool) -> Samples:
+    """The ranks' timings as one set of samples, repetition by repetition."""
+    warm = timings[0].num_warmup
+    rows = list(zip(*(timing.seconds for timing in timings), strict=True))
+    starts = list(zip(*(timing.starts_s for timing in timings), strict=True))
+    arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[warm:]) if shares_clock else ()
+    return Samples(seconds=tuple(rows[warm:]), warmup_seconds=tuple(rows[:warm]), arrivals_s=arrivals)
+
+
+def _open_world(settings: GroupSettings) -> World:
+    """A world whose own group is gloo, for control; the measured groups are made inside it."""
+    device = "cuda" if any(settings.device_of(backend) == "cuda" for backend in settings.backends) else "cpu"
+    return init("gloo", device, timeout_s=_PATIENCE_S, announce=None)
+
+
+def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group]]:
+    """For each number of ranks, one group per backend. Collective: every rank must call this, in or out of a group."""
+    groups: dict[int, list[Group]] = {}
+    for n in settings.ranks:
+        if n > world.world_size:
+            raise ConfigError(f"{n} ranks asked of a world of {world.world_size}")
+        members = list(range(n))
+        control = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
+        groups[n] = []
+        for backend in settings.backends:
+            kind = settings.device_of(backend)
+            check_backend(backend, kind, min(n, world.local_world_size))
+            data = dist.new_group(members, backend=backend)
+            device = world.device if kind == "cuda" else torch.device("cpu")
+            groups[n].append(Group(backend, device, n, data, control))
+    return groups
+
+
+def _describe_rank(world: World) -> dict[str, Any]:
+    """What only a rank knows of the environment: threads, launcher, GPUs, NCCL."""
+    details: dict[str, Any] = {
+        "launcher": world.launcher,
+        "threads_per_rank": world.threads,
+        "hosts": len(set(world.hosts)),
+        "world_size": world.world_size,
+    }
+    if world.device.type == "cuda":
+        details["gpu"] = torch.cuda.get_device_name(world.device)
+        details["cuda"] = torch.version.cuda
+        if dist.is_nccl_available():
+            details["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return details
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _agree_on_max(value: float, control: dist.ProcessGroup) -> float:
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, control)
+    return float(tensor)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

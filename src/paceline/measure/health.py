@@ -1,0 +1,236 @@
+"""Is this machine fit to train on? One check per thing that ranks need, the last of them a real all-reduce.
+
+A check says what it found, and what to do about it where it is bad. Imports torch late, because torch is one of the
+things that may be broken.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+
+from paceline import machine
+from paceline.errors import PacelineError
+from paceline.measure.settings import CollectiveSettings
+from paceline.records import CollectiveRecord
+from paceline.runtime.environment import is_launched, read_place
+from paceline.runtime.launch import run_ranks
+from paceline.units import MIB, format_bytes, format_duration, format_rate
+
+__all__ = ["Check", "check_health"]
+
+_TESTED = ((2, 11), (2, 13))
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at: `status` is ok, warn or fail; `advice` says how to mend it."""
+
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def check_health() -> Iterator[Check]:
+    """All checks, cheap ones first, as they are done."""
+    yield _check_python()
+    yield _check_cores()
+    yield _check_memory()
+    yield _check_shm()
+    yield _check_open_files()
+    yield _check_launcher()
+    yield _check_interface()
+    try:
+        import torch  # noqa: F401
+    except Exception as error:
+        yield Check("torch", "fail", f"cannot be imported: {error}", "reinstall it: pip install 'torch>=2.11'")
+        return
+    yield _check_torch()
+    yield _check_threads()
+    yield _check_backends()
+    yield _check_gpus()
+    for backend, ranks, name in (("gloo", 2, "2-rank all-reduce"), ("nccl", 1, "NCCL all-reduce")):
+        if backend == "gloo" or machine.count_gpus():
+            yield _check_allreduce(backend, ranks, name)
+
+
+def _check_python() -> Check:
+    found = f"{platform.python_version()} ({sys.implementation.name}, {platform.machine()})"
+    return Check("Python", "ok", found)
+
+
+def _check_cores() -> Check:
+    cores, all_cores = machine.count_cores(), os.cpu_count() or 1
+    limited = f" of {all_cores} (limited by affinity or the container)" if cores < all_cores else ""
+    return Check("cores", "ok", f"{cores}{limited}, {machine.cpu_name()}")
+
+
+def _check_memory() -> Check:
+    free, total = machine.available_memory_bytes(), machine.total_memory_bytes()
+    found = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    if free < 1.5 * 2**30:
+        return Check(
+            "memory",
+            "warn",
+            found,
+            "two ranks and a model need more: close something, or use a larger machine",
+        )
+    return Check("memory", "ok", found)
+
+
+def _check_shm() -> Check:
+    if not os.path.isdir("/dev/shm"):
+        return Check("/dev/shm", "warn", "missing", "data loaders with workers need it: mount a tmpfs there")
+    usage = shutil.disk_usage("/dev/shm")
+    found = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}"
+    if usage.free < 256 * MIB:
+        return Check(
+            "/dev/shm",
+            "warn",
+            found,
+            "data loaders with workers may fail: start the container with --shm-size=2g",
+        )
+    return Check("/dev/shm", "ok", found)
+
+
+def _check_open_files() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < 1024:
+        return Check("open files", "warn", f"limit {soft}", "many ranks or loader workers need more: ulimit -n 4096")
+    return Check("open files", "ok", f"limit {soft}")
+
+
+def _check_launcher() -> Check:
+    try:
+        place = read_place()
+    except PacelineError as error:
+        return Check("launcher", "fail", str(error), "unset the variables named, or let the launcher set all of them")
+    if place.launcher == "none":
+        return Check("launcher", "ok", "none: commands start their own ranks (--ranks N)")
+    return Check("launcher", "ok", f"{place.launcher}: rank {place.rank} of {place.world_size}")
+
+
+def _check_interface() -> Check:
+    """gloo listens on GLOO_SOCKET_IFNAME or, without it, on the address that the host's own name resolves to."""
+    interfaces = psutil.net_if_addrs()
+    asked = os.environ.get("GLOO_SOCKET_IFNAME")
+    local = f"ranks of one host meet on {machine.loopback_interface() or 'loopback'}"
+    others = [
+        name for name, stats in psutil.net_if_stats().items() if stats.isup and name != machine.loopback_interface()
+    ]
+    choose = f"set GLOO_SOCKET_IFNAME to one of: {', '.join(others)}" if others else "bring up a network interface"
+    if machine.loopback_interface() is None:
+        return Check("network", "fail", "no loopback interface", "ranks meet on it: ip link set lo up")
+    if asked:
+        missing = [name for name in asked.split(",") if name not in interfaces]
+        if missing:
+            return Check("network", "fail", f"GLOO_SOCKET_IFNAME={asked}: no interface {', '.join(missing)}", choose)
+        return Check("network", "ok", f"gloo uses {asked} (GLOO_SOCKET_IFNAME)")
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return Check(
+            "network",
+            "warn",
+            f"{local}; between hosts gloo would fail, because {host!r} does not resolve",
+            choose,
+        )
+    owner = next((n for n, found in interfaces.items() if any(a.address == address for a in found)), None)
+    if owner is None and not address.startswith("127."):
+        return Check(
+            "network",
+            "warn",
+            f"{local}; between hosts gloo would use {address}, which no interface has",
+            choose,
+        )
+    if address.startswith("127."):
+        note = f"{host!r} resolves to {address}, which other hosts cannot reach; for several hosts, {choose}"
+        return Check("network", "ok", f"{local}; {note}")
+    return Check("network", "ok", f"{local}; between hosts gloo uses {owner} ({address})")
+
+
+def _check_torch() -> Check:
+    import torch
+
+    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
+    found = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
+    if version < _TESTED[0]:
+        return Check("torch", "fail", found, "torch 2.11 or newer is needed: pip install 'torch>=2.11'")
+    if version > _TESTED[1]:
+        return Check("torch", "warn", found, "newer than what Paceline was tested with (2.11 to 2.13)")
+    return Check("torch", "ok", found)
+
+
+def _check_threads() -> Check:
+    import torch
+
+    cores, asked = machine.count_cores(), os.environ.get("OMP_NUM_THREADS")
+    found = f"{torch.get_num_threads()} in one process" + (f" (OMP_NUM_THREADS={asked})" if asked else "")
+    if asked and asked.isdigit() and int(asked) > cores:
+        return Check("threads", "warn", found, f"more threads than the {cores} cores slow each other down: unset it")
+    return Check("threads", "ok", f"{found}; ranks share the cores evenly")
+
+
+def _check_backends() -> Check:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Check(
+            "backends",
+            "fail",
+            "torch is built without gloo",
+            "install a build of torch with distributed support",
+        )
+    names = {"gloo": True, "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return Check("backends", "ok", ", ".join(name for name, there in names.items() if there))
+
+
+def _check_gpus() -> Check:
+    import torch
+
+    seen = machine.count_gpus()
+    if not torch.cuda.is_available():
+        if seen:
+            return Check(
+                "GPU",
+                "warn",
+                f"the driver shows {seen}, torch uses none",
+                "install a build of torch with CUDA",
+            )
+        return Check("GPU", "ok", "none: training runs on the CPU")
+    names = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "missing"
+    return Check("GPU", "ok", f"{torch.cuda.device_count()} x {', '.join(names)}, NCCL {nccl}")
+
+
+def _check_allreduce(backend: str, ranks: int, name: str) -> Check:
+    """The proof: ranks start, meet, reduce 1 MiB a few times, and every element is right."""
+    from paceline.measure.collectives import measure_collectives
+
+    settings = CollectiveSettings(backends=(backend,), ranks=(ranks,), sizes=(MIB,), iters=10, warmup=2)
+    advice = "run again with --debug, and see docs/measuring.md"
+    if is_launched():
+        return Check(name, "ok", "left out: inside a launched world, run doctor without the launcher for it")
+    try:
+        settings.check()
+        record = run_ranks(measure_collectives, ranks, (settings,), timeout_s=90)[0].records[0]
+    except PacelineError as error:
+        return Check(name, "fail", str(error).splitlines()[0], advice)
+    assert isinstance(record, CollectiveRecord)
+    rate = f", busbw {format_rate(record.busbw_bytes_per_s)} GB/s" if ranks > 1 else ""
+    checked = f"{record.num_checked} elements checked, {record.num_wrong} wrong"
+    found = f"1 MiB in {format_duration(record.time_s)}{rate}, {checked}"
+    if record.num_wrong:
+        return Check(name, "fail", found, "data is corrupted on its way: do not train here; test the memory")
+    return Check(name, "ok", found)

@@ -1,0 +1,164 @@
+"""What the benchmarks of collectives are asked to do, checked before any rank starts. Imports no torch.
+
+A command must refuse a bad request at once, and importing torch takes longer than that.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from paceline import machine
+from paceline.errors import ConfigError
+from paceline.records import Record
+from paceline.records.kinds import COLLECTIVES, ITEM_BYTES
+from paceline.runtime.launch import RANK_BYTES, check_rank_count
+from paceline.units import format_bytes
+
+__all__ = ["BACKENDS", "OPS", "REDUCING", "ChunkSettings", "CollectiveSettings", "GroupSettings", "Progress"]
+
+BACKENDS = ("gloo", "nccl")
+OPS = ("sum", "avg", "min", "max", "prod")
+REDUCING = ("all_reduce", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a measuring rank posts: `done` of `total` cells (a cell in progress counts in part), and new records."""
+
+    done: float
+    total: int
+    label: str
+    records: tuple[Record, ...] = ()
+
+
+def _one_of(what: str, value: str, known: Iterable[str]) -> None:
+    known = list(known)
+    if value not in known:
+        near = difflib.get_close_matches(value, known, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{what} {value!r} is unknown: {hint}known are {', '.join(known)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """What every benchmark of a process group shares. `iters` and `warmup` of None mean: as the time allows."""
+
+    backends: tuple[str, ...] = ("gloo",)
+    ranks: tuple[int, ...] = (2,)
+    dtype: str = "float32"
+    device: str = "auto"
+    iters: int | None = None
+    warmup: int | None = None
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    def device_of(self, backend: str) -> str:
+        """`cpu` or `cuda`: where this backend's messages live."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if backend == "nccl" else "cpu"
+
+    def check(self) -> None:
+        """Refuse what cannot be, in one line. Sizes and memory are checked by `check_memory`."""
+        for backend in self.backends:
+            _one_of("backend", backend, BACKENDS)
+        _one_of("dtype", self.dtype, ITEM_BYTES)
+        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+        for name, value, least in (("iters", self.iters, 1), ("warmup", self.warmup, 0)):
+            if value is not None and value < least:
+                raise ConfigError(f"--{name} {value}: at least {least}, or leave it out to fit the time")
+        if "nccl" in self.backends and self.device == "cpu":
+            raise ConfigError("backend nccl works on GPUs only: leave out --device cpu, or use the backend gloo")
+        on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
+        if on_gpu:
+            gpus, who = machine.count_gpus(), " and ".join(sorted(on_gpu))
+            if gpus == 0:
+                raise ConfigError(
+                    f"{who} on CUDA needs a GPU and none is visible here: use --backend gloo --device cpu"
+                )
+            if "nccl" in on_gpu and max(self.ranks) > gpus:
+                raise ConfigError(
+                    f"backend nccl needs one GPU per rank: {max(self.ranks)} ranks asked, {gpus} GPU here; "
+                    f"use --ranks {gpus}, or --backend gloo --device cuda, which can share one"
+                )
+
+    def check_memory(self, bytes_per_rank: int, local_ranks: int) -> None:
+        """Refuse a request that this host cannot hold, before anything is started."""
+        if all(self.device_of(backend) == "cuda" for backend in self.backends):
+            bytes_per_rank = 0  # the GPU's memory is checked where torch can ask it
+        have = machine.available_memory_bytes()
+        if bytes_per_rank + RANK_BYTES > have:
+            raise ConfigError(
+                f"a message takes {format_bytes(bytes_per_rank)} on each rank and {format_bytes(have)} are free: "
+                "use smaller sizes"
+            )
+        check_rank_count(local_ranks, bytes_per_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSettings(GroupSettings):
+    """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are nccl-tests' sizes, in bytes."""
+
+    sizes: tuple[int, ...]
+    collective: str = "all_reduce"
+    op: str = "sum"
+
+    def check(self) -> None:
+        _one_of("collective", self.collective, COLLECTIVES)
+        super().check()
+        _one_of("op", self.op, OPS)
+        if self.collective not in REDUCING and self.op != "sum":
+            raise ConfigError(f"--op {self.op} contradicts --collective {self.collective}, which reduces nothing")
+        if self.op == "avg" and "int" in self.dtype:
+            raise ConfigError(f"--op avg of {self.dtype} is not defined: use a floating-point dtype")
+        for size in self.sizes:
+            if size % self.item_bytes:
+                raise ConfigError(
+                    f"size {format_bytes(size)} ({size} bytes) is not a whole number of {self.dtype} elements "
+                    f"of {self.item_bytes} bytes"
+                )
+            if self.collective in ("all_gather", "reduce_scatter") and size < max(self.ranks) * self.item_bytes:
+                raise ConfigError(
+                    f"size {format_bytes(size)} is less than one element for each of {max(self.ranks)} ranks, "
+                    f"which {self.collective} needs"
+                )
+
+    def num_elements(self, num_bytes: int, world_size: int) -> int:
+        """Elements of the full vector; for all_gather and reduce_scatter cut to a multiple of the ranks."""
+        elements = num_bytes // self.item_bytes
+        if self.collective in ("all_gather", "reduce_scatter"):
+            elements -= elements % world_size
+        return elements
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """The most memory that one rank holds: one vector in place, or a vector and a share of it."""
+        share = 0 if self.collective in ("all_reduce", "broadcast") else max(self.sizes) // min(self.ranks)
+        return max(self.sizes) + share
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkSettings(GroupSettings):
+    """`bench chunks`: a fixed total, all-reduced in chunks of many sizes, in bytes."""
+
+    total_bytes: int
+    chunks: tuple[int, ...]
+
+    def check(self) -> None:
+        super().check()
+        for what, size in (("total", self.total_bytes), *(("chunk", size) for size in self.chunks)):
+            if size % self.item_bytes or size < self.item_bytes:
+                raise ConfigError(f"{what} of {size} bytes is not a whole number of {self.dtype} elements")
+        if max(self.chunks) > self.total_bytes:
+            raise ConfigError(
+                f"a chunk of {format_bytes(max(self.chunks))} is larger than the total of "
+                f"{format_bytes(self.total_bytes)}"
+            )
+
+    @property
+    def bytes_per_rank(self) -> int:
+        return self.total_bytes

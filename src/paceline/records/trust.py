@@ -1,0 +1,83 @@
+"""Reasons not to believe a measurement, found in its records and its environment. Nothing here measures or prints."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.records.environment import Environment
+from paceline.records.kinds import ChunksRecord, CollectiveRecord, Record
+from paceline.records.samples import Samples
+from paceline.units import format_bytes, format_duration
+
+__all__ = ["NOISY", "Doubt", "find_doubts"]
+
+# Half of p90 - p10 over the median, and second half over first half, above which a median is not to be believed.
+_MAX_NOISE, _MAX_DRIFT = 0.25, 0.25
+# The wait for the last rank as a share of the time, above which the time is mostly that wait.
+_MAX_SKEW = 0.5
+_FEW = 5
+# The kinds of doubt that `--strict` turns into a failure: another run may give another answer.
+NOISY = ("unstable", "drifting", "few")
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """One reason, as one line for people; `kind` is for programs."""
+
+    kind: str
+    text: str
+
+
+def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
+    """Everything that speaks against the measured records, the gravest first."""
+    timed = [r for r in records if isinstance(r, CollectiveRecord | ChunksRecord) and isinstance(r.timing, Samples)]
+    found: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+    for r in timed:
+        assert isinstance(r.timing, Samples)
+        size = format_bytes(r.num_bytes if isinstance(r, CollectiveRecord) else r.chunk_bytes)
+        if r.num_wrong:
+            found["wrong", r.backend, r.world_size].append(f"{size} ({r.num_wrong} of {r.num_checked} elements)")
+        if r.timing.count < _FEW:
+            found["few", r.backend, r.world_size].append(size)
+        elif r.timing.noise > _MAX_NOISE:
+            spread = f"{format_duration(r.timing.p10_s)} to {format_duration(r.timing.p90_s)}"
+            found["unstable", r.backend, r.world_size].append(f"{size} ({spread})")
+        elif abs(r.timing.drift) > _MAX_DRIFT:
+            found["drifting", r.backend, r.world_size].append(f"{size} ({r.timing.drift:+.0%})")
+        if r.timing.skew_s is not None and r.timing.skew_s > _MAX_SKEW * r.timing.median_s:
+            found["skewed", r.backend, r.world_size].append(size)
+    words = {
+        "wrong": "WRONG DATA at {}: do not use this backend for these messages",
+        "unstable": "unstable at {} (p10 to p90): repeat on a quiet machine or with more --iters",
+        "drifting": "not settled at {} (second half against first): raise --warmup",
+        "few": "fewer than 5 repetitions at {}: a median of so few says little",
+        "skewed": "ranks arrive far apart at {}: over half of the time is waiting for the last one",
+    }
+    doubts = [
+        Doubt(
+            kind,
+            f"{backend}, {n} rank{'s' if n > 1 else ''}: {text.format(', '.join(found[kind, backend, n]))}",
+        )
+        for kind, text in words.items()
+        for kind_found, backend, n in found
+        if kind_found == kind
+    ]
+    on_cpu = {r.world_size for r in timed if r.device == "cpu"}
+    if (environment.details.get("hosts", 1)) == 1 and (crowded := sorted(n for n in on_cpu if n > environment.cores)):
+        which = ", ".join(map(str, crowded))
+        doubts.append(
+            Doubt(
+                "crowded",
+                f"{which} ranks share {environment.cores} cores: their times include waiting for a core",
+            )
+        )
+    if any(r.world_size == 1 for r in timed):
+        doubts.append(Doubt("alone", "1 rank: nothing is sent, so busbw is 0 and the time is the call's own cost"))
+    if environment.load_average is not None and environment.load_average > 0.5 * environment.cores:
+        doubts.append(
+            Doubt("busy", f"the machine was busy before the run (load {environment.load_average:.1f} on "
+                          f"{environment.cores} cores): other work may be in the times")
+        )  # fmt: skip
+    return doubts

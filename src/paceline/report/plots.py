@@ -1,0 +1,132 @@
+"""Pictures of records, as PNG and SVG. Each legend says whether its numbers were measured, imported or else."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.records import ChunksRecord, CollectiveRecord
+from paceline.units import GB, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_bandwidth", "plot_chunks", "plot_time", "render_png", "render_svg"]
+
+# Distinguishable with any kind of colour vision, and in print (Okabe and Ito).
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def _new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.6, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold")
+    axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=8.5, color="#555555")
+    axes.grid(True, which="major", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _label_sizes(axes: Axes, sizes: Sequence[int]) -> None:
+    """Sizes under the axis as people write them, and only the sizes that were measured."""
+    axes.set_xscale("log")
+    shown = sorted(set(sizes))
+    step = -(-len(shown) // 10)
+    # Neighbours closer than a tenth of the axis would print over each other.
+    axes.set_xticks(shown[::step], [format_bytes(size) for size in shown[::step]])
+    axes.set_xticks([], minor=True)
+    axes.tick_params(axis="x", labelsize=8.5, rotation=30 if len(shown) > 7 else 0)
+
+
+def _series(records: Sequence[Any]) -> dict[tuple[str, str, int, str, str], list[Any]]:
+    series: dict[tuple[str, str, int, str, str], list[Any]] = {}
+    for r in records:
+        series.setdefault((r.backend, r.device, r.world_size, r.source, r.note), []).append(r)
+    return series
+
+
+def _draw(
+    axes: Axes,
+    records: Sequence[Any],
+    x: Callable[[Any], float],
+    y: Callable[[Any, float], float],
+) -> None:
+    """One line per backend, number of ranks and source, with a band from p10 to p90 where there are samples."""
+    backends = list(dict.fromkeys((r.backend, r.device) for r in records))
+    counts = sorted({r.world_size for r in records})
+    for (backend, device, n, source, note), rows in _series(records).items():
+        rows = sorted(rows, key=x)
+        # One backend alone: colours tell the ranks apart; several: colours are backends, and markers the ranks.
+        index = counts.index(n) if len(backends) == 1 else backends.index((backend, device))
+        color, marker = _COLORS[index % len(_COLORS)], _MARKERS[counts.index(n) % len(_MARKERS)]
+        where = f" {device}" if len({d for b, d in backends if b == backend}) > 1 else ""
+        label = f"{backend}{where}, {n} rank{'s' if n > 1 else ''} ({source}{': ' + note if note else ''})"
+        style = "-" if source == "measured" else "--"
+        xs = [x(r) for r in rows]
+        axes.plot(xs, [y(r, r.time_s) for r in rows], style, color=color, marker=marker, ms=5, lw=1.6, label=label)
+        if all(r.timing.p10_s is not None for r in rows):
+            low, high = [y(r, r.timing.p10_s) for r in rows], [y(r, r.timing.p90_s) for r in rows]
+            axes.fill_between(xs, low, high, color=color, alpha=0.15, lw=0)
+    axes.legend(fontsize=8.5, frameon=False)
+
+
+def plot_time(records: Sequence[CollectiveRecord], subtitle: str) -> Figure:
+    """Time against size, both on log axes, grouped by backend and ranks."""
+    figure, axes = _new_figure(f"{records[0].collective}: time", subtitle)
+    _draw(axes, records, lambda r: r.num_bytes, lambda r, seconds: seconds * 1e3)
+    axes.set_yscale("log")
+    axes.set_ylabel("time (ms), median, band p10 to p90")
+    axes.set_xlabel("size")
+    _label_sizes(axes, [r.num_bytes for r in records])
+    return figure
+
+
+def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure:
+    """Bus bandwidth against size, grouped by backend and ranks; algorithm bandwidth for one rank, which has no bus."""
+    alone = all(r.world_size == 1 for r in records)
+    name = "algbw" if alone else "busbw"
+    figure, axes = _new_figure(f"{records[0].collective}: {name}", subtitle)
+
+    def rate(record: CollectiveRecord, seconds: float) -> float:
+        bus = record.busbw_bytes_per_s / record.algbw_bytes_per_s
+        return record.num_bytes / seconds * (1.0 if alone else bus) / GB
+
+    _draw(axes, records, lambda r: r.num_bytes, rate)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(f"{name} (GB/s)")
+    axes.set_xlabel("size")
+    _label_sizes(axes, [r.num_bytes for r in records])
+    return figure
+
+
+def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
+    """Total time against elements per all-reduce, both on log axes, per backend."""
+    total = format_bytes(records[0].total_bytes)
+    figure, axes = _new_figure(f"{total} all-reduced in chunks", subtitle)
+    _draw(axes, records, lambda r: r.chunk_elements, lambda r, seconds: seconds * 1e3)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("elements per all-reduce")
+    axes.set_ylabel("total time (ms), median, band p10 to p90")
+    return figure
+
+
+def render_png(figure: Figure) -> bytes:
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=150)
+    return data.getvalue()
+
+
+def render_svg(figure: Figure) -> bytes:
+    import matplotlib
+
+    data = io.BytesIO()
+    # Without a date and with fixed ids, equal records give equal files.
+    with matplotlib.rc_context({"svg.hashsalt": "paceline", "svg.fonttype": "none"}):
+        figure.savefig(data, format="svg", metadata={"Date": None})
+    return data.getvalue()
