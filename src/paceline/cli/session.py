@@ -22,7 +22,8 @@ from paceline.measure.settings import GroupSettings, Progress
 from paceline.records import Environment, Record, Run, RunFolder, capture_environment
 from paceline.records.trust import NOISY, Doubt, find_doubts
 from paceline.runtime.environment import Place, is_launched, read_place
-from paceline.runtime.launch import RankPool, listen
+from paceline.runtime.launch import RankPool
+from paceline.runtime.worker import listen
 from paceline.units import GB
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigError
 from paceline.measure.settings import GroupSettings, Progress
 from paceline.records import Record, Samples
-from paceline.runtime.launch import post
+from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend, init
 from paceline.units import format_bytes
 

@@ -162,13 +162,12 @@ def _load_markdown(path: Path) -> list[CollectiveRecord]:
         for line in _read_text(path).splitlines()
     ]
     wanted = {"backend", "processes", "size"}
-    for start, header in enumerate(lines):
-        names = [cell.lower() for cell in header or ()]
-        if wanted <= set(names) and any("time (ms)" in name for name in names):
-            break
-    else:
+    headers = [[cell.lower() for cell in cells or ()] for cells in lines]
+    starts = [i for i, cells in enumerate(headers) if wanted <= set(cells) and any("time (ms)" in c for c in cells)]
+    if not starts:
         raise RecordError(f"{path} has no table with the columns Backend, Processes, Size and Time (ms)")
-    names = ["time" if "time (ms)" in name else name for name in names]
+    start = starts[0]
+    names = ["time" if "time (ms)" in name else name for name in headers[start]]
     rows = []
     for number, cells in enumerate(lines[start + 1 :], start + 2):
         if cells is None:  # the table ends at the first line without cells

@@ -7,8 +7,6 @@ does not belong here.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -26,8 +23,9 @@ from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError
+from paceline.runtime.worker import Failure, serve_jobs
 
-__all__ = ["RANK_BYTES", "RankPool", "check_rank_count", "listen", "post", "run_ranks"]
+__all__ = ["RANK_BYTES", "RankPool", "check_rank_count", "run_ranks"]
 
 # What a rank takes before it allocates anything: the interpreter and torch (measured: 190 MB on CPU).
 RANK_BYTES = 200 * 2**20
@@ -35,15 +33,6 @@ RANK_BYTES = 200 * 2**20
 _AFTERMATH_S = 1.0
 # How long a rank may take to obey SIGTERM before SIGKILL.
 _GRACE_S = 3.0
-# What a rank says when its peer has failed: never the cause.
-_SECONDARY = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Application timeout caused pair closure",
-    "Socket closed",
-    "Timed out waiting",
-)
 
 
 def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
@@ -53,22 +42,9 @@ def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
     each, have = RANK_BYTES + bytes_per_rank, machine.available_memory_bytes()
     if num_ranks * each > have:
         raise ConfigError(
-            f"{num_ranks} ranks need about {num_ranks * each / 2**30:.1f} GiB of memory and {have / 2**30:.1f} GiB are free: "
-            f"use fewer ranks or smaller sizes (at most {have // each} ranks of this size)"
+            f"{num_ranks} ranks need about {num_ranks * each / 2**30:.1f} GiB of memory and {have / 2**30:.1f} GiB "
+            f"are free: use fewer ranks or smaller sizes (at most {have // each} ranks of this size)"
         )
-
-
-@dataclass(frozen=True)
-class _Failure:
-    rank: int
-    when_s: float
-    summary: str
-    trace: str = ""
-    error: PacelineError | None = None
-
-    @property
-    def is_secondary(self) -> bool:
-        return any(text in self.summary for text in _SECONDARY)
 
 
 @dataclass
@@ -165,7 +141,7 @@ class RankPool:
         for rank in range(len(self._ranks), num_ranks):
             link, far_link = spawn.Pipe()
             stacks, far_stacks = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=_serve_jobs, args=(rank, far_link, far_stacks), name=f"paceline-rank-{rank}")
+            process = spawn.Process(target=serve_jobs, args=(rank, far_link, far_stacks), name=f"paceline-rank-{rank}")
             process.start()
             far_link.close()
             far_stacks.close()
@@ -176,7 +152,7 @@ class RankPool:
     ) -> list[Any]:
         """Listen to all ranks until each has answered, one has failed, or time is up."""
         values: dict[int, Any] = {}
-        failures: dict[int, _Failure] = {}
+        failures: dict[int, Failure] = {}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pending = set(range(num_ranks))
         while pending:
@@ -220,7 +196,7 @@ class RankPool:
         self._ranks[rank].was_heard = True
         return kind, content
 
-    def _describe_death(self, rank: int) -> _Failure:
+    def _describe_death(self, rank: int) -> Failure:
         process = self._ranks[rank].process
         process.join()
         code = process.exitcode or 0
@@ -231,9 +207,9 @@ class RankPool:
             summary = f"exited with code {code}"
             if not self._ranks[rank].was_heard:
                 summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
-        return _Failure(rank, time.monotonic(), summary)
+        return Failure(rank, time.monotonic(), summary)
 
-    def _blame(self, num_ranks: int, failures: Mapping[int, _Failure], values: Mapping[int, Any]) -> PacelineError:
+    def _blame(self, num_ranks: int, failures: Mapping[int, Failure], values: Mapping[int, Any]) -> PacelineError:
         """The error of the rank that failed first; ranks that only lost their peer do not count if another did not."""
         first = min(failures.values(), key=lambda failure: (failure.is_secondary, failure.when_s))
         if first.error is not None:
@@ -332,111 +308,3 @@ def _sigterm_raises() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-# --- In the rank ------------------------------------------------------------------------------------------------
-
-_link: Connection | None = None
-_link_lock = threading.Lock()
-_listener: Callable[[Any], None] | None = None
-
-
-def post(message: Any) -> None:
-    """Send a message to whoever launched this rank; without a launcher of ours, to this process's listener."""
-    if _link is not None:
-        _answer("message", message)
-    elif _listener is not None:
-        _listener(message)
-
-
-@contextlib.contextmanager
-def listen(listener: Callable[[Any], None]) -> Iterator[None]:
-    """Receive what this process posts: for a rank that torchrun started and that nobody else listens to."""
-    global _listener
-    before, _listener = _listener, listener
-    try:
-        yield
-    finally:
-        _listener = before
-
-
-def _answer(kind: str, content: Any) -> None:
-    assert _link is not None
-    data = pickle.dumps((kind, content))  # plain pickle: tensors go by value, and outlive the rank
-    with _link_lock:
-        _link.send_bytes(data)
-
-
-def _serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
-    """The life of a rank: take a job, answer with a value or a failure, wait for the next."""
-    global _link
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
-    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
-    _link = link
-    import torch.distributed  # noqa: F401  what makes a rank warm
-
-    _answer("ready", None)
-    while True:
-        try:
-            path, variables, job = pickle.loads(link.recv_bytes())
-        except (EOFError, OSError):
-            return
-        sys.path.extend(entry for entry in path if entry not in sys.path)
-        before = dict(os.environ)
-        os.environ.update(variables)
-        try:
-            fn, args = pickle.loads(job)
-            value = fn(*args)
-            _close_groups()
-            _answer("value", value)
-        except BaseException as error:
-            # First the answer, then the groups: closing them is what makes the peers fail, and later.
-            _answer("failure", _describe_failure(rank, error))
-            with contextlib.suppress(Exception):
-                _close_groups()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-
-
-def _close_groups() -> None:
-    import torch.distributed as dist
-
-    from paceline.runtime.world import shutdown
-
-    shutdown()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _describe_failure(rank: int, error: BaseException) -> _Failure:
-    trace = "".join(traceback.format_exception(error))
-    text = str(error).splitlines()[0] if str(error) else ""
-    summary = f"failed: {type(error).__name__}: {text}".rstrip(": ")
-    ours = error if isinstance(error, PacelineError) else None
-    try:
-        pickle.loads(pickle.dumps(ours))
-    except Exception:
-        ours = None
-    return _Failure(rank, time.monotonic(), summary, trace, ours)
-
-
-def _die_with_parent() -> None:
-    """End this process when its parent ends, however it ends (SIGKILL too)."""
-    parent = multiprocessing.parent_process()
-    try:
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        if ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0) == 0:
-            if parent is not None and not parent.is_alive():  # it died before the kernel was told
-                os._exit(1)
-            return
-    except (OSError, AttributeError):
-        pass
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="paceline-parent-watch").start()
