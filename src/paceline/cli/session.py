@@ -128,7 +128,7 @@ def open_session(verb: str, settings: Any, out: Path | None) -> Iterator[Session
     place = read_place() if is_launched() else None
     notes: list[str] = []
     if place is not None:
-        settings, notes = _fit_to_world(settings, place)
+        settings, notes = _narrow_to_world(settings, place)
     settings.check()
     local_ranks = max(settings.ranks) if place is None else (place.local_world_size or 1)
     settings.check_memory(settings.bytes_per_rank, local_ranks)
@@ -139,7 +139,7 @@ def open_session(verb: str, settings: Any, out: Path | None) -> Iterator[Session
         yield Session(verb, settings, place, folder, notes)
 
 
-def _fit_to_world(settings: Any, place: Place) -> tuple[Any, list[str]]:
+def _narrow_to_world(settings: Any, place: Place) -> tuple[Any, list[str]]:
     """Under torchrun the world is given: measure the numbers of ranks that it can hold, and say what it cannot."""
     fitting = tuple(n for n in settings.ranks if n <= place.world_size)
     if not fitting:

@@ -31,6 +31,8 @@ __all__ = ["RANK_BYTES", "RankPool", "check_rank_count", "run_ranks"]
 RANK_BYTES = 200 * 2**20
 # After the first failure, how long to listen for others, so that a victim is not taken for the culprit.
 _AFTERMATH_S = 1.0
+# How often to look at the ranks themselves while nothing is heard from them.
+_LOOK_S = 0.5
 # How long a rank may take to obey SIGTERM before SIGKILL.
 _GRACE_S = 3.0
 
@@ -156,16 +158,16 @@ class RankPool:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pending = set(range(num_ranks))
         while pending:
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
+            left_s = _LOOK_S if deadline is None else deadline - time.monotonic()
+            if left_s <= 0:
                 break
             links: dict[Any, int] = {self._ranks[rank].link: rank for rank in pending}
-            ends: dict[Any, int] = {self._ranks[rank].process.sentinel: rank for rank in pending}
-            ready = multiprocessing.connection.wait([*links, *ends], left_s)
-            # The links first: a rank that answered and then died has answered. A rank that is gone is known by the
-            # end of its link, or by its own end, where a grandchild still holds the link open.
-            for rank in sorted({links.get(item, ends.get(item, 0)) for item in ready}):
-                is_gone = self._ranks[rank].process.sentinel in ready
+            ready = multiprocessing.connection.wait(list(links), min(left_s, _LOOK_S))
+            # A dead rank is known by the end of its link or, where a grandchild holds the link open, by a look at it.
+            dead = {rank for rank in pending if self._ranks[rank].process.exitcode is not None}
+            for rank in sorted({links[item] for item in ready if item in links} | dead):
+                is_gone = rank in dead
+                # What it said first: a rank that answered and then died has answered.
                 while rank in pending and self._ranks[rank].link.poll():
                     answer = self._receive(rank)
                     if answer is None:

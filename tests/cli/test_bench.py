@@ -1,0 +1,227 @@
+"""`paceline bench` end to end, as a user types it: alone, under torchrun, corrupted, killed and interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.conftest import descendants, wait_until
+
+from paceline import load_run
+from paceline.records import CollectiveRecord, Samples
+from paceline.records.exchange import load_table
+
+ROW_KEYS = {
+    "collective", "backend", "device", "world_size", "num_bytes", "dtype",
+    "median_s", "p10_s", "p90_s", "algbw_gbps", "busbw_gbps", "nwrong", "iters",
+}  # fmt: skip
+FIT_KEYS = {"backend", "world_size", "alpha_s", "beta_bytes_per_s", "max_rel_residual"}
+SMALL = ("bench", "allreduce", "--sizes", "4KiB,1MiB", "--iters", "5", "--warmup", "1")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def check_document(document: dict) -> list[dict]:
+    assert {"rows", "fits", "run", "warnings"} <= set(document)
+    for row in document["rows"]:
+        assert set(row) >= ROW_KEYS
+        assert row["p10_s"] <= row["median_s"] <= row["p90_s"]
+        assert row["algbw_gbps"] == pytest.approx(row["num_bytes"] / row["median_s"] / 1e9)
+        n = row["world_size"]
+        assert row["busbw_gbps"] == pytest.approx(row["algbw_gbps"] * 2 * (n - 1) / n)
+    for fit in document["fits"]:
+        assert set(fit) >= FIT_KEYS
+    return document["rows"]
+
+
+def test_json_is_one_document_and_the_run_folder_holds_everything(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = command(*SMALL, "--ranks", "2,3", "--json")
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    rows = check_document(document)
+    assert [(row["world_size"], row["num_bytes"], row["nwrong"]) for row in rows] == [
+        (2, 4096, 0), (2, 2**20, 0), (3, 4096, 0), (3, 2**20, 0),
+    ]  # fmt: skip
+    assert [fit["world_size"] for fit in document["fits"]] == [2, 3]
+
+    folder = Path(document["run"])
+    assert folder.parent == Path("runs")
+    files = {path.name for path in folder.iterdir()}
+    assert files == {
+        "run.json", "table.md", "table.csv", "allreduce-times.csv",
+        "time.png", "time.svg", "bandwidth.png", "bandwidth.svg",
+    }  # fmt: skip
+    run = load_run(folder)
+    assert run.complete and run.config["ranks"] == [2, 3] and run.verb == "bench allreduce"
+    assert run.environment.versions["torch"] and run.environment.details["threads_per_rank"] >= 1
+    # Every number that was printed follows from the record.
+    for row, record in zip(rows, run.records, strict=True):
+        assert isinstance(record, CollectiveRecord) and isinstance(record.timing, Samples)
+        assert record.timing.count == row["iters"] == 5
+        assert record.timing.median_s == row["median_s"]
+    assert [r.num_bytes for r in load_table(folder / "table.csv")] == [row["num_bytes"] for row in rows]
+    assert [r.time_s for r in load_table(folder / "table.csv")] == [row["median_s"] for row in rows]
+    assert len(load_table(folder / "allreduce-times.csv")) == 4
+
+
+def test_a_person_gets_a_table_the_fit_and_the_folder(command, tmp_path):
+    answer = command(*SMALL, "--out", str(tmp_path / "here"))
+    assert answer.code == 0
+    for words in (
+        "ranks",
+        "size",
+        "count",
+        "time (ms)",
+        "algbw (GB/s)",
+        "busbw (GB/s)",
+        "#wrong",
+        "fit: gloo, 2 ranks",
+    ):
+        assert words in answer.out
+    assert re.search(r"1 MiB\s+262 144\s", answer.out)
+    (folder,) = (tmp_path / "here").iterdir()
+    assert f"run: {folder}" in answer.out
+    assert "2 of 2 cells" in answer.err
+
+
+def test_a_range_of_sizes_as_nccl_tests_has_it(command, tmp_path):
+    answer = command(
+        "bench", "allreduce", "-b", "1KiB", "-e", "16KiB", "-f", "4", "-n", "2", "-w", "0",
+        "--collective", "reduce_scatter", "--op", "max", "--dtype", "int32", "--json", "--out", str(tmp_path),
+    )  # fmt: skip
+    rows = json.loads(answer.out)["rows"]
+    assert [row["num_bytes"] for row in rows] == [1024, 4096, 16384]
+    assert {(row["collective"], row["op"], row["dtype"], row["nwrong"]) for row in rows} == {
+        ("reduce_scatter", "max", "int32", 0)
+    }
+
+
+def test_compare_puts_an_imported_table_beside_the_measured_one(command, tmp_path):
+    table = tmp_path / "theirs.md"
+    table.write_text(
+        "Some words.\n\n| Backend | Processes | Size | Avg Time (ms) |\n|---|---|---|---|\n"
+        "| gloo (CPU) | 2 | 1MB | 1.5 |\n| nccl | 2 | 10MB | 2.5 |\n"
+    )
+    answer = command(*SMALL, "--compare", str(table), "--json", "--out", str(tmp_path / "runs"))
+    pairs = json.loads(answer.out)["comparison"]
+    beside = [pair for pair in pairs if pair["here"] and pair["there"]]
+    assert [(p["here"]["num_bytes"], p["there"]["median_s"], p["there"]["source"]) for p in beside] == [
+        (2**20, 0.0015, "imported")
+    ]
+    assert [p["there"]["backend"] for p in pairs if not p["here"]] == ["nccl"]
+    assert "imported" in (next((tmp_path / "runs").iterdir()) / "comparison.md").read_text()
+
+
+def test_strict_fails_a_result_that_says_little(command, tmp_path):
+    few = ("bench", "allreduce", "--sizes", "4KiB", "--iters", "2", "--out", str(tmp_path))
+    assert command(*few).code == 0
+    assert command(*few, "--strict").code == 1
+
+
+def test_chunks_table_and_picture(command, tmp_path):
+    arguments = ("bench", "chunks", "--total", "4MB", "--iters", "2", "--warmup", "1", "--out", str(tmp_path))
+    answer = command(*arguments, "--json")
+    document = json.loads(answer.out)
+    assert [row["num_messages"] for row in document["rows"]] == [100, 34, 10, 4, 1]
+    assert all(row["nwrong"] == 0 for row in document["rows"])
+    files = {path.name for path in Path(document["run"]).iterdir()}
+    assert files == {"run.json", "table.md", "table.csv", "chunks.png", "chunks.svg"}
+
+
+@pytest.mark.timeout(180)
+def test_the_same_command_under_torchrun_gives_the_same_kind_of_result(start, tmp_path):
+    job = start(*TORCHRUN, "-m", "paceline", *SMALL, "--ranks", "2,4", "--json")
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 0, err
+    document = json.loads(out)
+    assert [row["world_size"] for row in check_document(document)] == [2, 2]
+    assert "not measured: 4 ranks, because the launched world has 2" in document["warnings"]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert load_run(folder).environment.details["launcher"] == "torchrun"
+
+
+CORRUPTING = """
+import torch.distributed as dist
+from paceline.cli.main import main
+
+real = dist.all_reduce
+
+def damaged(tensor, *args, **kwargs):
+    work = real(tensor, *args, **kwargs)
+    if dist.get_rank() == 1 and tensor.numel() > 100:
+        tensor[3] += 1
+    return work
+
+dist.all_reduce = damaged
+main()
+"""
+
+
+@pytest.mark.timeout(180)
+def test_corrupted_data_on_one_rank_is_reported_and_exits_1(start, tmp_path):
+    script = tmp_path / "corrupting.py"
+    script.write_text(CORRUPTING)
+    job = start(
+        *TORCHRUN, "--no-python", "bash", "-c", f'{sys.executable} {script} "$@" ; echo "exit $?" >&2', "x",
+        *SMALL, "--json",
+    )  # fmt: skip
+    out, err = job.communicate(timeout=120)
+    assert err.count("exit 1") == 2, err  # both ranks say so, not only the damaged one
+    document = json.loads(out)
+    assert [row["nwrong"] for row in document["rows"]] == [6, 6]  # one element, six repetitions, one rank
+    assert any("WRONG DATA" in warning for warning in document["warnings"])
+
+
+LONG = ("-m", "paceline", "bench", "allreduce", "--sizes", "4KiB,64MiB", "--iters", "1000", "--warmup", "1")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_what_was_finished_and_leaves_no_process(start, tmp_path, ending):
+    job = start(*LONG)
+    try:
+        wait_until(lambda: "1 of 2 cells" in job.stderr.readline(), 60)
+        ranks = descendants(job.pid)
+        shm = set(os.listdir("/dev/shm"))
+        os.killpg(job.pid, ending) if ending == signal.SIGINT else job.send_signal(ending)
+        _, err = job.communicate(timeout=15)
+    finally:
+        job.kill()
+    assert job.returncode == 128 + ending
+    assert "broken off; 1 finished records are in" in err and "Traceback" not in err
+    wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), 10)
+    assert set(os.listdir("/dev/shm")) <= shm
+    (folder,) = (tmp_path / "runs").iterdir()
+    run = load_run(folder)
+    assert not run.complete and [record.num_bytes for record in run.records] == [4096]
+
+
+def test_a_killed_rank_is_named_and_ends_the_command(start, tmp_path):
+    job = start(*LONG)
+    wait_until(lambda: "1 of 2 cells" in job.stderr.readline(), 60)
+    (victim,) = [p for p in psutil.Process(job.pid).children() if p.pid == ranks_of(job.pid)[1]]
+    victim.kill()
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == 2
+    assert "rank 1 of 2 was killed by SIGKILL" in err.splitlines()[-1]
+    assert descendants(job.pid) == []
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The ranks of a job in order: they were started in order, and the resource tracker is not one of them."""
+    children = [p for p in psutil.Process(pid).children() if "spawn_main" in " ".join(p.cmdline())]
+    return [p.pid for p in sorted(children, key=lambda p: (p.create_time(), p.pid))]
+
+
+def test_a_run_that_fails_before_the_first_result_leaves_no_folder(start, tmp_path):
+    job = start("-m", "paceline", "bench", "allreduce", "--sizes", "256MiB", "--iters", "1000")
+    wait_until(lambda: len(ranks_of(job.pid)) == 2, 60)
+    job.send_signal(signal.SIGINT)
+    job.communicate(timeout=20)
+    assert job.returncode == 130
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -1,0 +1,61 @@
+"""`paceline doctor`: says what it found, says what is broken, and its exit code can be trusted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paceline.measure import health
+
+
+def test_a_sane_machine_passes_with_a_real_all_reduce(command):
+    answer = command("doctor", "--json")
+    document = json.loads(answer.out)
+    assert answer.code == 0 and document["ok"], document
+    checks = {check["name"]: check for check in document["checks"]}
+    for name in ("Python", "torch", "backends", "cores", "threads", "memory", "/dev/shm", "network", "GPU", "launcher"):
+        assert checks[name]["status"] in ("ok", "warn") and checks[name]["found"]
+    assert "0 wrong" in checks["2-rank all-reduce"]["found"]
+
+
+def without_ranks(monkeypatch):
+    ok = health.Check("2-rank all-reduce", "ok", "not run in this test")
+    monkeypatch.setattr(health, "_check_allreduce", lambda *args: ok)
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "words"),
+    [
+        ({"RANK": "0"}, "launcher", "WORLD_SIZE is not"),
+        ({"GLOO_SOCKET_IFNAME": "nowhere0"}, "network", "no interface nowhere0"),
+    ],
+)
+def test_what_is_broken_is_named_with_its_cure_and_exits_1(command, monkeypatch, variables, name, words):
+    without_ranks(monkeypatch)
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    answer = command("doctor")
+    assert answer.code == 1
+    assert f"broken: {name}" in answer.out and words in answer.out
+    document = json.loads(command("doctor", "--json").out)
+    (broken,) = [check for check in document["checks"] if check["status"] == "fail"]
+    assert not document["ok"] and broken["name"] == name and broken["advice"]
+
+
+def test_a_warning_does_not_fail(command, monkeypatch):
+    without_ranks(monkeypatch)
+    monkeypatch.setattr("paceline.machine.available_memory_bytes", lambda: 2**28)
+    answer = command("doctor", "--json")
+    (memory,) = [check for check in json.loads(answer.out)["checks"] if check["name"] == "memory"]
+    assert answer.code == 0 and memory["status"] == "warn" and memory["advice"]
+
+
+def test_ranks_that_cannot_reduce_are_a_failure(command, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise health.PacelineError("rank 1 of 2 was killed by SIGKILL\nand more lines")
+
+    monkeypatch.setattr(health, "run_ranks", refuse)
+    answer = command("doctor")
+    assert answer.code == 1
+    assert "rank 1 of 2 was killed by SIGKILL" in answer.out and "and more lines" not in answer.out

@@ -1,0 +1,134 @@
+"""What the tests share: warm ranks, the command line, and a watch on what a test leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.runtime.launch import RankPool
+
+# Enough ranks for a 2 x 2 mesh; a test takes as many of them as it needs.
+MAX_RANKS = 4
+
+
+@pytest.fixture(scope="session")
+def warm_pool() -> Iterator[RankPool]:
+    with RankPool(MAX_RANKS) as pool:
+        yield pool
+
+
+@pytest.fixture
+def on_ranks(warm_pool: RankPool) -> Callable[..., list[Any]]:
+    """`on_ranks(num_ranks, fn, *args)`: run a function of the test's module on warm ranks, in time."""
+
+    def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        return warm_pool.run(fn, args, num_ranks=num_ranks, timeout_s=timeout_s)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    """`command("bench", ...)`: the command line in this process, as `main()` runs it."""
+
+    def run(*arguments: str) -> Answer:
+        from paceline.cli.main import main
+
+        monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a process in a session of its own, in tmp_path; what still runs at the end of the test is ended."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=options.pop("cwd", tmp_path),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            **options,
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=10)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The processes below this one that are alive."""
+    try:
+        children = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """Poll until the condition is true and return it; fail the test if it never is."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.05)
+    raise AssertionError(f"not within {timeout_s} s: {condition}")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaks an environment variable, a thread, a child process or a process group."""
+    import torch.distributed as dist
+
+    uses_pool = "warm_pool" in request.fixturenames or "on_ranks" in request.fixturenames
+    pool = request.getfixturevalue("warm_pool") if uses_pool else None
+    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    threads = set(threading.enumerate())
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    assert {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"} == environment
+    assert not dist.is_initialized()
+    left = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    assert not left, f"threads left behind: {left}"
+    allowed = children | (set(pool.pids()) if pool else set())
+
+    def strangers() -> list[list[str]]:
+        found = [child for child in descendants(os.getpid()) if child.pid not in allowed]
+        return [child.cmdline() for child in found if "resource_tracker" not in " ".join(child.cmdline())]
+
+    deadline = time.monotonic() + 5
+    while strangers() and time.monotonic() < deadline:  # a process that was just ended takes a moment to go
+        time.sleep(0.05)
+    assert not strangers(), "processes left behind"
