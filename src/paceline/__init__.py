@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "paceline.errors": (
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
@@ -56,10 +58,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("paceline")
     if name in _HOME_OF:
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
         globals()[name] = value

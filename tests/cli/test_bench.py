@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.conftest import descendants, wait_until
 
 from paceline import load_run
 from paceline.records import CollectiveRecord, Samples
 from paceline.records.exchange import load_table
+from tests.conftest import descendants, wait_until
 
 ROW_KEYS = {
     "collective", "backend", "device", "world_size", "num_bytes", "dtype",

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline import machine
+from paceline import __version__, machine
 
 __all__ = ["Environment", "capture_environment"]
 
-_PACKAGES = ("paceline", "torch", "numpy")
+_PACKAGES = ("torch", "numpy")
 _PREFIXES = ("GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH_", "CUDA_", "PACELINE_")
 
 
@@ -78,7 +78,7 @@ def capture_environment() -> Environment:
         cores=machine.count_cores(),
         memory_bytes=machine.total_memory_bytes(),
         python=platform.python_version(),
-        versions={name: found for name in _PACKAGES if (found := _version(name))},
+        versions={"paceline": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
         variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES) and k != "PACELINE_HOST"},
         command_line=" ".join(command),
         git_commit=_git_commit(),

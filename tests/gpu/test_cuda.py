@@ -1,0 +1,78 @@
+"""The CUDA paths, on one GPU: NCCL in a world of one, and several gloo ranks that share the GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline import ConfigError, machine
+from paceline.measure.collectives import measure_collectives
+from paceline.measure.settings import CollectiveSettings
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def describe(backend: str, device: str) -> tuple:
+    with paceline.init(backend, device, announce=None) as world:
+        total = torch.ones(4, device=world.device)
+        dist.all_reduce(total)
+        torch.cuda.synchronize()
+        shared = world.share(world.rank)
+        return world.backend, str(world.device), total.tolist(), shared, dist.get_backend(world.control)
+
+
+def test_nccl_in_a_world_of_one_is_what_auto_chooses(on_ranks):
+    assert on_ranks(1, describe, "auto", "auto") == [("nccl", "cuda:0", [1.0] * 4, [0], "gloo")]
+
+
+def test_a_list_of_backends_is_accepted(on_ranks):
+    assert on_ranks(1, describe, "cpu:gloo,cuda:nccl", "auto")[0][1:3] == ("cuda:0", [1.0] * 4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there is a GPU for each rank")
+def test_gloo_ranks_share_one_gpu(on_ranks):
+    assert on_ranks(2, describe, "auto", "cuda") == [("gloo", "cuda:0", [2.0] * 4, [0, 1], "gloo")] * 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there is a GPU for each rank")
+def test_two_nccl_ranks_on_one_gpu_are_refused_in_words(on_ranks):
+    with pytest.raises(ConfigError, match="one GPU per rank: 2 ranks and 1 GPU here"):
+        on_ranks(2, describe, "nccl", "cuda")
+
+
+def raise_after_a_collective() -> None:
+    with paceline.init("nccl", announce=None) as world:
+        dist.all_reduce(torch.ones(4, device=world.device))
+        raise ValueError("after a collective")
+
+
+def test_an_exception_under_nccl_leaves_the_rank_usable(on_ranks):
+    with pytest.raises(paceline.LaunchError, match="after a collective"):
+        on_ranks(1, raise_after_a_collective)
+    assert on_ranks(1, describe, "nccl", "auto")[0][0] == "nccl"
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("nccl", 1), ("gloo", 2)])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+def test_the_engine_checks_data_on_the_gpu(on_ranks, backend, ranks, collective):
+    wanted = CollectiveSettings(
+        sizes=(2**20,), backends=(backend,), ranks=(ranks,), device="cuda", collective=collective, iters=3, warmup=1
+    )
+    wanted.check()
+    record = on_ranks(ranks, measure_collectives, wanted)[0].records[0]
+    assert (record.device, record.num_wrong) == ("cuda", 0)
+
+
+def test_the_driver_counts_as_torch_does():
+    assert machine.count_gpus() == torch.cuda.device_count()
+
+
+def test_bench_interleaves_nccl_and_gloo(command, tmp_path):
+    both = ("--backend", "nccl,gloo", "--ranks", "1", "--sizes", "1MiB")
+    answer = command("bench", "allreduce", *both, "--json", "--out", str(tmp_path))
+    rows = json.loads(answer.out)["rows"]
+    assert [(row["backend"], row["device"], row["nwrong"]) for row in rows] == [("nccl", "cuda", 0), ("gloo", "cpu", 0)]
