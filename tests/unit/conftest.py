@@ -1,0 +1,54 @@
+"""Builders of small records and environments that the unit tests share."""
+
+import pytest
+
+from paceline.records import ChunksRecord, CollectiveRecord, Environment, Samples
+
+
+@pytest.fixture(scope="session")
+def build_samples():
+    """Samples in which every rank takes the given time of each repetition."""
+
+    def build(*times_s, ranks=2, **fields):
+        return Samples(seconds=tuple((time_s,) * ranks for time_s in times_s or (1e-3,) * 10), **fields)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_collective(build_samples):
+    def build(**changes):
+        fields = {
+            "collective": "all_reduce", "backend": "gloo", "device": "cpu", "world_size": 2, "num_bytes": 2**20,
+            "dtype": "float32", "op": "sum", "num_wrong": 0, "num_checked": 2**18,
+        }  # fmt: skip
+        fields["timing"] = build_samples(ranks=changes.get("world_size", 2))
+        return CollectiveRecord(**{**fields, **changes})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_chunks(build_samples):
+    def build(**changes):
+        fields = {
+            "backend": "gloo", "device": "cpu", "world_size": 2, "total_bytes": 4000, "chunk_bytes": 1000,
+            "dtype": "float32", "timing": build_samples(), "num_wrong": 0, "num_checked": 1000,
+        }  # fmt: skip
+        return ChunksRecord(**{**fields, **changes})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_environment():
+    def build(**changes):
+        fields = {
+            "host": "box", "system": "Linux 6 x86_64", "cpu": "Some CPU", "cores": 8, "memory_bytes": 2**34,
+            "python": "3.11.7", "versions": {"torch": "2.13.0"}, "variables": {"OMP_NUM_THREADS": "1"},
+            "command_line": "paceline bench allreduce", "git_commit": "abc", "load_average": 0.0,
+            "details": {"hosts": 1},
+        }  # fmt: skip
+        return Environment(**{**fields, **changes})
+
+    return build

@@ -1,0 +1,283 @@
+"""Tables of others become records and tables again, and broken files are named with their line."""
+
+import pytest
+
+from paceline.errors import RecordError
+from paceline.records import LayerSizeRecord, LayerTimeRecord, Run, Samples, Summary, save_run
+from paceline.records.exchange import (
+    export_allreduce_times,
+    export_layer_sizes,
+    export_layer_times,
+    load_layer_sizes,
+    load_layer_times,
+    load_table,
+)
+from paceline.report.tables import collective_row, render_csv
+
+ALLREDUCE = "backend,world_size,total_elements,total_bytes,average_time,stdev_time\n"
+PUBLISHED = "source,backend,world_size,nodes,hardware,interconnect,bytes,time_s,std_s,stat,note\n"
+SIZES = ",Name,No. Params\n"
+TIMES = "Name,min,max,mean,std,median\n"
+DOCUMENT = """# A report
+
+| Model | Size |
+|---|---|
+| tiny | 1MB |
+
+Results were as follows:
+
+| Backend      | Processes | Size   | Avg Time (ms) | Effective Bandwidth (GB/s) |
+|:-------------|----------:|--------|---------------|----------------------------|
+| gloo (CPU)   | 2         | 1MB    | 1.5           | 1.92                       |
+| nccl   (GPU) | 4         | 1024MB | 250           | 3.04                       |
+
+| Backend | Processes | Size | Avg Time (ms) |
+|---|---|---|---|
+| mpi | 2 | 1MB | 7 |
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="table.csv"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def _labels(record):
+    return record.backend, record.device, record.world_size, record.num_bytes, record.dtype, record.timing
+
+
+def test_allreduce_times_are_imported(write):
+    path = write(ALLREDUCE + "nccl,8,1,4,0.002,0.0001\ngloo,2,100,800,0.003,0.0\nmpi,2,0,10,1.0,0.0\n")
+    records = load_table(path)
+    assert [_labels(r) for r in records] == [
+        ("nccl", "cuda", 8, 4, "float32", Summary(mean_s=0.002, stdev_s=0.0001)),
+        ("gloo", "cpu", 2, 800, "float64", Summary(mean_s=0.003, stdev_s=0.0)),
+        ("mpi", "cpu", 2, 10, "unknown", Summary(mean_s=1.0, stdev_s=0.0)),
+    ]
+    assert {(r.source, r.collective, r.op) for r in records} == {("imported", "all_reduce", "sum")}
+
+
+def test_published_times_are_imported_with_their_statistic_and_source(write):
+    path = write(
+        PUBLISHED
+        + "somebody,gloo,2,1,\"a CPU, old\",loopback,1048576,0.001,,mean,\n"
+        + "another,nccl-tests,8,1,GPUs,NVLink,8,4e-05,1e-06,median of 20,rounded\n"
+        + "third,gloo-cuda,2,1,GPU,PCIe,16,0.5,,mean,\n"
+    )  # fmt: skip
+    records = load_table(path)
+    assert [_labels(r) for r in records] == [
+        ("gloo", "cpu", 2, 1048576, "unknown", Summary(mean_s=0.001)),
+        ("nccl", "cuda", 8, 8, "unknown", Summary(median_s=4e-05, stdev_s=1e-06)),
+        ("gloo", "cuda", 2, 16, "unknown", Summary(mean_s=0.5)),
+    ]
+    assert [(r.source, r.note) for r in records] == [("imported", s) for s in ("somebody", "another", "third")]
+
+
+def test_a_byte_order_mark_blank_lines_and_windows_line_ends_are_fine(write):
+    records = load_table(write(("\ufeff" + ALLREDUCE + "\ngloo,2,1,4,0.5,0\n\n").replace("\n", "\r\n")))
+    assert [_labels(r) for r in records] == [("gloo", "cpu", 2, 4, "float32", Summary(mean_s=0.5, stdev_s=0.0))]
+
+
+@pytest.mark.parametrize("name", ["report.md", "report.txt", "REPORT.MD"])
+def test_the_first_fitting_markdown_table_is_imported_and_no_other(write, name):
+    records = load_table(write(DOCUMENT, name))
+    assert [_labels(r) for r in records] == [
+        ("gloo", "cpu", 2, 2**20, "float32", Summary(mean_s=0.0015)),
+        ("nccl", "cuda", 4, 2**30, "float32", Summary(mean_s=0.25)),
+    ]
+    assert {r.source for r in records} == {"imported"}
+
+
+def test_a_run_keeps_its_source_and_gives_its_collectives_only(tmp_path, build_collective, build_environment):
+    record = build_collective()
+    layer = LayerSizeRecord(layer="a", num_params=1)
+    save_run(Run("bench", {}, build_environment(), (record, layer)), tmp_path / "run.json")
+    assert load_table(tmp_path) == load_table(tmp_path / "run.json") == [record]
+
+
+def test_our_own_table_csv_is_imported(write, build_collective, build_samples):
+    ours = [
+        build_collective(collective="all_gather", op="none", timing=build_samples(0.1, 1 / 3, 0.5)),
+        build_collective(num_wrong=None, num_bytes=8, backend="nccl", device="cuda"),
+        build_collective(num_wrong=7),
+    ]
+    theirs = load_table(write(render_csv([collective_row(r) for r in ours])))
+    assert [r.key for r in theirs] == [r.key for r in ours]
+    assert [r.num_wrong for r in theirs] == [0, None, 7]
+    assert [(r.num_bytes, r.time_s, r.timing.count) for r in theirs] == [
+        (r.num_bytes, r.time_s, r.timing.count) for r in ours
+    ]
+    assert {r.source for r in theirs} == {"imported"}
+
+
+def test_allreduce_times_survive_export(write, build_collective):
+    measured = build_collective(timing=Samples(seconds=((0.001, 0.002), (0.004, 0.003)), reducer="max"))
+    imported = load_table(write(ALLREDUCE + "nccl,8,100,400,0.002881,0.000102\n"))
+    others = [build_collective(collective="broadcast"), LayerSizeRecord(layer="a", num_params=1)]
+    text = export_allreduce_times([*imported, *others, measured])
+    assert text.startswith(ALLREDUCE)
+    copies = load_table(write(text, "copy.csv"))
+    assert copies[0] == imported[0]
+    assert len(copies) == 2
+    assert copies[1].timing.mean_s == pytest.approx(0.003)
+    assert copies[1].timing.stdev_s == pytest.approx(2**0.5 * 1e-3, abs=1e-9)
+    assert copies[1].key == measured.key
+
+
+def test_a_median_stands_in_for_a_mean_that_nobody_knows(write, build_collective):
+    text = export_allreduce_times([build_collective(timing=Summary(median_s=0.25))])
+    assert load_table(write(text))[0].timing == Summary(mean_s=0.25, stdev_s=0.0)
+
+
+def test_layer_sizes_survive_import_and_export(write):
+    text = SIZES + '0,"Embedding, token",1000\n1,Block 0,77\n2,"Embedding, token",1000\n'
+    records = load_layer_sizes(write(text))
+    assert [(r.layer, r.num_params) for r in records] == [
+        ("Embedding, token", 1000),
+        ("Block 0", 77),
+        ("Embedding, token", 1000),
+    ]
+    assert {r.source for r in records} == {"imported"}
+    assert export_layer_sizes(records) == text
+
+
+def test_layer_times_survive_import_and_export(write):
+    text = TIMES + "backward,1e-06,3e-06,2e-06,5.505391297022706e-08,1.5e-06\nblock_0 grad,0.1,0.3,0.2,0.01,0.19\n"
+    records = load_layer_times(write(text))
+    assert records[1] == LayerTimeRecord(
+        layer="block_0 grad",
+        timing=Summary(min_s=0.1, max_s=0.3, mean_s=0.2, stdev_s=0.01, median_s=0.19),
+        source="imported",
+    )
+    assert export_layer_times(records) == text
+
+
+def test_measured_layer_times_are_exported_with_their_five_numbers(write, build_samples):
+    record = LayerTimeRecord(layer="a", timing=build_samples(1.0, 2.0, 6.0))
+    (copy,) = load_layer_times(write(export_layer_times([record])))
+    assert copy.timing == Summary(min_s=1.0, max_s=6.0, mean_s=3.0, stdev_s=7**0.5, median_s=2.0)
+
+
+GOOD = {
+    load_table: (ALLREDUCE, "gloo,2,1,4,0.5,0.1"),
+    load_layer_sizes: (SIZES, "0,a,10"),
+    load_layer_times: (TIMES, "a,1,3,2,0.5,2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("load", "row", "reason"),
+    [
+        (load_table, "gloo,2,1,4,0.5", "5 cells where the header has 6"),
+        (load_table, "gloo,2,1,4,0.5,0.1,9", "7 cells where the header has 6"),
+        (load_table, "gloo,two,1,4,0.5,0.1", "'two'"),
+        (load_table, "gloo,2,1,4.5,0.5,0.1", "'4.5'"),
+        (load_table, "gloo,2,1,4,fast,0.1", "'fast'"),
+        (load_table, "gloo,2,1,4,,0.1", "could not convert"),
+        (load_table, "gloo,2,1,4,-0.5,0.1", "negative"),
+        (load_table, "gloo,2,1,4,nan,0.1", "not a number"),
+        (load_table, "gloo,2,1,4,inf,0.1", "."),
+        (load_table, "gloo,0,1,4,0.5,0.1", "0 ranks"),
+        (load_table, "gloo,2,1,0,0.5,0.1", "0 bytes"),
+        (load_table, "gloo,2,1,4,0.000000,0.0", "."),  # a time rounded away has no bandwidth
+        (load_layer_sizes, "0,a", "2 cells where the header has 3"),
+        (load_layer_sizes, "0,a,many", "'many'"),
+        (load_layer_sizes, "0,a,-5", "."),
+        (load_layer_times, "a,1,3,2,0.5", "5 cells"),
+        (load_layer_times, "a,1,3,slow,0.5,2", "'slow'"),
+        (load_layer_times, "a,1,3,-2,0.5,2", "negative"),
+    ],
+)
+def test_a_broken_row_is_refused_with_file_and_line(write, load, row, reason):
+    header, good = GOOD[load]
+    path = write(f"{header}{good}\n{row}\n{good}\n")
+    with pytest.raises(RecordError, match=reason) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}, line 3: ")
+
+
+@pytest.mark.parametrize("load", GOOD)
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        ("HEADER", "has a header but no row"),
+        ("x,y\n1,2\n", "has the columns x, y"),
+        (b"\x89PNG\r\n\x1a\n\xff\xfe\x00", "cannot be read as text"),
+        ('HEADER"' + "x" * 200_000, "line 2: field larger than field limit"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused_by_name(write, load, content, reason):
+    if isinstance(content, str):
+        content = content.replace("HEADER", GOOD[load][0])
+    path = write(content)
+    with pytest.raises(RecordError, match=reason) as caught:
+        load(path)
+    assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("load", GOOD)
+def test_a_missing_file_is_refused_by_name(tmp_path, load):
+    with pytest.raises(RecordError, match=r"gone\.csv does not exist"):
+        load(tmp_path / "gone.csv")
+
+
+@pytest.mark.parametrize(
+    ("load", "column"),
+    [(load_table, "stdev_time"), (load_layer_sizes, "No. Params"), (load_layer_times, "median")],
+)
+def test_a_missing_column_is_named(write, load, column):
+    header, row = (text.strip().split(",") for text in GOOD[load])
+    at = header.index(column)
+    del header[at], row[at]
+    with pytest.raises(RecordError, match=column):
+        load(write(f"{','.join(header)}\n{','.join(row)}\n"))
+
+
+def test_a_column_missing_from_our_own_table_is_named(write):
+    with pytest.raises(RecordError, match=r"lacks the columns .*backend.*nwrong"):
+        load_table(write("num_bytes,median_s,op\n4,1.0,sum\n"))
+
+
+ROW = "| gloo (CPU)   | 2         | 1MB    | 1.5           | 1.92                       |"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("| gloo | 2 | 1MB | 1.5 |", "4 cells where the header has 5"),
+        ("| gloo | 2 | 1024 | 1.5 | 1 |", "has no unit"),
+        ("| gloo | 2 | big | 1.5 | 1 |", "'big'"),
+        ("| gloo | two | 1MB | 1.5 | 1 |", "'two'"),
+        ("| gloo | 2 | 1MB | fast | 1 |", "'fast'"),
+        ("| gloo | 2 | 1MB | -1.5 | 1 |", "negative"),
+        ("| gloo | 2 | 1MB | 0.00 | 1 |", "."),
+    ],
+)
+def test_a_broken_markdown_row_is_refused_with_file_and_line(write, row, reason):
+    text = DOCUMENT.replace(ROW, row)
+    path, line = write(text, "report.md"), text.splitlines().index(row) + 1
+    with pytest.raises(RecordError, match=reason) as caught:
+        load_table(path)
+    assert str(caught.value).startswith(f"{path}, line {line}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "has no table"),
+        ("# Only words\n\n| Model | Size |\n|---|---|\n| a | 1MB |\n", "has no table"),
+        ("| Backend | Processes | Size | Time (s) |\n|---|---|---|---|\n| gloo | 2 | 1MB | 1 |\n", "has no table"),
+        ("| Backend | Processes | Size | Time (ms) |\n|---|---|---|---|\n\nafter\n", "without a row"),
+    ],
+)
+def test_markdown_without_the_table_is_refused(write, text, reason):
+    with pytest.raises(RecordError, match=reason) as caught:
+        load_table(write(text, "report.md"))
+    assert "report.md" in str(caught.value)

@@ -1,0 +1,181 @@
+"""The kinds of records: derived rates, and the way to JSON and back."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import RecordError
+from paceline.records.kinds import (
+    COLLECTIVES,
+    ITEM_BYTES,
+    KINDS,
+    SOURCES,
+    ChunksRecord,
+    CollectiveRecord,
+    LayerSizeRecord,
+    LayerTimeRecord,
+    bus_factor,
+    record_from_json,
+    record_to_json,
+)
+from paceline.records.samples import REDUCERS, Samples, Summary
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "factor"),
+    [
+        ("all_reduce", 1, 0.0), ("all_reduce", 2, 1.0), ("all_reduce", 8, 1.75),
+        ("all_gather", 1, 0.0), ("all_gather", 4, 0.75),
+        ("reduce_scatter", 1, 0.0), ("reduce_scatter", 8, 0.875),
+        ("broadcast", 1, 1.0), ("broadcast", 8, 1.0),
+    ],
+)  # fmt: skip
+def test_bus_factors_are_those_of_nccl_tests(collective, ranks, factor):
+    assert bus_factor(collective, ranks) == pytest.approx(factor)
+
+
+def test_an_unknown_collective_has_no_bus_factor():
+    with pytest.raises(RecordError, match="unknown collective 'all_to_all'"):
+        bus_factor("all_to_all", 2)
+
+
+def test_rates_follow_from_size_and_median(build_collective, build_samples):
+    record = build_collective(num_bytes=4 * 10**9, world_size=4, timing=build_samples(1.0, 2.0, 9.0, ranks=4))
+    assert record.time_s == 2.0
+    assert record.algbw_bytes_per_s == pytest.approx(2e9)
+    assert record.busbw_bytes_per_s == pytest.approx(3e9)
+    assert record.num_elements == 10**9
+
+
+@pytest.mark.parametrize(("dtype", "elements"), [("float64", 128), ("bfloat16", 512), ("int8", 1024), ("unknown", 256)])
+def test_elements_follow_from_the_type(build_collective, build_chunks, dtype, elements):
+    assert build_collective(num_bytes=1024, dtype=dtype).num_elements == elements
+    assert build_chunks(chunk_bytes=1024, total_bytes=4096, dtype=dtype).chunk_elements == elements
+
+
+@pytest.mark.parametrize(("total", "chunk", "messages"), [(4000, 1000, 4), (4000, 1500, 3), (4000, 4000, 1), (9, 4, 3)])
+def test_chunks_count_their_messages_and_the_ragged_last(build_chunks, total, chunk, messages):
+    assert build_chunks(total_bytes=total, chunk_bytes=chunk).num_messages == messages
+
+
+def test_rates_of_chunks_are_of_the_total(build_chunks, build_samples):
+    record = build_chunks(total_bytes=4000, world_size=4, timing=build_samples(2.0, ranks=4))
+    assert record.algbw_bytes_per_s == pytest.approx(2000)
+    assert record.busbw_bytes_per_s == pytest.approx(3000)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("collective", "broadcast"), ("backend", "mpi"), ("device", "cuda"), ("world_size", 3), ("dtype", "int8"),
+     ("op", "max")],
+)  # fmt: skip
+def test_records_of_another_curve_have_another_key(build_collective, field, value):
+    assert build_collective(**{field: value}).key != build_collective().key
+    assert build_collective(num_bytes=8).key == build_collective().key
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_bytes": 0}, {"world_size": 0}, {"collective": "unheard"}, {"source": "guessed"}]
+)
+def test_an_impossible_collective_is_refused(build_collective, changes):
+    with pytest.raises(RecordError):
+        build_collective(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"chunk_bytes": 0}, {"total_bytes": 0}, {"world_size": 0}, {"source": "guessed"}])
+def test_impossible_chunks_are_refused(build_chunks, changes):
+    with pytest.raises(RecordError):
+        build_chunks(**changes)
+
+
+TIME = st.floats(0, 1e6)
+POSITIVE = st.floats(1e-9, 1e6)
+COUNT = st.integers(1, 2**50)
+MAYBE_COUNT = st.none() | st.integers(0, 2**50)
+TEXT = st.text(max_size=12)
+
+
+@st.composite
+def samples(draw, time=POSITIVE):
+    ranks, count = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    rows = st.lists(st.tuples(*[time] * ranks), min_size=count, max_size=count).map(tuple)
+    return Samples(
+        seconds=draw(rows),
+        warmup_seconds=draw(st.just(()) | rows),
+        arrivals_s=draw(st.just(()) | rows),
+        reducer=draw(st.sampled_from(list(REDUCERS))),
+    )
+
+
+SUMMARIES = st.builds(
+    Summary, mean_s=POSITIVE, median_s=st.none() | POSITIVE, stdev_s=st.none() | TIME, min_s=st.none() | TIME,
+    max_s=st.none() | TIME, count=MAYBE_COUNT,
+)  # fmt: skip
+SHARED = {"source": st.sampled_from(SOURCES), "note": TEXT}
+TIMED = {
+    **SHARED, "backend": TEXT, "device": TEXT, "world_size": COUNT, "dtype": st.sampled_from([*ITEM_BYTES, "unknown"]),
+    "timing": samples() | SUMMARIES, "num_wrong": MAYBE_COUNT, "num_checked": MAYBE_COUNT,
+}  # fmt: skip
+RECORDS = {
+    "collective": st.builds(
+        CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT, **TIMED
+    ),
+    "chunks": st.builds(ChunksRecord, total_bytes=COUNT, chunk_bytes=COUNT, **TIMED),
+    "layer_size": st.builds(LayerSizeRecord, layer=TEXT, num_params=COUNT, **SHARED),
+    "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
+}
+
+
+def test_every_kind_is_round_tripped_here():
+    assert set(RECORDS) == set(KINDS)
+
+
+@given(st.one_of(*RECORDS.values()))
+def test_a_record_survives_json(record):
+    text = json.dumps(record_to_json(record), allow_nan=False)
+    copy = record_from_json(json.loads(text))
+    assert type(copy) is type(record)
+    assert copy == record
+
+
+def test_derived_numbers_are_not_stored(build_collective, build_chunks):
+    fields = {"kind", "source", "note", "backend", "device", "world_size", "dtype", "samples", "num_wrong"}
+    fields |= {"num_checked"}
+    record = build_collective()
+    assert record.busbw_bytes_per_s > 0  # and what was computed before writing is not written either
+    document = record_to_json(record)
+    assert set(document) == fields | {"collective", "num_bytes", "op"}
+    assert set(document["samples"]) == {"seconds", "warmup_seconds", "arrivals_s", "reducer"}
+    assert set(record_to_json(build_chunks())) == fields | {"total_bytes", "chunk_bytes"}
+
+
+LAYER = {"kind": "layer_size", "layer": "a", "num_params": 1}
+TIMED_LAYER = {"kind": "layer_time", "layer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ({**LAYER, "kind": "poem"}, "unknown kind of record 'poem'"),
+        ({**LAYER, "kind": ["layer_size"]}, "unknown kind"),
+        ({"layer": "a"}, "unknown kind of record None"),
+        ([LAYER], "a record is a JSON object, not list"),
+        ({**LAYER, "colour": "red"}, "LayerSizeRecord has no field colour"),
+        ({"kind": "layer_size", "layer": "a"}, "num_params"),
+        ({**LAYER, "summary": {"mean_s": 1.0}}, "no field timing"),
+        (TIMED_LAYER, "timing"),
+        ({**TIMED_LAYER, "summary": {"mean_s": 1.0, "mode_s": 1.0}}, "Summary has no field mode_s"),
+        ({**TIMED_LAYER, "summary": {"mean_s": "slow"}}, "Summary"),
+        ({**TIMED_LAYER, "samples": {"seconds": [[1.0]], "hours": []}}, "Samples has no field hours"),
+        ({**TIMED_LAYER, "samples": {"seconds": [1.0]}}, "samples.seconds is not a list of lists"),
+        ({**TIMED_LAYER, "samples": {"seconds": [["x"]]}}, "samples.seconds is not a list of lists"),
+        ({**TIMED_LAYER, "samples": {"reducer": "max"}}, "seconds"),
+        ({**TIMED_LAYER, "samples": {"seconds": [[-1.0]]}}, "negative"),
+        ({**TIMED_LAYER, "samples": [[1.0]]}, "timing"),
+    ],
+)
+def test_a_broken_record_is_refused(document, reason):
+    with pytest.raises(RecordError, match=reason):
+        record_from_json(document)

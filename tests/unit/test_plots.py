@@ -1,0 +1,107 @@
+"""Pictures of records: real files, equal for equal records, with the source in the legend."""
+
+import pytest
+
+from paceline.records import Summary
+from paceline.report import plots
+
+
+@pytest.fixture
+def curve(build_collective, build_samples):
+    def curve(**changes):
+        samples = build_samples(1e-3, 1.1e-3, 1.2e-3, ranks=changes.get("world_size", 2))
+        return [build_collective(num_bytes=n, **{"timing": samples, **changes}) for n in (2**20, 2**10, 2**15)]
+
+    return curve
+
+
+@pytest.fixture
+def imported(curve):
+    return curve(timing=Summary(mean_s=2e-3), source="imported", note="somebody")
+
+
+def test_a_png_is_a_png(curve):
+    assert plots.render_png(plots.plot_time(curve(), "box")).startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize("plot", [plots.plot_time, plots.plot_bandwidth])
+def test_an_svg_tells_machine_series_and_source(curve, imported, plot):
+    svg = plots.render_svg(plot([*curve(), *curve(world_size=4), *imported], "some box, 8 cores")).decode()
+    assert svg.startswith("<?xml")
+    for text in (
+        "all_reduce: ", "some box, 8 cores", "gloo, 2 ranks (measured)", "gloo, 4 ranks (measured)",
+        "gloo, 2 ranks (imported: somebody)", ">1 KiB<", ">32 KiB<", ">1 MiB<",
+    ):  # fmt: skip
+        assert text in svg
+
+
+def test_equal_records_give_equal_files(curve, imported):
+    first, second = (plots.render_svg(plots.plot_time([*curve(), *imported], "box")) for _ in range(2))
+    assert first == second
+    assert first != plots.render_svg(plots.plot_time([*curve(), *imported], "another box"))
+
+
+def _lines(figure):
+    (axes,) = figure.axes
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def test_time_is_drawn_in_ms_in_order_of_size_with_a_band_where_there_are_samples(curve, imported):
+    figure = plots.plot_time([*curve(), *imported], "box")
+    lines = _lines(figure)
+    measured, published = lines["gloo, 2 ranks (measured)"], lines["gloo, 2 ranks (imported: somebody)"]
+    assert list(measured.get_xdata()) == [2**10, 2**15, 2**20]
+    assert list(measured.get_ydata()) == pytest.approx([1.1] * 3)
+    assert (measured.get_linestyle(), published.get_linestyle()) == ("-", "--")
+    assert len(figure.axes[0].collections) == 1
+
+
+def test_bandwidth_is_busbw_in_gb_per_s(curve):
+    figure = plots.plot_bandwidth(curve(world_size=4), "box")
+    (line,) = _lines(figure).values()
+    assert list(line.get_ydata()) == pytest.approx([1.5 * n / 1.1e-3 / 1e9 for n in (2**10, 2**15, 2**20)])
+    assert figure.axes[0].get_ylabel() == "busbw (GB/s)"
+
+
+def test_one_rank_has_algbw_instead_of_a_bus(curve):
+    figure = plots.plot_bandwidth(curve(world_size=1), "box")
+    (label, line), *_ = _lines(figure).items()
+    assert label == "gloo, 1 rank (measured)"
+    assert list(line.get_ydata()) == pytest.approx([n / 1.1e-3 / 1e9 for n in (2**10, 2**15, 2**20)])
+    svg = plots.render_svg(figure).decode()
+    assert "algbw (GB/s)" in svg
+    assert "busbw" not in svg
+
+
+def test_one_size_alone_can_be_drawn(curve):
+    for plot in (plots.plot_time, plots.plot_bandwidth):
+        assert plots.render_svg(plot(curve()[:1], "box"))
+
+
+def test_backends_and_devices_are_told_apart(curve):
+    records = [*curve(), *curve(device="cuda"), *curve(backend="nccl", device="cuda")]
+    lines = _lines(plots.plot_time(records, "box"))
+    assert set(lines) == {
+        "gloo cpu, 2 ranks (measured)",
+        "gloo cuda, 2 ranks (measured)",
+        "nccl, 2 ranks (measured)",
+    }
+    assert len({line.get_color() for line in lines.values()}) == 3
+
+
+def test_many_sizes_do_not_print_over_each_other(build_collective):
+    axes = plots.plot_time([build_collective(num_bytes=2**k) for k in range(2, 30)], "box").axes[0]
+    assert 5 <= len(axes.get_xticks()) <= 10
+
+
+def test_chunks_are_drawn_against_elements(build_chunks, build_samples):
+    records = [
+        build_chunks(total_bytes=2**20, chunk_bytes=n, timing=build_samples(t))
+        for n, t in ((2**20, 1e-3), (2**12, 4e-3))
+    ]
+    figure = plots.plot_chunks(records, "box")
+    (label, line), *_ = _lines(figure).items()
+    assert label == "gloo, 2 ranks (measured)"
+    assert list(line.get_xdata()) == [2**10, 2**18]
+    assert list(line.get_ydata()) == pytest.approx([4.0, 1.0])
+    assert "1 MiB all-reduced in chunks" in plots.render_svg(figure).decode()

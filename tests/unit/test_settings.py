@@ -1,0 +1,175 @@
+"""What a benchmark refuses before any rank starts, on a made-up host."""
+
+import re
+
+import pytest
+
+from paceline import machine
+from paceline.errors import ConfigError
+from paceline.measure.settings import ChunkSettings, CollectiveSettings
+from paceline.runtime.launch import RANK_BYTES
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host with so many GPUs and so much free memory."""
+
+    def host(gpus=0, free_bytes=2**40):
+        monkeypatch.setattr(machine, "count_gpus", lambda: gpus)
+        monkeypatch.setattr(machine, "available_memory_bytes", lambda: free_bytes)
+
+    host()
+    return host
+
+
+def build(**changes):
+    return CollectiveSettings(**{"sizes": (1024, 4096), **changes})
+
+
+def build_chunked(**changes):
+    return ChunkSettings(**{"total_bytes": 4096, "chunks": (1024, 4096), **changes})
+
+
+@pytest.mark.parametrize("make", [build, build_chunked])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"backends": ("gloo", "nccl-tests")}, "backend 'nccl-tests' is unknown"),
+        ({"backends": ("glo",)}, "did you mean gloo? known are gloo, nccl"),
+        ({"backends": ()}, "backend"),
+        ({"dtype": "float"}, "dtype 'float' is unknown: did you mean float"),
+        ({"device": "tpu"}, "device 'tpu' is unknown"),
+        ({"iters": 0}, "--iters 0: at least 1"),
+        ({"warmup": -1}, "--warmup -1: at least 0"),
+        ({"backends": ("nccl",), "device": "cpu"}, "nccl works on GPUs only"),
+        ({"backends": ("nccl",)}, "nccl on CUDA needs a GPU and none is visible"),
+        ({"backends": ("gloo", "nccl"), "device": "cuda"}, "gloo and nccl on CUDA needs a GPU"),
+    ],
+)
+def test_every_benchmark_refuses(host, make, changes, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        make(**changes).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"collective": "allreduce"}, "did you mean all_reduce?"),
+        ({"op": "mean"}, "op 'mean' is unknown"),
+        ({"collective": "broadcast", "op": "max"}, "--op max contradicts --collective broadcast"),
+        ({"collective": "all_gather", "op": "avg"}, "--op avg contradicts --collective all_gather"),
+        ({"op": "avg", "dtype": "int32"}, "--op avg of int32 is not defined"),
+        ({"op": "avg", "dtype": "uint8"}, "--op avg of uint8 is not defined"),
+        ({"sizes": (1024, 1026)}, "(1026 bytes) is not a whole number of float32 elements of 4 bytes"),
+        ({"sizes": (12,), "dtype": "float64"}, "not a whole number of float64 elements of 8 bytes"),
+        ({"collective": "all_gather", "sizes": (12,), "ranks": (2, 4)}, "less than one element for each of 4 ranks"),
+        ({"collective": "reduce_scatter", "sizes": (12,), "ranks": (4,)}, "which reduce_scatter needs"),
+        ({"sizes": (0,)}, "size"),
+    ],
+)
+def test_a_benchmark_of_collectives_refuses(host, changes, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        build(**changes).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"total_bytes": 4097}, "total of 4097 bytes is not a whole number of float32 elements"),
+        ({"total_bytes": 0}, "total of 0 bytes"),
+        ({"chunks": (1024, 1023)}, "chunk of 1023 bytes"),
+        ({"chunks": (0,)}, "chunk of 0 bytes"),
+        ({"chunks": (1024, 8192)}, "a chunk of 8 KiB is larger than the total of 4 KiB"),
+    ],
+)
+def test_a_benchmark_of_chunks_refuses(host, changes, reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        build_chunked(**changes).check()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings"),
+    [
+        (0, build()),
+        (0, build(iters=1, warmup=0, dtype="int64", op="prod")),
+        (0, build(collective="broadcast", ranks=(1, 64))),
+        (0, build(collective="all_gather", sizes=(16,), ranks=(2, 4))),
+        (0, build_chunked(chunks=(4096, 4))),
+        (2, build(backends=("nccl", "gloo"), ranks=(1, 2), op="avg")),
+        (1, build(device="cuda", ranks=(4,))),  # gloo's ranks can share a GPU
+    ],
+)
+def test_a_sane_request_is_accepted(host, gpus, settings):
+    host(gpus=gpus)
+    settings.check()
+
+
+def test_nccl_needs_a_gpu_for_every_rank(host):
+    host(gpus=2)
+    with pytest.raises(ConfigError, match="one GPU per rank: 4 ranks asked, 2 GPU here; use --ranks 2"):
+        build(backends=("gloo", "nccl"), ranks=(2, 4)).check()
+
+
+@pytest.mark.parametrize(
+    ("device", "on_gloo", "on_nccl"), [("auto", "cpu", "cuda"), ("cuda", "cuda", "cuda"), ("cpu", "cpu", "cpu")]
+)
+def test_messages_live_where_the_backend_needs_them(device, on_gloo, on_nccl):
+    settings = build(device=device)
+    assert (settings.device_of("gloo"), settings.device_of("nccl")) == (on_gloo, on_nccl)
+
+
+MESSAGE = 2**30
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "ranks", "reason"),
+    [
+        (RANK_BYTES + MESSAGE - 1, 1, "a message takes 1024 MiB on each rank"),
+        (3 * (RANK_BYTES + MESSAGE), 4, "at most 3 ranks of this size"),
+        (2**40, 0, "at least 1 is needed"),
+    ],
+)
+def test_a_request_that_the_host_cannot_hold_is_refused(host, free_bytes, ranks, reason):
+    host(free_bytes=free_bytes)
+    with pytest.raises(ConfigError, match=reason):
+        build().check_memory(MESSAGE, ranks)
+
+
+def test_a_request_that_just_fits_is_accepted(host):
+    host(free_bytes=4 * (RANK_BYTES + MESSAGE))
+    build().check_memory(MESSAGE, 4)
+
+
+def test_messages_on_gpus_take_no_memory_of_the_host_but_ranks_do(host):
+    host(gpus=8, free_bytes=4 * RANK_BYTES)
+    build(backends=("nccl",)).check_memory(MESSAGE, 4)
+    with pytest.raises(ConfigError, match="5 ranks need about"):
+        build(backends=("nccl",)).check_memory(MESSAGE, 5)
+    with pytest.raises(ConfigError, match="a message takes"):
+        build(backends=("nccl", "gloo")).check_memory(MESSAGE, 4)
+
+
+@pytest.mark.parametrize(
+    ("collective", "dtype", "num_bytes", "ranks", "elements"),
+    [
+        ("all_reduce", "float32", 4096, 3, 1024),
+        ("broadcast", "float64", 4096, 3, 512),
+        ("all_gather", "float32", 4096, 3, 1023),
+        ("reduce_scatter", "bfloat16", 4096, 3, 2046),
+        ("all_gather", "float32", 4096, 4, 1024),
+    ],
+)
+def test_shared_vectors_are_cut_to_a_multiple_of_the_ranks(collective, dtype, num_bytes, ranks, elements):
+    assert build(collective=collective, dtype=dtype).num_elements(num_bytes, ranks) == elements
+
+
+@pytest.mark.parametrize(
+    ("collective", "num_bytes"),
+    [("all_reduce", 8192), ("broadcast", 8192), ("all_gather", 8192 + 4096), ("reduce_scatter", 8192 + 4096)],
+)
+def test_memory_per_rank_is_the_largest_vector_and_its_largest_share(collective, num_bytes):
+    assert build(collective=collective, sizes=(8192, 1024), ranks=(4, 2)).bytes_per_rank == num_bytes
+
+
+def test_memory_per_rank_of_chunks_is_the_total():
+    assert build_chunked(total_bytes=8192).bytes_per_rank == 8192

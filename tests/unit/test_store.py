@@ -1,0 +1,181 @@
+"""Runs on disk: whole, versioned, never overwritten, in a folder of their own."""
+
+import datetime
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from paceline.errors import ConfigError, RecordError
+from paceline.records import LayerSizeRecord, store
+from paceline.records.store import Run, RunFolder, load_run, save_run, write_new
+
+
+@pytest.fixture
+def run(build_collective, build_chunks, build_environment):
+    records = (build_collective(), build_chunks(), LayerSizeRecord(layer="naïve µ", num_params=3))
+    return Run("bench allreduce", {"sizes": [4, 8], "op": "sum"}, build_environment(), records, ("a warning",), False)
+
+
+@pytest.fixture
+def saved(run, tmp_path):
+    save_run(run, tmp_path / "run.json")
+    return tmp_path / "run.json"
+
+
+def test_a_run_is_loaded_as_it_was_saved_from_its_file_and_its_folder(run, saved):
+    assert load_run(saved) == run
+    assert load_run(str(saved.parent)) == run
+
+
+def test_a_run_without_records_is_loaded_as_it_was_saved(run, tmp_path, build_environment):
+    empty = Run("bench", {}, build_environment(), ())
+    save_run(empty, tmp_path / "empty.json")
+    assert load_run(tmp_path / "empty.json") == empty
+
+
+def test_the_file_says_its_format_and_keeps_one_record_per_line(run, saved):
+    document = json.loads(saved.read_text())
+    assert (document["format"], document["version"]) == ("paceline-run", 1)
+    assert sum(line.lstrip().startswith('{"kind"') for line in saved.read_text().splitlines()) == len(run.records)
+
+
+def test_a_file_is_never_overwritten(run, saved):
+    before = saved.read_bytes()
+    with pytest.raises(RecordError, match="exists and is never overwritten"):
+        save_run(run, saved)
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+@pytest.mark.parametrize("step", ["fsync", "link"])
+def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, step):
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(store.os, step, fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_new(tmp_path / "table.csv", "a,b\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_that_is_not_json_is_not_half_written(tmp_path, build_environment):
+    with pytest.raises(ValueError):
+        save_run(Run("bench", {"x": float("nan")}, build_environment(), ()), tmp_path / "run.json")
+    assert os.listdir(tmp_path) == []
+
+
+def _without(key):
+    return lambda document: document.pop(key)
+
+
+def _with(**changes):
+    return lambda document: document.update(changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (_with(version=2), "has version 2 and this Paceline reads version 1"),
+        (_without("version"), "has version None"),
+        (_with(format="other"), "is not a run of Paceline"),
+        (_without("format"), "is not a run of Paceline"),
+        *((_without(key), f"lacks the key '{key}'") for key in ("records", "environment", "verb", "config", "created")),
+        (_with(records=[{"kind": "poem"}]), "unknown kind of record 'poem'"),
+        (_with(records=None), "NoneType"),
+        (_with(records=[{"kind": "layer_size"}]), "LayerSizeRecord"),
+        (_with(environment={"host": "box"}), "missing"),
+        (_with(warnings=None), "NoneType"),
+    ],
+)
+def test_a_damaged_run_is_refused_with_its_name(saved, damage, reason):
+    document = json.loads(saved.read_text())
+    damage(document)
+    saved.write_text(json.dumps(document))
+    with pytest.raises(RecordError, match=reason) as caught:
+        load_run(saved)
+    assert str(saved) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "cannot be read as JSON"),
+        (b'{"format": "paceline-run", ', "cannot be read as JSON"),
+        (b"\xff\xfe\x00", "cannot be read as JSON"),
+        (b"[1, 2]", "is not a run of Paceline"),
+        (b"null", "is not a run of Paceline"),
+    ],
+)
+def test_a_file_that_is_no_run_is_refused(tmp_path, content, reason):
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(RecordError, match=reason) as caught:
+        load_run(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_run_is_refused(tmp_path):
+    with pytest.raises(RecordError, match=r"nothing\.json does not exist"):
+        load_run(tmp_path / "nothing.json")
+    with pytest.raises(RecordError, match=r"run\.json does not exist"):
+        load_run(tmp_path)
+
+
+@pytest.fixture
+def noon(monkeypatch):
+    """The store's clock stands still."""
+    now = datetime.datetime(2024, 5, 6, 12, 0, 7, tzinfo=datetime.UTC)
+    clock = SimpleNamespace(datetime=SimpleNamespace(now=lambda zone: now), UTC=datetime.UTC)
+    monkeypatch.setattr(store, "datetime", clock)
+
+
+def test_a_run_folder_is_named_by_time_and_verb_and_keeps_what_is_put_in(noon, run, tmp_path):
+    with RunFolder.create(tmp_path / "deep" / "runs", "bench allreduce") as folder:
+        assert folder.path == tmp_path / "deep" / "runs" / "20240506-120007-bench-allreduce"
+        assert folder.path.is_dir()
+        folder.save(run)
+        assert folder.write("a.txt", "text").read_text() == "text"
+        assert folder.write("a.bin", b"\x00\x01").read_bytes() == b"\x00\x01"
+    assert load_run(folder.path) == run
+    assert sorted(os.listdir(folder.path)) == ["a.bin", "a.txt", "run.json"]
+
+
+def test_runs_of_one_second_get_folders_of_their_own(noon, tmp_path):
+    names = []
+    for content in "abc":
+        with RunFolder.create(tmp_path, "bench") as folder:
+            folder.write("x", content)
+        names.append(folder.path.name)
+    assert names == ["20240506-120007-bench", "20240506-120007-bench-2", "20240506-120007-bench-3"]
+    assert [(tmp_path / name / "x").read_text() for name in names] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_an_empty_run_folder_is_removed(tmp_path, is_failing):
+    try:
+        with RunFolder.create(tmp_path, "bench"):
+            assert len(os.listdir(tmp_path)) == 1
+            if is_failing:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert is_failing
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_failed_run_saved_is_kept(tmp_path):
+    with pytest.raises(RuntimeError), RunFolder.create(tmp_path, "bench") as folder:
+        folder.write("partial", "x")
+        raise RuntimeError
+    assert os.listdir(folder.path) == ["partial"]
+
+
+@pytest.mark.parametrize("below", ["", "runs"])
+def test_a_place_that_cannot_hold_a_folder_is_refused_before_the_work(tmp_path, below):
+    (tmp_path / "file").write_text("I am not a folder")
+    with (
+        pytest.raises(ConfigError, match=r"cannot write results to .*file.*--out"),
+        RunFolder.create(tmp_path / "file" / below, "bench"),
+    ):
+        pytest.fail("the work has begun")

@@ -1,0 +1,97 @@
+"""Each reason not to believe a measurement appears when it should, and only then."""
+
+import pytest
+
+from paceline.records import LayerTimeRecord, Samples, Summary
+from paceline.records.trust import NOISY, find_doubts
+
+
+def _swinging(low, high):
+    return (low, high) * 6
+
+
+def _rising(low, high):
+    return (low,) * 6 + (high,) * 6
+
+
+def _late(wait_s):
+    return Samples(seconds=((1.0, 1.0),) * 10, arrivals_s=((0.0, wait_s),) * 10)
+
+
+@pytest.fixture
+def kinds_of(build_collective, build_environment, build_samples):
+    """The kinds of doubt about one steady record on a quiet machine of 8 cores, with changes."""
+
+    def kinds_of(times_s=None, environment=(), **changes):
+        if times_s is not None:
+            changes["timing"] = build_samples(*times_s)
+        return [d.kind for d in find_doubts([build_collective(**changes)], build_environment(**dict(environment)))]
+
+    return kinds_of
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, []),
+        ({"num_wrong": None, "num_checked": None}, []),
+        ({"num_wrong": 1}, ["wrong"]),
+        ({"times_s": (1.0,) * 4}, ["few"]),
+        ({"times_s": (1.0, 9.0, 1.0, 9.0)}, ["few"]),  # too few to tell whether they are unstable
+        ({"times_s": (1.0,) * 5}, []),
+        ({"times_s": _swinging(0.7, 1.3)}, ["unstable"]),
+        ({"times_s": _swinging(0.8, 1.2)}, []),
+        ({"times_s": _rising(1.0, 1.3)}, ["drifting"]),
+        ({"times_s": _rising(1.3, 0.9)}, ["drifting"]),
+        ({"times_s": _rising(1.0, 1.2)}, []),
+        ({"timing": _late(0.6)}, ["skewed"]),
+        ({"timing": _late(0.4)}, []),
+        ({"world_size": 1}, ["alone"]),
+        ({"world_size": 8}, []),
+        ({"world_size": 9}, ["crowded"]),
+        ({"world_size": 9, "device": "cuda"}, []),
+        ({"world_size": 9, "environment": {"details": {"hosts": 2}}}, []),
+        ({"world_size": 9, "environment": {"details": {}}}, ["crowded"]),
+        ({"environment": {"load_average": 4.1}}, ["busy"]),
+        ({"environment": {"load_average": 4.0}}, []),
+        ({"environment": {"load_average": None}}, []),
+        ({"timing": Summary(mean_s=1.0, stdev_s=9.0, count=1), "world_size": 9, "source": "imported"}, []),
+    ],
+)
+def test_a_doubt_appears_when_and_only_when_it_should(kinds_of, changes, kinds):
+    assert kinds_of(**changes) == kinds
+
+
+def test_chunks_are_doubted_by_their_chunk_size(build_chunks, build_environment, build_samples):
+    record = build_chunks(total_bytes=2**30, chunk_bytes=2**20, timing=build_samples(1.0), num_wrong=3)
+    wrong, few = find_doubts([record], build_environment())
+    assert (wrong.kind, few.kind) == ("wrong", "few")
+    assert "1 MiB (3 of 1000 elements)" in wrong.text
+    assert "1 MiB" in few.text
+
+
+def test_records_without_a_message_are_not_doubted(build_environment, build_samples):
+    record = LayerTimeRecord(layer="a", timing=build_samples(*_swinging(1.0, 9.0)))
+    assert find_doubts([record], build_environment()) == []
+
+
+def test_doubts_are_gathered_per_backend_and_ranks_with_the_gravest_first(
+    build_collective, build_environment, build_samples
+):
+    few = build_samples(1.0)
+    records = [
+        build_collective(timing=few, num_bytes=2**20),
+        build_collective(timing=few, num_bytes=2**21),
+        build_collective(timing=few, num_bytes=2**20, backend="nccl"),
+        build_collective(timing=build_samples(*_swinging(1.0, 9.0))),
+        build_collective(num_wrong=5, num_bytes=2**22, world_size=4),
+    ]
+    doubts = find_doubts(records, build_environment(load_average=8.0))
+    assert [d.kind for d in doubts] == ["wrong", "unstable", "few", "few", "busy"]
+    assert doubts[0].text.startswith("gloo, 4 ranks: WRONG DATA at 4 MiB")
+    assert doubts[2].text.startswith("gloo, 2 ranks: fewer than 5 repetitions at 1 MiB, 2 MiB:")
+    assert doubts[3].text.startswith("nccl, 2 ranks: fewer than 5 repetitions at 1 MiB:")
+
+
+def test_strict_fails_on_noise_alone():
+    assert set(NOISY) == {"unstable", "drifting", "few"}
