@@ -66,8 +66,11 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def size_range(first_bytes: int, last_bytes: int, factor: float) -> tuple[int, ...]:
-    """Sizes from first to last, each `factor` times the one before, as nccl-tests' -b -e -f."""
+def size_range(first_bytes: int, last_bytes: int, factor: float, multiple: int = 1) -> tuple[int, ...]:
+    """Sizes from first to last, each `factor` times the one before, as nccl-tests' -b -e -f.
+
+    Sizes after the first are rounded down to a `multiple`, so that they are whole numbers of elements.
+    """
     if first_bytes <= 0 or last_bytes < first_bytes:
         raise ConfigError(
             f"the range of sizes {format_bytes(first_bytes)} to {format_bytes(last_bytes)} is empty: "
@@ -77,8 +80,8 @@ def size_range(first_bytes: int, last_bytes: int, factor: float) -> tuple[int, .
         raise ConfigError(f"the factor of a range of sizes is {factor:g}: it must be above 1")
     sizes: list[int] = []
     size = float(first_bytes)
-    while size <= last_bytes * (1 + 1e-9):
-        sizes.append(round(size))
+    while round(size) <= last_bytes:
+        sizes.append(round(size) // multiple * multiple if sizes else first_bytes)
         size *= factor
     return tuple(dict.fromkeys(sizes))
 
@@ -115,9 +118,9 @@ def format_ms(seconds: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """A time with its unit, chosen by magnitude: `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`."""
-    if seconds < 1e-3:
+    if seconds < 0.9995e-3:  # what rounds up to 1000 of a unit is 1 of the next
         return f"{seconds * 1e6:.3g} µs"
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"

@@ -122,7 +122,7 @@ RECORDS = {
     "collective": st.builds(
         CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT, **TIMED
     ),
-    "chunks": st.builds(ChunksRecord, total_bytes=COUNT, chunk_bytes=COUNT, **TIMED),
+    "chunks": st.builds(ChunksRecord, total_bytes=st.just(2**50), chunk_bytes=COUNT, **TIMED),
     "layer_size": st.builds(LayerSizeRecord, layer=TEXT, num_params=COUNT, **SHARED),
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
 }

@@ -31,9 +31,10 @@ def test_the_host_can_be_renamed_and_its_name_does_not_leak(monkeypatch, overrid
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["/home/me/.venv/bin/paceline", "bench", "--ranks", "2"], "paceline bench --ranks 2"),
+        (["/opt/venv/bin/paceline", "bench", "--ranks", "2"], "paceline bench --ranks 2"),
         (["paceline", "doctor"], "paceline doctor"),
-        ([""], "python"),
+        (["/opt/lib/paceline/__main__.py", "doctor"], "paceline doctor"),
+        ([""], "paceline"),
     ],
 )
 def test_the_command_line_does_not_tell_where_the_program_lies(monkeypatch, argv, line):

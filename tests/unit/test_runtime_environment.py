@@ -26,8 +26,8 @@ MPIRUN = {
         (TORCHRUN, Place(5, 8, 1, 4, "torchrun", "node0", 29400)),
         ({**TORCHRUN, "PACELINE_LAUNCHER": "paceline"}, Place(5, 8, 1, 4, "paceline", "node0", 29400)),
         ({**SLURM, **TORCHRUN}, Place(5, 8, 1, 4, "torchrun", "node0", 29400)),
-        (SLURM, Place(5, 8, 1, 4, "slurm", "gpu03", 15702)),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, Place(5, 6, 1, 4, "slurm", "gpu03", 15702)),
+        (SLURM, Place(5, 8, 1, 4, "slurm", "gpu03", 25102)),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "6"}, Place(5, 6, 1, 4, "slurm", "gpu03", 25102)),
         ({**SLURM, "MASTER_ADDR": "me", "MASTER_PORT": "99"}, Place(5, 8, 1, 4, "slurm", "me", 99)),
         (MPIRUN, Place(3, 4, 1, 2, "mpirun", None, None)),
         # Kubernetes says nothing about hosts.

@@ -1,6 +1,7 @@
 """Runs on disk: whole, versioned, never overwritten, in a folder of their own."""
 
 import datetime
+import errno
 import json
 import os
 from types import SimpleNamespace
@@ -52,12 +53,29 @@ def test_a_file_is_never_overwritten(run, saved):
 @pytest.mark.parametrize("step", ["fsync", "link"])
 def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, step):
     def fail(*args):
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store.os, step, fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(RecordError, match="cannot write .*table.csv: No space left on device"):
         write_new(tmp_path / "table.csv", "a,b\n")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_without_hard_links_is_written_to_all_the_same(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(store.os, "link", refuse)
+    write_new(tmp_path / "table.csv", "a,b\n")
+    assert (tmp_path / "table.csv").read_text() == "a,b\n"
+    with pytest.raises(RecordError, match="never overwritten"):
+        write_new(tmp_path / "table.csv", "c\n")
+    assert os.listdir(tmp_path) == ["table.csv"] and (tmp_path / "table.csv").read_text() == "a,b\n"
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(RecordError, match="cannot write"):
+        write_new(tmp_path / "nowhere" / "table.csv", "a,b\n")
 
 
 def test_a_run_that_is_not_json_is_not_half_written(tmp_path, build_environment):

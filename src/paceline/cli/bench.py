@@ -51,14 +51,16 @@ def _read_ranks(ranks: str | None) -> tuple[int, ...]:
     return (read_place().world_size,) if is_launched() else (2,)
 
 
-def _read_sizes(sizes: str | None, first: str | None, last: str | None, factor: float | None) -> tuple[int, ...]:
+def _read_sizes(
+    sizes: str | None, first: str | None, last: str | None, factor: float | None, item_bytes: int
+) -> tuple[int, ...]:
     if sizes is not None and (first, last, factor) != (None, None, None):
         raise ConfigError("--sizes contradicts --min-size, --max-size and --factor: give a list or a range")
     if first is None and last is None and factor is None:
         return parse_sizes(_DEFAULT_SIZES if sizes is None else sizes)
     if first is None or last is None:
         raise ConfigError("a range of sizes needs --min-size (-b) and --max-size (-e)")
-    return size_range(parse_size(first), parse_size(last), 2.0 if factor is None else factor)
+    return size_range(parse_size(first), parse_size(last), 2.0 if factor is None else factor, item_bytes)
 
 
 @app.command()
@@ -89,9 +91,11 @@ def allreduce(
     from paceline.cli.session import open_session
     from paceline.measure.settings import CollectiveSettings
     from paceline.records.exchange import load_table
+    from paceline.records.kinds import ITEM_BYTES
 
+    num_bytes = _read_sizes(sizes, min_size, max_size, factor, ITEM_BYTES.get(dtype, 1))
     settings = CollectiveSettings(
-        backends=_split(backend), ranks=_read_ranks(ranks), sizes=_read_sizes(sizes, min_size, max_size, factor),
+        backends=_split(backend), ranks=_read_ranks(ranks), sizes=num_bytes,
         collective=collective, dtype=dtype, op=op, device=device, iters=iters, warmup=warmup,
     )  # fmt: skip
     settings.check()

@@ -64,6 +64,8 @@ class GroupSettings:
 
     def check(self) -> None:
         """Refuse what cannot be, in one line. Sizes and memory are checked by `check_memory`."""
+        if not self.backends:
+            raise ConfigError(f"no backend given: known are {', '.join(BACKENDS)}")
         for backend in self.backends:
             _one_of("backend", backend, BACKENDS)
         _one_of("dtype", self.dtype, ITEM_BYTES)
@@ -116,7 +118,7 @@ class CollectiveSettings(GroupSettings):
         if self.op == "avg" and "int" in self.dtype:
             raise ConfigError(f"--op avg of {self.dtype} is not defined: use a floating-point dtype")
         for size in self.sizes:
-            if size % self.item_bytes:
+            if size % self.item_bytes or size < self.item_bytes:
                 raise ConfigError(
                     f"size {format_bytes(size)} ({size} bytes) is not a whole number of {self.dtype} elements "
                     f"of {self.item_bytes} bytes"

@@ -18,7 +18,7 @@ __all__ = ["AlphaBeta", "fit_alpha_beta", "fit_collectives"]
 class AlphaBeta:
     """`T(x) = alpha_s + x / beta_bytes_per_s`, valid from `min_bytes` to `max_bytes`, where it was fitted.
 
-    `residuals` are (fitted - measured) / measured, one per size, in increasing order of size.
+    `residuals` are (fitted - measured) / measured, one per point, in increasing order of size.
     """
 
     alpha_s: float
@@ -61,7 +61,7 @@ def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> AlphaBeta:
     alpha = (r0 - slope * s1) / s0
     if alpha < 0:  # noise on nearly proportional data; the best line through the origin instead
         alpha, slope = 0.0, r1 / s2
-    if slope <= 0:
+    if slope <= 1e-9 * (alpha + slope):  # rounding of equal times leaves a slope of either sign
         raise MeasurementError(
             "the times do not grow with the size, so they have no bandwidth: measure larger messages"
         )

@@ -19,12 +19,16 @@ from paceline import __version__, machine
 __all__ = ["Environment", "capture_environment"]
 
 _PACKAGES = ("torch", "numpy")
-_PREFIXES = ("GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH_", "CUDA_", "PACELINE_")
+# What changes a result, and no paths of the machine.
+_PREFIXES = (
+    "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_VISIBLE_", "CUDA_DEVICE_MAX_",
+    "CUDA_LAUNCH_",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The conditions of a run. Two runs are comparable when all but the command line agree."""
+    """The conditions of a run. Two runs are comparable when `differences` finds none."""
 
     host: str
     system: str
@@ -41,7 +45,7 @@ class Environment:
 
     def differences(self, other: Environment) -> list[str]:
         """What makes numbers from the two environments incomparable, in words; empty when nothing does."""
-        names = ("host", "cpu", "cores", "versions", "details")
+        names = ("host", "cpu", "cores", "python", "versions", "variables", "details")
         return [
             f"{name}: {getattr(self, name)} against {getattr(other, name)}"
             for name in names
@@ -69,8 +73,13 @@ def _version(package: str) -> str | None:
 
 
 def capture_environment() -> Environment:
-    """The environment of this process. PACELINE_HOST replaces the host's name in what gets published."""
-    command = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
+    """The environment of this process.
+
+    PACELINE_HOST replaces the host's name in what gets published, and PACELINE_COMMIT names the commit where the
+    source was copied without its repository.
+    """
+    name = Path(sys.argv[0]).name
+    command = ["paceline" if name in ("__main__.py", "") else name, *sys.argv[1:]]
     return Environment(
         host=os.environ.get("PACELINE_HOST") or platform.node(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -79,8 +88,8 @@ def capture_environment() -> Environment:
         memory_bytes=machine.total_memory_bytes(),
         python=platform.python_version(),
         versions={"paceline": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
-        variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES) and k != "PACELINE_HOST"},
+        variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
         command_line=" ".join(command),
-        git_commit=_git_commit(),
+        git_commit=os.environ.get("PACELINE_COMMIT") or _git_commit(),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )

@@ -79,6 +79,11 @@ def _parse(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], A
     return records
 
 
+def _number(cell: str) -> float | None:
+    """An empty cell is a number that is not known."""
+    return float(cell) if cell.strip() else None
+
+
 def _parse_allreduce_time(row: Row) -> CollectiveRecord:
     num_bytes, elements = int(row["total_bytes"]), int(row["total_elements"])
     return CollectiveRecord(
@@ -99,7 +104,7 @@ def _parse_published(row: Row) -> CollectiveRecord:
     if backend == "nccl":  # "nccl" and "nccl-tests" alike
         device = "cuda"
     time_s, is_median = float(row["time_s"]), row["stat"].startswith("median")
-    stdev_s = float(row["std_s"]) if row["std_s"].strip() else None
+    stdev_s = _number(row["std_s"])
     return CollectiveRecord(
         collective="all_reduce",
         backend=backend,
@@ -123,7 +128,7 @@ def _parse_paceline_row(row: Row) -> CollectiveRecord:
         num_bytes=int(row["num_bytes"]),
         dtype=row["dtype"],
         op=row["op"],
-        timing=Summary(median_s=float(row["median_s"]), count=int(row["iters"])),
+        timing=Summary(median_s=float(row["median_s"]), count=int(row["iters"]) if row["iters"] else None),
         num_wrong=int(row["nwrong"]) if row["nwrong"] else None,
         source="imported",
     )
@@ -223,7 +228,7 @@ def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
         raise RecordError(f"{path} has the columns {', '.join(header)}: {', '.join(LAYER_TIMES_HEADER)} are needed")
 
     def parse(row: Row) -> LayerTimeRecord:
-        values = {name: float(row[name]) for name in LAYER_TIMES_HEADER[1:]}
+        values = {name: _number(row[name]) for name in LAYER_TIMES_HEADER[1:]}
         timing = Summary(
             min_s=values["min"], max_s=values["max"], mean_s=values["mean"],
             stdev_s=values["std"], median_s=values["median"],

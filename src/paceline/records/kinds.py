@@ -89,6 +89,8 @@ class CollectiveRecord(Record):
         bus_factor(self.collective, 1)
         if self.world_size < 1 or self.num_bytes < 1:
             raise RecordError(f"a collective of {self.num_bytes} bytes on {self.world_size} ranks cannot be")
+        if self.time_s <= 0:
+            raise RecordError(f"a collective that takes {self.time_s} s cannot be: the table was rounded too far")
 
     @property
     def time_s(self) -> float:
@@ -128,6 +130,14 @@ class ChunksRecord(Record):
     num_wrong: int | None = None
     num_checked: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.world_size < 1 or not 1 <= self.chunk_bytes <= self.total_bytes or self.time_s <= 0:
+            raise RecordError(
+                f"{self.total_bytes} bytes in chunks of {self.chunk_bytes} on {self.world_size} ranks "
+                f"in {self.time_s} s cannot be"
+            )
+
     @property
     def time_s(self) -> float:
         return self.timing.center_s
@@ -156,6 +166,11 @@ class LayerSizeRecord(Record):
     kind: ClassVar[str] = "layer_size"
     layer: str
     num_params: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_params < 0:
+            raise RecordError(f"layer {self.layer!r} has {self.num_params} parameters")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Statistics are properties and are never stored; rates and speed-ups belong to th
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,8 +48,9 @@ class Samples:
             raise RecordError("samples need at least one repetition, and the same number of ranks in every one")
         if self.arrivals_s and len(self.arrivals_s) != len(self.seconds):
             raise RecordError(f"{len(self.arrivals_s)} arrivals for {len(self.seconds)} repetitions")
-        if any(not value >= 0 for row in self.seconds for value in row):
-            raise RecordError("a sample is negative or not a number: the clock or the file is broken")
+        rows = (*self.seconds, *self.warmup_seconds, *self.arrivals_s)
+        if any(not 0 <= value < math.inf for row in rows for value in row):
+            raise RecordError("a sample is negative, infinite or not a number: the clock or the file is broken")
         if self.reducer not in REDUCERS:
             raise RecordError(f"unknown reducer {self.reducer!r} over ranks: known are {', '.join(REDUCERS)}")
 
@@ -143,8 +145,8 @@ class Summary:
         if self.mean_s is None and self.median_s is None:
             raise RecordError("a summary needs a mean or a median")
         values = (self.mean_s, self.stdev_s, self.median_s, self.min_s, self.max_s)
-        if any(value is not None and not value >= 0 for value in values):
-            raise RecordError("a time is negative or not a number")
+        if any(value is not None and not 0 <= value < math.inf for value in values):
+            raise RecordError("a time is negative, infinite or not a number")
 
     @property
     def center_s(self) -> float:

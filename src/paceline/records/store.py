@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import os
 import shutil
@@ -43,18 +44,35 @@ class Run:
 def write_new(path: Path, content: str | bytes) -> None:
     """Write a file that appears whole or not at all; refuse to replace one that is there."""
     data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise RecordError(f"cannot write {path}: {error.strerror}") from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
-        os.link(temporary, path)  # unlike rename, link refuses an existing target
+        _move_new(temporary, path)
     except FileExistsError:
         raise RecordError(f"{path} exists and is never overwritten: choose another name") from None
+    except OSError as error:
+        raise RecordError(f"cannot write {path}: {error.strerror}") from None
     finally:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _move_new(temporary: str, path: Path) -> None:
+    try:
+        os.link(temporary, path)  # unlike rename, link refuses an existing target
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        # A file system without hard links: take the name first, then put the content there in one move.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        os.replace(temporary, path)
 
 
 def save_run(run: Run, path: Path) -> None:

@@ -94,7 +94,10 @@ compare_table: Sequence[Column] = (
 
 
 def collective_row(record: CollectiveRecord) -> dict[str, Any]:
-    """One row of `bench allreduce --json` and of table.csv. Rates are in GB/s (10^9 bytes)."""
+    """One row of `bench allreduce --json` and of table.csv. Rates are in GB/s (10^9 bytes).
+
+    `statistic` is `mean` where an imported table has no median; `median_s` then holds that mean.
+    """
     return {
         "collective": record.collective,
         "backend": record.backend,
@@ -110,6 +113,7 @@ def collective_row(record: CollectiveRecord) -> dict[str, Any]:
         "busbw_gbps": record.busbw_bytes_per_s / GB,
         "nwrong": record.num_wrong,
         "iters": record.timing.count,
+        "statistic": record.timing.statistic,
         "skew_s": record.timing.skew_s if isinstance(record.timing, Samples) else None,
         "source": record.source,
     }
@@ -144,7 +148,7 @@ def render_terminal(columns: Sequence[Column], records: Iterable[Any], title: st
     kept = [i for i in range(len(columns)) if i not in same]
 
     def needed() -> int:
-        return sum(2 + max(len(columns[i].name), *(len(row[i]) for row in rows)) for i in kept) + 2
+        return 1 + sum(3 + max(len(columns[i].name), *(len(row[i]) for row in rows), 0) for i in kept)
 
     for i in reversed(kept):
         if needed() > width and columns[i].is_optional:
@@ -165,7 +169,9 @@ def render_markdown(columns: Sequence[Column], records: Iterable[Any]) -> str:
         "| " + " | ".join(column.name for column in columns) + " |",
         "|" + "|".join("--:" if column.is_number else "---" for column in columns) + "|",
     ]
-    lines += ["| " + " | ".join(column.cell(record) for column in columns) + " |" for record in records]
+    lines += [
+        "| " + " | ".join(column.cell(record).replace("|", "\\|") for column in columns) + " |" for record in records
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -95,11 +95,10 @@ def _tasks_on_node(text: str, node: int) -> int | None:
 
 def first_host(nodelist: str) -> str:
     """The first host of Slurm's compressed list: `gpu[03-07,9],login` is `gpu03`."""
-    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\]([^,\[]*))?", nodelist.strip())
+    match = re.match(r"[^,\[]+(?:\[[^\]]+\][^,\[]*)*", nodelist.strip())
     if not match:
         raise ConfigError(f"the Slurm node list {nodelist!r} names no host: set MASTER_ADDR")
-    prefix, inside, suffix = match.groups()
-    return prefix + re.split(r"[,-]", inside)[0] + suffix if inside else prefix
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
@@ -109,7 +108,7 @@ def _slurm_port(variables: Mapping[str, str]) -> int:
     """
     job = _read_int(variables, "SLURM_JOB_ID") or _read_int(variables, "SLURM_JOBID") or 0
     step = _read_int(variables, "SLURM_STEP_ID") or 0
-    return 15000 + (job * 7 + step) % 17000
+    return 15000 + (job * 101 + step) % 17000
 
 
 def read_place(variables: Mapping[str, str] | None = None) -> Place:

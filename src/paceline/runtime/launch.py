@@ -203,7 +203,8 @@ class RankPool:
         process.join()
         code = process.exitcode or 0
         if code < 0:
-            summary = f"was killed by {signal.Signals(-code).name}"
+            names = {known.value: known.name for known in signal.Signals}
+            summary = f"was killed by {names.get(-code, f'signal {-code}')}"
             summary += " (out of memory?)" if code == -signal.SIGKILL else ""
         else:
             summary = f"exited with code {code}"
