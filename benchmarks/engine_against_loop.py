@@ -52,7 +52,7 @@ def time_engine(vector: torch.Tensor, iters: int, rank: int, world: paceline.Wor
 def compare(sizes: tuple[int, ...], rounds: int, iters: int) -> list[dict[str, Any]]:
     """Collective: every rank must call this. Medians over all rounds, each repetition reduced over ranks by max."""
     rows = []
-    with paceline.init("gloo", "cpu", announce=None) as world:
+    with paceline.init("gloo", "cpu", threads=1, announce=None) as world:
         for size in sizes:
             vector = torch.zeros(size // 4)
             time_loop(vector, 3)

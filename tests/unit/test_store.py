@@ -56,7 +56,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch, step):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store.os, step, fail)
-    with pytest.raises(RecordError, match="cannot write .*table.csv: No space left on device"):
+    with pytest.raises(RecordError, match=r"cannot write .*table.csv: No space left on device"):
         write_new(tmp_path / "table.csv", "a,b\n")
     assert os.listdir(tmp_path) == []
 
