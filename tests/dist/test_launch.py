@@ -1,0 +1,245 @@
+"""Ranks start, answer, fail with a name, and never outlive their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from tests.conftest import descendants, wait_until
+
+import paceline
+from paceline import ConfigError, LaunchError
+from paceline.runtime.worker import post
+
+
+def add_ranks(start: int) -> tuple[int, list[float]]:
+    with paceline.init(announce=None) as world:
+        vector = torch.full((3,), float(world.rank + start))
+        dist.all_reduce(vector)
+        return world.rank, vector.tolist()
+
+
+def test_values_come_back_in_rank_order(on_ranks):
+    assert on_ranks(3, add_ranks, 1) == [(rank, [6.0] * 3) for rank in range(3)]
+
+
+def test_warm_ranks_take_one_job_after_another_in_worlds_of_any_size(on_ranks):
+    first = on_ranks(2, os.getpid)
+    assert on_ranks(2, add_ranks, 0)[0] == (0, [1.0] * 3)
+    assert on_ranks(3, add_ranks, 0)[0] == (0, [3.0] * 3)
+    assert on_ranks(2, os.getpid) == first
+
+
+def return_tensor() -> torch.Tensor:
+    return torch.arange(5) * int(os.environ["RANK"])
+
+
+def test_tensors_are_returned_by_value_and_outlive_their_rank():
+    values = paceline.run_ranks(return_tensor, 2, timeout_s=60)
+    assert [v.tolist() for v in values] == [[0] * 5, [0, 1, 2, 3, 4]]
+
+
+def read_variables() -> dict[str, str]:
+    return {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SPECIAL")}
+
+
+def set_variable() -> None:
+    os.environ["SPECIAL"] = "left by a job"
+
+
+def test_a_rank_sees_torchruns_variables_and_no_job_leaks_its_own(on_ranks):
+    on_ranks(2, set_variable)
+    seen = on_ranks(2, read_variables)
+    assert seen[1] == {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "SPECIAL": ""}
+
+
+def init_by_torch_itself() -> int:
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return int(total)  # and forgets to destroy the group
+
+
+def test_a_function_written_for_torchrun_runs_unchanged(on_ranks):
+    assert on_ranks(2, init_by_torch_itself) == [2, 2]
+    assert on_ranks(2, init_by_torch_itself) == [2, 2]
+
+
+def fail_on(rank: int) -> None:
+    with paceline.init(announce=None) as world:
+        if world.rank == rank:
+            raise KeyError("the culprit's own words")
+        dist.barrier()
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_the_rank_that_failed_first_is_named_with_its_traceback(on_ranks, culprit):
+    with pytest.raises(LaunchError, match=f"rank {culprit} of 3 failed: KeyError") as caught:
+        on_ranks(3, fail_on, culprit)
+    assert caught.value.rank == culprit
+    assert "in fail_on" in caught.value.rank_traceback and "the culprit's own words" in caught.value.rank_traceback
+
+
+def raise_config_error() -> None:
+    raise ConfigError(f"told by rank {os.environ['RANK']}")
+
+
+def test_an_error_of_ours_comes_back_as_itself(on_ranks):
+    with pytest.raises(ConfigError, match="told by rank"):
+        on_ranks(2, raise_config_error)
+
+
+def die(rank: int, how: str) -> None:
+    with paceline.init(announce=None) as world:
+        dist.barrier()
+        if world.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL) if how == "kill" else os._exit(7)
+        vector = torch.zeros(2**20)
+        while True:
+            dist.all_reduce(vector)
+
+
+@pytest.mark.parametrize(("how", "words"), [("kill", "killed by SIGKILL"), ("exit", "exited with code 7")])
+def test_a_dead_rank_is_named_within_seconds_though_its_peers_complain_first(on_ranks, warm_pool, how, words):
+    on_ranks(3, os.getpid)  # warm, so that only the failure is timed
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=f"rank 1 of 3 .*{words}"):
+        on_ranks(3, die, 1, how)
+    assert time.monotonic() - began < 15
+    assert warm_pool.pids() == []
+
+
+def sleep_on(rank: int) -> None:
+    with paceline.init(announce=None) as world:
+        if world.rank == rank:
+            time.sleep(600)
+        dist.barrier()
+
+
+def test_a_hang_ends_at_the_timeout_and_shows_where_each_rank_is(on_ranks):
+    on_ranks(2, os.getpid)
+    with pytest.raises(LaunchError, match="rank 0, 1 of 2 did not finish within 2 s") as caught:
+        on_ranks(2, sleep_on, 1, timeout_s=2)
+    rank_0, rank_1 = str(caught.value).split("Rank 1 is at:")
+    assert "in barrier" in rank_0 and "in sleep_on" in rank_1 and "in barrier" not in rank_1
+
+
+def return_early() -> None:
+    with paceline.init(announce=None) as world:
+        if world.rank == 1:
+            return
+        dist.barrier()
+
+
+def test_a_rank_that_returned_too_early_is_mentioned(on_ranks):
+    with pytest.raises(LaunchError, match=r"rank 1 had already returned"):
+        on_ranks(2, return_early)
+
+
+def post_twice() -> None:
+    post({"from": os.environ["RANK"]})
+    post("done")
+
+
+def test_ranks_can_post_messages_while_they_work(warm_pool):
+    heard = []
+    warm_pool.run(post_twice, num_ranks=2, on_message=lambda rank, message: heard.append((rank, message)))
+    assert sorted(heard, key=str) == sorted(
+        [(0, {"from": "0"}), (0, "done"), (1, {"from": "1"}), (1, "done")], key=str
+    )
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="top level of a module"):
+        paceline.run_ranks(lambda: None, 2)
+
+
+@pytest.mark.parametrize("count", [0, -1, 10_000])
+def test_an_impossible_number_of_ranks_is_refused(count):
+    with pytest.raises(ConfigError, match=f"{count} ranks"):
+        paceline.run_ranks(os.getpid, count)
+
+
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+import paceline
+
+def work(folder):
+    with paceline.init(announce=None) as world:
+        open(os.path.join(folder, f"up-{world.rank}"), "w").close()
+        vector = torch.zeros(2**22)
+        while True:
+            if world.rank == 1:
+                time.sleep(0.2)  # so that rank 0 is mostly inside the collective, deaf to Python's signals
+            dist.all_reduce(vector)
+
+if __name__ == "__main__":
+    paceline.run_ranks(work, 2, (sys.argv[1],))
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+def test_no_rank_outlives_its_parent(start, tmp_path, ending):
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    job = start(str(script), str(tmp_path))
+    wait_until(lambda: (tmp_path / "up-0").exists() and (tmp_path / "up-1").exists(), 60)
+    ranks = descendants(job.pid)
+    sockets = [c.laddr.port for p in ranks for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    shm = set(os.listdir("/dev/shm"))
+    began = time.monotonic()
+    os.kill(job.pid, ending)
+    job.wait(15)
+    wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), 10)
+    assert time.monotonic() - began < 15
+    assert job.returncode != 0
+    assert set(os.listdir("/dev/shm")) <= shm
+    listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert not listening & set(sockets)
+
+
+def test_ctrl_c_reaches_the_whole_terminal_and_prints_no_rank_traceback(start, tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    job = start(str(script), str(tmp_path))
+    wait_until(lambda: (tmp_path / "up-0").exists() and (tmp_path / "up-1").exists(), 60)
+    os.killpg(job.pid, signal.SIGINT)
+    _, err = job.communicate(timeout=15)
+    assert err.count("KeyboardInterrupt") == 1, err
+
+
+def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text("import os, paceline\npaceline.run_ranks(os.getpid, 2)\n")
+    job = start(str(script))
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "must do so under `if __name__ == '__main__':`" in err.splitlines()[-1]
+
+
+def spawn_grandchild(folder: str) -> int:
+    if os.environ["RANK"] == "0":
+        pid = os.fork()
+        if pid == 0:  # holds every descriptor of its rank open
+            time.sleep(30)
+            os._exit(0)
+        Path(folder, "grandchild").write_text(str(pid))
+    else:
+        wait_until(lambda: Path(folder, "grandchild").exists())
+        return 0
+    os._exit(3)
+
+
+def test_a_grandchild_that_holds_the_link_does_not_hide_a_death(on_ranks, tmp_path):
+    try:
+        with pytest.raises(LaunchError, match="rank 0 of 2 exited with code 3"):
+            on_ranks(2, spawn_grandchild, str(tmp_path), timeout_s=20)
+    finally:
+        os.kill(int((tmp_path / "grandchild").read_text()), signal.SIGKILL)

@@ -1,0 +1,269 @@
+"""`paceline.init`: ranks meet by environment, TCP or file, and leave cleanly on every way out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline import ConfigError, LaunchError, machine
+from paceline.runtime.world import current_world
+
+FORGET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_LAUNCHER", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def describe() -> dict:
+    lines: list[str] = []
+    with paceline.init(announce=lines.append) as world:
+        return {
+            "rank": world.rank,
+            "size": world.world_size,
+            "backend": world.backend,
+            "device": world.device.type,
+            "threads": torch.get_num_threads(),
+            "control": dist.get_backend(world.control),
+            "shared": world.share(f"from {world.rank}"),
+            "clock": world.shares_clock,
+            "lines": lines,
+        }
+
+
+def test_a_world_of_two_on_the_cpu(on_ranks):
+    first, second = on_ranks(2, describe)
+    threads = max(1, machine.count_cores() // 2)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["size"] == second["size"] == 2
+    if not torch.cuda.is_available():
+        assert first["backend"] == "gloo" and first["device"] == "cpu"
+    assert first["control"] == "gloo"
+    assert first["threads"] == second["threads"] == threads
+    assert first["shared"] == second["shared"] == ["from 0", "from 1"]
+    assert first["clock"]
+    assert len(first["lines"]) == 1 and f"{threads} thread" in first["lines"][0] and second["lines"] == []
+
+
+def test_without_a_launcher_it_is_a_world_of_one(monkeypatch):
+    for name in FORGET:
+        monkeypatch.delenv(name, raising=False)
+    with paceline.init("gloo", "cpu", announce=None) as world:
+        assert (world.rank, world.world_size, world.local_rank) == (0, 1, 0)
+        assert current_world() is world
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        assert total.tolist() == [1, 1]
+    assert not dist.is_initialized() and current_world() is None
+
+
+def test_the_plain_pair_of_calls_and_idempotent_shutdown():
+    paceline.init("gloo", "cpu", announce=None)
+    paceline.shutdown()
+    paceline.shutdown()
+    assert not dist.is_initialized()
+
+
+def test_an_exception_in_the_block_destroys_the_group_and_goes_on():
+    with pytest.raises(ZeroDivisionError), paceline.init("gloo", "cpu", announce=None):
+        1 / 0  # noqa: B018
+    assert not dist.is_initialized()
+
+
+def test_a_second_init_is_refused_and_the_first_survives():
+    with paceline.init("gloo", "cpu", announce=None):
+        with pytest.raises(ConfigError, match="already open"):
+            paceline.init("gloo", "cpu")
+        assert dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "glo"}, "backend 'glo' is unknown"),
+        ({"backend": "cpu:gloo,tpu:gloo"}, "unknown device 'tpu'"),
+        ({"device": "tpu"}, "device 'tpu' is unknown"),
+        ({"rank": 2, "world_size": 2}, "ranks count from 0"),
+        ({"rank": 0}, "give both, or neither"),
+        ({"threads": 0}, "at least 1"),
+        ({"rendezvous": "http://here"}, "rendezvous 'http://here' is unknown"),
+        ({"rendezvous": "tcp://here"}, "lacks a host or a port"),
+        ({"rendezvous": "file://relative"}, "lacks an absolute path"),
+        ({"rank": 1, "world_size": 2}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(options, words):
+    with pytest.raises(ConfigError, match=words):
+        paceline.init(**{"backend": "gloo", "device": "cpu", "announce": None} | options)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+@pytest.mark.parametrize("options", [{"backend": "nccl"}, {"device": "cuda"}, {"backend": "cpu:gloo,cuda:nccl"}])
+def test_cuda_without_a_gpu_is_refused_in_words(options):
+    with pytest.raises(ConfigError, match="no GPU"):
+        paceline.init(**options, announce=None)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "0"), ("WORLD_SIZE", "2")])
+def test_half_a_world_is_refused(monkeypatch, name, value):
+    for other in FORGET:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name} is set and"):
+        paceline.init(announce=None)
+
+
+def meet(rendezvous: str, forget: bool = True) -> tuple[int, float, int]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if forget:
+        for name in FORGET:
+            os.environ.pop(name, None)
+    with paceline.init("gloo", "cpu", rendezvous=rendezvous, rank=rank, world_size=world_size, announce=None) as world:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return world.local_rank, float(total), world.local_world_size
+
+
+def test_ranks_meet_by_file_and_take_it_away_with_them(on_ranks, tmp_path):
+    path = tmp_path / "meeting"
+    for _ in range(2):  # the second time at the same path: nothing was left to stumble over
+        assert on_ranks(3, meet, f"file://{path}") == [(0, 3.0, 3), (1, 3.0, 3), (2, 3.0, 3)]
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_meet_by_tcp_and_find_their_local_ranks_by_themselves(on_ranks):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert on_ranks(2, meet, f"tcp://127.0.0.1:{port}") == [(0, 2.0, 2), (1, 2.0, 2)]
+
+
+def meet_at_stale(path: str, only_rank: int) -> str:
+    rank = int(os.environ["RANK"])
+    if only_rank not in (-1, rank):
+        return "not asked"
+    began = time.monotonic()
+    try:
+        paceline.init("gloo", "cpu", rendezvous=f"file://{path}", rank=rank, world_size=2, announce=None)
+    except LaunchError as error:
+        assert time.monotonic() - began < 3
+        return str(error)
+    return "met"
+
+
+@pytest.mark.parametrize("left", ["meeting", "meeting.owner", "both"])
+@pytest.mark.parametrize("only_rank", [-1, 0, 1])
+def test_a_stale_file_is_refused_at_once_on_every_rank(on_ranks, tmp_path, left, only_rank):
+    path = tmp_path / "meeting"
+    for name in ("meeting", "meeting.owner") if left == "both" else (left,):
+        (tmp_path / name).write_bytes(b"left by a run that crashed")
+    answers = [answer for answer in on_ranks(2, meet_at_stale, str(path), only_rank) if answer != "not asked"]
+    assert len(set(answers)) == 1 and f"{path} is left over from an earlier run" in answers[0]
+
+
+def crash_after_meeting(path: str) -> None:
+    paceline.init(
+        "gloo", "cpu", rendezvous=f"file://{path}", rank=int(os.environ["RANK"]), world_size=2, announce=None
+    )
+    os._exit(9)
+
+
+def test_a_file_that_a_crash_left_behind_is_stale(on_ranks, tmp_path):
+    path = tmp_path / "meeting"
+    with pytest.raises(LaunchError, match="exited with code 9"):
+        on_ranks(2, crash_after_meeting, str(path))
+    assert path.exists()
+    assert all("left over" in answer for answer in on_ranks(2, meet_at_stale, str(path), -1))
+
+
+def arrive_late(path: str) -> int:
+    """Rank 1 is there long before rank 0; that is no reason to call anything stale."""
+    if os.environ["RANK"] == "0":
+        time.sleep(0.7)
+    return meet(f"file://{path}")[0]
+
+
+def test_rank_0_may_come_last(on_ranks, tmp_path):
+    assert on_ranks(2, arrive_late, str(tmp_path / "meeting")) == [0, 1]
+
+
+def wait_for_a_third(timeout_s: float) -> str:
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
+    try:
+        paceline.init(announce=None, rendezvous_timeout_s=timeout_s)
+    except LaunchError as error:
+        return str(error)
+    return "met"
+
+
+def test_a_rank_that_never_comes_is_named(on_ranks):
+    answers = on_ranks(2, wait_for_a_third, 1.0)
+    assert all(answer.startswith("rank 2 of 3 did not arrive within 1 s") for answer in answers)
+
+
+def test_a_taken_port_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} on 127.0.0.1 is taken"):
+            paceline.init("gloo", "cpu", rendezvous=f"tcp://127.0.0.1:{port}", rank=0, world_size=2, announce=None)
+
+
+def test_an_unreachable_rank_0_is_named():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
+        port = probe.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"could not reach 127.0.0.1:{port} within 0.5 s"):
+            paceline.init(
+                "gloo",
+                "cpu",
+                rendezvous=f"tcp://127.0.0.1:{port}",
+                rank=1,
+                world_size=2,
+                rendezvous_timeout_s=0.5,
+                announce=None,
+            )
+
+
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(0)", "paceline.shutdown()"])
+def test_leaving_without_a_word_draws_no_warning_from_torch(start, tmp_path, ending):
+    script = Path(tmp_path, "plain.py")
+    script.write_text(f"import sys, paceline\npaceline.init('gloo', 'cpu', announce=None)\n{ending}\n")
+    job = start("-W", "error", str(script))
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out, err) == (0, "", "")
+
+
+SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "localhost"}
+
+
+def test_slurm_variables_make_a_world(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    with paceline.init("gloo", "cpu", announce=None) as world:
+        assert (world.launcher, world.world_size) == ("slurm", 1)
+
+
+def choose_threads(asked: str, under_torchrun: bool) -> int:
+    os.environ["OMP_NUM_THREADS"] = asked
+    if under_torchrun:
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    with paceline.init("gloo", "cpu", announce=None) as world:
+        return world.threads
+
+
+def test_the_users_threads_are_kept_and_torchruns_own_1_is_not(on_ranks):
+    fair = max(1, machine.count_cores() // 2)
+    assert on_ranks(2, choose_threads, "3", False) == [3, 3]
+    assert on_ranks(2, choose_threads, "3", True) == [3, 3]
+    assert on_ranks(1, choose_threads, "1", True) == [machine.count_cores()]
+    assert on_ranks(2, choose_threads, "1", True) == [fair, fair]
