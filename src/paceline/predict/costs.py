@@ -72,10 +72,11 @@ def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> AlphaBeta:
 def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, AlphaBeta]]:
     """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels.
 
-    A curve of one size, or one whose times do not grow, has no line and is left out.
+    A curve of one size, or one whose times do not grow, has no line and is left out; so is a world of one rank, in
+    which nothing is sent.
     """
     curves: dict[object, list[CollectiveRecord]] = {}
-    for record in records:
+    for record in (record for record in records if record.world_size > 1):
         curves.setdefault(record.key, []).append(record)
     fits = []
     for curve in curves.values():

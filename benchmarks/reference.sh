@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The reference measurements under results/: everything that the docs cite, for the machine that this runs on.
+#   PACELINE_HOST=a-name-for-this-machine benchmarks/reference.sh results/a-name-for-this-machine
+# PYTHON names the interpreter. Takes about five minutes on a machine that is otherwise quiet.
+set -euo pipefail
+out=${1:?the folder for the results}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+
+bench() { # NAME ARGUMENTS...: one run, its folder renamed to NAME
+  local name=$1
+  shift
+  "$python" -m paceline bench "$@" --out "$out"
+  mv "$out"/2*-bench-* "$out/$name"
+}
+
+ranks=2,4
+[ "$(nproc)" -ge 16 ] && ranks=2,4,8,16
+"$python" benchmarks/engine_against_loop.py | tee "$out/engine_against_loop.txt"
+bench allreduce-small allreduce --ranks "$ranks" -b 4KiB -e 256KiB -f 4
+bench allreduce-gloo allreduce --backend gloo --ranks "$ranks,6" --sizes 1MiB,10MiB,100MiB,1GiB
+bench chunks-gloo chunks --ranks 2,4
+if "$python" -c 'import sys; from paceline.machine import count_gpus; sys.exit(count_gpus() == 0)'; then
+  bench allreduce-nccl-1-rank allreduce --backend nccl --ranks 1 --sizes 4KiB,64KiB,1MiB,16MiB,100MiB,1GiB
+  bench allreduce-gloo-cuda allreduce --backend gloo --device cuda --ranks 2,4 --sizes 4KiB,1MiB,25MiB,100MiB
+fi
