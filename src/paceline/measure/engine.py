@@ -167,16 +167,17 @@ def time_interleaved(
         return slowest_s
 
     with _no_garbage_collection():
-        done, spent_s, slowest_s = 0, 0.0, 0.0
+        done, warm_s = 0, []
         while done < (_MAX_WARMUP if warmup is None else warmup):
-            slowest_s = _agree_on_max(run_once(done), control)
-            done, spent_s = done + 1, spent_s + slowest_s
-            if warmup is None and spent_s > _WARMUP_S:
+            warm_s.append(_agree_on_max(run_once(done), control))
+            done += 1
+            if warmup is None and sum(warm_s) > _WARMUP_S:
                 break
         for timing in timings:
             timing.num_warmup = done
         if iters is None:
-            fitting = int(_BUDGET_S / slowest_s) if slowest_s else _MIN_ITERS
+            # By the quickest warm-up: a hiccup in one of them must not cost repetitions.
+            fitting = int(_BUDGET_S / min(warm_s)) if warm_s else _MIN_ITERS
             iters = min(_MAX_ITERS, max(_MIN_ITERS, fitting))
         last_told_s = time.perf_counter()
         for repetition in range(iters):
