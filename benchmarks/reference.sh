@@ -14,11 +14,11 @@ bench() { # NAME ARGUMENTS...: one run, its folder renamed to NAME
   mv "$out"/2*-bench-* "$out/$name"
 }
 
-ranks=2,4
-[ "$(nproc)" -ge 16 ] && ranks=2,4,8,16
+ranks=2,4,6
+[ "$(nproc)" -ge 16 ] && ranks=2,4,6,8,16
 "$python" benchmarks/engine_against_loop.py | tee "$out/engine_against_loop.txt"
 bench allreduce-small allreduce --ranks "$ranks" -b 4KiB -e 256KiB -f 4
-bench allreduce-gloo allreduce --backend gloo --ranks "$ranks,6" --sizes 1MiB,10MiB,100MiB,1GiB
+bench allreduce-gloo allreduce --backend gloo --ranks "$ranks" --sizes 1MiB,10MiB,100MiB,1GiB
 bench chunks-gloo chunks --ranks 2,4
 if "$python" -c 'import sys; from paceline.machine import count_gpus; sys.exit(count_gpus() == 0)'; then
   bench allreduce-nccl-1-rank allreduce --backend nccl --ranks 1 --sizes 4KiB,64KiB,1MiB,16MiB,100MiB,1GiB

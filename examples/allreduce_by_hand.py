@@ -1,0 +1,27 @@
+"""The smallest program on Paceline: a world, one all-reduce, and out again.
+
+python examples/allreduce_by_hand.py            # starts two ranks by itself
+torchrun --nproc-per-node 2 examples/allreduce_by_hand.py
+"""
+
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline.runtime.environment import is_launched
+
+
+def main() -> float:
+    with paceline.init() as world:
+        vector = torch.full((1000,), float(world.rank + 1), device=world.device)
+        dist.all_reduce(vector)
+        if world.rank == 0:
+            print(f"the sum over {world.world_size} ranks is {vector[0]:g}")
+        return float(vector[0])
+
+
+if __name__ == "__main__":
+    if is_launched():
+        main()
+    else:
+        paceline.run_ranks(main, 2)

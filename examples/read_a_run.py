@@ -1,0 +1,20 @@
+"""Read a run back and derive what you need: every printed number follows from its raw samples.
+
+paceline bench allreduce --sizes 1MiB,4MiB --out runs
+python examples/read_a_run.py runs/TIME-bench-allreduce
+"""
+
+import sys
+
+import paceline
+from paceline.predict.costs import fit_collectives
+
+run = paceline.load_run(sys.argv[1])
+print(f"{run.verb} on {run.environment.cores} cores, torch {run.environment.versions['torch']}")
+for record in run.records:
+    times = record.timing
+    print(
+        f"{record.num_bytes} bytes: {times.count} repetitions, median {times.median_s:.6f} s, noise {times.noise:.0%}"
+    )
+for record, line in fit_collectives(run.records):
+    print(f"{record.backend}, {record.world_size} ranks: a message of 2 MiB takes about {line.estimate_s(2**21):.6f} s")
