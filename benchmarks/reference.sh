@@ -17,6 +17,9 @@ bench() { # NAME ARGUMENTS...: one run, its folder renamed to NAME
 ranks=2,4,6
 [ "$(nproc)" -ge 16 ] && ranks=2,4,6,8,16
 "$python" benchmarks/engine_against_loop.py | tee "$out/engine_against_loop.txt"
+if [ "$(nproc)" -ge 16 ]; then # why the engine uses one thread
+  "$python" benchmarks/engine_against_loop.py --threads 8 | tee "$out/engine_against_loop_8_threads.txt"
+fi
 bench allreduce-small allreduce --ranks "$ranks" -b 4KiB -e 256KiB -f 4
 bench allreduce-gloo allreduce --backend gloo --ranks "$ranks" --sizes 1MiB,10MiB,100MiB,1GiB
 bench chunks-gloo chunks --ranks 2,4

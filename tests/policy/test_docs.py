@@ -1,0 +1,72 @@
+"""The documents tell the truth about what can be typed: commands parse, make targets exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from paceline.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PLACEHOLDERS = {"FILE": "file.csv", "FOLDER": "folder"}
+
+
+def find_commands(text: str, program: str) -> list[str]:
+    """Lines of console blocks, and code in running text, that call this program (behind torchrun, too)."""
+    blocks = [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = [line.split("#")[0].strip().removeprefix("$ ") for line in (*blocks, *inline)]
+    found = [re.search(rf"^{program} .*|(?<=-m ){program} .*", line) for line in lines]
+    return [match[0] for match in found if match]
+
+
+def parse_command(line: str) -> None:
+    """Parse a command line of ours without running it; raises what the user would be told."""
+    arguments = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)]
+    arguments = arguments[arguments.index("paceline") + 1 :]
+    if not arguments or arguments == ["--help"]:
+        return
+    command, context = typer.main.get_command(app), None
+    while hasattr(command, "get_command"):
+        context = command.make_context("paceline", [], parent=context, resilient_parsing=True)
+        if not arguments:
+            return
+        name, arguments = arguments[0], arguments[1:]
+        command = command.get_command(context, name)
+        assert command is not None, f"no such command: {name}"
+    command.make_context(command.name, arguments, parent=context)
+
+
+ALL_COMMANDS = sorted({c for path in DOCUMENTS for c in find_commands(path.read_text(), "paceline")})
+
+
+def test_the_documents_show_commands():
+    assert any("bench allreduce" in command for command in ALL_COMMANDS) and "paceline doctor" in ALL_COMMANDS
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS)
+def test_every_command_in_the_documents_parses(command):
+    parse_command(command)
+
+
+@pytest.mark.parametrize("command", ["paceline bench allreduce --no-such-flag", "paceline bench nothing --x"])
+def test_a_command_that_does_not_exist_is_found(command):
+    with pytest.raises(Exception, match=r"(?i)no such"):
+        parse_command(command)
+
+
+def test_the_two_commands_of_the_readme_exist_and_so_does_every_make_target():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {c.split()[1] for path in DOCUMENTS for c in find_commands(path.read_text(), "make")}
+    assert {"demo", "test"} <= named <= targets
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
+    assert [link for link in links if not (path.parent / link).exists()] == []
