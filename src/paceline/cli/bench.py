@@ -14,7 +14,7 @@ from paceline.units import parse_counts, parse_size, parse_sizes, size_range
 if TYPE_CHECKING:
     from paceline.cli.session import Session
     from paceline.predict.costs import AlphaBeta
-    from paceline.records import ChunksRecord, CollectiveRecord
+    from paceline.records import ChunksRecord, CollectiveRecord, Run
 
 __all__ = ["allreduce", "app", "chunks"]
 
@@ -88,7 +88,7 @@ def allreduce(
     strict: Strict = False,
 ) -> None:
     """How fast is all-reduce here? Backends x ranks x sizes in one run, every element checked."""
-    from paceline.cli.session import open_session
+    from paceline.cli.session import run_measurement
     from paceline.measure.settings import CollectiveSettings
     from paceline.records.exchange import load_table
     from paceline.records.kinds import ITEM_BYTES
@@ -106,28 +106,20 @@ def allreduce(
 
         return measure_collectives
 
-    with open_session("bench allreduce", settings, out) as session:
-        run, doubts = session.measure(load)
-        records: Sequence[CollectiveRecord] = run.records  # type: ignore[assignment]
-        if session.folder is not None:
-            session.folder.save(run)
-            _report_collectives(session, run, records, theirs, json)
-        raise typer.Exit(session.exit_code(records, doubts, strict))
+    def report(session: Session, run: Run) -> None:
+        _report_collectives(session, run, theirs, json)
+
+    raise typer.Exit(run_measurement("bench allreduce", settings, out, strict, load, report))
 
 
-def _report_collectives(
-    session: Session,
-    run: Any,
-    records: Sequence[CollectiveRecord],
-    theirs: Sequence[CollectiveRecord],
-    json: bool,
-) -> None:
+def _report_collectives(session: Session, run: Run, theirs: Sequence[CollectiveRecord], json: bool) -> None:
     from paceline.cli.session import describe_machine, print_json, stdout
     from paceline.predict.costs import fit_collectives
     from paceline.records.exchange import export_allreduce_times
     from paceline.report import plots, tables
 
     assert session.folder is not None
+    records: Sequence[CollectiveRecord] = run.records  # type: ignore[assignment]
     folder, fits = session.folder, fit_collectives(records)
     rows = [tables.collective_row(record) for record in records]
     folder.write("table.csv", tables.render_csv(rows))
@@ -231,7 +223,7 @@ def chunks(
     strict: Strict = False,
 ) -> None:
     """Does cutting one message into chunks hurt? Total time against elements per all-reduce."""
-    from paceline.cli.session import open_session
+    from paceline.cli.session import run_measurement
     from paceline.measure.settings import ChunkSettings
     from paceline.records.kinds import ITEM_BYTES
 
@@ -251,21 +243,19 @@ def chunks(
 
         return measure_chunks
 
-    with open_session("bench chunks", settings, out) as session:
-        run, doubts = session.measure(load)
-        records: Sequence[ChunksRecord] = run.records  # type: ignore[assignment]
-        if session.folder is not None:
-            session.folder.save(run)
-            _report_chunks(session, run, records, json)
-        raise typer.Exit(session.exit_code(records, doubts, strict))
+    def report(session: Session, run: Run) -> None:
+        _report_chunks(session, run, json)
+
+    raise typer.Exit(run_measurement("bench chunks", settings, out, strict, load, report))
 
 
-def _report_chunks(session: Session, run: Any, records: Sequence[ChunksRecord], json: bool) -> None:
+def _report_chunks(session: Session, run: Run, json: bool) -> None:
     from paceline.cli.session import describe_machine, print_json, stdout
     from paceline.report import plots, tables
     from paceline.units import format_bytes
 
     assert session.folder is not None
+    records: Sequence[ChunksRecord] = run.records  # type: ignore[assignment]
     rows = [tables.chunk_row(record) for record in records]
     session.folder.write("table.csv", tables.render_csv(rows))
     session.folder.write("table.md", tables.render_markdown(tables.chunk_table, records))

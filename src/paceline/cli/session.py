@@ -29,7 +29,7 @@ from paceline.units import GB
 if TYPE_CHECKING:
     from paceline.measure.engine import Measured
 
-__all__ = ["Session", "describe_machine", "open_session", "print_json", "stderr", "stdout"]
+__all__ = ["Session", "describe_machine", "print_json", "run_measurement", "stderr", "stdout"]
 
 # Piped output has no width of its own; a table must then not be cut to 80 columns.
 _PIPE_WIDTH = 200
@@ -114,16 +114,30 @@ class Session:
         if self.folder is not None:
             console.print(f"run: {self.folder.path}")
 
-    @staticmethod
-    def exit_code(records: Sequence[Any], doubts: Sequence[Doubt], strict: bool) -> int:
-        """1 when data was wrong or, under `--strict`, when the times are too noisy to be believed."""
-        wrong = any(record.num_wrong for record in records)
-        noisy = any(doubt.kind in NOISY for doubt in doubts)
-        return 1 if wrong or (strict and noisy) else 0
+
+def run_measurement(
+    verb: str,
+    settings: Any,
+    out: Path,
+    strict: bool,
+    load: Callable[[], Callable[[Any], Measured]],
+    report: Callable[[Session, Run], None],
+) -> int:
+    """Measure, save, report and return the exit code: 1 for wrong data or, under `--strict`, for noisy times.
+
+    `load` imports the measuring function, `report` writes and prints what comes of the run, on the leader alone.
+    """
+    with _open_session(verb, settings, out) as session:
+        run, doubts = session.measure(load)
+        if session.folder is not None:
+            session.folder.save(run)
+            report(session, run)
+    kinds = {doubt.kind for doubt in doubts}
+    return 1 if "wrong" in kinds or (strict and kinds & set(NOISY)) else 0
 
 
 @contextlib.contextmanager
-def open_session(verb: str, settings: Any, out: Path | None) -> Iterator[Session]:
+def _open_session(verb: str, settings: Any, out: Path) -> Iterator[Session]:
     """Check the settings against this host or the launched world, and make the run's folder, before any work."""
     place = read_place() if is_launched() else None
     notes: list[str] = []
@@ -132,7 +146,7 @@ def open_session(verb: str, settings: Any, out: Path | None) -> Iterator[Session
     settings.check()
     local_ranks = max(settings.ranks) if place is None else (place.local_world_size or 1)
     settings.check_memory(settings.bytes_per_rank, local_ranks)
-    if out is None or (place is not None and place.rank > 0):
+    if place is not None and place.rank > 0:
         yield Session(verb, settings, place, None, notes)
         return
     with RunFolder.create(out, verb) as folder:

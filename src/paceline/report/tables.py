@@ -93,19 +93,10 @@ compare_table: Sequence[Column] = (
 )
 
 
-def collective_row(record: CollectiveRecord) -> dict[str, Any]:
-    """One row of `bench allreduce --json` and of table.csv. Rates are in GB/s (10^9 bytes).
-
-    `statistic` is `mean` where an imported table has no median; `median_s` then holds that mean.
-    """
+def _measured_fields(record: CollectiveRecord | ChunksRecord) -> dict[str, Any]:
+    """What every timed row ends with. `statistic` is `mean` where an imported table has no median, and
+    `median_s` then holds that mean."""
     return {
-        "collective": record.collective,
-        "backend": record.backend,
-        "device": record.device,
-        "world_size": record.world_size,
-        "num_bytes": record.num_bytes,
-        "dtype": record.dtype,
-        "op": record.op,
         "median_s": record.time_s,
         "p10_s": record.timing.p10_s,
         "p90_s": record.timing.p90_s,
@@ -119,6 +110,20 @@ def collective_row(record: CollectiveRecord) -> dict[str, Any]:
     }
 
 
+def collective_row(record: CollectiveRecord) -> dict[str, Any]:
+    """One row of `bench allreduce --json` and of table.csv. Rates are in GB/s (10^9 bytes)."""
+    return {
+        "collective": record.collective,
+        "backend": record.backend,
+        "device": record.device,
+        "world_size": record.world_size,
+        "num_bytes": record.num_bytes,
+        "dtype": record.dtype,
+        "op": record.op,
+        **_measured_fields(record),
+    }
+
+
 def chunk_row(record: ChunksRecord) -> dict[str, Any]:
     """One row of `bench chunks --json` and of its table.csv."""
     return {
@@ -129,14 +134,7 @@ def chunk_row(record: ChunksRecord) -> dict[str, Any]:
         "chunk_bytes": record.chunk_bytes,
         "num_messages": record.num_messages,
         "dtype": record.dtype,
-        "median_s": record.time_s,
-        "p10_s": record.timing.p10_s,
-        "p90_s": record.timing.p90_s,
-        "algbw_gbps": record.algbw_bytes_per_s / GB,
-        "busbw_gbps": record.busbw_bytes_per_s / GB,
-        "nwrong": record.num_wrong,
-        "iters": record.timing.count,
-        "source": record.source,
+        **_measured_fields(record),
     }
 
 
