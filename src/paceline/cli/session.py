@@ -193,7 +193,6 @@ def _show_progress(verb: str, is_leader: bool) -> Iterator[Callable[[Progress], 
             task = bar.add_task("starting ranks", total=None)
 
             def update(message: Progress) -> None:
-                label = message.label or "next"
-                bar.update(task, completed=message.done, total=message.total, description=label)
+                bar.update(task, completed=message.done, total=message.total, description=message.label)
 
             yield update

@@ -95,6 +95,8 @@ def measure_cells(
                 label = f"{n} rank{'s' if n > 1 else ''}, {format_bytes(point)}"
                 post(Progress(index + share, len(cells), label))
 
+            if world.rank == 0:
+                tell(0.0)
             mine: list[Timing] | None = None
             if world.rank < n:
                 allocate = Allocator()  # one per cell, so that the memory of the last cell is free again
@@ -116,7 +118,7 @@ def measure_cells(
             )
             records += new
             if world.rank == 0:
-                post(Progress(index + 1, len(cells), "", new))
+                post(Progress(index + 1, len(cells), "done", new))
         return Measured(tuple(records), _describe_rank(world))
 
 

@@ -59,7 +59,7 @@ def _draw(
     """One line per backend, number of ranks and source, with a band from p10 to p90 where there are samples."""
     backends = list(dict.fromkeys((r.backend, r.device) for r in records))
     counts = sorted({r.world_size for r in records})
-    for (backend, device, n, source, note), rows in _series(records).items():
+    for (backend, device, n, source, note), rows in sorted(_series(records).items()):
         rows = sorted(rows, key=x)
         # One backend alone: colours tell the ranks apart; several: colours are backends, and markers the ranks.
         index = counts.index(n) if len(backends) == 1 else backends.index((backend, device))
