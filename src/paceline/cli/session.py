@@ -36,11 +36,12 @@ _PIPE_WIDTH = 200
 
 
 def stdout() -> rich.console.Console:
-    return rich.console.Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False, soft_wrap=True)
+    piped = not sys.stdout.isatty()
+    return rich.console.Console(width=_PIPE_WIDTH if piped else None, highlight=False, soft_wrap=piped)
 
 
 def stderr() -> rich.console.Console:
-    return rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
+    return rich.console.Console(stderr=True, highlight=False, soft_wrap=not sys.stderr.isatty())
 
 
 def print_json(document: dict[str, Any]) -> None:
