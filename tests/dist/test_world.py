@@ -206,6 +206,29 @@ def test_a_rank_that_never_comes_is_named(on_ranks):
     assert all(answer.startswith("rank 2 of 3 did not arrive within 1 s") for answer in answers)
 
 
+def refuse_on(rank: int, backends: tuple[str, str]) -> tuple[str, float]:
+    """One rank cannot go on, or wants something else; the others must not wait for it."""
+    me = int(os.environ["RANK"])
+    began = time.monotonic()
+    try:
+        paceline.init(backends[me], "cpu", threads=0 if me == rank else 1, announce=None)
+    except ConfigError as error:
+        return str(error), time.monotonic() - began
+    return "went on", 0.0
+
+
+def test_what_one_rank_refuses_is_raised_on_all_of_them_at_once(on_ranks):
+    (first, first_s), (second, second_s) = on_ranks(2, refuse_on, 1, ("gloo", "gloo"))
+    assert first == second == "threads=0: a rank needs at least 1 (on rank 1 of 2)"
+    assert max(first_s, second_s) < 20
+
+
+def test_different_backends_are_told_on_every_rank(on_ranks):
+    answers = on_ranks(2, refuse_on, -1, ("gloo", "cpu:gloo"))
+    words = "the ranks chose different backends (gloo on rank 0, cpu:gloo on rank 1)"
+    assert all(answer.startswith(words) for answer, _ in answers)
+
+
 def test_a_taken_port_is_named(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

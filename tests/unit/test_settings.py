@@ -42,13 +42,34 @@ def build_chunked(**changes):
         ({"iters": 0}, "--iters 0: at least 1"),
         ({"warmup": -1}, "--warmup -1: at least 0"),
         ({"backends": ("nccl",), "device": "cpu"}, "nccl works on GPUs only"),
-        ({"backends": ("nccl",)}, "nccl on CUDA needs a GPU and none is visible"),
-        ({"backends": ("gloo", "nccl"), "device": "cuda"}, "gloo and nccl on CUDA needs a GPU"),
     ],
 )
 def test_every_benchmark_refuses(host, make, changes, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)):
         make(**changes).check()
+
+
+@pytest.mark.parametrize("make", [build, build_chunked])
+@pytest.mark.parametrize(
+    ("gpus", "changes", "reason"),
+    [
+        (0, {"backends": ("nccl",)}, "nccl on CUDA needs a GPU and none is visible"),
+        (0, {"backends": ("gloo", "nccl"), "device": "cuda"}, "gloo and nccl on CUDA needs a GPU"),
+        (1, {"backends": ("nccl",)}, "one GPU per rank: 2 ranks on this host, 1 GPU here; use --ranks 1"),
+    ],
+)
+def test_a_host_without_enough_gpus_refuses(host, make, gpus, changes, reason):
+    host(gpus=gpus)
+    make(**changes).check()
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        make(**changes).check_host(2)
+
+
+def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
+    host(gpus=8)
+    settings = build(backends=("nccl",), ranks=(16,))
+    settings.check()
+    settings.check_host(8)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +123,7 @@ def test_a_benchmark_of_chunks_refuses(host, changes, reason):
 def test_a_sane_request_is_accepted(host, gpus, settings):
     host(gpus=gpus)
     settings.check()
-
-
-def test_nccl_needs_a_gpu_for_every_rank(host):
-    host(gpus=2)
-    with pytest.raises(ConfigError, match="one GPU per rank: 4 ranks asked, 2 GPU here; use --ranks 2"):
-        build(backends=("gloo", "nccl"), ranks=(2, 4)).check()
+    settings.check_host(max(settings.ranks))
 
 
 @pytest.mark.parametrize(
@@ -132,21 +148,21 @@ MESSAGE = 2**30
 def test_a_request_that_the_host_cannot_hold_is_refused(host, free_bytes, ranks, reason):
     host(free_bytes=free_bytes)
     with pytest.raises(ConfigError, match=reason):
-        build().check_memory(MESSAGE, ranks)
+        build(sizes=(MESSAGE,)).check_host(ranks)
 
 
 def test_a_request_that_just_fits_is_accepted(host):
     host(free_bytes=4 * (RANK_BYTES + MESSAGE))
-    build().check_memory(MESSAGE, 4)
+    build(sizes=(MESSAGE,)).check_host(4)
 
 
 def test_messages_on_gpus_take_no_memory_of_the_host_but_ranks_do(host):
     host(gpus=8, free_bytes=4 * RANK_BYTES)
-    build(backends=("nccl",)).check_memory(MESSAGE, 4)
+    build(sizes=(MESSAGE,), backends=("nccl",)).check_host(4)
     with pytest.raises(ConfigError, match="5 ranks need about"):
-        build(backends=("nccl",)).check_memory(MESSAGE, 5)
+        build(sizes=(MESSAGE,), backends=("nccl",)).check_host(5)
     with pytest.raises(ConfigError, match="a message takes"):
-        build(backends=("nccl", "gloo")).check_memory(MESSAGE, 4)
+        build(sizes=(MESSAGE,), backends=("nccl", "gloo")).check_host(4)
 
 
 @pytest.mark.parametrize(

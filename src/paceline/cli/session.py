@@ -146,7 +146,7 @@ def _open_session(verb: str, settings: Any, out: Path) -> Iterator[Session]:
         settings, notes = _narrow_to_world(settings, place)
     settings.check()
     local_ranks = max(settings.ranks) if place is None else (place.local_world_size or 1)
-    settings.check_memory(settings.bytes_per_rank, local_ranks)
+    settings.check_host(local_ranks)
     if place is not None and place.rank > 0:
         yield Session(verb, settings, place, None, notes)
         return

@@ -63,7 +63,7 @@ class GroupSettings:
         return "cuda" if backend == "nccl" else "cpu"
 
     def check(self) -> None:
-        """Refuse what cannot be, in one line. Sizes and memory are checked by `check_memory`."""
+        """Refuse what cannot be anywhere, in one line; `check_host` asks whether it can be here."""
         if not self.backends:
             raise ConfigError(f"no backend given: known are {', '.join(BACKENDS)}")
         for backend in self.backends:
@@ -75,6 +75,14 @@ class GroupSettings:
                 raise ConfigError(f"--{name} {value}: at least {least}, or leave it out to fit the time")
         if "nccl" in self.backends and self.device == "cpu":
             raise ConfigError("backend nccl works on GPUs only: leave out --device cpu, or use the backend gloo")
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """The most memory that one rank holds for its messages."""
+        raise NotImplementedError
+
+    def check_host(self, local_ranks: int) -> None:
+        """Refuse what this host's GPUs or memory cannot hold for so many ranks, before anything is started."""
         on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
         if on_gpu:
             gpus, who = machine.count_gpus(), " and ".join(sorted(on_gpu))
@@ -82,23 +90,20 @@ class GroupSettings:
                 raise ConfigError(
                     f"{who} on CUDA needs a GPU and none is visible here: use --backend gloo --device cpu"
                 )
-            if "nccl" in on_gpu and max(self.ranks) > gpus:
+            if "nccl" in on_gpu and local_ranks > gpus:
                 raise ConfigError(
-                    f"backend nccl needs one GPU per rank: {max(self.ranks)} ranks asked, {gpus} GPU here; "
+                    f"backend nccl needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
                     f"use --ranks {gpus}, or --backend gloo --device cuda, which can share one"
                 )
-
-    def check_memory(self, bytes_per_rank: int, local_ranks: int) -> None:
-        """Refuse a request that this host cannot hold, before anything is started."""
-        if all(self.device_of(backend) == "cuda" for backend in self.backends):
-            bytes_per_rank = 0  # the GPU's memory is checked where torch can ask it
+        # The GPU's memory is checked where torch can ask it.
+        need = 0 if on_gpu == set(self.backends) else self.bytes_per_rank
         have = machine.available_memory_bytes()
-        if bytes_per_rank + RANK_BYTES > have:
+        if need + RANK_BYTES > have:
             raise ConfigError(
-                f"a message takes {format_bytes(bytes_per_rank)} on each rank and {format_bytes(have)} are free: "
+                f"a message takes {format_bytes(need)} on each rank and {format_bytes(have)} are free: "
                 "use smaller sizes"
             )
-        check_rank_count(local_ranks, bytes_per_rank)
+        check_rank_count(local_ranks, need)
 
 
 @dataclass(frozen=True, kw_only=True)

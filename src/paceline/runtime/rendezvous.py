@@ -23,7 +23,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigError, LaunchError
 from paceline.runtime.environment import Place
 
-__all__ = ["Meeting", "call_roll", "find_host_id", "open_store", "serve_local_store"]
+__all__ = ["Meeting", "agree_on_backend", "call_roll", "find_host_id", "open_store", "serve_local_store"]
 
 
 @dataclass
@@ -200,18 +200,49 @@ def find_host_id() -> str:
 
 def call_roll(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
     """Wait until every rank is there and return their hosts in rank order. Collective: every rank must call this."""
-    store.set(f"paceline/here/{place.rank}", find_host_id())
-    keys = [f"paceline/here/{rank}" for rank in range(place.world_size)]
+
+    def explain(missing: str) -> str:
+        return (
+            f"{missing} of {place.world_size} did not arrive within {timeout_s:g} s: see whether they started "
+            "(under Slurm: `srun`, not a bare call in the batch script)"
+        )
+
+    return _exchange(store, place, "here", find_host_id(), timeout_s, explain)
+
+
+def agree_on_backend(store: dist.Store, place: Place, backend: str, refusal: str, timeout_s: float) -> None:
+    """Go on only if no rank has a reason to refuse and all chose one backend; else raise the same on every rank.
+
+    Without this, the ranks that are fine would wait in torch for the one that is not. Collective: every rank must
+    call this.
+    """
+
+    def explain(missing: str) -> str:
+        return f"{missing} of {place.world_size} arrived and then fell silent for {timeout_s:g} s: see its own output"
+
+    answers = _exchange(store, place, "ready", f"{backend}\n{refusal}", timeout_s, explain)
+    choices = [answer.split("\n", 1)[0] for answer in answers]
+    for rank, answer in enumerate(answers):
+        if reason := answer.split("\n", 1)[1]:
+            others = "" if place.world_size == 1 else f" (on rank {rank} of {place.world_size})"
+            raise ConfigError(reason + others)
+    if len(set(choices)) > 1:
+        different = ", ".join(f"{choice} on rank {choices.index(choice)}" for choice in dict.fromkeys(choices))
+        raise ConfigError(f"the ranks chose different backends ({different}): name one with backend=")
+
+
+def _exchange(
+    store: dist.Store, place: Place, topic: str, mine: str, timeout_s: float, explain: Callable[[str], str]
+) -> list[str]:
+    """Every rank's text, in rank order, over the store alone; `explain` words the error about missing ranks."""
+    store.set(f"paceline/{topic}/{place.rank}", mine)
+    keys = [f"paceline/{topic}/{rank}" for rank in range(place.world_size)]
     deadline, pause_s = time.monotonic() + timeout_s, 0.005
     # Polled: `wait` would log a page of its own on a time-out, and cannot say which key is missing.
     while not store.check(keys):
         if time.monotonic() > deadline:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise LaunchError(
-                f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])} of {place.world_size} did not arrive "
-                f"within {timeout_s:g} s: see whether they started (under Slurm: `srun`, not a bare call in the "
-                "batch script)"
-            )
+            raise LaunchError(explain(f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])}"))
         time.sleep(pause_s)
         pause_s = min(0.1, pause_s * 1.5)
     return [store.get(key).decode() for key in keys]

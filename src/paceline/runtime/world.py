@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from paceline import machine
-from paceline.errors import ConfigError, LaunchError
+from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.rendezvous import Meeting, call_roll, open_store
+from paceline.runtime.rendezvous import Meeting, agree_on_backend, call_roll, open_store
 
 __all__ = ["World", "check_backend", "current_world", "init", "shutdown"]
 
@@ -123,13 +123,18 @@ def init(
         hosts = call_roll(meeting.store, place, rendezvous_timeout_s)
         place = _fill_in_hosts(place, hosts)
         assert place.local_rank is not None and place.local_world_size is not None
-        torch_device, reason = _choose_device(device, backend, place)
-        chosen = backend if backend != "auto" else _choose_backend(torch_device, place)
-        check_backend(chosen, torch_device.type, place.local_world_size)
+        torch_device, chosen, reason, refusal = torch.device("cpu"), backend, "", ""
+        try:
+            torch_device, reason = _choose_device(device, backend, place)
+            chosen = backend if backend != "auto" else _choose_backend(torch_device, place)
+            check_backend(chosen, torch_device.type, place.local_world_size)
+            num_threads, why = _choose_threads(threads, place)
+        except PacelineError as error:
+            refusal = str(error)
+        agree_on_backend(meeting.store, place, chosen, refusal, rendezvous_timeout_s)
         if torch_device.type == "cuda":
             # Before any collective: NCCL and object collectives use the current device, and hang on a wrong one.
             torch.cuda.set_device(torch_device)
-        num_threads, why = _choose_threads(threads, place)
         torch.set_num_threads(num_threads)
         dist.init_process_group(
             chosen,
