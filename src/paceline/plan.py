@@ -1,0 +1,277 @@
+"""What a bucket is: pure functions from gradients in ready order to a Plan. Nothing here knows tensors or clocks.
+
+The wrapper that reduces gradients and the simulator that predicts it use the same plans from here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.errors import ConfigError, RecordError
+from paceline.units import MIB, format_bytes
+
+__all__ = [
+    "TORCH_CAP_BYTES",
+    "TORCH_FIRST_CAP_BYTES",
+    "Bucket",
+    "Gradient",
+    "Piece",
+    "Plan",
+    "plan_by_cap",
+    "plan_like_torch",
+    "plan_shaped",
+    "plan_torch_start",
+]
+
+# torch's DistributedDataParallel without `bucket_cap_mb`; an explicit cap is the first bucket's cap, too.
+TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES = 25 * MIB, MIB
+FORMAT, VERSION = "paceline-plan", 1
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one parameter. Only gradients of one dtype on one device can share a bucket."""
+
+    name: str
+    num_bytes: int
+    item_bytes: int = 4
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    @property
+    def family(self) -> tuple[str, str]:
+        return self.dtype, self.device
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `start_bytes` to `end_bytes` of the gradient with this index in `Plan.gradients`."""
+
+    gradient: int
+    start_bytes: int
+    end_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end_bytes - self.start_bytes
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced together, in the order in which they become ready."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All gradients (in the model's order) and the buckets they travel in, in the order of their launch.
+
+    Every byte of every gradient is in exactly one bucket; `rule` says in words how the plan was made.
+    """
+
+    gradients: tuple[Gradient, ...]
+    buckets: tuple[Bucket, ...]
+    rule: str = ""
+
+    def __post_init__(self) -> None:
+        found: dict[int, list[Piece]] = {}
+        for number, bucket in enumerate(self.buckets):
+            families = set()
+            for piece in bucket.pieces:
+                if not 0 <= piece.gradient < len(self.gradients):
+                    raise ConfigError(f"bucket {number} names gradient {piece.gradient} of {len(self.gradients)}")
+                gradient = self.gradients[piece.gradient]
+                families.add(gradient.family)
+                if piece.start_bytes % gradient.item_bytes or piece.end_bytes % gradient.item_bytes:
+                    raise ConfigError(f"bucket {number} cuts {gradient.name} inside an element")
+                found.setdefault(piece.gradient, []).append(piece)
+            if len(families) != 1:
+                raise ConfigError(f"bucket {number} is empty or mixes dtypes or devices: {sorted(families)}")
+        for index, gradient in enumerate(self.gradients):
+            if gradient.num_bytes < 0 or gradient.item_bytes < 1 or gradient.num_bytes % gradient.item_bytes:
+                raise ConfigError(f"{gradient.name} has {gradient.num_bytes} bytes of {gradient.item_bytes} each")
+            end = 0
+            for piece in sorted(found.get(index, ()), key=lambda piece: (piece.start_bytes, piece.end_bytes)):
+                if piece.start_bytes != end or piece.end_bytes < end:
+                    raise ConfigError(f"the plan loses or repeats bytes of {gradient.name} at byte {end}")
+                end = piece.end_bytes
+            if end != gradient.num_bytes or index not in found:
+                raise ConfigError(f"the plan holds {end} of the {gradient.num_bytes} bytes of {gradient.name}")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(gradient.num_bytes for gradient in self.gradients)
+
+    @property
+    def bucket_bytes(self) -> tuple[int, ...]:
+        return tuple(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether some gradient travels in several pieces."""
+        return sum(len(bucket.pieces) for bucket in self.buckets) > len(self.gradients)
+
+    @property
+    def partition(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of the gradients in each bucket. Two caps that give the same partition are the same plan."""
+        return tuple(tuple(piece.gradient for piece in bucket.pieces) for bucket in self.buckets)
+
+    def to_json(self) -> str:
+        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote; RecordError says what is wrong with the text."""
+        try:
+            document = json.loads(text)
+            if document["format"] != FORMAT or document["version"] != VERSION:
+                raise RecordError(f"not a plan of version {VERSION}: {document['format']!r} {document['version']!r}")
+            gradients = tuple(Gradient(**gradient) for gradient in document["gradients"])
+            buckets = tuple(Bucket(tuple(Piece(**piece) for piece in b["pieces"])) for b in document["buckets"])
+            return cls(gradients, buckets, document["rule"])
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError | RecordError):
+                raise
+            raise RecordError(f"not a plan: {type(error).__name__}: {error}") from None
+
+    def as_torch_kwargs(self) -> dict[str, Any]:
+        """The arguments that make torch's DistributedDataParallel use this plan, from its second iteration on.
+
+        `bucket_cap_mb` where one cap does it, else `bucket_cap_mb_list` (torch 2.13). Raises ConfigError where torch
+        cannot express the plan: it never splits a gradient, and counts caps for each dtype apart.
+        """
+        if self.is_split:
+            raise ConfigError("torch's wrapper cannot split a gradient over buckets, and this plan does")
+        order = [index for indices in self.partition for index in indices]
+        # A bucket closes when its size reaches the cap: above all but its last gradient, and not above all of them.
+        low = max((bucket.num_bytes - bucket.pieces[-1].num_bytes + 1 for bucket in self.buckets), default=1)
+        high = min(self.bucket_bytes[:-1], default=max(low, self.num_bytes))
+        uniform = [high] if low <= high else []
+        for caps in (uniform, list(self.bucket_bytes)):
+            if caps and plan_like_torch(self.gradients, order, caps).partition == self.partition:
+                sizes = [cap / MIB for cap in caps]  # exact: a division by a power of two
+                return {"bucket_cap_mb": sizes[0]} if caps is uniform else {"bucket_cap_mb_list": sizes}
+        raise ConfigError("torch's closing rule cannot make this plan for its mix of dtypes")
+
+
+def _check_order(gradients: Sequence[Gradient], ready_order: Iterable[int]) -> list[int]:
+    order = list(ready_order)
+    if sorted(order) != list(range(len(gradients))):
+        raise ConfigError(f"the ready order must name each of the {len(gradients)} gradients once, got {len(order)}")
+    return order
+
+
+def _whole(gradients: Sequence[Gradient], index: int) -> Piece:
+    return Piece(index, 0, gradients[index].num_bytes)
+
+
+def plan_like_torch(
+    gradients: Sequence[Gradient],
+    ready_order: Iterable[int],
+    caps_bytes: Sequence[int] = (TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES),
+) -> Plan:
+    """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order.
+
+    For each dtype and device: append, and close when the size has reached the cap, so a bucket overshoots by up to one
+    gradient and none is ever split. Each family goes through the caps by itself; the last cap serves from then on.
+    Buckets stand in the order in which they closed, those left open last.
+    """
+    if not caps_bytes or min(caps_bytes) < 1:
+        raise ConfigError(f"bucket caps {list(caps_bytes)}: at least one, and each at least 1 byte")
+    open_: dict[tuple[str, str], list[Piece]] = {}
+    closed_of: dict[tuple[str, str], int] = {}
+    buckets: list[Bucket] = []
+    for index in _check_order(gradients, ready_order):
+        family = gradients[index].family
+        pieces = open_.setdefault(family, [])
+        pieces.append(_whole(gradients, index))
+        cap = caps_bytes[min(closed_of.get(family, 0), len(caps_bytes) - 1)]
+        if sum(piece.num_bytes for piece in pieces) >= cap:
+            buckets.append(Bucket(tuple(pieces)))
+            closed_of[family] = closed_of.get(family, 0) + 1
+            del open_[family]
+    buckets += [Bucket(tuple(pieces)) for pieces in open_.values()]
+    caps = ", ".join(format_bytes(cap) for cap in caps_bytes)
+    return Plan(tuple(gradients), tuple(buckets), f"torch's rule, caps {caps}")
+
+
+def plan_torch_start(gradients: Sequence[Gradient]) -> Plan:
+    """The buckets of torch's first iteration: one per dtype and device, before any order is known."""
+    families: dict[tuple[str, str], list[Piece]] = {}
+    for index in range(len(gradients)):
+        families.setdefault(gradients[index].family, []).append(_whole(gradients, index))
+    buckets = tuple(Bucket(tuple(pieces)) for pieces in reversed(families.values()))
+    return Plan(tuple(gradients), buckets, "torch's first iteration: one bucket per dtype")
+
+
+def _pack(gradients: Sequence[Gradient], pieces: Iterable[Piece], cap_bytes: int) -> list[Bucket]:
+    """Fill buckets in order, one per family at a time, closing each before it would exceed the cap."""
+    open_: dict[tuple[str, str], list[Piece]] = {}
+    closed: list[Bucket] = []
+    for piece in pieces:
+        family = gradients[piece.gradient].family
+        waiting = open_.get(family, [])
+        if waiting and sum(p.num_bytes for p in waiting) + piece.num_bytes > cap_bytes:
+            closed.append(Bucket(tuple(waiting)))
+            del open_[family]
+        open_.setdefault(family, []).append(piece)
+    return closed + [Bucket(tuple(waiting)) for waiting in open_.values()]
+
+
+def plan_by_cap(gradients: Sequence[Gradient], ready_order: Iterable[int], cap_bytes: int) -> Plan:
+    """Buckets of at most `cap_bytes`, in ready order; a gradient larger than that has a bucket of its own."""
+    if cap_bytes < 1:
+        raise ConfigError(f"a bucket cap of {cap_bytes} bytes: at least 1")
+    pieces = [_whole(gradients, index) for index in _check_order(gradients, ready_order)]
+    buckets = _pack(gradients, pieces, cap_bytes)
+    return Plan(tuple(gradients), tuple(buckets), f"at most {format_bytes(cap_bytes)}")
+
+
+def plan_shaped(
+    gradients: Sequence[Gradient],
+    ready_order: Iterable[int],
+    cap_bytes: int = TORCH_CAP_BYTES,
+    tail_bytes: int = TORCH_FIRST_CAP_BYTES,
+) -> Plan:
+    """Large buckets early and a small one at the end, where nothing is left to hide its transfer behind.
+
+    Gradients larger than the cap are split into equal parts. The tail holds the last gradients of each family, up to
+    `tail_bytes`; what comes before is packed up to `cap_bytes`.
+    """
+    if cap_bytes < 1 or tail_bytes < 0:
+        raise ConfigError(f"a shaped plan with a cap of {cap_bytes} and a tail of {tail_bytes} bytes")
+    pieces = [p for index in _check_order(gradients, ready_order) for p in _split(gradients[index], index, cap_bytes)]
+    tails: dict[tuple[str, str], list[Piece]] = {}
+    body: list[Piece] = []
+    full: set[tuple[str, str]] = set()
+    for piece in reversed(pieces):
+        family = gradients[piece.gradient].family
+        tail = tails.setdefault(family, [])
+        if family in full or sum(p.num_bytes for p in tail) + piece.num_bytes > tail_bytes:
+            full.add(family)
+            body.append(piece)
+        else:
+            tail.append(piece)
+    buckets = _pack(gradients, reversed(body), cap_bytes)
+    buckets += [Bucket(tuple(reversed(tail))) for tail in tails.values() if tail]
+    rule = f"at most {format_bytes(cap_bytes)}, tail {format_bytes(tail_bytes)}"
+    return Plan(tuple(gradients), tuple(buckets), rule)
+
+
+def _split(gradient: Gradient, index: int, cap_bytes: int) -> list[Piece]:
+    """The gradient in the fewest parts of at most the cap, as equal as its elements allow."""
+    elements = gradient.num_bytes // gradient.item_bytes
+    parts = max(1, math.ceil(elements / max(1, cap_bytes // gradient.item_bytes)))
+    edges = [elements * part // parts * gradient.item_bytes for part in range(parts + 1)]
+    return [Piece(index, start, end) for start, end in itertools.pairwise(edges)]

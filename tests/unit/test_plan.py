@@ -1,0 +1,220 @@
+"""Plans: torch's rule to the letter, caps that hold, shapes, and every byte in exactly one bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError, RecordError
+from paceline.plan import (
+    TORCH_CAP_BYTES,
+    Bucket,
+    Gradient,
+    Piece,
+    Plan,
+    plan_by_cap,
+    plan_like_torch,
+    plan_shaped,
+    plan_torch_start,
+)
+from paceline.units import MIB
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
+
+
+@st.composite
+def models(draw, dtypes=tuple(DTYPES), min_elements=0):
+    """Gradients of a made-up model, and an order in which they become ready."""
+    count = draw(st.integers(1, 30))
+    gradients = []
+    for index in range(count):
+        dtype = draw(st.sampled_from(dtypes))
+        item = DTYPES[dtype].itemsize
+        gradients.append(Gradient(f"p{index}", item * draw(st.integers(min_elements, 300)), item, dtype))
+    return gradients, draw(st.permutations(range(count)))
+
+
+def as_sets(partition):
+    """torch leaves the order of the buckets that never closed to a hash map, so order is compared apart."""
+    return sorted(tuple(indices) for indices in partition)
+
+
+CAPS = st.lists(st.integers(1, 3000), min_size=1, max_size=4)
+
+
+@given(models(min_elements=1), CAPS)
+def test_the_rebuilt_buckets_are_torchs_own(model, caps):
+    gradients, order = model
+    tensors = [
+        torch.empty(gradients[i].num_bytes // gradients[i].item_bytes, dtype=DTYPES[gradients[i].dtype]) for i in order
+    ]
+    torchs, _ = dist._compute_bucket_assignment_by_size(tensors, caps, [], list(order))
+    ours = plan_like_torch(gradients, order, caps).partition
+    assert as_sets(ours) == as_sets(torchs)
+    one_family = len({gradient.family for gradient in gradients}) == 1
+    if one_family:
+        assert list(ours) == [tuple(indices) for indices in torchs]
+
+
+def resnet18() -> list[Gradient]:
+    """ImageNet's ResNet-18, in the order of its definition."""
+    shapes: list[tuple[str, int]] = []
+
+    def conv(name: str, inputs: int, outputs: int, kernel: int) -> None:
+        shapes.append((f"{name}.conv", outputs * inputs * kernel * kernel))
+        shapes.extend([(f"{name}.bn.weight", outputs), (f"{name}.bn.bias", outputs)])
+
+    conv("stem", 3, 64, 7)
+    inputs = 64
+    for stage, outputs in enumerate((64, 128, 256, 512), 1):
+        for block in range(2):
+            conv(f"layer{stage}.{block}.a", inputs, outputs, 3)
+            conv(f"layer{stage}.{block}.b", outputs, outputs, 3)
+            if inputs != outputs:
+                conv(f"layer{stage}.{block}.down", inputs, outputs, 1)
+            inputs = outputs
+    shapes += [("fc.weight", 512 * 1000), ("fc.bias", 1000)]
+    return [Gradient(name, 4 * count) for name, count in shapes]
+
+
+@pytest.mark.parametrize(
+    ("caps", "sizes"),
+    [
+        ((MIB, 25 * MIB), (2052000, 28852224, 15853824)),
+        ((MIB, 35 * MIB), (2052000, 38297600, 6408448)),
+        ((25 * MIB,), (30904224, 15853824)),
+        ((35 * MIB,), (37988256, 8769792)),
+    ],
+)
+def test_golden_vectors_of_resnet18(caps, sizes):
+    gradients = resnet18()
+    assert sum(gradient.num_bytes for gradient in gradients) == 46_758_048
+    assert plan_like_torch(gradients, reversed(range(len(gradients))), caps).bucket_bytes == sizes
+
+
+def test_torchs_first_iteration_has_one_bucket_per_dtype():
+    gradients = [Gradient("a", 8), Gradient("b", 4, 2, "float16"), Gradient("c", 4)]
+    assert as_sets(plan_torch_start(gradients).partition) == [(0, 2), (1,)]
+
+
+@given(models(), st.integers(1, 3000))
+def test_a_cap_holds_unless_one_gradient_alone_is_larger(model, cap):
+    plan = plan_by_cap(*model, cap)
+    for bucket in plan.buckets:
+        assert bucket.num_bytes <= cap or len(bucket.pieces) == 1
+    assert not plan.is_split
+
+
+@given(models(dtypes=("float32",)), st.integers(1, 3000))
+def test_neighbours_are_merged_as_far_as_the_cap_allows(model, cap):
+    plan = plan_by_cap(*model, cap)
+    order = [index for indices in plan.partition for index in indices]
+    assert order == list(model[1])  # one dtype: launched in ready order
+    for bucket, following in zip(plan.buckets, plan.buckets[1:], strict=False):
+        assert bucket.num_bytes + following.pieces[0].num_bytes > cap
+
+
+@given(models(), st.integers(8, 3000), st.integers(0, 1000))
+def test_a_shaped_plan_keeps_its_cap_by_splitting_and_its_tail_small(model, cap, tail):
+    plan = plan_shaped(*model, cap, tail)
+    assert all(bucket.num_bytes <= max(cap, tail) for bucket in plan.buckets)
+
+
+def test_a_shaped_plan_puts_the_small_bucket_at_the_end():
+    gradients = [Gradient("stem", 400), Gradient("one", 4000), Gradient("two", 9000), Gradient("head", 6000)]
+    plan = plan_shaped(gradients, [3, 2, 1, 0], cap_bytes=8000, tail_bytes=500)
+    # The largest gradient is cut in two equal parts; torch would instead begin with the small bucket.
+    assert plan.bucket_bytes == (6000, 4500, 4500, 4000, 400)
+    assert plan.partition[-1] == (0,) and plan.is_split
+
+
+@given(models(), st.integers(8, 3000), st.integers(0, 1000))
+def test_a_plan_survives_json(model, cap, tail):
+    plan = plan_shaped(*model, cap, tail)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": "paceline-plan", "version": 9}', '{"format": "else", "version": 1}']
+)
+def test_a_text_that_is_no_plan_is_refused(text):
+    with pytest.raises(RecordError, match="not a plan"):
+        Plan.from_json(text)
+
+
+def test_a_plan_with_an_unknown_field_is_refused():
+    document = json.loads(plan_by_cap([Gradient("a", 8)], [0], 8).to_json())
+    document["gradients"][0]["colour"] = "red"
+    with pytest.raises(RecordError, match="colour"):
+        Plan.from_json(json.dumps(document))
+
+
+A, B = Gradient("a", 8), Gradient("b", 8, 2, "float16")
+
+
+@pytest.mark.parametrize(
+    ("buckets", "words"),
+    [
+        ([[Piece(0, 0, 8)]], "0 of the 8 bytes of b"),
+        ([[Piece(0, 0, 8), Piece(1, 0, 8)]], "mixes dtypes"),
+        ([[Piece(0, 0, 8)], [Piece(1, 0, 8)], []], "bucket 2 is empty"),
+        ([[Piece(0, 0, 8)], [Piece(1, 0, 8)], [Piece(0, 0, 8)]], "loses or repeats bytes of a"),
+        ([[Piece(0, 0, 4)], [Piece(1, 0, 8)]], "4 of the 8 bytes of a"),
+        ([[Piece(0, 4, 8)], [Piece(1, 0, 8)]], "loses or repeats bytes of a at byte 0"),
+        ([[Piece(0, 0, 3), Piece(0, 3, 8)], [Piece(1, 0, 8)]], "inside an element"),
+        ([[Piece(7, 0, 8)]], "names gradient 7 of 2"),
+    ],
+)
+def test_a_plan_that_loses_a_byte_cannot_be_made(buckets, words):
+    with pytest.raises(ConfigError, match=words):
+        Plan((A, B), tuple(Bucket(tuple(pieces)) for pieces in buckets))
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [0, 1, 2], [0, 5]])
+def test_a_ready_order_must_name_every_gradient_once(order):
+    for planner in (plan_by_cap, plan_shaped):
+        with pytest.raises(ConfigError, match="name each of the 2 gradients once"):
+            planner([A, A], order, 100)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: plan_by_cap([A], [0], 0),
+        lambda: plan_shaped([A], [0], 0),
+        lambda: plan_shaped([A], [0], 8, -1),
+        lambda: plan_like_torch([A], [0], []),
+        lambda: plan_like_torch([A], [0], [0]),
+        lambda: plan_by_cap([dataclasses.replace(A, num_bytes=7)], [0], 8),
+    ],
+)
+def test_an_impossible_cap_or_size_is_refused(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
+@given(models(dtypes=("float32",), min_elements=1), CAPS)
+def test_torchs_arguments_reproduce_every_whole_plan_of_one_dtype(model, caps):
+    gradients, order = model
+    plan = plan_like_torch(gradients, order, caps)
+    ((name, value),) = plan.as_torch_kwargs().items()
+    given_caps = [int(mb * MIB) for mb in (value if name == "bucket_cap_mb_list" else [value])]
+    assert plan_like_torch(gradients, order, given_caps).partition == plan.partition
+
+
+def test_one_cap_is_preferred_and_torchs_default_needs_a_list():
+    gradients = resnet18()
+    order = list(reversed(range(len(gradients))))
+    assert list(plan_like_torch(gradients, order, [TORCH_CAP_BYTES]).as_torch_kwargs()) == ["bucket_cap_mb"]
+    assert list(plan_like_torch(gradients, order).as_torch_kwargs()) == ["bucket_cap_mb_list"]
+
+
+def test_what_torch_cannot_do_is_said():
+    with pytest.raises(ConfigError, match="cannot split"):
+        plan_shaped([Gradient("a", 100)], [0], 40).as_torch_kwargs()
