@@ -30,7 +30,7 @@ def test_an_svg_tells_machine_series_and_source(curve, imported, plot):
     assert svg.startswith("<?xml")
     for text in (
         "all_reduce: ", "some box, 8 cores", "gloo, 2 ranks (measured)", "gloo, 4 ranks (measured)",
-        "gloo, 2 ranks (imported: somebody)", ">1 KiB<", ">32 KiB<", ">1 MiB<",
+        "gloo, 2 ranks (imported, mean: somebody)", ">1 KiB<", ">32 KiB<", ">1 MiB<",
     ):  # fmt: skip
         assert text in svg
 
@@ -49,7 +49,7 @@ def _lines(figure):
 def test_time_is_drawn_in_ms_in_order_of_size_with_a_band_where_there_are_samples(curve, imported):
     figure = plots.plot_time([*curve(), *imported], "box")
     lines = _lines(figure)
-    measured, published = lines["gloo, 2 ranks (measured)"], lines["gloo, 2 ranks (imported: somebody)"]
+    measured, published = lines["gloo, 2 ranks (measured)"], lines["gloo, 2 ranks (imported, mean: somebody)"]
     assert list(measured.get_xdata()) == [2**10, 2**15, 2**20]
     assert list(measured.get_ydata()) == pytest.approx([1.1] * 3)
     assert (measured.get_linestyle(), published.get_linestyle()) == ("-", "--")

@@ -21,6 +21,7 @@ __all__ = ["allreduce", "app", "chunks"]
 app = typer.Typer(help="Measure collectives on this machine or cluster.", no_args_is_help=True)
 
 _DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+_MAX_IMPORTED = 6  # curves beside the measured ones, before a chart becomes a thicket
 _DEFAULT_CHUNK_ELEMENTS = (10**4, 3 * 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7)
 
 # Flags that several verbs share have one name and one meaning.
@@ -130,8 +131,9 @@ def _report_collectives(session: Session, run: Run, theirs: Sequence[CollectiveR
     if theirs:
         folder.write("comparison.md", tables.render_markdown(tables.compare_table, pairs))
     subtitle = f"{describe_machine()}; {records[0].dtype}, {records[0].op}"
+    drawn = [*records, *_choose_drawn(records, theirs)]
     for name, plot in (("time", plots.plot_time), ("bandwidth", plots.plot_bandwidth)):
-        figure = plot([*records, *(there for _, there in pairs if there is not None)], subtitle)
+        figure = plot(drawn, subtitle)
         folder.write(f"{name}.png", plots.render_png(figure))
         folder.write(f"{name}.svg", plots.render_svg(figure))
 
@@ -186,6 +188,14 @@ def _fit_line(record: CollectiveRecord, fit: AlphaBeta) -> str:
         f"{format_rate(fit.beta_bytes_per_s)} GB/s, off by at most {fit.max_rel_residual:.0%} "
         f"from {format_bytes(fit.min_bytes)} to {format_bytes(fit.max_bytes)}"
     )
+
+
+def _choose_drawn(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:
+    """The imported curves that a chart can hold: all of a few, else those of a backend and ranks that we measured."""
+    if len({(record.backend, record.device, record.world_size, record.note) for record in theirs}) <= _MAX_IMPORTED:
+        return theirs
+    known = {(record.backend, record.world_size) for record in ours}
+    return [record for record in theirs if (record.backend, record.world_size) in known]
 
 
 def _pair_up(

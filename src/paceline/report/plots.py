@@ -35,10 +35,13 @@ def _new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
 def _label_sizes(axes: Axes, sizes: Sequence[int]) -> None:
     """Sizes under the axis as people write them, and only the sizes that were measured."""
     axes.set_xscale("log")
-    shown = sorted(set(sizes))
-    step = -(-len(shown) // 10)
-    # Neighbours closer than a tenth of the axis would print over each other.
-    axes.set_xticks(shown[::step], [format_bytes(size) for size in shown[::step]])
+    least, most = min(sizes), max(sizes)
+    apart = max(1.3, (most / least) ** (1 / 14))  # closer neighbours would print over each other
+    shown: list[int] = []
+    for size in sorted(set(sizes)):
+        if not shown or size >= shown[-1] * apart:
+            shown.append(size)
+    axes.set_xticks(shown, [format_bytes(size) for size in shown])
     axes.set_xticks([], minor=True)
     axes.tick_params(axis="x", labelsize=8.5, rotation=30 if len(shown) > 7 else 0)
 
@@ -57,15 +60,16 @@ def _draw(
     y: Callable[[Any, float], float],
 ) -> None:
     """One line per backend, number of ranks and source, with a band from p10 to p90 where there are samples."""
-    backends = list(dict.fromkeys((r.backend, r.device) for r in records))
+    backends = list(dict.fromkeys((r.backend, r.device, r.note) for r in records))
     counts = sorted({r.world_size for r in records})
     for (backend, device, n, source, note), rows in sorted(_series(records).items()):
         rows = sorted(rows, key=x)
         # One backend alone: colours tell the ranks apart; several: colours are backends, and markers the ranks.
-        index = counts.index(n) if len(backends) == 1 else backends.index((backend, device))
+        index = counts.index(n) if len(backends) == 1 else backends.index((backend, device, note))
         color, marker = _COLORS[index % len(_COLORS)], _MARKERS[counts.index(n) % len(_MARKERS)]
-        where = f" {device}" if len({d for b, d in backends if b == backend}) > 1 else ""
-        label = f"{backend}{where}, {n} rank{'s' if n > 1 else ''} ({source}{': ' + note if note else ''})"
+        where = f" {device}" if len({d for b, d, _ in backends if b == backend}) > 1 else ""
+        kind = source if rows[0].timing.statistic == "median" else f"{source}, {rows[0].timing.statistic}"
+        label = f"{backend}{where}, {n} rank{'s' if n > 1 else ''} ({kind}{': ' + note if note else ''})"
         style = "-" if source == "measured" else "--"
         xs = [x(r) for r in rows]
         axes.plot(xs, [y(r, r.time_s) for r in rows], style, color=color, marker=marker, ms=5, lw=1.6, label=label)
