@@ -16,6 +16,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_duration",
+    "format_memory",
     "format_ms",
     "format_rate",
     "parse_counts",
@@ -78,6 +79,8 @@ def size_range(first_bytes: int, last_bytes: int, factor: float, multiple: int =
         )
     if not factor > 1 or not math.isfinite(factor):
         raise ConfigError(f"the factor of a range of sizes is {factor:g}: it must be above 1")
+    if math.log(last_bytes / first_bytes) > 1000 * math.log(factor):
+        raise ConfigError(f"the factor of a range of sizes is {factor:g}: that makes more than 1000 sizes")
     sizes: list[int] = []
     size = float(first_bytes)
     while round(size) <= last_bytes:
@@ -103,6 +106,11 @@ def format_bytes(num_bytes: float) -> str:
             value = num_bytes / scale
             return f"{value:.0f} {unit}" if value == int(value) else f"{value:.2f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def format_memory(num_bytes: float) -> str:
+    """An amount of memory for people, in GiB."""
+    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def format_count(count: int) -> str:

@@ -1,5 +1,7 @@
 """Tables of others become records and tables again, and broken files are named with their line."""
 
+import dataclasses
+
 import pytest
 
 from paceline.errors import RecordError
@@ -97,7 +99,14 @@ def test_a_run_keeps_its_source_and_gives_its_collectives_only(tmp_path, build_c
     record = build_collective()
     layer = LayerSizeRecord(layer="a", num_params=1)
     save_run(Run("bench", {}, build_environment(), (record, layer)), tmp_path / "run.json")
-    assert load_table(tmp_path) == load_table(tmp_path / "run.json") == [record]
+    named = dataclasses.replace(record, note=tmp_path.name)  # so that a chart does not join two runs
+    assert load_table(tmp_path) == load_table(tmp_path / "run.json") == [named]
+
+
+def test_a_run_without_a_collective_is_refused(tmp_path, build_environment):
+    save_run(Run("bench", {}, build_environment(), (LayerSizeRecord(layer="a", num_params=1),)), tmp_path / "run.json")
+    with pytest.raises(RecordError, match="no record of a collective"):
+        load_table(tmp_path)
 
 
 def test_our_own_table_csv_is_imported(write, build_collective, build_samples):

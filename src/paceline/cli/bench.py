@@ -101,6 +101,8 @@ def allreduce(
     )  # fmt: skip
     settings.check()
     theirs = load_table(compare) if compare is not None else []
+    if theirs and not any(record.collective == collective for record in theirs):
+        raise ConfigError(f"{compare} holds {theirs[0].collective} and no {collective}: nothing to compare")
 
     def load() -> Callable[..., Any]:
         from paceline.measure.collectives import measure_collectives
@@ -108,12 +110,27 @@ def allreduce(
         return measure_collectives
 
     def report(session: Session, run: Run) -> None:
-        _report_collectives(session, run, theirs, json)
+        warnings = [*run.warnings, *(_find_differences(run, compare) if compare is not None else ())]
+        _report_collectives(session, run, theirs, warnings, json)
 
     raise typer.Exit(run_measurement("bench allreduce", settings, out, strict, load, report))
 
 
-def _report_collectives(session: Session, run: Run, theirs: Sequence[CollectiveRecord], json: bool) -> None:
+def _find_differences(run: Run, compare: Path) -> list[str]:
+    """What makes this run and the compared one incomparable; a table that is no run does not say."""
+    from paceline.records import load_run
+
+    if not (compare.is_dir() or compare.suffix == ".json"):
+        return []
+    return [
+        f"compared with another {difference}"
+        for difference in run.environment.differences(load_run(compare).environment)
+    ]
+
+
+def _report_collectives(
+    session: Session, run: Run, theirs: Sequence[CollectiveRecord], warnings: Sequence[str], json: bool
+) -> None:
     from paceline.cli.session import describe_machine, print_json, stdout
     from paceline.predict.costs import fit_collectives
     from paceline.records.exchange import export_allreduce_times
@@ -142,7 +159,7 @@ def _report_collectives(session: Session, run: Run, theirs: Sequence[CollectiveR
             "rows": rows,
             "fits": [_fit_row(*fit) for fit in fits],
             "run": str(folder.path),
-            "warnings": list(run.warnings),
+            "warnings": list(warnings),
         }
         if theirs:
             document["comparison"] = [
@@ -160,8 +177,8 @@ def _report_collectives(session: Session, run: Run, theirs: Sequence[CollectiveR
         console.print(_fit_line(record, fit))
     if theirs:
         console.print()
-        console.print(tables.render_terminal(tables.compare_table, pairs, "beside the imported table", console.width))
-    session.print_closing(run)
+        console.print(tables.render_terminal(tables.compare_table, pairs, "beside the other table", console.width))
+    session.print_closing(warnings)
 
 
 def _fit_row(record: CollectiveRecord, fit: AlphaBeta) -> dict[str, Any]:
@@ -183,9 +200,12 @@ def _fit_line(record: CollectiveRecord, fit: AlphaBeta) -> str:
     from paceline.units import format_bytes, format_duration, format_rate
 
     n = record.world_size
+    check = (
+        f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "through two sizes, so unchecked,"
+    )
     return (
         f"fit: {record.backend}, {n} rank{'s' if n > 1 else ''}: time = {format_duration(fit.alpha_s)} + size / "
-        f"{format_rate(fit.beta_bytes_per_s)} GB/s, off by at most {fit.max_rel_residual:.0%} "
+        f"{format_rate(fit.beta_bytes_per_s)} GB/s, {check} "
         f"from {format_bytes(fit.min_bytes)} to {format_bytes(fit.max_bytes)}"
     )
 
@@ -201,18 +221,26 @@ def _choose_drawn(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveR
 def _pair_up(
     ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]
 ) -> list[tuple[CollectiveRecord | None, CollectiveRecord | None]]:
-    """Rows of the same backend, ranks and size side by side; rows of one table alone come after their kin."""
+    """Rows that measure the same thing side by side; rows of one table alone stand among their kin."""
 
-    def label(record: CollectiveRecord) -> tuple[str, int, int]:
-        return record.backend, record.world_size, record.num_bytes
+    def is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
+        # What an imported table does not say ("unknown") is taken to agree.
+        same_type = here.dtype == there.dtype or "unknown" in (here.dtype, there.dtype)
+        exact = ("collective", "backend", "device", "world_size", "num_bytes", "op")
+        return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
 
     pairs: list[tuple[CollectiveRecord | None, CollectiveRecord | None]] = []
     for here in ours:
-        matches = [there for there in theirs if label(there) == label(here)]
+        matches = [there for there in theirs if is_same(here, there)]
         pairs += [(here, there) for there in matches] or [(here, None)]
-    known = {label(record) for record in ours}
-    pairs += [(None, there) for there in theirs if label(there) not in known]
-    return sorted(pairs, key=lambda pair: label(pair[0] or pair[1]))  # type: ignore[arg-type]
+    pairs += [(None, there) for there in theirs if not any(is_same(here, there) for here in ours)]
+
+    def place(pair: tuple[CollectiveRecord | None, CollectiveRecord | None]) -> tuple[str, int, int]:
+        record = pair[0] or pair[1]
+        assert record is not None
+        return record.backend, record.world_size, record.num_bytes
+
+    return sorted(pairs, key=place)
 
 
 @app.command()
@@ -278,4 +306,4 @@ def _report_chunks(session: Session, run: Run, json: bool) -> None:
     console = stdout()
     title = f"{format_bytes(records[0].total_bytes)} in chunks"
     console.print(tables.render_terminal(tables.chunk_table, records, title, console.width))
-    session.print_closing(run)
+    session.print_closing(run.warnings)

@@ -22,9 +22,9 @@ from paceline.measure.settings import GroupSettings, Progress
 from paceline.records import Environment, Record, Run, RunFolder, capture_environment
 from paceline.records.trust import NOISY, Doubt, find_doubts
 from paceline.runtime.environment import Place, is_launched, read_place
-from paceline.runtime.launch import RankPool
+from paceline.runtime.launch import RankPool, defer_signals
 from paceline.runtime.worker import listen
-from paceline.units import GB
+from paceline.units import format_memory
 
 if TYPE_CHECKING:
     from paceline.measure.engine import Measured
@@ -51,7 +51,8 @@ def print_json(document: dict[str, Any]) -> None:
 
 def describe_machine() -> str:
     """The machine in a few words, for the subtitle of a picture."""
-    return f"{machine.cpu_name()}, {machine.count_cores()} cores, {machine.total_memory_bytes() / GB:.0f} GB"
+    memory = format_memory(machine.total_memory_bytes())
+    return f"{machine.cpu_name()}, {machine.count_cores()} cores, {memory}"
 
 
 @dataclasses.dataclass
@@ -89,12 +90,16 @@ class Session:
                 else:
                     with RankPool(max(self.settings.ranks)) as pool:
                         pool.start()
-                        answers = pool.run(load(), (self.settings,), on_message=lambda rank, message: hear(message))
+                        with defer_signals():
+                            function = load()
+                        answers = pool.run(function, (self.settings,), on_message=lambda rank, message: hear(message))
                         measured = answers[0]
-            except BaseException:
+            except BaseException as error:
                 if finished and self.folder is not None:
                     self.folder.save(self._build_run(finished, before, complete=False)[0])
                     stderr().print(f"paceline: broken off; {len(finished)} finished records are in {self.folder.path}")
+                elif self.is_leader and isinstance(error, KeyboardInterrupt | SystemExit):
+                    stderr().print("paceline: broken off before the first result")
                 raise
         environment = dataclasses.replace(before, details=measured.details)
         return self._build_run(measured.records, environment, complete=True)
@@ -107,10 +112,10 @@ class Session:
         warnings = (*self.notes, *(doubt.text for doubt in doubts))
         return Run(self.verb, config, environment, tuple(records), warnings, complete), doubts
 
-    def print_closing(self, run: Run) -> None:
+    def print_closing(self, warnings: Sequence[str]) -> None:
         """What comes under the table for people: warnings, and where everything is."""
         console = stdout()
-        for warning in run.warnings:
+        for warning in warnings:
             console.print(f"[yellow]warning:[/] {rich.markup.escape(warning)}")
         if self.folder is not None:
             console.print(f"run: {self.folder.path}")
@@ -141,6 +146,8 @@ def run_measurement(
 def _open_session(verb: str, settings: Any, out: Path) -> Iterator[Session]:
     """Check the settings against this host or the launched world, and make the run's folder, before any work."""
     place = read_place() if is_launched() else None
+    if place is not None and place.world_size == 1 and max(settings.ranks) > 1:
+        place = None  # a shell inside a batch job, say: nobody else to join, so start the ranks here
     notes: list[str] = []
     if place is not None:
         settings, notes = _narrow_to_world(settings, place)
@@ -148,6 +155,7 @@ def _open_session(verb: str, settings: Any, out: Path) -> Iterator[Session]:
     local_ranks = max(settings.ranks) if place is None else (place.local_world_size or 1)
     settings.check_host(local_ranks)
     if place is not None and place.rank > 0:
+        RunFolder.check(out)  # here too: if rank 0 cannot write, the others must not wait for it
         yield Session(verb, settings, place, None, notes)
         return
     with RunFolder.create(out, verb) as folder:

@@ -24,7 +24,7 @@ from paceline.measure.settings import CollectiveSettings
 from paceline.records import CollectiveRecord
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import run_ranks
-from paceline.units import MIB, format_bytes, format_duration, format_rate
+from paceline.units import MIB, format_duration, format_memory, format_rate
 
 __all__ = ["Check", "check_health"]
 
@@ -77,7 +77,7 @@ def _check_cores() -> Check:
 
 def _check_memory() -> Check:
     free, total = machine.available_memory_bytes(), machine.total_memory_bytes()
-    found = f"{free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    found = f"{format_memory(free)} free of {format_memory(total)}"
     if free < 1.5 * 2**30:
         return Check(
             "memory",
@@ -92,7 +92,7 @@ def _check_shm() -> Check:
     if not os.path.isdir("/dev/shm"):
         return Check("/dev/shm", "warn", "missing", "data loaders with workers need it: mount a tmpfs there")
     usage = shutil.disk_usage("/dev/shm")
-    found = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}"
+    found = f"{format_memory(usage.free)} free of {format_memory(usage.total)}"
     if usage.free < 256 * MIB:
         return Check(
             "/dev/shm",
@@ -220,8 +220,8 @@ def _check_allreduce(backend: str, ranks: int, name: str) -> Check:
 
     settings = CollectiveSettings(backends=(backend,), ranks=(ranks,), sizes=(MIB,), iters=10, warmup=2)
     advice = "run again with --debug, and see docs/measuring.md"
-    if is_launched():
-        return Check(name, "ok", "left out: inside a launched world, run doctor without the launcher for it")
+    if is_launched() and read_place().world_size > 1:
+        return Check(name, "warn", "not run inside a launched world", "run doctor once more without the launcher")
     try:
         settings.check()
         record = run_ranks(measure_collectives, ranks, (settings,), timeout_s=90)[0].records[0]

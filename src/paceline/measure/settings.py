@@ -143,9 +143,9 @@ class CollectiveSettings(GroupSettings):
 
     @property
     def bytes_per_rank(self) -> int:
-        """The most memory that one rank holds: one vector in place, or a vector and a share of it."""
-        share = 0 if self.collective in ("all_reduce", "broadcast") else max(self.sizes) // min(self.ranks)
-        return max(self.sizes) + share
+        """One vector in place; for all_gather and reduce_scatter also a share, and gloo's own copy of both."""
+        in_place = self.collective in ("all_reduce", "broadcast")
+        return max(self.sizes) if in_place else 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

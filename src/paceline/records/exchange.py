@@ -11,13 +11,14 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, RecordError
 from paceline.records.kinds import CollectiveRecord, LayerSizeRecord, LayerTimeRecord, Record
 from paceline.records.samples import Samples, Summary
-from paceline.records.store import load_run
+from paceline.records.store import RUN_FILE, load_run
 from paceline.units import parse_size
 
 __all__ = [
@@ -141,7 +142,12 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
     """
     path = Path(path)
     if path.is_dir() or path.suffix == ".json":
-        return [record for record in load_run(path).records if isinstance(record, CollectiveRecord)]
+        # Named, so that a chart does not join the curves of two runs.
+        name = path.resolve().parent.name if path.name == RUN_FILE else path.resolve().name
+        found = [replace(r, note=r.note or name) for r in load_run(path).records if isinstance(r, CollectiveRecord)]
+        if not found:
+            raise RecordError(f"{path} holds no record of a collective")
+        return found
     if path.suffix.lower() in (".md", ".txt", ".markdown"):
         return _load_markdown(path)
     header, rows = _read_rows(path)

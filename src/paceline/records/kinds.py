@@ -205,6 +205,11 @@ def _build(cls: type, values: dict[str, Any]) -> Any:
     unknown = sorted(set(values) - known)
     if unknown:
         raise RecordError(f"{cls.__name__} has no field {', '.join(unknown)}")
+    plain = {"str": str, "int": int}
+    for field in dataclasses.fields(cls):
+        kind = plain.get(str(field.type))
+        if kind is not None and field.name in values and type(values[field.name]) is not kind:
+            raise RecordError(f"{cls.__name__}.{field.name} is {values[field.name]!r}, and must be {kind.__name__}")
     try:
         return cls(**values)
     except TypeError as error:

@@ -137,6 +137,17 @@ class RunFolder:
             if not any(path.iterdir()):
                 shutil.rmtree(path)
 
+    @staticmethod
+    def check(out: str | Path) -> None:
+        """Refuse a place where `create` could not make a folder; makes nothing."""
+        place = Path(out).absolute()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise _cannot_write(out, os.strerror(errno.ENOTDIR))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise _cannot_write(out, os.strerror(errno.EACCES))
+
     def save(self, run: Run) -> Path:
         save_run(run, self.path / RUN_FILE)
         return self.path / RUN_FILE
@@ -144,6 +155,10 @@ class RunFolder:
     def write(self, name: str, content: str | bytes) -> Path:
         write_new(self.path / name, content)
         return self.path / name
+
+
+def _cannot_write(out: str | Path, reason: str) -> ConfigError:
+    return ConfigError(f"cannot write results to {out}: {reason}; choose another folder with --out")
 
 
 def _make_new_folder(out: Path, name: str) -> Path:
@@ -155,7 +170,5 @@ def _make_new_folder(out: Path, name: str) -> Path:
                 path.mkdir()
                 return path
     except OSError as error:
-        raise ConfigError(
-            f"cannot write results to {out}: {error.strerror}; choose another folder with --out"
-        ) from None
+        raise _cannot_write(out, str(error.strerror)) from None
     raise ConfigError(f"{out} already has 999 runs named {name}: choose another folder with --out")

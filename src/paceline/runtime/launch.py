@@ -11,6 +11,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import secrets
 import signal
 import sys
 import threading
@@ -24,8 +25,9 @@ from typing import Any
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.runtime.worker import Failure, serve_jobs
+from paceline.units import format_memory
 
-__all__ = ["RANK_BYTES", "RankPool", "check_rank_count", "run_ranks"]
+__all__ = ["RANK_BYTES", "RankPool", "check_rank_count", "defer_signals", "run_ranks"]
 
 # What a rank takes before it allocates anything: the interpreter and torch (measured: 190 MB on CPU).
 RANK_BYTES = 200 * 2**20
@@ -44,7 +46,7 @@ def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
     each, have = RANK_BYTES + bytes_per_rank, machine.available_memory_bytes()
     if num_ranks * each > have:
         raise ConfigError(
-            f"{num_ranks} ranks need about {num_ranks * each / 2**30:.1f} GiB of memory and {have / 2**30:.1f} GiB "
+            f"{num_ranks} ranks need about {format_memory(num_ranks * each)} of memory and {format_memory(have)} "
             f"are free: use fewer ranks or smaller sizes (at most {have // each} ranks of this size)"
         )
 
@@ -101,11 +103,13 @@ class RankPool:
             try:
                 self._start(num_ranks)
                 # Imported late: the ranks start importing torch while this process does.
-                from paceline.runtime.rendezvous import serve_local_store
+                with defer_signals():
+                    from paceline.runtime.rendezvous import serve_local_store
 
                 store = serve_local_store()
+                job_id = secrets.token_hex(8)
                 for rank in range(num_ranks):
-                    variables = _rank_variables(rank, num_ranks, store.port)
+                    variables = _rank_variables(rank, num_ranks, store.port, job_id)
                     with contextlib.suppress(OSError):  # a rank that died already is found by _collect
                         self._ranks[rank].link.send_bytes(pickle.dumps((list(sys.path), variables, job)))
                 return self._collect(num_ranks, timeout_s, on_message)
@@ -143,8 +147,16 @@ class RankPool:
         for rank in range(len(self._ranks), num_ranks):
             link, far_link = spawn.Pipe()
             stacks, far_stacks = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=serve_jobs, args=(rank, far_link, far_stacks), name=f"paceline-rank-{rank}")
-            process.start()
+            by_main_thread = threading.current_thread() is threading.main_thread()
+            process = spawn.Process(
+                target=serve_jobs, args=(rank, far_link, far_stacks, by_main_thread), name=f"paceline-rank-{rank}"
+            )
+            # Blocked across the start and inherited: a Ctrl-C now must not end the rank with a page of its own.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             far_link.close()
             far_stacks.close()
             self._ranks.append(_Rank(process, link, stacks))
@@ -205,7 +217,7 @@ class RankPool:
         if code < 0:
             names = {known.value: known.name for known in signal.Signals}
             summary = f"was killed by {names.get(-code, f'signal {-code}')}"
-            summary += " (out of memory?)" if code == -signal.SIGKILL else ""
+            summary += " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
         else:
             summary = f"exited with code {code}"
             if not self._ranks[rank].was_heard:
@@ -264,6 +276,8 @@ def run_ranks(
 
 
 def _pickle_job(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ConfigError(f"{fn.__qualname__} is typed in, and ranks cannot import it: put it into a file")
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -274,7 +288,7 @@ def _pickle_job(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
         ) from None
 
 
-def _rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def _rank_variables(rank: int, num_ranks: int, port: int, job_id: str) -> dict[str, str]:
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -284,6 +298,7 @@ def _rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "PACELINE_LAUNCHER": "paceline",
+        "PACELINE_JOB": job_id,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
     }
     loopback = machine.loopback_interface()
@@ -291,6 +306,29 @@ def _rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         # Left alone, gloo resolves the host's name, which on a laptop may be unreachable or nobody's.
         variables["GLOO_SOCKET_IFNAME"] = loopback
     return variables
+
+
+@contextlib.contextmanager
+def defer_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait for the end of the block, for imports: torch's own does not survive an interrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for came_number, frame in came[:1]:
+        then = before[signal.Signals(came_number)]
+        if callable(then):
+            then(came_number, frame)
+        elif then == signal.SIG_DFL:
+            raise SystemExit(128 + came_number)
 
 
 @contextlib.contextmanager

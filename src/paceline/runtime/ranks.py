@@ -44,15 +44,24 @@ def _local_rank() -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The group of exactly the mesh's ranks; a mesh of several true dimensions has one only if it is the world."""
     long = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     if len(long) <= 1:
         return mesh.get_group(long[0] if long else 0)
     if sorted(mesh.mesh.flatten().tolist()) == list(range(dist.get_world_size())):
-        world = dist.group.WORLD
-        assert world is not None
-        return world
+        return dist.group.WORLD
+    return None
+
+
+def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if dist.get_rank() not in mesh.mesh.flatten().tolist():
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not part of the mesh {mesh.mesh.tolist()}, so it has no group there"
+        )
+    group = _find_group(mesh)
+    if group is not None:
+        return group
     names = mesh.mesh_dim_names or (0,)
     raise ConfigError(
         f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole: "
@@ -68,7 +77,12 @@ def ranks(mesh: DeviceMesh | None = None) -> Ranks:
     if mesh is None:
         return Ranks(global_rank, dist.get_world_size(), global_rank, _local_rank())
     members = mesh.mesh.flatten().tolist()
-    rank = members.index(global_rank) if global_rank in members else -1
+    if global_rank not in members:
+        rank = -1
+    elif (group := _find_group(mesh)) is not None:
+        rank = dist.get_rank(group)  # as collectives count, whatever the order in which the mesh was written
+    else:
+        rank = members.index(global_rank)
     return Ranks(rank, len(members), global_rank, _local_rank())
 
 

@@ -5,10 +5,12 @@ Every wait has an end and names who is missing. Process groups are made elsewher
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
 import platform
+import secrets
 import socket
 import tempfile
 import time
@@ -23,15 +25,43 @@ import torch.distributed as dist
 from paceline.errors import ConfigError, LaunchError
 from paceline.runtime.environment import Place
 
-__all__ = ["Meeting", "agree_on_backend", "call_roll", "find_host_id", "open_store", "serve_local_store"]
+__all__ = ["agree_on_backend", "call_roll", "find_host_id", "leave_all", "meet", "serve_local_store"]
 
 
 @dataclass
-class Meeting:
-    """An open store and what must be done to leave it."""
+class _Place:
+    """An open store and what must be done to leave it, kept for as long as this process may meet there again."""
 
     store: dist.Store
     leave: Callable[[], None] = lambda: None
+    num_meetings: int = 0
+
+
+# By where, and in which job. A second world at the same place reuses the store under a prefix of its own: the keys of
+# the first are still there, and a store that rank 0 closed and opened again could be mistaken for its old self.
+_places: dict[tuple[str, ...], _Place] = {}
+
+
+def meet(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
+    """The store of this meeting. `rendezvous` is `env://`, `tcp://HOST:PORT` or `file:///PATH`.
+
+    Collective: every rank must call this, the n-th time for the n-th meeting at a place.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = (rendezvous, str(place.master_addr), str(place.master_port), os.environ.get("PACELINE_JOB", ""), attempt)
+    if key not in _places:
+        _places[key] = _open_store(rendezvous, place, timeout_s)
+        atexit.register(leave_all)
+    found = _places[key]
+    found.num_meetings += 1
+    return dist.PrefixStore(f"paceline/{attempt}/{found.num_meetings}", found.store)
+
+
+def leave_all() -> None:
+    """Close every store that this process met on, and take the files away; does nothing the second time."""
+    atexit.unregister(leave_all)
+    while _places:
+        _places.popitem()[1].leave()
 
 
 def serve_local_store() -> dist.TCPStore:
@@ -43,12 +73,11 @@ def serve_local_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def open_store(rendezvous: str, place: Place, timeout_s: float) -> Meeting:
-    """The store that all ranks of the world share. `rendezvous` is `env://`, `tcp://HOST:PORT` or `file:///PATH`."""
+def _open_store(rendezvous: str, place: Place, timeout_s: float) -> _Place:
     url = urlparse(rendezvous)
     if url.scheme == "env":
         if place.world_size == 1 and place.master_addr is None:
-            return Meeting(dist.HashStore())
+            return _Place(dist.HashStore())
         if place.master_addr is None or place.master_port is None:
             missing = "MASTER_ADDR" if place.master_addr is None else "MASTER_PORT"
             raise ConfigError(
@@ -69,11 +98,13 @@ def open_store(rendezvous: str, place: Place, timeout_s: float) -> Meeting:
     if url.scheme == "file":
         if not url.path or url.netloc:
             raise ConfigError(f"rendezvous {rendezvous!r} lacks an absolute path: write file:///PATH")
+        if url.fragment or url.query or Path(url.path).is_dir():
+            raise ConfigError(f"rendezvous {rendezvous!r} names no file: write file:///PATH without # and ?")
         return _open_file(Path(url.path), place, timeout_s)
     raise ConfigError(f"rendezvous {rendezvous!r} is unknown: use env://, tcp://HOST:PORT or file:///PATH")
 
 
-def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> Meeting:
+def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> _Place:
     if not serve:
         _wait_for_listener(host, port, place, timeout_s)
     try:
@@ -94,7 +125,7 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
                 "or start with `torchrun --standalone`, which finds a free one"
             ) from None
         raise LaunchError(f"rank {place.rank} could not open the store at {host}:{port}: {text}") from None
-    return Meeting(store)
+    return _Place(store)
 
 
 def _wait_for_listener(host: str, port: int, place: Place, timeout_s: float) -> None:
@@ -116,77 +147,75 @@ def _wait_for_listener(host: str, port: int, place: Place, timeout_s: float) -> 
     )
 
 
-def _open_file(path: Path, place: Place, timeout_s: float) -> Meeting:
-    """A store in a file. Rank 0 owns it by a lock that dies with the process, so a stale file shows at once."""
-    owner = path.with_name(path.name + ".owner")
+def _open_file(path: Path, place: Place, timeout_s: float) -> _Place:
+    """A store in a file beside `path`. Rank 0 owns `path` by a lock that dies with it, so a stale one shows at once."""
     deadline = time.monotonic() + timeout_s
-    held = -1
     if place.rank == 0:
-        if path.exists():
-            raise _stale(path)
-        held = _claim(owner, path)
+        token, held = _claim(path)
     else:
-        while not _is_claimed(owner, path):
+        held = -1
+        while not (token := _read_claim(path)):
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"rank {place.rank} of {place.world_size} waited {timeout_s:g} s for rank 0 to open {path}: "
                     "is rank 0 running, and does it see the same file system?"
                 )
             time.sleep(0.02)
-    store = dist.FileStore(str(path), place.world_size)
+    # A name of its own for every claim: what a late rank still does to an old store cannot touch a new one.
+    file = path.with_name(f"{path.name}.{token}")
+    store = dist.FileStore(str(file), place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
 
     def leave() -> None:
         if held >= 0:
-            for name in (path, owner):
+            for name in (file, path):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name)
             os.close(held)
 
-    return Meeting(store, leave)
+    return _Place(store, leave)
 
 
 def _stale(path: Path) -> LaunchError:
     return LaunchError(
-        f"{path} is left over from an earlier run, or in use by another: remove {path} and {path}.owner "
-        "or meet at a new path"
+        f"{path} is left over from an earlier run, or in use by another: remove it and {path}.* or meet at a new path"
     )
 
 
-def _claim(owner: Path, path: Path) -> int:
-    """Create the owner file already locked, so that nobody ever sees it unlocked while its rank lives."""
+def _claim(path: Path) -> tuple[str, int]:
+    """Create the file already locked, so that nobody ever sees it unlocked while its rank lives."""
+    token = secrets.token_hex(4)
     try:
-        handle, temporary = tempfile.mkstemp(dir=owner.parent, prefix=f".{owner.name}.")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise ConfigError(f"cannot create {path}: {error.strerror}; choose another path for rendezvous") from None
     fcntl.flock(handle, fcntl.LOCK_EX)
+    os.write(handle, token.encode())
     try:
-        os.link(temporary, owner)
+        os.link(temporary, path)
     except FileExistsError:
         os.close(handle)
         raise _stale(path) from None
     finally:
         os.unlink(temporary)
-    return handle
+    return token, handle
 
 
-def _is_claimed(owner: Path, path: Path) -> bool:
-    """Whether a living rank 0 holds the file; raises at once when a dead one left it."""
+def _read_claim(path: Path) -> str:
+    """The token of a living rank 0, or nothing while there is no file; raises at once when a dead one left it."""
     try:
-        handle = os.open(owner, os.O_RDWR)
+        handle = os.open(path, os.O_RDWR)
     except FileNotFoundError:
-        if path.exists() and not owner.exists():
-            raise _stale(path) from None
-        return False
+        return ""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        return os.read(handle, 100).decode(errors="replace")
     finally:
         os.close(handle)
-    if owner.exists():
+    if path.exists():
         raise _stale(path)
-    return False  # it was removed by a run that ended just now
+    return ""  # it was removed by a run that ended just now
 
 
 def find_host_id() -> str:
@@ -207,6 +236,13 @@ def call_roll(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
             "(under Slurm: `srun`, not a bare call in the batch script)"
         )
 
+    if store.add(f"seat/{place.rank}", 1) > 1:
+        raise LaunchError(f"two processes call themselves rank {place.rank} of {place.world_size}: see RANK")
+    if place.rank == 0:
+        store.set("size", str(place.world_size))
+    if place.rank > 0 and store.check(["size"]) and store.get("size") != str(place.world_size).encode():
+        size = store.get("size").decode()
+        raise LaunchError(f"rank {place.rank} has WORLD_SIZE {place.world_size} and rank 0 has {size}: they must agree")
     return _exchange(store, place, "here", find_host_id(), timeout_s, explain)
 
 
@@ -235,8 +271,8 @@ def _exchange(
     store: dist.Store, place: Place, topic: str, mine: str, timeout_s: float, explain: Callable[[str], str]
 ) -> list[str]:
     """Every rank's text, in rank order, over the store alone; `explain` words the error about missing ranks."""
-    store.set(f"paceline/{topic}/{place.rank}", mine)
-    keys = [f"paceline/{topic}/{rank}" for rank in range(place.world_size)]
+    store.set(f"{topic}/{place.rank}", mine)
+    keys = [f"{topic}/{rank}" for rank in range(place.world_size)]
     deadline, pause_s = time.monotonic() + timeout_s, 0.005
     # Polled: `wait` would log a page of its own on a time-out, and cannot say which key is missing.
     while not store.check(keys):

@@ -45,11 +45,7 @@ class Failure:
     summary: str
     trace: str = ""
     error: PacelineError | None = None
-
-    @property
-    def is_secondary(self) -> bool:
-        """Whether it only says that a peer failed."""
-        return any(text in self.summary for text in _SECONDARY)
+    is_secondary: bool = False  # it only says that a peer failed
 
 
 _link: Connection | None = None
@@ -83,11 +79,12 @@ def _answer(kind: str, content: Any) -> None:
         _link.send_bytes(data)
 
 
-def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
+def serve_jobs(rank: int, link: Connection, stacks: Connection, by_main_thread: bool) -> None:
     """The life of a rank: take a job, answer with a value or a failure, wait for the next."""
     global _link
-    _die_with_parent()
+    _die_with_parent(by_main_thread)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked while this process started
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     _link = link
     import torch.distributed  # noqa: F401  what makes a rank warm
@@ -119,11 +116,13 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
 def _close_groups() -> None:
     import torch.distributed as dist
 
+    from paceline.runtime.rendezvous import leave_all
     from paceline.runtime.world import shutdown
 
     shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
+    leave_all()
 
 
 def _describe_failure(rank: int, error: BaseException) -> Failure:
@@ -135,15 +134,23 @@ def _describe_failure(rank: int, error: BaseException) -> Failure:
         pickle.loads(pickle.dumps(ours))
     except Exception:
         ours = None
-    return Failure(rank, time.monotonic(), summary, trace, ours)
+    # The user's own words may sound alike; what torch says of a lost peer names its source.
+    from_torch = isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("gloo", "c10d", "NCCL", "Store")
+    )
+    secondary = from_torch and any(word in str(error) for word in _SECONDARY)
+    return Failure(rank, time.monotonic(), summary, trace, ours, secondary)
 
 
-def _die_with_parent() -> None:
-    """End this process when its parent ends, however it ends (SIGKILL too)."""
+def _die_with_parent(by_main_thread: bool) -> None:
+    """End this process when its parent ends, however it ends (SIGKILL too).
+
+    The kernel's death signal follows the *thread* that started this process: it serves only if that was the main one.
+    """
     parent = multiprocessing.parent_process()
     try:
         set_death_signal = 1  # PR_SET_PDEATHSIG
-        if ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0) == 0:
+        if by_main_thread and ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0) == 0:
             if parent is not None and not parent.is_alive():  # it died before the kernel was told
                 os._exit(1)
             return

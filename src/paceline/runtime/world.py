@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,9 +21,13 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.rendezvous import Meeting, agree_on_backend, call_roll, open_store
+from paceline.runtime.rendezvous import agree_on_backend, call_roll, meet
 
 __all__ = ["World", "check_backend", "current_world", "init", "shutdown"]
+
+
+# How long a failed rank waits for its groups to go.
+_DESTROY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class World:
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, over the control group. Collective: every rank must call this."""
+        if _open is not self:
+            raise LaunchError("this world is closed")
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -57,7 +64,7 @@ class World:
 
     def close(self) -> None:
         """Destroy the process groups; does nothing the second time."""
-        if _open is not None and _open.world is self:
+        if _open is self:
             shutdown()
 
     def __enter__(self) -> World:
@@ -66,22 +73,16 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _open is not None and _open.world is self:
+        if _open is self:
             _destroy(failed=error is not None)
 
 
-@dataclass
-class _Open:
-    world: World
-    meeting: Meeting
-
-
-_open: _Open | None = None
+_open: World | None = None
 
 
 def current_world() -> World | None:
     """The world that `init` opened in this process, if it is open."""
-    return _open.world if _open else None
+    return _open
 
 
 def _print_on_stderr(line: str) -> None:
@@ -118,9 +119,13 @@ def init(
         )
     place = _settle_place(rank, world_size)
     _check_backend_text(backend)
-    meeting = open_store(rendezvous, place, rendezvous_timeout_s)
+    if timeout_s <= 0 or rendezvous_timeout_s <= 0:
+        raise ConfigError(
+            f"timeout_s={timeout_s} and rendezvous_timeout_s={rendezvous_timeout_s}: both must be above 0"
+        )
+    store = meet(rendezvous, place, rendezvous_timeout_s)
     try:
-        hosts = call_roll(meeting.store, place, rendezvous_timeout_s)
+        hosts = call_roll(store, place, rendezvous_timeout_s)
         place = _fill_in_hosts(place, hosts)
         assert place.local_rank is not None and place.local_world_size is not None
         torch_device, chosen, reason, refusal = torch.device("cpu"), backend, "", ""
@@ -131,14 +136,14 @@ def init(
             num_threads, why = _choose_threads(threads, place)
         except PacelineError as error:
             refusal = str(error)
-        agree_on_backend(meeting.store, place, chosen, refusal, rendezvous_timeout_s)
+        agree_on_backend(store, place, chosen, refusal, rendezvous_timeout_s)
         if torch_device.type == "cuda":
             # Before any collective: NCCL and object collectives use the current device, and hang on a wrong one.
             torch.cuda.set_device(torch_device)
         torch.set_num_threads(num_threads)
         dist.init_process_group(
             chosen,
-            store=dist.PrefixStore("paceline/default", meeting.store),
+            store=dist.PrefixStore("default", store),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -147,7 +152,6 @@ def init(
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     except BaseException:
         _destroy_groups(failed=True)
-        meeting.leave()
         raise
     world = World(
         rank=place.rank,
@@ -161,7 +165,7 @@ def init(
         hosts=tuple(hosts),
         control=control,
     )
-    _open = _Open(world, meeting)
+    _open = world
     atexit.register(shutdown)
     if announce is not None and place.rank == 0:
         ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
@@ -179,22 +183,24 @@ def _destroy(failed: bool) -> None:
     global _open
     if _open is None:
         return
-    meeting, _open = _open.meeting, None
+    _open = None
     atexit.unregister(shutdown)
     _destroy_groups(failed)
-    meeting.leave()
 
 
 def _destroy_groups(failed: bool) -> None:
+    """Destroy all groups. After a failure a plain destroy may wait for collectives that nobody will join any more; the
+    error that is on its way must not wait with it."""
     if not dist.is_initialized():
         return
-    if failed and "nccl" in str(dist.get_backend_config()):
-        # A plain destroy waits for collectives that a failed rank will never join.
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if abort is not None:
-            abort()
-            return
-    dist.destroy_process_group()
+    if not failed:
+        dist.destroy_process_group()
+        return
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+    destroy = abort if "nccl" in str(dist.get_backend_config()) else dist.destroy_process_group
+    thread = threading.Thread(target=destroy, daemon=True, name="paceline-destroy")
+    thread.start()
+    thread.join(_DESTROY_S)
 
 
 def _settle_place(rank: int | None, world_size: int | None) -> Place:
@@ -257,7 +263,8 @@ def _check_backend_text(backend: str) -> None:
     if backend == "auto":
         return
     for device, name in _split_backend(backend):
-        known = [known for known in dist.Backend.backend_list if known != dist.Backend.UNDEFINED]
+        listed = [known for known in dist.Backend.backend_list if known not in (dist.Backend.UNDEFINED, "fake")]
+        known = [known for known in listed if known == "nccl" or dist.is_backend_available(known)]
         if name.lower() not in known:
             raise ConfigError(f"backend {name!r} is unknown: torch knows {', '.join(known)} here")
         if device is not None and device not in ("cpu", "cuda"):
