@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -118,6 +119,26 @@ def test_compare_puts_an_imported_table_beside_the_measured_one(command, tmp_pat
     assert "imported" in (next((tmp_path / "runs").iterdir()) / "comparison.md").read_text()
 
 
+def test_compare_puts_only_like_beside_like_and_names_the_other_run(command, tmp_path):
+    first = json.loads(command(*SMALL, "--json", "--out", str(tmp_path)).out)["run"]
+    other = command(*SMALL, "--dtype", "float64", "--compare", first, "--json", "--out", str(tmp_path / "b"))
+    pairs = json.loads(other.out)["comparison"]
+    assert not any(pair["here"] and pair["there"] for pair in pairs)
+    same = json.loads(command(*SMALL, "--compare", first, "--json", "--out", str(tmp_path / "c")).out)
+    assert [bool(p["here"] and p["there"]) for p in same["comparison"]] == [True, True]
+    svg = (Path(same["run"]) / "time.svg").read_text()
+    assert f"(measured: {Path(first).name})" in svg and "(measured)" in svg
+    broadcast = command(*SMALL, "--collective", "broadcast", "--compare", first)
+    assert broadcast.code == 2 and "no broadcast: nothing to compare" in broadcast.err
+
+
+def test_a_batch_shell_of_one_task_still_starts_ranks(command, tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    answer = command(*SMALL, "--ranks", "2", "--json", "--out", str(tmp_path))
+    assert answer.code == 0 and json.loads(answer.out)["rows"][0]["world_size"] == 2
+
+
 def test_strict_fails_a_result_that_says_little(command, tmp_path):
     few = ("bench", "allreduce", "--sizes", "4KiB", "--iters", "2", "--out", str(tmp_path))
     assert command(*few).code == 0
@@ -214,14 +235,17 @@ def test_a_killed_rank_is_named_and_ends_the_command(start, tmp_path):
 
 def ranks_of(pid: int) -> list[int]:
     """The ranks of a job in order: they were started in order, and the resource tracker is not one of them."""
-    children = [p for p in psutil.Process(pid).children() if "spawn_main" in " ".join(p.cmdline())]
+    children = [p for p in descendants(pid) if p.ppid() == pid and "spawn_main" in " ".join(p.cmdline())]
     return [p.pid for p in sorted(children, key=lambda p: (p.create_time(), p.pid))]
 
 
-def test_a_run_that_fails_before_the_first_result_leaves_no_folder(start, tmp_path):
+@pytest.mark.parametrize("after_s", [0.0, 0.4, 0.8, 1.2, 1.6])
+def test_ctrl_c_while_the_ranks_start_ends_everything(start, tmp_path, after_s):
     job = start("-m", "paceline", "bench", "allreduce", "--sizes", "256MiB", "--iters", "1000")
     wait_until(lambda: len(ranks_of(job.pid)) == 2, 60)
-    job.send_signal(signal.SIGINT)
-    job.communicate(timeout=20)
-    assert job.returncode == 130
+    time.sleep(after_s)
+    os.killpg(job.pid, signal.SIGINT)
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == 130, err
+    assert "Traceback" not in err and "broken off before the first result" in err
     assert list((tmp_path / "runs").iterdir()) == []

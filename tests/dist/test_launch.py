@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -115,6 +116,28 @@ def test_a_dead_rank_is_named_within_seconds_though_its_peers_complain_first(on_
     assert warm_pool.pids() == []
 
 
+def sound_like_a_victim() -> None:
+    if os.environ["RANK"] == "1":
+        raise OSError("Broken pipe while writing the checkpoint")
+    time.sleep(0.3)
+    raise ValueError("later, and because of rank 1")
+
+
+def test_a_culprit_whose_words_sound_like_a_victims_is_still_the_culprit(on_ranks):
+    with pytest.raises(LaunchError, match="rank 1 of 2 failed: OSError: Broken pipe"):
+        on_ranks(2, sound_like_a_victim)
+
+
+def test_a_pool_may_be_used_from_a_thread_and_then_from_another():
+    with paceline.RankPool(2) as pool:
+        first: list[int] = []
+        thread = threading.Thread(target=lambda: first.extend(pool.run(os.getpid, timeout_s=60)))
+        thread.start()
+        thread.join()
+        time.sleep(0.3)  # the thread that started the ranks is gone; they are not
+        assert pool.run(os.getpid, timeout_s=60) == first and len(first) == 2
+
+
 def sleep_on(rank: int) -> None:
     with paceline.init(announce=None) as world:
         if world.rank == rank:
@@ -222,6 +245,12 @@ def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):
     _, err = job.communicate(timeout=60)
     assert job.returncode == 1
     assert "must do so under `if __name__ == '__main__':`" in err.splitlines()[-1]
+
+
+def test_a_function_that_was_typed_in_is_told_to_go_into_a_file(start):
+    job = start("-c", "import paceline\ndef f(): pass\npaceline.run_ranks(f, 2)")
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 1 and "put it into a file" in err.splitlines()[-1]
 
 
 def spawn_grandchild(folder: str) -> int:

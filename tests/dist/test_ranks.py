@@ -18,7 +18,7 @@ def ask_everything() -> dict:
     with paceline.init("gloo", "cpu", announce=None) as world:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         flat = DeviceMesh("cpu", [[0, 1, 2, 3]])
-        pair = DeviceMesh("cpu", [1, 3])
+        pair = DeviceMesh("cpu", [3, 1])  # written backwards; the group counts upwards all the same
         answers = {
             "world": (get("rank"), get("ws"), get("grank"), get("lrank"), get("pg")),
             "mesh": (get("rank", mesh), get("ws", mesh), get("grank", mesh), get("pg", mesh) is dist.group.WORLD),
@@ -26,6 +26,7 @@ def ask_everything() -> dict:
             "outer": (get("rank", mesh["outer"]), get("ws", mesh["outer"])),
             "flat": (get("rank", flat), get("ws", flat), dist.get_world_size(get("pg", flat))),
             "pair": (get("rank", pair), get("ws", pair), get("lrank", pair)),
+            "pair agrees": get("rank", pair) in (-1, world.rank not in (1, 3) or dist.get_rank(get("pg", pair))),
             "typed": paceline.ranks(mesh["inner"]),
         }
         get.register_mesh(mesh["inner"])
@@ -47,6 +48,7 @@ def test_get_on_a_mesh_of_two_dimensions(on_ranks):
         assert answers["outer"] == (outer, 2)
         assert answers["flat"] == (rank, 4, 4)
         assert answers["pair"] == ({1: 0, 3: 1}.get(rank, -1), 2, rank)
+        assert answers["pair agrees"]
         assert answers["typed"] == paceline.Ranks(rank=inner, world_size=2, global_rank=rank, local_rank=rank)
         assert answers["registered"] == (inner, 2, rank, 2)
         assert answers["given wins"] == 4 and answers["unregistered"] == 4
@@ -66,6 +68,10 @@ def ask_for_the_group_of_a_part() -> str:
     with paceline.init("gloo", "cpu", announce=None):
         mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
         assert get("pg", mesh["a"]).size() == 2
+        pair = DeviceMesh("cpu", [0, 1])
+        if get("grank") > 1:
+            with pytest.raises(ConfigError, match="not part of the mesh"):
+                get("pg", pair)
         try:
             get("nothing")
         except ConfigError as error:

@@ -73,6 +73,13 @@ def test_an_exception_in_the_block_destroys_the_group_and_goes_on():
     assert not dist.is_initialized()
 
 
+def test_a_closed_world_shares_nothing():
+    world = paceline.init("gloo", "cpu", announce=None)
+    world.close()
+    with pytest.raises(LaunchError, match="closed"):
+        world.share(1)
+
+
 def test_a_second_init_is_refused_and_the_first_survives():
     with paceline.init("gloo", "cpu", announce=None):
         with pytest.raises(ConfigError, match="already open"):
@@ -92,6 +99,10 @@ def test_a_second_init_is_refused_and_the_first_survives():
         ({"rendezvous": "http://here"}, "rendezvous 'http://here' is unknown"),
         ({"rendezvous": "tcp://here"}, "lacks a host or a port"),
         ({"rendezvous": "file://relative"}, "lacks an absolute path"),
+        ({"rendezvous": "file:///tmp"}, "names no file"),
+        ({"rendezvous": "file:///tmp/a#b"}, "names no file"),
+        ({"timeout_s": 0}, "must be above 0"),
+        ({"backend": "fake"}, "backend 'fake' is unknown"),
         ({"rank": 1, "world_size": 2}, "MASTER_ADDR is not set"),
     ],
 )
@@ -156,12 +167,10 @@ def meet_at_stale(path: str, only_rank: int) -> str:
     return "met"
 
 
-@pytest.mark.parametrize("left", ["meeting", "meeting.owner", "both"])
 @pytest.mark.parametrize("only_rank", [-1, 0, 1])
-def test_a_stale_file_is_refused_at_once_on_every_rank(on_ranks, tmp_path, left, only_rank):
+def test_a_stale_file_is_refused_at_once_on_every_rank(on_ranks, tmp_path, only_rank):
     path = tmp_path / "meeting"
-    for name in ("meeting", "meeting.owner") if left == "both" else (left,):
-        (tmp_path / name).write_bytes(b"left by a run that crashed")
+    path.write_bytes(b"left by a run that crashed")
     answers = [answer for answer in on_ranks(2, meet_at_stale, str(path), only_rank) if answer != "not asked"]
     assert len(set(answers)) == 1 and f"{path} is left over from an earlier run" in answers[0]
 
@@ -190,6 +199,59 @@ def arrive_late(path: str) -> int:
 
 def test_rank_0_may_come_last(on_ranks, tmp_path):
     assert on_ranks(2, arrive_late, str(tmp_path / "meeting")) == [0, 1]
+
+
+def meet_again_and_again(rounds: int, rendezvous: str) -> list[float]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    sums = []
+    for number in range(rounds):
+        options = {"rank": rank, "world_size": world_size} if rendezvous != "env://" else {}
+        with paceline.init("gloo", "cpu", rendezvous=rendezvous, announce=None, **options) as world:
+            total = torch.full((1,), float(number))
+            if (rank + number) % 3 == 0:
+                time.sleep(0.01)  # so that now one and now the other leaves and comes back first
+            dist.all_reduce(total)
+            sums.append(float(total) / world.world_size)
+    return sums
+
+
+@pytest.mark.parametrize("kind", ["env", "tcp", "file"])
+def test_a_process_can_meet_again_at_the_same_place(on_ranks, tmp_path, kind):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        places = {"tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}", "file": f"file://{tmp_path}/meeting", "env": "env://"}
+    assert on_ranks(3, meet_again_and_again, 30, places[kind]) == [[float(n) for n in range(30)]] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def fall_back() -> str:
+    """The user's own way to write `auto`: what was refused first must not haunt the second try."""
+    try:
+        paceline.init("gloo", "cuda:99", announce=None)
+    except ConfigError:
+        with paceline.init("gloo", "cpu", announce=None) as world:
+            return world.device.type
+    return "no refusal"
+
+
+def test_a_second_try_after_a_refusal_works(on_ranks):
+    assert on_ranks(2, fall_back) == ["cpu", "cpu"]
+
+
+def claim_another_place(rank: str, world_size: str) -> str:
+    if os.environ["RANK"] == "1":
+        time.sleep(0.3)  # after rank 0 has taken its seat
+        os.environ.update(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=world_size)
+    try:
+        paceline.init("gloo", "cpu", announce=None, rendezvous_timeout_s=2)
+    except LaunchError as error:
+        return str(error)
+    return "met"
+
+
+def test_two_processes_of_one_rank_and_two_sizes_of_one_world_are_told(on_ranks):
+    assert "two processes call themselves rank 0 of 2" in on_ranks(2, claim_another_place, "0", "2")[1]
+    assert "rank 1 has WORLD_SIZE 3 and rank 0 has 2" in on_ranks(2, claim_another_place, "1", "3")[1]
 
 
 def wait_for_a_third(timeout_s: float) -> str:
@@ -290,3 +352,26 @@ def test_the_users_threads_are_kept_and_torchruns_own_1_is_not(on_ranks):
     assert on_ranks(2, choose_threads, "3", True) == [3, 3]
     assert on_ranks(1, choose_threads, "1", True) == [machine.count_cores()]
     assert on_ranks(2, choose_threads, "1", True) == [fair, fair]
+
+
+PENDING = """
+import sys, time, torch, torch.distributed as dist, paceline
+rank = int(sys.argv[1])
+with paceline.init("gloo", "cpu", rendezvous=sys.argv[2], rank=rank, world_size=2, announce=None):
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(4), async_op=True)  # which rank 1 never joins
+        raise ValueError("said at once")
+    time.sleep(20)
+"""
+
+
+def test_an_error_does_not_wait_for_a_collective_that_nobody_joins(start, tmp_path):
+    script = tmp_path / "pending.py"
+    script.write_text(PENDING)
+    place = f"file://{tmp_path}/meeting"
+    peer, failing = (start(str(script), str(rank), place) for rank in (1, 0))
+    began = time.monotonic()
+    line = next(line for line in failing.stderr if "ValueError" in line)
+    assert "said at once" in line
+    assert time.monotonic() - began < 18  # the peer sleeps longer than this
+    peer.kill()

@@ -48,7 +48,8 @@ def meet(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
     Collective: every rank must call this, the n-th time for the n-th meeting at a place.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    key = (rendezvous, str(place.master_addr), str(place.master_port), os.environ.get("PACELINE_JOB", ""), attempt)
+    where = (rendezvous, str(place.master_addr), str(place.master_port))
+    key = (*where, os.environ.get("PACELINE_JOB", ""), attempt, f"{place.rank}/{place.world_size}")
     if key not in _places:
         _places[key] = _open_store(rendezvous, place, timeout_s)
         atexit.register(leave_all)
