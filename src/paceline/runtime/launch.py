@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import pickle
 import secrets
@@ -144,6 +145,7 @@ class RankPool:
 
     def _start(self, num_ranks: int) -> None:
         spawn = multiprocessing.get_context("spawn")
+        multiprocessing.resource_tracker.ensure_running()  # its own start would unblock what is blocked below
         for rank in range(len(self._ranks), num_ranks):
             link, far_link = spawn.Pipe()
             stacks, far_stacks = spawn.Pipe(duplex=False)
