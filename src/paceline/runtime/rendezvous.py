@@ -29,7 +29,7 @@ __all__ = ["agree_on_backend", "call_roll", "find_host_id", "leave_all", "meet",
 
 
 @dataclass
-class _Place:
+class _MeetingPlace:
     """An open store and what must be done to leave it, kept for as long as this process may meet there again."""
 
     store: dist.Store
@@ -39,7 +39,7 @@ class _Place:
 
 # By where, and in which job. A second world at the same place reuses the store under a prefix of its own: the keys of
 # the first are still there, and a store that rank 0 closed and opened again could be mistaken for its old self.
-_places: dict[tuple[str, ...], _Place] = {}
+_meeting_places: dict[tuple[str, ...], _MeetingPlace] = {}
 
 
 def meet(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
@@ -50,10 +50,10 @@ def meet(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     where = (rendezvous, str(place.master_addr), str(place.master_port))
     key = (*where, os.environ.get("PACELINE_JOB", ""), attempt, f"{place.rank}/{place.world_size}")
-    if key not in _places:
-        _places[key] = _open_store(rendezvous, place, timeout_s)
+    if key not in _meeting_places:
+        _meeting_places[key] = _open_store(rendezvous, place, timeout_s)
         atexit.register(leave_all)
-    found = _places[key]
+    found = _meeting_places[key]
     found.num_meetings += 1
     return dist.PrefixStore(f"paceline/{attempt}/{found.num_meetings}", found.store)
 
@@ -61,8 +61,8 @@ def meet(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
 def leave_all() -> None:
     """Close every store that this process met on, and take the files away; does nothing the second time."""
     atexit.unregister(leave_all)
-    while _places:
-        _places.popitem()[1].leave()
+    while _meeting_places:
+        _meeting_places.popitem()[1].leave()
 
 
 def serve_local_store() -> dist.TCPStore:
@@ -74,11 +74,11 @@ def serve_local_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _open_store(rendezvous: str, place: Place, timeout_s: float) -> _Place:
+def _open_store(rendezvous: str, place: Place, timeout_s: float) -> _MeetingPlace:
     url = urlparse(rendezvous)
     if url.scheme == "env":
         if place.world_size == 1 and place.master_addr is None:
-            return _Place(dist.HashStore())
+            return _MeetingPlace(dist.HashStore())
         if place.master_addr is None or place.master_port is None:
             missing = "MASTER_ADDR" if place.master_addr is None else "MASTER_PORT"
             raise ConfigError(
@@ -105,7 +105,7 @@ def _open_store(rendezvous: str, place: Place, timeout_s: float) -> _Place:
     raise ConfigError(f"rendezvous {rendezvous!r} is unknown: use env://, tcp://HOST:PORT or file:///PATH")
 
 
-def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> _Place:
+def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> _MeetingPlace:
     if not serve:
         _wait_for_listener(host, port, place, timeout_s)
     try:
@@ -126,7 +126,7 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
                 "or start with `torchrun --standalone`, which finds a free one"
             ) from None
         raise LaunchError(f"rank {place.rank} could not open the store at {host}:{port}: {text}") from None
-    return _Place(store)
+    return _MeetingPlace(store)
 
 
 def _wait_for_listener(host: str, port: int, place: Place, timeout_s: float) -> None:
@@ -148,7 +148,7 @@ def _wait_for_listener(host: str, port: int, place: Place, timeout_s: float) -> 
     )
 
 
-def _open_file(path: Path, place: Place, timeout_s: float) -> _Place:
+def _open_file(path: Path, place: Place, timeout_s: float) -> _MeetingPlace:
     """A store in a file beside `path`. Rank 0 owns `path` by a lock that dies with it, so a stale one shows at once."""
     deadline = time.monotonic() + timeout_s
     if place.rank == 0:
@@ -174,7 +174,7 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> _Place:
                     os.unlink(name)
             os.close(held)
 
-    return _Place(store, leave)
+    return _MeetingPlace(store, leave)
 
 
 def _stale(path: Path) -> LaunchError:

@@ -132,7 +132,7 @@ def _describe_failure(rank: int, error: BaseException) -> Failure:
     ours = error if isinstance(error, PacelineError) else None
     try:
         pickle.loads(pickle.dumps(ours))
-    except Exception:
+    except Exception:  # an error that cannot travel is told by its traceback alone
         ours = None
     # The user's own words may sound alike; what torch says of a lost peer names its source.
     from_torch = isinstance(error, RuntimeError) and any(
