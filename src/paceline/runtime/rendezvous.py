@@ -168,10 +168,11 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> _MeetingPlace:
     store.set_timeout(timedelta(seconds=timeout_s))
 
     def leave() -> None:
+        # The store's own file goes with the last FileStore that is freed; taken away earlier, a late rank's would
+        # make it anew.
         if held >= 0:
-            for name in (file, path):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
             os.close(held)
 
     return _MeetingPlace(store, leave)
