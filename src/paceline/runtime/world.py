@@ -6,6 +6,7 @@ Starting processes does not belong here (`launch`); neither does who is who (`ra
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -23,7 +24,7 @@ from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.runtime.environment import Place, read_place
 from paceline.runtime.rendezvous import agree_on_backend, call_roll, meet
 
-__all__ = ["World", "check_backend", "current_world", "init", "shutdown"]
+__all__ = ["World", "check_backend", "current_world", "find_departed", "init", "shutdown"]
 
 
 # How long a failed rank waits for its groups to go.
@@ -44,6 +45,7 @@ class World:
     threads: int
     hosts: tuple[str, ...]
     control: dist.ProcessGroup = field(repr=False)
+    farewells: dist.Store = field(repr=False)
 
     @property
     def shares_clock(self) -> bool:
@@ -74,7 +76,7 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if _open is self:
-            _destroy(failed=error is not None)
+            _destroy(error)
 
 
 _open: World | None = None
@@ -164,6 +166,7 @@ def init(
         threads=num_threads,
         hosts=tuple(hosts),
         control=control,
+        farewells=dist.PrefixStore("farewells", store),
     )
     _open = world
     atexit.register(shutdown)
@@ -176,16 +179,34 @@ def init(
 
 def shutdown() -> None:
     """Close the world that `init` opened; does nothing when none is open."""
-    _destroy(failed=False)
+    _destroy(None)
 
 
-def _destroy(failed: bool) -> None:
+def find_departed() -> dict[int, str]:
+    """The ranks that have left the open world, and how, in words; those that died without a word are not known."""
+    if _open is None:
+        return {}
+    departed = {}
+    try:
+        for rank in range(_open.world_size):
+            if rank != _open.rank and _open.farewells.check([str(rank)]):
+                departed[rank] = _open.farewells.get(str(rank)).decode()
+    except RuntimeError:  # the store went with the rank that kept it
+        pass
+    return departed
+
+
+def _destroy(error: BaseException | None) -> None:
     global _open
     if _open is None:
         return
+    if _open.world_size > 1:
+        how = "closed its world" if error is None else f"failed with {type(error).__name__}: {error}"
+        with contextlib.suppress(RuntimeError):
+            _open.farewells.set(str(_open.rank), how)
     _open = None
     atexit.unregister(shutdown)
-    _destroy_groups(failed)
+    _destroy_groups(failed=error is not None)
 
 
 def _destroy_groups(failed: bool) -> None:

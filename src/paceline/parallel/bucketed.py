@@ -1,0 +1,361 @@
+"""The bucketed reducer, in the order in which a backward pass happens: begin, triggers, launches, finish, plan.
+
+Gradients are gathered into the ranges of a flat buffer and each bucket leaves, in plan order, while backward goes on.
+In the steady state only one hook per bucket runs: on the parameter that the recorded order says arrives last. Whether
+the others really are there is checked when it fires, and that nothing came later, at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.parallel.channel import Channel
+from paceline.parallel.comm_hooks import CommHook, HookedBucket, start_hook
+from paceline.parallel.flat import FlatGradients
+from paceline.parallel.ladder import Reducer, WriteTail, on_gradient
+from paceline.parallel.replicas import Members
+from paceline.parallel.timeline import Timeline
+from paceline.plan import Gradient, Plan
+
+__all__ = ["Bucketed"]
+
+MakePlan = Callable[[Sequence[Gradient], Sequence[int]], Plan]
+
+# Below this mean size, one fused copy and one pass for the factor beat a call per gradient.
+_LARGE_BYTES = 64 << 10
+# On NCCL, gradients from this size on are reduced where autograd left them: no copy at all.
+_LOOSE_BYTES = 256 << 10
+# How often the order of arrival is recorded in all; a graph that changes at every step is not worth more.
+_MAX_RECORDS = 5
+
+
+class _Bucket:
+    """One bucket of the plan at run time, by indices of parameters.
+
+    `gathered` have their views in `range`; of `split` ones, some other bucket holds the rest; `loose` ones are reduced
+    where autograd left them.
+    """
+
+    def __init__(
+        self, number: int, gathered: list[int], split: list[int], loose: list[int], span: torch.Tensor
+    ) -> None:
+        self.number, self.gathered, self.split, self.loose = number, gathered, split, loose
+        self.alone = frozenset(split + loose)
+        self.range = span
+        self.is_large = self.range.nbytes >= _LARGE_BYTES * max(1, len(gathered))
+        self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
+        self.version = 0  # of the range when backward began, later when it was sent
+        self.work: dist.Work | torch.futures.Future[Any] | None = None
+
+
+class Bucketed(Reducer):
+    """The default rung. `make_plan(gradients, ready_order)` makes the plan once the order is known."""
+
+    def __init__(
+        self, members: Members, channel: Channel, num_words: int, make_plan: MakePlan, comm_hook: CommHook | None = None
+    ) -> None:
+        super().__init__(members, channel)
+        self._num_words, self._make_plan, self._comm_hook = num_words, make_plan, comm_hook
+        self._active, self._next, self._factor = False, 0, 1.0
+        self._alone: set[int] = set()  # loose and split parameters whose gradient has arrived
+        self._alone_sent: dict[int, tuple[torch.Tensor, int]] = {}  # their gradients and versions when sent
+        self._record_handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._arrivals: list[int] = []
+        self._records_left = _MAX_RECORDS
+        # Nothing is known of the order yet: about the reverse of the module's, and all sent at the end of backward.
+        self.is_planned = False
+        self._lay_out(make_plan(members.gradients, list(reversed(range(len(members.params))))))
+        self._record()
+
+    # -- backward begins ----------------------------------------------------------------------------------------------
+
+    def begin(self, factor: float) -> None:
+        self._active, self._next, self.failure = True, 0, None
+        # A communication hook divides by the number of ranks itself, as torch's do.
+        self._factor = factor if self._comm_hook is None else factor * self.channel.world_size
+        self._arrivals.clear()
+        self._alone.clear()
+        self._alone_sent.clear()
+        for bucket in self._buckets:
+            bucket.version, bucket.work = bucket.range._version, None
+        self.timeline.begin()
+
+    # -- a gradient is ready ------------------------------------------------------------------------------------------
+
+    def _on_alone(self, index: int) -> None:
+        """A gradient that is loose or split: nobody else can vouch for it."""
+        self._alone.add(index)
+        self._on_trigger()
+
+    def _on_trigger(self, param: torch.Tensor | None = None) -> None:
+        """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
+        if not self._active or self.failure is not None:
+            return
+        try:
+            # The last bucket waits for the end of backward, when the words that ride behind it are known.
+            while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
+                self._send(self._buckets[self._next], True)
+        except Exception as error:  # raised after `finish`, when the other ranks can be told
+            self.failure = error
+
+    def _is_complete(self, bucket: _Bucket) -> bool:
+        if bucket.in_parts or not bucket.alone <= self._alone:
+            return False
+        params, views, in_place = self.members.params, self._flat.views, 0
+        for index in bucket.gathered:
+            grad = params[index].grad
+            if grad is None:
+                return False
+            in_place += grad is views[index]
+        # A gradient that was a view before backward is accumulated in place, and each such write counts one.
+        return in_place == 0 or bucket.range._version - bucket.version == in_place
+
+    # -- a bucket leaves ----------------------------------------------------------------------------------------------
+
+    def _send(self, bucket: _Bucket, take_part: bool) -> None:
+        """Gather one bucket and start its message; without `take_part` it holds zeros, and `.grad` is left alone."""
+        self._next = bucket.number + 1
+        self.timeline.ready(bucket.number)
+        is_last = self._next == len(self._buckets)
+        message = self._flat.last if is_last and self._comm_hook is None else bucket.range
+        # NCCL averages as it reduces; the words must stay whole numbers, so the last bucket is scaled beforehand.
+        folded = self.channel.is_nccl and not is_last and self._factor == 1 / self.channel.world_size
+        factor = 1.0 if folded else self._factor
+        with torch.no_grad():
+            if take_part:
+                self._gather(bucket, factor)
+                loose = self._take_loose(bucket, factor)
+            else:
+                bucket.range.zero_()
+                loose = [torch.zeros_like(self.members.params[index], requires_grad=False) for index in bucket.loose]
+        bucket.version = bucket.range._version
+        average = folded and self.channel.world_size > 1
+        if self._comm_hook is not None:
+            bucket.work = start_hook(self._comm_hook, self._as_hooked(bucket))
+        elif loose:
+            vectors = [grad.as_strided((grad.numel(),), (1,)) for grad in loose]
+            bucket.work = self.channel.start_sums([message, *vectors] if message.numel() else vectors, average)
+        elif message.numel():
+            bucket.work = self.channel.start_sum(message, average)
+        self.timeline.launched(bucket.number, bucket.work)
+
+    def _gather(self, bucket: _Bucket, factor: float) -> None:
+        """Copy what autograd left elsewhere into the range, multiply by the factor, and make `.grad` the view."""
+        for index in bucket.split:
+            if index not in self._alone_sent:  # copied once, with the first of its buckets
+                self._gather_split(index, factor)
+        params, views = self.members.params, self._flat.views
+        fresh, targets, holders, all_fresh = [], [], [], True
+        for index in bucket.gathered:
+            param, view = params[index], views[index]
+            grad = param.grad
+            if grad is None:
+                view.zero_()
+                param.grad = view
+            elif grad is view:
+                all_fresh = False
+            else:
+                fresh.append(grad)
+                targets.append(view)
+                holders.append(param)
+        scaled = factor == 1.0
+        if all_fresh and bucket.is_large and not scaled:
+            scaled = True
+            for grad, view in zip(fresh, targets, strict=True):
+                torch.mul(grad, factor, out=view)
+        elif fresh:
+            torch._foreach_copy_(targets, fresh)
+        for param, view in zip(holders, targets, strict=True):
+            param.grad = view
+        if not scaled and bucket.split:
+            torch._foreach_mul_([views[index] for index in bucket.gathered], factor)
+        elif not scaled:
+            bucket.range.mul_(factor)
+
+    def _gather_split(self, index: int, factor: float) -> None:
+        param, view = self.members.params[index], self._flat.views[index]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad is view:
+            view.mul_(factor)
+        else:
+            torch.mul(param.grad, factor, out=view)
+        param.grad = view
+        self._alone_sent[index] = view, view._version
+
+    def _take_loose(self, bucket: _Bucket, factor: float) -> list[torch.Tensor]:
+        """The gradients as they are, after making sure that nothing else shares their memory."""
+        grads = []
+        for index in bucket.loose:
+            param = self.members.params[index]
+            grad = param.grad
+            if grad is None:
+                grad = param.grad = torch.zeros_like(param, requires_grad=False)
+            elif grad.requires_grad or grad.stride() != self._loose_strides[index] or _is_shared(grad):
+                grad = param.grad = torch.empty_like(param, requires_grad=False).copy_(grad.detach())
+            grads.append(grad)
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+        for index, grad in zip(bucket.loose, grads, strict=True):
+            self._alone_sent[index] = grad, grad._version
+        return grads
+
+    # -- backward is over ---------------------------------------------------------------------------------------------
+
+    def find_late(self) -> list[int]:
+        sent = self._buckets[: self._next] if self._active else []
+        late = [index for b in sent if b.range._version != b.version for index in b.gathered]
+        params = self.members.params
+        return late + [
+            index
+            for index, (grad, version) in self._alone_sent.items()
+            if grad._version != version or params[index].grad is not grad
+        ]
+
+    def finish(self, num_words: int, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
+        if not self._active:
+            self.begin(factor)
+        self.timeline.backward_over()
+        self._was_late = self._next < len(self._buckets) - 1
+        for bucket in self._buckets[self._next : -1]:
+            self._send(bucket, take_part)
+        words = self._flat.words
+        with torch.no_grad():
+            write_tail(words)
+        self._send(self._buckets[-1], take_part)
+        self._active = False
+        # A communication hook may compress or keep what it is given: then words need a message of their own.
+        words_work = self.channel.start_sum(words) if self._comm_hook is not None else None
+        for bucket in self._buckets:
+            self.timeline.waiting(bucket.number)
+            self._wait(bucket)
+            self.timeline.done(bucket.number)
+        if words_work is not None:
+            self.channel.wait(words_work, "the tail")
+        self.timeline.over()
+        return words
+
+    def _wait(self, bucket: _Bucket) -> None:
+        work, bucket.work = bucket.work, None
+        if isinstance(work, torch.futures.Future):
+            result = work.wait()
+            result = result[0] if isinstance(result, list | tuple) else result
+            if result.data_ptr() != bucket.range.data_ptr():
+                bucket.range.copy_(result.view_as(bucket.range))
+        elif work is not None:
+            self.channel.wait(work, f"bucket {bucket.number} of {len(self._buckets)}")
+
+    def multiply(self, factor: float) -> None:
+        self._flat.multiply(factor)
+        for bucket in self._buckets:
+            for index in bucket.loose:
+                self._alone_sent[index][0].mul_(factor)
+
+    def absorb(self) -> None:
+        """Move gradients that autograd left elsewhere into the views: from now on they accumulate in place there."""
+        params, views = self.members.params, self._flat.views
+        with torch.no_grad():
+            for index, view in views.items():
+                param = params[index]
+                if param.grad is not None and param.grad is not view:
+                    view.copy_(param.grad)
+                    param.grad = view
+
+    # -- the order becomes known, and the plan ------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """After a step in which all went well: learn from it. Collective in the first step, when the plan is made."""
+        if self._record_handles:
+            for handle in self._record_handles:
+                handle.remove()
+            self._record_handles.clear()
+            if not self.is_planned:
+                self._agree_on_plan()
+            self._set_triggers()
+        elif self._was_late and self._records_left and not any(bucket.in_parts for bucket in self._buckets):
+            self._record()
+
+    def _record(self) -> None:
+        """Note the arrival of every gradient in the next step."""
+        self._records_left -= 1
+        for index, param in enumerate(self.members.params):
+            hook = functools.partial(_note_arrival, self._arrivals, index)
+            self._record_handles.append(on_gradient(param, hook))
+
+    def _agree_on_plan(self) -> None:
+        """Everyone takes rank 0's order of arrival; a gradient that comes in parts counts when it is complete."""
+        last_seen = {index: place for place, index in enumerate(self._arrivals)}
+        usual = list(reversed(range(len(self.members.params))))
+        order = sorted(usual, key=lambda index: last_seen.get(index, len(self._arrivals)))
+        agreed = torch.tensor(order, dtype=torch.int64, device=self.channel.device)
+        self.channel.broadcast([agreed])
+        self.is_planned = True
+        self._lay_out(self._make_plan(self.members.gradients, agreed.tolist()))
+        self.absorb()
+
+    def _lay_out(self, plan: Plan) -> None:
+        self.plan = plan
+        split = {index for index, count in _count_pieces(plan).items() if count > 1}
+        loose = set()
+        if self.channel.is_nccl and self._comm_hook is None:
+            loose = {i for i, g in enumerate(plan.gradients) if g.num_bytes >= _LOOSE_BYTES and i not in split}
+        self._flat = FlatGradients(self.members, plan, loose, self._num_words)
+        self._loose_strides = {index: torch.empty_like(self.members.params[index]).stride() for index in loose}
+        self._buckets: list[_Bucket] = []
+        for number, indices in enumerate(plan.partition):
+            whole = [index for index in indices if index not in split and index not in loose]
+            parts, left = [i for i in indices if i in split], [i for i in indices if i in loose]
+            self._buckets.append(_Bucket(number, whole, parts, left, self._flat.ranges[number]))
+        self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
+
+    def _set_triggers(self) -> None:
+        """Hook the parameter that arrived last in each bucket, by this rank's own record; and all loose and split."""
+        self.stop()
+        last_seen = {index: place for place, index in enumerate(self._arrivals)}
+        params = self.members.params
+        alone: set[int] = set()
+        for bucket in self._buckets[:-1]:
+            bucket.in_parts = any(self._arrivals.count(i) > 1 for i in (*bucket.gathered, *bucket.alone))
+            alone |= bucket.alone
+            arrived = [index for index in bucket.gathered if index in last_seen]
+            if arrived:
+                last = max(arrived, key=last_seen.__getitem__)
+                self._handles.append(on_gradient(params[last], self._on_trigger))
+        for index in alone:
+            hook = functools.partial(_call_with, self._on_alone, index)
+            self._handles.append(on_gradient(params[index], hook))
+
+    def stop(self) -> None:
+        super().stop()
+        for handle in self._record_handles:
+            handle.remove()
+        self._record_handles.clear()
+
+    def _as_hooked(self, bucket: _Bucket) -> HookedBucket:
+        indices = bucket.gathered
+        params: list[torch.Tensor] = [self.members.params[index] for index in indices]
+        views = [self._flat.views[index] for index in indices]
+        return HookedBucket(bucket.number, len(self._buckets), bucket.range, views, params)
+
+
+def _note_arrival(arrivals: list[int], index: int, param: torch.Tensor) -> None:
+    arrivals.append(index)
+
+
+def _call_with(call: Callable[[int], None], index: int, param: torch.Tensor) -> None:
+    call(index)
+
+
+def _count_pieces(plan: Plan) -> Counter[int]:
+    return Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
+
+
+def _is_shared(grad: torch.Tensor) -> bool:
+    """Whether anything but this gradient uses its memory; the two known users are the tensor and the storage asked."""
+    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2

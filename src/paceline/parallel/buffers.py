@@ -1,0 +1,85 @@
+"""Buffers that change in training: running statistics ride behind the gradients, others are broadcast when they change.
+
+Neither costs a message while nothing changes, and neither happens between a forward and its backward. BatchNorm over
+the whole global batch is another thing (`batchnorm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.parallel.batchnorm import SyncBatchNorm
+from paceline.parallel.channel import Channel
+
+__all__ = ["SharedBuffers"]
+
+
+class SharedBuffers:
+    """The running statistics of BatchNorm layers, to be averaged, and all other buffers, to be rank 0's."""
+
+    def __init__(self, module: nn.Module, ignored: Collection[str], device: torch.device, every: int) -> None:
+        self.every = every
+        self._layers: list[_BatchNorm] = []
+        self._statistics: list[torch.Tensor] = []
+        known: set[int] = set()
+        for prefix, layer in module.named_modules():
+            if not isinstance(layer, _BatchNorm):
+                continue
+            known |= {id(buffer) for buffer in layer.buffers(recurse=False)}
+            # Layers that share their statistics in forward have equal ones already.
+            synced = isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
+            names = {f"{prefix}.{name}" if prefix else name for name in ("running_mean", "running_var")}
+            if layer.running_mean is None or layer.running_var is None or synced or names & set(ignored):
+                continue
+            self._layers.append(layer)
+            self._statistics += [layer.running_mean, layer.running_var]
+        self._others = [b for name, b in module.named_buffers() if id(b) not in known and name not in ignored]
+        self._versions = self._read_versions()
+        # They can ride only in words that are as precise as they are, and where the words are.
+        self._ride = all(s.dtype in (torch.float32, torch.float64) and s.device == device for s in self._statistics)
+
+    def num_words(self, words_are_precise: bool) -> int:
+        """How many words the statistics take in the tail; 0 where they need a message of their own, or none."""
+        self._ride = self._ride and words_are_precise
+        return sum(s.numel() for s in self._statistics) if self._ride and self.every else 0
+
+    def are_due(self, step: int) -> bool:
+        """Whether statistics change here and their turn has come."""
+        return bool(self.every) and step % self.every == 0 and any(layer.training for layer in self._layers)
+
+    def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(words, [statistic.numel() for statistic in self._statistics])
+        return [part.view_as(statistic) for part, statistic in zip(parts, self._statistics, strict=True)]
+
+    def write(self, words: torch.Tensor) -> None:
+        torch._foreach_copy_(self._split(words), self._statistics)
+
+    def read(self, words: torch.Tensor, num_ranks: int) -> None:
+        """The average over the ranks that wrote theirs."""
+        words.div_(num_ranks)
+        torch._foreach_copy_(self._statistics, self._split(words))
+
+    def average(self, channel: Channel, take_part: bool, num_ranks: int) -> None:
+        """In a message of its own, where the statistics could not ride. Collective: every rank must call this."""
+        if self._ride or not self._statistics:
+            return
+        vectors = [statistic.detach().float().reshape(-1) for statistic in self._statistics]
+        message = torch.cat(vectors).to(channel.device)
+        channel.wait(channel.start_sum(message if take_part else message.zero_()), "the running statistics")
+        self.read(message, num_ranks)
+
+    def _read_versions(self) -> list[tuple[int, int]]:
+        return [(buffer._version, buffer.data_ptr()) for buffer in self._others]
+
+    def have_changed(self) -> bool:
+        """Whether another buffer was written here since the last time that all were made equal."""
+        return bool(self._others) and self._read_versions() != self._versions
+
+    def broadcast(self, channel: Channel, source: int) -> None:
+        """Collective: every rank must call this."""
+        channel.broadcast(self._others, source)
+        self._versions = self._read_versions()

@@ -1,0 +1,118 @@
+"""The process group as the wrapper uses it: sums that are started and waited for, objects shared, errors that name.
+
+What is sent, and when, does not belong here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CollectiveError
+from paceline.runtime.world import find_departed
+
+__all__ = ["Channel", "LostPeerError"]
+
+_BROADCAST_BYTES = 64 << 20
+
+
+class LostPeerError(CollectiveError):
+    """Another rank has gone or does not answer."""
+
+
+class Channel:
+    """A process group, and the device on which its messages live."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.backend = str(dist.get_backend(group))
+        # NCCL takes many tensors in one launch and averages as it reduces; elsewhere a message is one tensor.
+        self.is_nccl = device.type == "cuda" and "nccl" in self.backend
+        self.patience_s: float | None = None  # None: as long as the group's own timeout
+        self._sum = dist.AllreduceOptions()
+        self._sum.asyncOp = True
+        self._average = dist.AllreduceOptions()
+        self._average.asyncOp = True
+        self._average.reduceOp = dist.ReduceOp.AVG
+        self._many = dist.AllreduceCoalescedOptions()
+        self._many.asyncOp = True
+        self._many_average = dist.AllreduceCoalescedOptions()
+        self._many_average.asyncOp = True
+        self._many_average.reduceOp = dist.ReduceOp.AVG
+
+    def start_sum(self, tensor: torch.Tensor, average: bool = False) -> dist.Work:
+        """Start the sum over all ranks (or the average, where the backend folds it in), in place."""
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
+        return self.group.allreduce([tensor], self._average if average else self._sum)
+
+    def start_sums(self, tensors: Sequence[torch.Tensor], average: bool = False) -> dist.Work:
+        """The same for many tensors in one launch; NCCL only."""
+        if len(tensors) == 1:
+            return self.start_sum(tensors[0], average)
+        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        return self.group.allreduce_coalesced(real, self._many_average if average else self._many)
+
+    def wait(self, work: dist.Work, what: str) -> None:
+        """Wait for a message; an error of the backend becomes one that says what was awaited and who has left."""
+        try:
+            if self.patience_s is None:
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=self.patience_s))
+        except RuntimeError as error:
+            raise self.explain(error, what) from error
+
+    def explain(self, error: RuntimeError, what: str) -> LostPeerError:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        departed = find_departed()
+        if departed:
+            who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
+            hint = ": where ranks have different numbers of batches, train inside `with model.join():`"
+            hint = hint if any("closed" in how for how in departed.values()) else ""
+            return LostPeerError(f"{what} cannot be reduced: {who}{hint}")
+        return LostPeerError(f"{what} cannot be reduced, another rank has gone or is stuck: {first_line}")
+
+    def share(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Collective: every rank must call this."""
+        values: list[Any] = [None] * self.world_size
+        # Object collectives use the current GPU under NCCL, and hang on a wrong one.
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Give every rank the values of the rank `source` of this group. Collective: every rank must call this."""
+        root = dist.get_global_rank(self.group, source)
+        families: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            families.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        with torch.no_grad():
+            for family in families.values():
+                for batch in _batches(family):
+                    flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+                    real = torch.view_as_real(flat) if flat.is_complex() else flat
+                    # gloo knows no bool.
+                    dist.broadcast(real.view(torch.uint8) if real.dtype == torch.bool else real, root, self.group)
+                    if self.rank != source:
+                        for tensor, part in zip(batch, torch.split(flat, [t.numel() for t in batch]), strict=True):
+                            tensor.copy_(part.view(tensor.shape))
+
+
+def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Runs of tensors of about `_BROADCAST_BYTES` together."""
+    batches: list[list[torch.Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if tensor.nbytes > room:
+            batches.append([])
+            room = _BROADCAST_BYTES
+        batches[-1].append(tensor)
+        room -= tensor.nbytes
+    return [batch for batch in batches if sum(tensor.numel() for tensor in batch)]

@@ -1,0 +1,82 @@
+"""The memory that gradients travel in: one vector per dtype and device, laid out in the order of a plan.
+
+A bucket is a range of such a vector, so a gradient that a plan splits over neighbouring buckets still is one tensor.
+When to fill or send it does not belong here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.parallel.replicas import Members
+from paceline.plan import Plan
+
+__all__ = ["FlatGradients"]
+
+
+class FlatGradients:
+    """Views in the shape of each parameter, a range for each bucket, and room for words behind the last range.
+
+    A view counts its writes together with its bucket's range, and alone where its gradient is split. `loose` are
+    indices of gradients that stay where autograd puts them and have no room here.
+    """
+
+    def __init__(self, members: Members, plan: Plan, loose: Iterable[int], num_words: int) -> None:
+        loose = set(loose)
+        starts: dict[int, int] = {}
+        ends: dict[tuple[str, str], int] = {}
+        self.spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
+        for bucket in plan.buckets:
+            family = plan.gradients[bucket.pieces[0].gradient].family
+            first = end = ends.get(family, 0)
+            for piece in bucket.pieces:
+                if piece.gradient in loose:
+                    continue
+                item = plan.gradients[piece.gradient].item_bytes
+                start = end - piece.start_bytes // item
+                if starts.setdefault(piece.gradient, start) != start:
+                    name = plan.gradients[piece.gradient].name
+                    raise ConfigError(f"the plan sends parts of {name} in an order that is not that of its elements")
+                end += piece.num_bytes // item
+            self.spans.append((family, first, end))
+            ends[family] = end
+        self._flats: dict[tuple[str, str], torch.Tensor] = {}
+        params = {gradient.family: param for gradient, param in zip(plan.gradients, members.params, strict=True)}
+        last_family = self.spans[-1][0]
+        for family, end in ends.items():
+            like = params[family]
+            # A whole number of elements that holds the words; complex elements are two words each.
+            width = 2 if like.is_complex() else 1
+            extra = -(-num_words // width) if family == last_family else 0
+            self._flats[family] = torch.zeros(end + extra, dtype=like.dtype, device=like.device)
+        self.ranges = [self._alias(family, start, end) for family, start, end in self.spans]
+        self.views: dict[int, torch.Tensor] = {}
+        pieces = [(piece, number) for number, bucket in enumerate(plan.buckets) for piece in bucket.pieces]
+        for piece, number in pieces:
+            if piece.gradient in starts and piece.gradient not in self.views:
+                param, family = members.params[piece.gradient], plan.gradients[piece.gradient].family
+                whole = piece.num_bytes == plan.gradients[piece.gradient].num_bytes
+                base = self.ranges[number] if whole else self._alias(family, 0, ends[family])
+                # The parameter's own order of elements, so that optimizers and all ranks walk memory alike.
+                strides = torch.empty_like(param, device="meta").stride()
+                self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])
+        behind = self._flats[last_family][ends[last_family] :]
+        self.words = (torch.view_as_real(behind).reshape(-1) if behind.is_complex() else behind)[:num_words]
+        self.last = self._alias(last_family, self.spans[-1][1], self._flats[last_family].numel())
+
+    def _alias(self, family: tuple[str, str], start: int, end: int) -> torch.Tensor:
+        """The same memory as a vector with a version counter of its own: what is written through it can be counted."""
+        flat = self._flats[family]
+        empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+        return empty.set_(flat.untyped_storage(), start, (end - start,), (1,))  # type: ignore[no-any-return]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(flat.nbytes for flat in self._flats.values())
+
+    def multiply(self, factor: float) -> None:
+        for flat in self._flats.values():
+            flat.mul_(factor)

@@ -1,0 +1,357 @@
+"""One synchronised step: when it begins and ends, what every rank tells the others, and what follows from that.
+
+How gradients travel is the reducer's affair (`ladder`, `bucketed`); this decides that they do, and by which weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from paceline.errors import CollectiveError, ConfigError
+from paceline.parallel.buffers import SharedBuffers
+from paceline.parallel.channel import Channel, LostPeerError
+from paceline.parallel.inputs import find_tensors
+from paceline.parallel.ladder import Reducer, on_gradient
+from paceline.parallel.replicas import Members, digest_replica, locate_drift
+from paceline.parallel.words import Notice, Status, Tail
+
+__all__ = ["StepOptions", "Steps"]
+
+_engine = torch.autograd.Variable._execution_engine
+_LISTED = 8
+# On a GPU, reading the words makes the host wait: done at once in the first steps, and at the next step later on.
+_EAGER_STEPS = 10
+# How long a rank that has failed waits for the others to hear of it.
+_FAREWELL_S = 60.0
+_ALARMS = Status.MISSING | Status.FAILED | Status.CHANGED
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """`average` by `ranks` or by `samples`; `check_every` steps the replicas are compared (0: never)."""
+
+    average: str = "ranks"
+    allow_missing: bool = False
+    check_every: int = 100
+    manual: bool = False
+
+
+class Steps:
+    """Watches forwards and backwards of one model on one rank and synchronises the gradients of those that count."""
+
+    def __init__(
+        self,
+        members: Members,
+        channel: Channel,
+        reducer: Reducer,
+        tail: Tail,
+        buffers: SharedBuffers,
+        options: StepOptions,
+    ) -> None:
+        self.members, self.channel, self.reducer, self.tail = members, channel, reducer, tail
+        self.buffers, self.options = buffers, options
+        self.num_steps = 0
+        self.do_sync = True
+        self.is_pending = False  # gradients were accumulated that no step has synchronised
+        self.samples = 0  # behind the gradients since the last synchronised step, where they are counted
+        self.divide_by_world = True  # in `join`, as torch: divide by all ranks, not by those that still have data
+        self.throw_early = False
+        self.is_joining = False
+        self.last_active: list[int] = []
+        self._expected_total: int | None = None
+        self._task: int | None = None
+        self._syncing = False
+        self._structure_changed = ""
+        self._forward_error: BaseException | None = None
+        self._unread: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._warned = False
+        self._all_finished = False
+        # Where a forward's output hides its tensors, these two tell that a backward has begun.
+        ends = {id(param): param for param in (members.params[0], members.params[-1])}
+        own = weakref.ref(self)
+
+        def begin(_: torch.Tensor) -> None:
+            if (me := own()) is not None:
+                me._on_backward(is_certain=True)
+
+        self._handles = [on_gradient(param, begin) for param in ends.values()]
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.reducer.stop()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """Settle what the last step left open, and notice a backward that never came to its end."""
+        if self._unread is not None:
+            words, event = self._unread
+            self._unread = None
+            event.synchronize()
+            self._act_on(self.tail.read_slots(words.tolist()), None)
+        if self._task is not None and torch._C._current_graph_task_id() == -1:
+            broken_off = self._syncing
+            self._task, self._syncing = None, False
+            if broken_off:
+                self.fail(CollectiveError("the backward before this forward ended with an error"))
+
+    def after_forward(self, output: Any) -> None:
+        """Be told when a backward passes through the output."""
+        own = weakref.ref(self)
+
+        def begin(_: Any) -> None:
+            if (me := own()) is not None:
+                me._on_backward()
+
+        for node in {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}:
+            node.register_prehook(begin)
+
+    def note_structure(self, change: str) -> None:
+        """A change that would leave gradients out; every rank is told in the next step."""
+        self._structure_changed = change
+
+    def fail(self, error: Exception) -> None:
+        """This rank's forward raised: take part in the step that the others are in, so that none waits for it.
+
+        Raises one CollectiveError on all ranks where only some failed; returns where all did, or where nobody hears.
+        """
+        if self.channel.world_size == 1 or not torch.is_grad_enabled():
+            return
+        self._forward_error = error
+        self.channel.patience_s = _FAREWELL_S
+        try:
+            self._synchronize(Notice(Status.FAILED, 0), take_part=False)
+        except LostPeerError:
+            return
+        finally:
+            self._forward_error, self.channel.patience_s = None, None
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def _on_backward(self, is_certain: bool = False) -> None:
+        """A backward reaches this model: decide now whether it is synchronised, and be called when it is over."""
+        task = torch._C._current_graph_task_id()
+        if self._task is not None and task >= self._task:
+            return  # known; a nested backward (re-entrant checkpointing) has a higher number
+        if not is_certain and not self._will_accumulate():
+            return
+        self._task = task
+        self._syncing = self.do_sync and not self.options.manual
+        if torch.is_grad_enabled() and not self._warned and self._syncing:
+            self._warned = True
+            warnings.warn(
+                "backward(create_graph=True): the averaged gradients carry no graph; for a penalty on gradients take "
+                "them from torch.autograd.grad",
+                stacklevel=2,
+            )
+        if self._syncing:
+            self.reducer.begin(self._factor())
+        _engine.queue_callback(lambda: self._on_backward_over(task))
+
+    def _will_accumulate(self) -> bool:
+        """Whether this pass leaves gradients: torch.autograd.grad goes through the output and leaves none."""
+        params = self.members.params
+        for param in (params[-1], params[0], *params):
+            try:
+                if param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node):
+                    return True
+            except RuntimeError:  # torch.autograd.grad with respect to this very parameter
+                continue
+        return False
+
+    def _on_backward_over(self, task: int) -> None:
+        if self._task != task:
+            return
+        self._task, syncing, self._syncing = None, self._syncing, False
+        if syncing:
+            self.synchronize()
+        else:
+            self.is_pending = True
+            self.reducer.absorb()
+
+    def _weight(self) -> int:
+        return max(self.samples, 0) if self.options.average == "samples" else 1
+
+    def _factor(self) -> float:
+        """What this rank's gradients are multiplied by, so that the sum is the average if the total is as expected."""
+        total = self._expected_total or self.channel.world_size
+        return self._weight() / total
+
+    def synchronize(self) -> None:
+        """Average the gradients now. Collective: every rank must call this."""
+        failure = self.reducer.failure
+        late = self.reducer.find_late()
+        if late and failure is None:
+            failure = CollectiveError(
+                f"the gradient of {self._list(late)} changed after it had left: it was used in a way that the first "
+                "steps did not show; set reducer='flat', or static use in every step"
+            )
+        missing = self.reducer.find_missing()
+        status = Status.FINE
+        if failure is not None:
+            self.reducer.failure = failure
+            status |= Status.FAILED
+        if missing and not self.options.allow_missing:
+            status |= Status.MISSING
+        if self._structure_changed:
+            status |= Status.CHANGED
+        if self.buffers.are_due(self.num_steps):
+            status |= Status.STATISTICS
+        if self.buffers.every and self.buffers.have_changed():
+            status |= Status.BUFFERS
+        check = self.options.check_every and self.num_steps % self.options.check_every == 0
+        digest = digest_replica(self.members) if check else 0
+        notice = Notice(status, self._weight(), digest)
+        self._synchronize(notice, take_part=failure is None, missing=missing)
+
+    def shadow(self) -> bool:
+        """A step of a rank without data; True when no rank has any more. Collective: every rank must call this."""
+        self._synchronize(Notice(Status.FINISHED, 0), take_part=False)
+        return self._all_finished
+
+    @contextlib.contextmanager
+    def joining(self, divide_by_world: bool, throw_early: bool) -> Iterator[None]:
+        self.is_joining, self.divide_by_world, self.throw_early = True, divide_by_world, throw_early
+        self.last_active = []
+        try:
+            yield
+        finally:
+            self.is_joining, self.divide_by_world, self.throw_early = False, True, False
+
+    def _synchronize(self, notice: Notice, take_part: bool, missing: Iterable[int] = ()) -> None:
+        missing = list(missing)
+
+        def write(region: torch.Tensor) -> None:
+            self.tail.write_slots(region, notice)
+            if self.tail.num_used:
+                self.tail.write_used(region, missing if take_part else range(self.tail.num_used))
+            if self.tail.num_statistics:
+                statistics = self.tail.statistics(region)
+                if notice.status & Status.STATISTICS:
+                    self.buffers.write(statistics)
+                else:
+                    statistics.zero_()
+
+        region = self.reducer.finish(self.tail.num_words, write, self._factor(), take_part)
+        self.num_steps += 1
+        self.is_pending, self.samples = False, 0
+        if region.device.type != "cuda" or self._must_read_now(notice):
+            self._act_on(self.tail.read_slots(region[: self.tail.num_slots].tolist()), (region, missing, take_part))
+        else:
+            self._read_later(region, notice)
+        self.reducer.settle()
+
+    # -- what the words say -------------------------------------------------------------------------------------------
+
+    def _must_read_now(self, notice: Notice) -> bool:
+        opted = self.options.average == "samples" or self.options.allow_missing or not self.divide_by_world
+        odd = notice.status & (_ALARMS | Status.FINISHED) or notice.digest
+        return bool(self.num_steps <= _EAGER_STEPS or opted or odd or self.is_joining)
+
+    def _read_later(self, region: torch.Tensor, notice: Notice) -> None:
+        words = torch.empty(self.tail.num_slots, dtype=region.dtype, pin_memory=True)
+        words.copy_(region[: self.tail.num_slots], non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._unread = words, event
+        if notice.status & Status.STATISTICS and self.tail.num_statistics:
+            with torch.no_grad():
+                self.buffers.read(self.tail.statistics(region), self.channel.world_size)
+
+    def _act_on(self, peers: list[Notice], step: tuple[torch.Tensor, list[int], bool] | None) -> None:
+        """Raise on every rank what any of them has found; else weights, unused parameters, statistics, buffers."""
+        together = Status.FINE
+        for peer in peers:
+            together |= peer.status
+        active = [rank for rank, peer in enumerate(peers) if not peer.status & Status.FINISHED]
+        self._all_finished = not active
+        self.last_active = active or self.last_active
+        if together & _ALARMS:
+            self._raise_together(step[1] if step else [])
+        if self.throw_early and 0 < len(active) < len(peers):
+            done = [str(rank) for rank in range(len(peers)) if rank not in active]
+            raise CollectiveError(f"step {self.num_steps}: rank {', '.join(done)} has no more data, and others have")
+        if len({peer.digest for peer in peers if not peer.status & Status.FINISHED}) > 1:
+            raise locate_drift(self.members, self.channel, self.num_steps)
+        if step is not None:
+            self._complete(peers, *step)
+        if together & Status.BUFFERS:
+            self.buffers.broadcast(self.channel, active[0])
+
+    def _complete(self, peers: list[Notice], region: torch.Tensor, missing: list[int], take_part: bool) -> None:
+        with torch.no_grad():
+            total = sum(peer.samples for peer in peers)
+            expected = self._expected_total or self.channel.world_size
+            if self.options.average == "ranks" and self.divide_by_world:
+                total = self.channel.world_size
+            if total not in (0, expected) and take_part:
+                self.reducer.multiply(expected / total)
+            if self.options.average == "samples" and total:
+                self._expected_total = total
+            if self.tail.num_used and take_part and missing:
+                used = self.tail.used(region).tolist()
+                for index in missing:
+                    if not used[index]:
+                        self.members.params[index].grad = None
+            writers = sum(bool(peer.status & Status.STATISTICS) for peer in peers)
+            if writers and self.tail.num_statistics:
+                self.buffers.read(self.tail.statistics(region), writers)
+            elif writers:
+                mine = bool(peers[self.channel.rank].status & Status.STATISTICS)
+                self.buffers.average(self.channel, mine, writers)
+
+    def _raise_together(self, missing: list[int]) -> None:
+        """Collect from every rank what is wrong there, and raise one error with the same text everywhere."""
+        error = self._forward_error or self.reducer.failure
+        place = "forward" if self._forward_error is not None else "backward"
+        text = f"{place}: {type(error).__name__}: {error}" if error is not None else ""
+        mine = (missing, self._structure_changed, text)
+        for index in missing:
+            self.members.params[index].grad = None
+        facts = self.channel.share(mine)
+        if error is not None and all(fact[2] for fact in facts):
+            if self._forward_error is not None:
+                return  # every rank failed: each raises its own error, unchanged
+            raise error
+        failed = {rank: fact[2] for rank, fact in enumerate(facts) if fact[2]}
+        if failed:
+            who = "; ".join(f"rank {rank} failed in {what}" for rank, what in failed.items())
+            raise CollectiveError(f"step {self.num_steps}: {who}") from error
+        changed = {rank: fact[1] for rank, fact in enumerate(facts) if fact[1]}
+        if changed:
+            who = "; ".join(f"{what} (rank {rank})" for rank, what in changed.items())
+            raise ConfigError(
+                f"the model changed after wrapping: {who}; call rebuild() on all ranks after such a change"
+            )
+        raise self._describe_missing([fact[0] for fact in facts])
+
+    def _describe_missing(self, by_rank: list[list[int]]) -> CollectiveError:
+        ranks_of: dict[int, list[int]] = {}
+        for rank, indices in enumerate(by_rank):
+            for index in indices:
+                ranks_of.setdefault(index, []).append(rank)
+        lines = []
+        for index, ranks in list(ranks_of.items())[:_LISTED]:
+            where = "any rank" if len(ranks) == len(by_rank) else f"rank{'s' if len(ranks) > 1 else ''} "
+            where += ", ".join(map(str, ranks)) if len(ranks) < len(by_rank) else ""
+            frozen = "" if self.members.params[index].requires_grad else " (frozen after wrapping: call rebuild())"
+            lines.append(f"{self.members.name(index)} on {where}{frozen}")
+        more = f" and {len(ranks_of) - _LISTED} more" if len(ranks_of) > _LISTED else ""
+        return CollectiveError(
+            f"step {self.num_steps}: no gradient for {'; '.join(lines)}{more}. If that is meant, pass "
+            "find_unused_parameters=True (such a rank then counts as zeros); else let the loss depend on them"
+        )
+
+    def _list(self, indices: list[int]) -> str:
+        more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
+        return ", ".join(self.members.name(index) for index in indices[:_LISTED]) + more

@@ -1,0 +1,129 @@
+"""When each bucket was ready, left and was done, in one step: what `report()` shows. Reducing does not belong here.
+
+Reading a clock costs nothing; asking a message when it was done costs some microseconds, so that is sampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["BucketTimes", "StepTimes", "Timeline"]
+
+# Steps whose messages are asked when they were done: the first few of a plan, then every so many.
+_FIRST, _EVERY = 4, 32
+
+
+@dataclass
+class BucketTimes:
+    """Seconds since backward began. `done_s` is when the reduction was over, `waited_s` how long the host stood."""
+
+    num_bytes: int
+    ready_s: float = 0.0
+    launch_s: float = 0.0
+    done_s: float = 0.0
+    waited_s: float = 0.0
+
+
+@dataclass
+class StepTimes:
+    """One step: its buckets, when the local backward was over, and when all gradients were there."""
+
+    buckets: list[BucketTimes]
+    backward_s: float = 0.0
+    over_s: float = 0.0
+    is_sampled: bool = False
+    events: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that backward did not hide."""
+        return max(0.0, self.over_s - self.backward_s)
+
+
+class Timeline:
+    """Notes the times of the current step; `last` is the last whole step in which messages were asked."""
+
+    def __init__(self, bucket_bytes: Sequence[int], device: torch.device) -> None:
+        self._bytes, self._on_gpu = tuple(bucket_bytes), device.type == "cuda"
+        self.num_steps = 0
+        self.last: StepTimes | None = None
+        self._now = StepTimes([])
+        self._begin_s = 0.0
+
+    def begin(self) -> None:
+        sampled = self.num_steps < _FIRST or self.num_steps % _EVERY == 0
+        self._now = StepTimes([BucketTimes(num_bytes) for num_bytes in self._bytes], is_sampled=sampled)
+        self._begin_s = time.perf_counter()
+        if sampled and self._on_gpu:
+            self._mark("begin")
+
+    def _mark(self, name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._now.events[name] = event
+
+    def ready(self, number: int) -> None:
+        self._now.buckets[number].ready_s = time.perf_counter() - self._begin_s
+        if self._now.is_sampled and self._on_gpu:
+            self._mark(f"ready {number}")
+
+    def launched(self, number: int, work: Any) -> None:
+        times = self._now.buckets[number]
+        times.launch_s = time.perf_counter() - self._begin_s
+        if not self._now.is_sampled or work is None or self._on_gpu:
+            return
+        future = work if isinstance(work, torch.futures.Future) else work.get_future()
+        begin_s = self._begin_s
+
+        def note(_: Any) -> None:
+            times.done_s = time.perf_counter() - begin_s
+
+        future.add_done_callback(note)
+
+    def backward_over(self) -> None:
+        self._now.backward_s = time.perf_counter() - self._begin_s
+        if self._now.is_sampled and self._on_gpu:
+            self._mark("backward")
+
+    def waiting(self, number: int) -> None:
+        self._now.buckets[number].waited_s = -time.perf_counter()
+
+    def done(self, number: int) -> None:
+        self._now.buckets[number].waited_s += time.perf_counter()
+        if self._now.is_sampled and self._on_gpu:
+            self._mark(f"done {number}")
+
+    def over(self) -> None:
+        self._now.over_s = time.perf_counter() - self._begin_s
+        self.num_steps += 1
+        if self._now.is_sampled:
+            self.last = self._now
+
+    def read(self) -> StepTimes | None:
+        """The last sampled step; on a GPU its events are resolved now, which waits for them."""
+        step = self.last
+        if step is None or not step.events:
+            return step
+        begin = step.events["begin"]
+        torch.cuda.synchronize()
+
+        def since(name: str) -> float:
+            return float(begin.elapsed_time(step.events[name])) / 1e3
+
+        step.backward_s = since("backward")
+        for number, times in enumerate(step.buckets):
+            times.ready_s, times.done_s = since(f"ready {number}"), since(f"done {number}")
+            times.launch_s = times.ready_s
+        # The stream passes the buckets in order: a bucket holds it up from the one before, or the end of backward.
+        passed = step.backward_s
+        for times in step.buckets:
+            times.waited_s = max(0.0, times.done_s - passed)
+            passed = max(passed, times.done_s)
+        step.over_s = passed
+        step.events = {}
+        return step
