@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         PacelineError,
         RecordError,
     )
+    from paceline.parallel import DataParallel, SyncBatchNorm
+    from paceline.plan import Plan
     from paceline.records.store import Run, load_run
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
@@ -28,6 +30,8 @@ _HOMES = {
     "paceline.errors": (
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
     ),
+    "paceline.parallel": ("DataParallel", "SyncBatchNorm"),
+    "paceline.plan": ("Plan",),
     "paceline.records.store": ("Run", "load_run"),
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
@@ -38,13 +42,16 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "CollectiveError",
     "ConfigError",
+    "DataParallel",
     "LaunchError",
     "MeasurementError",
     "PacelineError",
+    "Plan",
     "RankPool",
     "Ranks",
     "RecordError",
     "Run",
+    "SyncBatchNorm",
     "World",
     "__version__",
     "get",

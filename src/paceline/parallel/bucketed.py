@@ -8,8 +8,10 @@ the others really are there is checked when it fires, and that nothing came late
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,11 +27,12 @@ from paceline.plan import Gradient, Plan
 
 __all__ = ["Bucketed"]
 
+_get_grad = operator.attrgetter("grad")
 MakePlan = Callable[[Sequence[Gradient], Sequence[int]], Plan]
 
 # Below this mean size, one fused copy and one pass for the factor beat a call per gradient.
 _LARGE_BYTES = 64 << 10
-# On NCCL, gradients from this size on are reduced where autograd left them: no copy at all.
+# NCCL takes many tensors in one message: from this size on, a gradient is reduced where autograd left it.
 _LOOSE_BYTES = 256 << 10
 # How often the order of arrival is recorded in all; a graph that changes at every step is not worth more.
 _MAX_RECORDS = 5
@@ -38,20 +41,24 @@ _MAX_RECORDS = 5
 class _Bucket:
     """One bucket of the plan at run time, by indices of parameters.
 
-    `gathered` have their views in `range`; of `split` ones, some other bucket holds the rest; `loose` ones are reduced
-    where autograd left them.
+    `gathered` have their views in `range`; of `split` ones, other buckets hold the rest; `loose` are pieces (index,
+    first and last element) of gradients that are reduced where autograd left them.
     """
 
-    def __init__(
-        self, number: int, gathered: list[int], split: list[int], loose: list[int], span: torch.Tensor
-    ) -> None:
-        self.number, self.gathered, self.split, self.loose = number, gathered, split, loose
-        self.alone = frozenset(split + loose)
-        self.range = span
-        self.is_large = self.range.nbytes >= _LARGE_BYTES * max(1, len(gathered))
+    def __init__(self, number: int, span: torch.Tensor) -> None:
+        self.number, self.range = number, span
+        self.gathered: list[int] = []
+        self.split: list[int] = []
+        self.loose: list[tuple[int, int, int]] = []
         self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
         self.version = 0  # of the range when backward began, later when it was sent
         self.work: dist.Work | torch.futures.Future[Any] | None = None
+
+    def close(self, params: Sequence[torch.Tensor], views: dict[int, torch.Tensor]) -> None:
+        self.params = [params[index] for index in self.gathered]
+        self.views = [views[index] for index in self.gathered]
+        self.alone = frozenset(self.split + [index for index, _, _ in self.loose])
+        self.is_large = self.range.nbytes >= _LARGE_BYTES * max(1, len(self.gathered))
 
 
 class Bucketed(Reducer):
@@ -60,8 +67,8 @@ class Bucketed(Reducer):
     def __init__(
         self, members: Members, channel: Channel, num_words: int, make_plan: MakePlan, comm_hook: CommHook | None = None
     ) -> None:
-        super().__init__(members, channel)
-        self._num_words, self._make_plan, self._comm_hook = num_words, make_plan, comm_hook
+        super().__init__(members, channel, num_words)
+        self._make_plan, self._comm_hook = make_plan, comm_hook
         self._active, self._next, self._factor = False, 0, 1.0
         self._alone: set[int] = set()  # loose and split parameters whose gradient has arrived
         self._alone_sent: dict[int, tuple[torch.Tensor, int]] = {}  # their gradients and versions when sent
@@ -107,13 +114,11 @@ class Bucketed(Reducer):
     def _is_complete(self, bucket: _Bucket) -> bool:
         if bucket.in_parts or not bucket.alone <= self._alone:
             return False
-        params, views, in_place = self.members.params, self._flat.views, 0
-        for index in bucket.gathered:
-            grad = params[index].grad
-            if grad is None:
-                return False
-            in_place += grad is views[index]
+        grads = list(map(_get_grad, bucket.params))
+        if any(map(operator.is_, grads, repeat(None))):
+            return False
         # A gradient that was a view before backward is accumulated in place, and each such write counts one.
+        in_place = sum(map(operator.is_, grads, bucket.views))
         return in_place == 0 or bucket.range._version - bucket.version == in_place
 
     # -- a bucket leaves ----------------------------------------------------------------------------------------------
@@ -130,17 +135,15 @@ class Bucketed(Reducer):
         with torch.no_grad():
             if take_part:
                 self._gather(bucket, factor)
-                loose = self._take_loose(bucket, factor)
             else:
                 bucket.range.zero_()
-                loose = [torch.zeros_like(self.members.params[index], requires_grad=False) for index in bucket.loose]
+            loose = [self._take_loose(index, factor, take_part)[start:end] for index, start, end in bucket.loose]
         bucket.version = bucket.range._version
         average = folded and self.channel.world_size > 1
         if self._comm_hook is not None:
             bucket.work = start_hook(self._comm_hook, self._as_hooked(bucket))
         elif loose:
-            vectors = [grad.as_strided((grad.numel(),), (1,)) for grad in loose]
-            bucket.work = self.channel.start_sums([message, *vectors] if message.numel() else vectors, average)
+            bucket.work = self.channel.start_sums([message, *loose] if message.numel() else loose, average)
         elif message.numel():
             bucket.work = self.channel.start_sum(message, average)
         self.timeline.launched(bucket.number, bucket.work)
@@ -150,67 +153,54 @@ class Bucketed(Reducer):
         for index in bucket.split:
             if index not in self._alone_sent:  # copied once, with the first of its buckets
                 self._gather_split(index, factor)
-        params, views = self.members.params, self._flat.views
-        fresh, targets, holders, all_fresh = [], [], [], True
-        for index in bucket.gathered:
-            param, view = params[index], views[index]
-            grad = param.grad
-            if grad is None:
-                view.zero_()
-                param.grad = view
-            elif grad is view:
-                all_fresh = False
-            else:
-                fresh.append(grad)
-                targets.append(view)
-                holders.append(param)
-        scaled = factor == 1.0
-        if all_fresh and bucket.is_large and not scaled:
-            scaled = True
-            for grad, view in zip(fresh, targets, strict=True):
+        if not bucket.gathered:
+            return
+        grads = list(map(_get_grad, bucket.params))
+        if any(map(operator.is_, grads, repeat(None))):
+            grads = [view.zero_() if grad is None else grad for grad, view in zip(grads, bucket.views, strict=True)]
+        # Where a gradient already is the view, the copy is of itself, and no more than a check.
+        if factor != 1.0 and bucket.is_large:
+            for grad, view in zip(grads, bucket.views, strict=True):
                 torch.mul(grad, factor, out=view)
-        elif fresh:
-            torch._foreach_copy_(targets, fresh)
-        for param, view in zip(holders, targets, strict=True):
+        else:
+            torch._foreach_copy_(bucket.views, grads)
+            if factor != 1.0:
+                torch._foreach_mul_(bucket.views, factor) if bucket.split else bucket.range.mul_(factor)
+        for param, view in zip(bucket.params, bucket.views, strict=True):
             param.grad = view
-        if not scaled and bucket.split:
-            torch._foreach_mul_([views[index] for index in bucket.gathered], factor)
-        elif not scaled:
-            bucket.range.mul_(factor)
 
     def _gather_split(self, index: int, factor: float) -> None:
         param, view = self.members.params[index], self._flat.views[index]
         if param.grad is None:
             view.zero_()
-        elif param.grad is view:
-            view.mul_(factor)
         else:
             torch.mul(param.grad, factor, out=view)
         param.grad = view
         self._alone_sent[index] = view, view._version
 
-    def _take_loose(self, bucket: _Bucket, factor: float) -> list[torch.Tensor]:
-        """The gradients as they are, after making sure that nothing else shares their memory."""
-        grads = []
-        for index in bucket.loose:
+    def _take_loose(self, index: int, factor: float, take_part: bool) -> torch.Tensor:
+        """A gradient as it is, as a vector, after making sure that nothing else shares its memory."""
+        if index not in self._alone_sent:
             param = self.members.params[index]
-            grad = param.grad
+            grad = param.grad if take_part else None
             if grad is None:
-                grad = param.grad = torch.zeros_like(param, requires_grad=False)
+                grad = torch.zeros_like(param, requires_grad=False)
             elif grad.requires_grad or grad.stride() != self._loose_strides[index] or _is_shared(grad):
-                grad = param.grad = torch.empty_like(param, requires_grad=False).copy_(grad.detach())
-            grads.append(grad)
-        if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
-        for index, grad in zip(bucket.loose, grads, strict=True):
+                grad = torch.empty_like(param, requires_grad=False).copy_(grad)
+            if factor != 1.0:
+                grad.mul_(factor)
+            if take_part:
+                param.grad = grad
             self._alone_sent[index] = grad, grad._version
-        return grads
+        grad, _ = self._alone_sent[index]
+        return grad.as_strided((grad.numel(),), (1,))
 
     # -- backward is over ---------------------------------------------------------------------------------------------
 
     def find_late(self) -> list[int]:
-        sent = self._buckets[: self._next] if self._active else []
-        late = [index for b in sent if b.range._version != b.version for index in b.gathered]
+        if not self._active:
+            return []
+        late = [index for b in self._buckets[: self._next] if b.range._version != b.version for index in b.gathered]
         params = self.members.params
         return late + [
             index
@@ -218,7 +208,17 @@ class Bucketed(Reducer):
             if grad._version != version or params[index].grad is not grad
         ]
 
-    def finish(self, num_words: int, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
+    def find_missing(self) -> list[int]:
+        if not self._active:
+            return super().find_missing()
+        missing: list[int] = []  # a bucket that has left was complete
+        for bucket in self._buckets[self._next :]:
+            if any(map(operator.is_, map(_get_grad, bucket.params), repeat(None))):
+                missing += [index for index in bucket.gathered if self.members.params[index].grad is None]
+            missing += [index for index in bucket.alone if self.members.params[index].grad is None]
+        return sorted(set(missing))
+
+    def finish(self, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
         if not self._active:
             self.begin(factor)
         self.timeline.backward_over()
@@ -253,9 +253,8 @@ class Bucketed(Reducer):
 
     def multiply(self, factor: float) -> None:
         self._flat.multiply(factor)
-        for bucket in self._buckets:
-            for index in bucket.loose:
-                self._alone_sent[index][0].mul_(factor)
+        for index in self._loose_strides:
+            self._alone_sent[index][0].mul_(factor)
 
     def absorb(self) -> None:
         """Move gradients that autograd left elsewhere into the views: from now on they accumulate in place there."""
@@ -301,18 +300,35 @@ class Bucketed(Reducer):
 
     def _lay_out(self, plan: Plan) -> None:
         self.plan = plan
-        split = {index for index, count in _count_pieces(plan).items() if count > 1}
-        loose = set()
-        if self.channel.is_nccl and self._comm_hook is None:
-            loose = {i for i, g in enumerate(plan.gradients) if g.num_bytes >= _LOOSE_BYTES and i not in split}
-        self._flat = FlatGradients(self.members, plan, loose, self._num_words)
+        loose, split = self._find_loose(plan), _find_split(plan)
+        self._flat = FlatGradients(self.members, plan, loose, self.num_words)
         self._loose_strides = {index: torch.empty_like(self.members.params[index]).stride() for index in loose}
         self._buckets: list[_Bucket] = []
-        for number, indices in enumerate(plan.partition):
-            whole = [index for index in indices if index not in split and index not in loose]
-            parts, left = [i for i in indices if i in split], [i for i in indices if i in loose]
-            self._buckets.append(_Bucket(number, whole, parts, left, self._flat.ranges[number]))
+        for number, planned in enumerate(plan.buckets):
+            bucket = _Bucket(number, self._flat.ranges[number])
+            for piece in planned.pieces:
+                if piece.gradient in loose:
+                    item = plan.gradients[piece.gradient].item_bytes
+                    bucket.loose.append((piece.gradient, piece.start_bytes // item, piece.end_bytes // item))
+                else:
+                    (bucket.split if piece.gradient in split else bucket.gathered).append(piece.gradient)
+            bucket.close(self.members.params, self._flat.views)
+            self._buckets.append(bucket)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
+
+    def _find_loose(self, plan: Plan) -> set[int]:
+        """The gradients that need not be copied: they fill a message of their own, or NCCL takes them as they are.
+
+        The words need memory behind the last bucket, and a communication hook wants a vector of everything.
+        """
+        if self._comm_hook is not None:
+            return set()
+        if self.channel.is_nccl:
+            split = _find_split(plan)
+            return {i for i, g in enumerate(plan.gradients) if g.num_bytes >= _LOOSE_BYTES and i not in split}
+        shared = {i for bucket in plan.buckets if len(bucket.pieces) > 1 for i in (p.gradient for p in bucket.pieces)}
+        shared |= {piece.gradient for piece in plan.buckets[-1].pieces}
+        return set(range(len(plan.gradients))) - shared
 
     def _set_triggers(self) -> None:
         """Hook the parameter that arrived last in each bucket, by this rank's own record; and all loose and split."""
@@ -338,10 +354,7 @@ class Bucketed(Reducer):
         self._record_handles.clear()
 
     def _as_hooked(self, bucket: _Bucket) -> HookedBucket:
-        indices = bucket.gathered
-        params: list[torch.Tensor] = [self.members.params[index] for index in indices]
-        views = [self._flat.views[index] for index in indices]
-        return HookedBucket(bucket.number, len(self._buckets), bucket.range, views, params)
+        return HookedBucket(bucket.number, len(self._buckets), bucket.range, bucket.views, bucket.params)
 
 
 def _note_arrival(arrivals: list[int], index: int, param: torch.Tensor) -> None:
@@ -352,8 +365,9 @@ def _call_with(call: Callable[[int], None], index: int, param: torch.Tensor) -> 
     call(index)
 
 
-def _count_pieces(plan: Plan) -> Counter[int]:
-    return Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
+def _find_split(plan: Plan) -> set[int]:
+    pieces = Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
+    return {index for index, count in pieces.items() if count > 1}
 
 
 def _is_shared(grad: torch.Tensor) -> bool:

@@ -39,12 +39,12 @@ class Channel:
         self._sum.asyncOp = True
         self._average = dist.AllreduceOptions()
         self._average.asyncOp = True
-        self._average.reduceOp = dist.ReduceOp.AVG
+        self._average.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         self._many = dist.AllreduceCoalescedOptions()
         self._many.asyncOp = True
         self._many_average = dist.AllreduceCoalescedOptions()
         self._many_average.asyncOp = True
-        self._many_average.reduceOp = dist.ReduceOp.AVG
+        self._many_average.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
 
     def start_sum(self, tensor: torch.Tensor, average: bool = False) -> dist.Work:
         """Start the sum over all ranks (or the average, where the backend folds it in), in place."""

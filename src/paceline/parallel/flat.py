@@ -71,7 +71,7 @@ class FlatGradients:
         """The same memory as a vector with a version counter of its own: what is written through it can be counted."""
         flat = self._flats[family]
         empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), start, (end - start,), (1,))  # type: ignore[no-any-return]
+        return empty.set_(flat.untyped_storage(), start, (end - start,), (1,))
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.parallel.channel import Channel
+from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import Members
+from paceline.plan import plan_torch_start
 
 __all__ = ["Flat", "Overlap", "PerParameter", "Reducer", "on_gradient"]
 
@@ -31,18 +33,18 @@ class Reducer:
     is sent as zeros, so no rank ever waits for a message that will not come.
     """
 
-    def __init__(self, members: Members, channel: Channel) -> None:
-        self.members, self.channel = members, channel
+    def __init__(self, members: Members, channel: Channel, num_words: int) -> None:
+        self.members, self.channel, self.num_words = members, channel, num_words
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.failure: Exception | None = None  # what a hook raised; kept until the other ranks can be told
 
     def begin(self, factor: float) -> None:
         """A backward starts whose gradients are to be summed after each rank has multiplied its own by `factor`."""
 
-    def finish(self, num_words: int, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
+    def finish(self, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
         """Send what is left, wait for everything, leave the sums in `.grad`, and return the summed tail.
 
-        `write_tail` fills `num_words` words just before they leave. `take_part` of False sends zeros in place of
+        `write_tail` fills the words of the tail just before they leave. `take_part` of False sends zeros in place of
         gradients and leaves `.grad` alone. Collective: every rank must call this.
         """
         raise NotImplementedError
@@ -82,8 +84,8 @@ class Reducer:
             return torch.zeros_like(param, requires_grad=False)
         return (param.grad.detach() * factor).contiguous(memory_format=_format_of(param))
 
-    def _new_tail(self, num_words: int, write_tail: WriteTail) -> torch.Tensor:
-        tail = torch.zeros(num_words, device=self.channel.device)
+    def _new_tail(self, write_tail: WriteTail) -> torch.Tensor:
+        tail = torch.zeros(self.num_words, device=self.channel.device)
         write_tail(tail)
         return tail
 
@@ -100,14 +102,14 @@ def _format_of(param: torch.Tensor) -> torch.memory_format:
 class PerParameter(Reducer):
     """After backward, one all-reduce per parameter, one after the other."""
 
-    def finish(self, num_words: int, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
+    def finish(self, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
         with torch.no_grad():
             for index, param in enumerate(self.members.params):
                 grad = self._scaled(index, factor, take_part)
                 self.channel.wait(self.channel.start_sum(grad), f"the gradient of {self.members.name(index)}")
                 if take_part:
                     param.grad = grad
-            tail = self._new_tail(num_words, write_tail)
+            tail = self._new_tail(write_tail)
             self.channel.wait(self.channel.start_sum(tail), "the tail")
             return tail
 
@@ -115,30 +117,25 @@ class PerParameter(Reducer):
 class Flat(Reducer):
     """After backward, one all-reduce of all gradients: one message per dtype, the tail at the end of the last."""
 
-    def finish(self, num_words: int, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
-        families: dict[tuple[str, str], list[int]] = {}
-        for index, gradient in enumerate(self.members.gradients):
-            families.setdefault(gradient.family, []).append(index)
+    def __init__(self, members: Members, channel: Channel, num_words: int) -> None:
+        super().__init__(members, channel, num_words)
+        # Kept from step to step: fresh memory of that size would cost more than the copy.
+        self._flat = FlatGradients(members, plan_torch_start(members.gradients), (), num_words)
+
+    def finish(self, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
         with torch.no_grad():
-            for number, indices in enumerate(families.values()):
-                grads = [self._scaled(index, factor, take_part) for index in indices]
-                flat = torch.cat([grad.as_strided((grad.numel(),), (1,)) for grad in grads])
-                real = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-                tail = real.new_zeros(num_words if number == len(families) - 1 else 0)
-                if tail.numel():
-                    write_tail(tail)
-                message = torch.cat([real, tail])
-                self.channel.wait(self.channel.start_sum(message), "the message of all gradients")
-                tail = message[real.numel() :]
+            for index, view in self._flat.views.items():
+                param = self.members.params[index]
+                if take_part and param.grad is not None:
+                    torch.mul(param.grad, factor, out=view)
+                else:
+                    view.zero_()
                 if take_part:
-                    real.copy_(message[: real.numel()])
-                    for index, grad, part in zip(
-                        indices, grads, torch.split(flat, [g.numel() for g in grads]), strict=True
-                    ):
-                        self.members.params[index].grad = part.as_strided(
-                            grad.size(), grad.stride(), part.storage_offset()
-                        )
-            return tail
+                    param.grad = view
+            write_tail(self._flat.words)
+            for message in (*self._flat.ranges[:-1], self._flat.last):
+                self.channel.wait(self.channel.start_sum(message), "the message of all gradients")
+            return self._flat.words
 
 
 class Overlap(Reducer):
@@ -149,8 +146,8 @@ class Overlap(Reducer):
     gradient that arrives in several parts (re-entrant checkpointing) waits for the end of backward from then on.
     """
 
-    def __init__(self, members: Members, channel: Channel) -> None:
-        super().__init__(members, channel)
+    def __init__(self, members: Members, channel: Channel, num_words: int) -> None:
+        super().__init__(members, channel, num_words)
         self._order = list(reversed(range(len(members.params))))
         self._active, self._factor, self._next = False, 1.0, 0
         self._counts: dict[int, int] = {}
@@ -187,7 +184,7 @@ class Overlap(Reducer):
     def find_late(self) -> list[int]:
         return [index for index, grad, version, _ in self._in_flight if grad._version != version]
 
-    def finish(self, num_words: int, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
+    def finish(self, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
         if not self._active:
             self.begin(factor)
         elif self._in_parts is None:
@@ -196,7 +193,7 @@ class Overlap(Reducer):
         for index in self._order[self._next :]:
             self._send(index, take_part)
         with torch.no_grad():
-            tail = self._new_tail(num_words, write_tail)
+            tail = self._new_tail(write_tail)
         last = self.channel.start_sum(tail)
         for index, grad, _, work in self._in_flight:
             self.channel.wait(work, f"the gradient of {self.members.name(index)}")

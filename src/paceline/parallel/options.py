@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch, plan_shaped
+from paceline.plan import TORCH_CAP_BYTES, Gradient, Plan, plan_apart, plan_like_torch
 from paceline.units import MIB
 
 __all__ = ["AVERAGES", "INITS", "REDUCERS", "Options"]
@@ -16,6 +16,11 @@ __all__ = ["AVERAGES", "INITS", "REDUCERS", "Options"]
 REDUCERS = ("bucketed", "overlap", "flat", "per_parameter")
 INITS = ("broadcast", "verify", "none")
 AVERAGES = ("ranks", "samples")
+
+# On gloo a message costs some tenths of a millisecond, and a copy of this many bytes about as much.
+_APART_BYTES, _TOGETHER_BYTES = 1 * MIB, 8 * MIB
+# On NCCL the host pays for each bucket: few, and none so large that the last one holds everything up.
+_NCCL_BUCKETS, _NCCL_CAP_BYTES = 16, 256 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +61,22 @@ class Options:
     def caps_list(self) -> tuple[float, ...]:
         return self.bucket_cap_mb_list or ()
 
-    def make_planner(self, can_split: bool) -> Callable[[Sequence[Gradient], Sequence[int]], Plan]:
+    def make_planner(self, on_nccl: bool, with_hook: bool) -> Callable[[Sequence[Gradient], Sequence[int]], Plan]:
         """The rule that makes a plan from gradients in ready order."""
         if self.plan is not None:
             plan = self.plan
-            return lambda gradients, order: _check_plan(plan, gradients, can_split)
+            return lambda gradients, order: _check_plan(plan, gradients, with_hook)
         if self.bucket_cap_mb is not None:
             caps = [max(1, int(self.bucket_cap_mb * MIB))]
             return lambda gradients, order: plan_like_torch(gradients, order, caps)
         if self.caps_list:
             listed = [max(1, int(cap * MIB)) for cap in self.caps_list]
             return lambda gradients, order: plan_like_torch(gradients, order, listed)
-        if not can_split:
+        if on_nccl:
+            return _plan_for_nccl
+        if with_hook:
             return plan_like_torch
-        return lambda gradients, order: plan_shaped(gradients, order, TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES)
+        return lambda gradients, order: plan_apart(gradients, order, _APART_BYTES, _TOGETHER_BYTES)
 
     def describe(self) -> dict[str, Any]:
         """What the ranks compare."""
@@ -77,7 +84,13 @@ class Options:
         return {**{name: getattr(self, name) for name in self.__dataclass_fields__}, "plan": plan}
 
 
-def _check_plan(plan: Plan, gradients: Sequence[Gradient], can_split: bool) -> Plan:
+def _plan_for_nccl(gradients: Sequence[Gradient], order: Sequence[int]) -> Plan:
+    total = sum(gradient.num_bytes for gradient in gradients)
+    cap = min(max(total // _NCCL_BUCKETS, TORCH_CAP_BYTES), _NCCL_CAP_BYTES)
+    return plan_like_torch(gradients, order, [cap])
+
+
+def _check_plan(plan: Plan, gradients: Sequence[Gradient], with_hook: bool) -> Plan:
     """The given plan, if it is one for this model."""
     if len(plan.gradients) != len(gradients):
         raise ConfigError(f"the plan is for {len(plan.gradients)} gradients, and the model has {len(gradients)}")
@@ -87,6 +100,6 @@ def _check_plan(plan: Plan, gradients: Sequence[Gradient], can_split: bool) -> P
                 f"the plan is for another model: gradient {index} is {planned.name} ({planned.num_bytes} bytes "
                 f"{planned.dtype}) there, and {real.name} ({real.num_bytes} bytes {real.dtype}) here"
             )
-    if plan.is_split and not can_split:
+    if plan.is_split and with_hook:
         raise ConfigError("the plan splits a gradient over buckets, and a communication hook needs whole ones")
     return Plan(tuple(gradients), plan.buckets, plan.rule)

@@ -35,15 +35,15 @@ class Report:
         )
         if self.times is None:
             return f"{head}\nno step has been timed yet"
-        rows = [("bucket", "bytes", "ready", "launch", "done", "waited")]
+        rows: list[tuple[str, ...]] = [("bucket", "bytes", "ready ms", "launch ms", "done ms", "waited ms")]
         for number, times in enumerate(self.times.buckets):
             moments = (times.ready_s, times.launch_s, times.done_s, times.waited_s)
             rows.append((str(number), format_bytes(times.num_bytes), *(format_ms(moment) for moment in moments)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         ends = (
-            f"backward over at {format_ms(self.times.backward_s)}, all gradients there at "
-            f"{format_ms(self.times.over_s)}: {format_ms(self.times.exposed_s)} of communication exposed"
+            f"backward over at {format_ms(self.times.backward_s)} ms, all gradients there at "
+            f"{format_ms(self.times.over_s)} ms: {format_ms(self.times.exposed_s)} ms of communication exposed"
         )
         return "\n".join([head, *table, ends, self.advice])
 
@@ -66,14 +66,14 @@ def _advise(times: StepTimes, world_size: int) -> str:
     tail_s = max(0.0, last.done_s - max(last.launch_s, times.backward_s))
     if tail_s > 0.7 * times.exposed_s and len(times.buckets) > 1:
         return (
-            f"the last bucket ({format_bytes(last.num_bytes)}) is exposed for {format_ms(tail_s)}: a smaller tail, "
+            f"the last bucket ({format_bytes(last.num_bytes)}) is exposed for {format_ms(tail_s)} ms: a smaller tail, "
             "or a bucket before it that leaves earlier, would shorten the step"
         )
     if times.buckets[0].ready_s > 0.5 * times.backward_s and len(times.buckets) > 1:
         return "the first bucket is ready only in the second half of backward: smaller early buckets would start sooner"
     if busy_s > times.backward_s:
         return (
-            f"communication takes {format_ms(busy_s)} and backward {format_ms(times.backward_s)}: no plan can hide it "
+            f"communication takes {format_ms(busy_s)} ms and backward {format_ms(times.backward_s)} ms: no plan can hide it "
             "all; accumulate over more micro-batches, send fewer bytes (a bf16 hook), or use a faster transport"
         )
     return "communication starts too late to be hidden: more, smaller buckets would start sooner"

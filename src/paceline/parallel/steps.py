@@ -242,7 +242,7 @@ class Steps:
                 else:
                     statistics.zero_()
 
-        region = self.reducer.finish(self.tail.num_words, write, self._factor(), take_part)
+        region = self.reducer.finish(write, self._factor(), take_part)
         self.num_steps += 1
         self.is_pending, self.samples = False, 0
         if region.device.type != "cuda" or self._must_read_now(notice):

@@ -63,7 +63,7 @@ class Timeline:
             self._mark("begin")
 
     def _mark(self, name: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._now.events[name] = event
 

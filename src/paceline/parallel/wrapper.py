@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ConfigError, LaunchError
+from paceline.parallel.batchnorm import SyncBatchNorm
 from paceline.parallel.bucketed import Bucketed
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
@@ -34,6 +35,7 @@ from paceline.plan import Plan
 __all__ = ["DataParallel"]
 
 _SIMPLE = {"per_parameter": PerParameter, "flat": Flat, "overlap": Overlap}
+_MEETING = (SyncBatchNorm, nn.SyncBatchNorm)
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
@@ -121,7 +123,7 @@ class DataParallel(nn.Module):
             statistics_every=(1 if statistics_every is None else statistics_every) if sync_buffers else 0,
         )
         self._group = _settle_group(process_group, device_mesh)
-        self._is_checked = False
+        self._gradient_group: dist.ProcessGroup | None = None
         self._steps: Steps | None = None
         self.rebuild()
 
@@ -135,6 +137,11 @@ class DataParallel(nn.Module):
         self._take_down()
         members = find_members(self.module, self._ignored)
         channel = self._open_channel()
+        if self._gradient_group is None and any(isinstance(layer, _MEETING) for layer in self.module.modules()):
+            # These layers send messages in backward, too, and where buckets leave may differ from rank to rank.
+            members_of = dist.get_process_group_ranks(channel.group)
+            self._gradient_group = dist.new_group(members_of, backend=channel.backend, use_local_synchronization=True)
+            channel = self._open_channel()
         check_alike(members, self._options.describe(), channel)
         if self._options.init == "verify":
             verify(members, channel)
@@ -143,7 +150,7 @@ class DataParallel(nn.Module):
         self._set_up()
 
     def _open_channel(self) -> Channel:
-        group = dist.group.WORLD if self._group is None else self._group
+        group = self._gradient_group or (dist.group.WORLD if self._group is None else self._group)
         if not dist.is_initialized() or group is None:
             raise LaunchError("no process group is open: call paceline.init() first")
         # Where the messages live: a module on one GPU sends from there.
@@ -164,10 +171,10 @@ class DataParallel(nn.Module):
         )
         reducer: Reducer
         if options.reducer == "bucketed":
-            planner = options.make_planner(can_split=self._comm_hook is None)
+            planner = options.make_planner(on_nccl=channel.is_nccl, with_hook=self._comm_hook is not None)
             reducer = Bucketed(members, channel, tail.num_words, planner, self._comm_hook)
         else:
-            reducer = _SIMPLE[options.reducer](members, channel)
+            reducer = _SIMPLE[options.reducer](members, channel, tail.num_words)
         step_options = StepOptions(
             average=options.average,
             allow_missing=options.allow_missing,
@@ -337,12 +344,12 @@ class DataParallel(nn.Module):
         return self._plain_state()
 
     def _plain_state(self) -> dict[str, Any]:
-        left_out = ("_steps", "_watch", "_finalizer", "_group")
+        left_out = ("_steps", "_watch", "_finalizer", "_group", "_gradient_group")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._group, self._steps = None, None
+        self._group, self._gradient_group, self._steps = None, None, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         twin = self.__class__.__new__(self.__class__)
@@ -351,7 +358,8 @@ class DataParallel(nn.Module):
         state.pop("_comm_hook")
         twin.__dict__.update(copy.deepcopy(state, memo))
         # A group, and a hook that may hold one, are shared: they are not this process's to copy.
-        twin._group, twin._comm_hook, twin._steps = self._group, hook, None
+        twin._group, twin._gradient_group = self._group, self._gradient_group
+        twin._comm_hook, twin._steps = hook, None
         return twin
 
 
