@@ -37,6 +37,7 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/python benchmarks/engine_against_loop.py
 	$(BIN)/paceline bench allreduce --ranks 2,4 --sizes 4KiB,64KiB,1MiB,10MiB,100MiB
 	$(BIN)/paceline bench chunks
+	$(BIN)/paceline bench wrappers
 
 clean: ## Remove .venv and caches (runs/ stays)
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -7,6 +7,7 @@ import time
 import pytest
 
 ALLREDUCE = ("bench", "allreduce")
+WRAPPERS = ("bench", "wrappers")
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
@@ -53,6 +54,13 @@ def _no_gpu_no_launcher(monkeypatch):
         (("bench", "chunks", "--total", "240"), "has no unit"),
         (("bench", "chunks", "--total", "1MB", "--chunks", "2MB"), "larger than the total"),
         (("bench", "chunks", "--total", "10B"), "not a whole number of float32 elements"),
+        ((*WRAPPERS, "--model", "gpt3"), "model 'gpt3' is unknown: did you mean gpt2?"),
+        ((*WRAPPERS, "--model", ","), "no model given: known are mlp"),
+        ((*WRAPPERS, "--wrapper", "torch-tunned"), "wrapper 'torch-tunned' is unknown: did you mean torch-tuned?"),
+        ((*WRAPPERS, "--dtype", "float16"), "wrappers are timed in float32 or bfloat16"),
+        ((*WRAPPERS, "--batch", "0"), "--batch 0: at least 1"),
+        ((*WRAPPERS, "--iters", "0"), "--iters 0: at least 1"),
+        ((*WRAPPERS, "--device", "cuda"), "needs a GPU"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(command, tmp_path, monkeypatch, arguments, words):

@@ -76,3 +76,17 @@ def test_bench_interleaves_nccl_and_gloo(command, tmp_path):
     answer = command("bench", "allreduce", *both, "--json", "--out", str(tmp_path))
     rows = json.loads(answer.out)["rows"]
     assert [(row["backend"], row["device"], row["nwrong"]) for row in rows] == [("nccl", "cuda", 0), ("gloo", "cpu", 0)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("backend", "ranks"), [("nccl", 1), ("gloo", 2)])
+def test_wrappers_are_timed_in_phases_and_their_memory_is_counted(command, tmp_path, backend, ranks):
+    asked = ("--model", "cnn,gpt2", "--backend", backend, "--device", "cuda", "--ranks", str(ranks), "--iters", "3")
+    answer = command("bench", "wrappers", *asked, "--dtype", "bfloat16", "--json", "--out", str(tmp_path))
+    assert answer.code == 0, answer.err
+    for row in json.loads(answer.out)["rows"]:
+        assert (row["device"], row["nwrong"] or 0) == ("cuda", 0)
+        phases = row["forward_median_s"] + row["backward_median_s"] + row["optimizer_median_s"]
+        assert 0 < phases < 1.5 * row["step_p90_s"]
+        assert row["held_bytes"] >= row["num_bytes"] and row["peak_step_bytes"] > 0
+        assert row["host_us_per_parameter"] is None

@@ -86,7 +86,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         paceline.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize("words", ["", "bench", "bench allreduce", "doctor"])
+@pytest.mark.parametrize("words", ["", "bench", "bench allreduce", "bench wrappers", "doctor"])
 def test_help_needs_no_torch(words: str) -> None:
     done = run_without_torch(_RUN_MAIN, *words.split(), "--help")
     assert done.returncode == 0, done.stderr

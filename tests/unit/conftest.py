@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.records import ChunksRecord, CollectiveRecord, Environment, Samples
+from paceline.records import ChunksRecord, CollectiveRecord, Environment, Samples, WrapperRecord
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +36,24 @@ def build_chunks(build_samples):
             "dtype": "float32", "timing": build_samples(), "num_wrong": 0, "num_checked": 1000,
         }  # fmt: skip
         return ChunksRecord(**{**fields, **changes})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_wrapper(build_samples):
+    """Steps of a wrapper that take the given times, a quarter of each in forward and half in backward."""
+
+    def build(wrapper="paceline", times_s=(1e-3,) * 10, **changes):
+        ranks = changes.get("world_size", 2)
+        fields = {
+            "model": "cnn", "wrapper": wrapper, "configuration": "defaults", "backend": "gloo", "device": "cpu",
+            "world_size": 2, "dtype": "float32", "batch_size": 8, "num_parameters": 100, "num_bytes": 4000,
+            "num_wrong": 0, "num_checked": 200, "timing": build_samples(*times_s, ranks=ranks),
+        }  # fmt: skip
+        for phase, share in (("forward", 0.25), ("backward", 0.5), ("optimizer", 0.25)):
+            fields[phase] = build_samples(*(share * time_s for time_s in times_s), ranks=ranks)
+        return WrapperRecord(**{**fields, **changes})
 
     return build
 

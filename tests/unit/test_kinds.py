@@ -16,6 +16,7 @@ from paceline.records.kinds import (
     CollectiveRecord,
     LayerSizeRecord,
     LayerTimeRecord,
+    WrapperRecord,
     bus_factor,
     record_from_json,
     record_to_json,
@@ -98,8 +99,8 @@ TEXT = st.text(max_size=12)
 
 
 @st.composite
-def samples(draw, time=POSITIVE):
-    ranks, count = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+def samples(draw, time=POSITIVE, shape=None):
+    ranks, count = shape or (draw(st.integers(1, 4)), draw(st.integers(1, 5)))
     rows = st.lists(st.tuples(*[time] * ranks), min_size=count, max_size=count).map(tuple)
     return Samples(
         seconds=draw(rows),
@@ -118,6 +119,14 @@ TIMED = {
     **SHARED, "backend": TEXT, "device": TEXT, "world_size": COUNT, "dtype": st.sampled_from([*ITEM_BYTES, "unknown"]),
     "timing": samples() | SUMMARIES, "num_wrong": MAYBE_COUNT, "num_checked": MAYBE_COUNT,
 }  # fmt: skip
+PHASES = ("timing", "forward", "backward", "optimizer")
+WRAPPER_FIELDS = {
+    **TIMED, "model": TEXT, "wrapper": TEXT, "configuration": TEXT, "batch_size": COUNT, "num_parameters": COUNT,
+    "num_bytes": COUNT, "held_bytes": COUNT, "peak_step_bytes": COUNT,
+}  # fmt: skip
+WRAPPERS = st.tuples(st.integers(1, 3), st.integers(1, 4)).flatmap(
+    lambda shape: st.builds(WrapperRecord, **{**WRAPPER_FIELDS, **{name: samples(shape=shape) for name in PHASES}})
+)
 RECORDS = {
     "collective": st.builds(
         CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT, **TIMED
@@ -125,6 +134,7 @@ RECORDS = {
     "chunks": st.builds(ChunksRecord, total_bytes=st.just(2**50), chunk_bytes=COUNT, **TIMED),
     "layer_size": st.builds(LayerSizeRecord, layer=TEXT, num_params=COUNT, **SHARED),
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
+    "wrapper": WRAPPERS,
 }
 
 
@@ -138,6 +148,37 @@ def test_a_record_survives_json(record):
     copy = record_from_json(json.loads(text))
     assert type(copy) is type(record)
     assert copy == record
+
+
+def test_a_wrapper_keeps_the_samples_of_every_phase(build_wrapper):
+    document = record_to_json(build_wrapper())
+    for name in ("samples", "forward", "backward", "optimizer"):
+        assert len(document[name]["seconds"]) == 10
+    assert not {"ratio_to_torch", "noise", "step_median_s"} & set(document)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_parameters": 0}, "cnn of 0 parameters"),
+        ({"batch_size": 0}, "0 samples"),
+        ({"times_s": (0.0,) * 3}, "in 0.0 s cannot be"),
+        ({"backward": Samples(seconds=((1.0, 1.0),) * 9)}, "the backward has other repetitions"),
+        ({"forward": Samples(seconds=((1.0,),) * 10)}, "the forward has other repetitions or ranks"),
+    ],
+)
+def test_an_impossible_wrapper_is_refused(build_wrapper, changes, reason):
+    with pytest.raises(RecordError, match=reason):
+        build_wrapper(**changes)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [([[1.0]], "backward is a JSON object of samples"), ({"seconds": [1.0]}, "backward.seconds is not a list of")],
+)
+def test_a_wrapper_with_a_broken_phase_is_refused(build_wrapper, value, reason):
+    with pytest.raises(RecordError, match=reason):
+        record_from_json({**record_to_json(build_wrapper()), "backward": value})
 
 
 def test_derived_numbers_are_not_stored(build_collective, build_chunks):

@@ -105,3 +105,20 @@ def test_chunks_are_drawn_against_elements(build_chunks, build_samples):
     assert list(line.get_xdata()) == [2**10, 2**18]
     assert list(line.get_ydata()) == pytest.approx([4.0, 1.0])
     assert "1 MiB all-reduced in chunks" in plots.render_svg(figure).decode()
+
+
+def test_wrappers_have_a_panel_for_each_model_and_ranks(build_wrapper):
+    slow = (3e-3, 4e-3, 5e-3)
+    records = [
+        build_wrapper("torch", slow), build_wrapper("paceline"), build_wrapper("torch", model="mlp"),
+        build_wrapper("torch", world_size=1),
+    ]  # fmt: skip
+    figure = plots.plot_wrappers(records, "box")
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    titles = [axes.get_title(loc="left") for axes in panels]
+    assert titles == ["cnn (gloo, 2 ranks, measured)", "mlp (gloo, 2 ranks, measured)", "cnn (gloo, 1 rank, measured)"]
+    spread, median = panels[0].get_lines()[:2]
+    assert list(median.get_xdata()) == pytest.approx([4.0])
+    assert list(spread.get_xdata()) == pytest.approx([3.2, 4.8])
+    svg = plots.render_svg(figure).decode()
+    assert ">torch<" in svg and ">paceline<" in svg and "box" in svg

@@ -70,6 +70,18 @@ def test_chunks_are_doubted_by_their_chunk_size(build_chunks, build_environment,
     assert "1 MiB" in few.text
 
 
+def test_wrappers_are_doubted_by_model_and_name(build_wrapper, build_environment):
+    records = [build_wrapper("torch", num_wrong=3), build_wrapper("bare", (1.0,) * 3, num_wrong=None)]
+    wrong, few = find_doubts(records, build_environment())
+    assert (wrong.kind, few.kind) == ("wrong", "few")
+    assert "WRONG PARAMETERS of cnn in torch (3 of 200 parameters)" in wrong.text
+    assert "cnn in bare" in few.text
+
+
+def test_a_wrapper_on_one_rank_is_no_reason_to_doubt(build_wrapper, build_environment):
+    assert find_doubts([build_wrapper(world_size=1)], build_environment()) == []
+
+
 def test_records_without_a_message_are_not_doubted(build_environment, build_samples):
     record = LayerTimeRecord(layer="a", timing=build_samples(*_swinging(1.0, 9.0)))
     assert find_doubts([record], build_environment()) == []

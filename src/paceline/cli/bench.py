@@ -1,4 +1,7 @@
-"""`paceline bench`: all-reduce and its kin, and what chunking costs. The measuring is done in `measure`."""
+"""`paceline bench`: all-reduce and its kin, and what chunking costs; wrappers are in `bench_wrappers`.
+
+The measuring is done in `measure`.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ if TYPE_CHECKING:
     from paceline.predict.costs import AlphaBeta
     from paceline.records import ChunksRecord, CollectiveRecord, Run
 
-__all__ = ["allreduce", "app", "chunks"]
+__all__ = ["allreduce", "app", "chunks", "read_ranks", "split_names"]
 
-app = typer.Typer(help="Measure collectives on this machine or cluster.", no_args_is_help=True)
+app = typer.Typer(help="Measure collectives and wrappers on this machine or cluster.", no_args_is_help=True)
 
 _DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _MAX_IMPORTED = 6  # curves beside the measured ones, before a chart becomes a thicket
@@ -31,20 +34,24 @@ Ranks = Annotated[
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, int64, ...")]
 Device = Annotated[str, typer.Option("--device", help="auto (cuda for nccl, else cpu), cpu or cuda")]
-Iters = Annotated[int | None, typer.Option("--iters", "-n", help="Timed repetitions. Default: as 2 s allow, 5 to 100.")]
+Iters = Annotated[
+    int | None, typer.Option("--iters", "-n", help="Timed repetitions. Default: as the time allows, up to 100.")
+]
 Warmup = Annotated[
-    int | None, typer.Option("--warmup", "-w", help="Repetitions before. Default: as 2 s allow, 1 to 3.")
+    int | None, typer.Option("--warmup", "-w", help="Repetitions before. Default: as the time allows, up to 3.")
 ]
 Out = Annotated[Path, typer.Option("--out", help="Folder in which the run gets its own folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit 1 when a result is too noisy to be believed.")]
 
 
-def _split(names: str) -> tuple[str, ...]:
+def split_names(names: str) -> tuple[str, ...]:
+    """The names of a comma-separated list, without repeats."""
     return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
 
 
-def _read_ranks(ranks: str | None) -> tuple[int, ...]:
+def read_ranks(ranks: str | None) -> tuple[int, ...]:
+    """The numbers of ranks that were asked for, or else the launched world's."""
     from paceline.runtime.environment import is_launched, read_place
 
     if ranks is not None:
@@ -96,7 +103,7 @@ def allreduce(
 
     num_bytes = _read_sizes(sizes, min_size, max_size, factor, ITEM_BYTES.get(dtype, 1))
     settings = CollectiveSettings(
-        backends=_split(backend), ranks=_read_ranks(ranks), sizes=num_bytes,
+        backends=split_names(backend), ranks=read_ranks(ranks), sizes=num_bytes,
         collective=collective, dtype=dtype, op=op, device=device, iters=iters, warmup=warmup,
     )  # fmt: skip
     settings.check()
@@ -272,7 +279,7 @@ def chunks(
         steps = [count * ITEM_BYTES.get(dtype, 4) for count in _DEFAULT_CHUNK_ELEMENTS]
         sizes = (*(step for step in steps if step < total_bytes), total_bytes)
     settings = ChunkSettings(
-        backends=_split(backend), ranks=_read_ranks(ranks), total_bytes=total_bytes, chunks=sizes,
+        backends=split_names(backend), ranks=read_ranks(ranks), total_bytes=total_bytes, chunks=sizes,
         dtype=dtype, device=device, iters=iters, warmup=warmup,
     )  # fmt: skip
 

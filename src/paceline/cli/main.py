@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from paceline.cli import bench, doctor
+from paceline.cli import bench, bench_wrappers, doctor
 from paceline.errors import PacelineError
 
 __all__ = ["app", "main"]
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+bench.app.command("wrappers")(bench_wrappers.wrappers)
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,23 @@ from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend, init
 from paceline.units import format_bytes
 
-__all__ = ["Allocator", "Contestant", "Group", "Measured", "Timing", "measure_cells", "time_interleaved"]
+__all__ = [
+    "Allocator",
+    "Contestant",
+    "Group",
+    "Measured",
+    "Timing",
+    "agree_on_max",
+    "measure_cells",
+    "merge_timings",
+    "no_garbage_collection",
+    "run_cells",
+    "synchronize",
+    "time_interleaved",
+]
+
+Point = TypeVar("Point")
+Answer = TypeVar("Answer")
 
 # Repetitions by default: as many as fit this time, within these bounds.
 _BUDGET_S, _MIN_ITERS, _MAX_ITERS = 2.0, 5, 100
@@ -85,37 +101,57 @@ def measure_cells(
     num_wrong=, num_checked=)` makes the record. Worlds smaller than the launched one are its first n ranks, and the
     others wait. Collective: every rank of the launched world must call this.
     """
+
+    def measure(groups: Sequence[Group], rank: int, point: int, tell: Callable[[float], None] | None) -> list[Timing]:
+        allocate = Allocator()  # one per cell, so that the memory of the last cell is free again
+        contestants = [build_contestant(group, rank, point, allocate) for group in groups]
+        return time_interleaved(contestants, groups[0].control, settings.iters, settings.warmup, tell)
+
+    def build_records(groups: Sequence[Group], point: int, timings: list[list[Timing]], clock: bool) -> list[Record]:
+        return [
+            build_record(
+                group,
+                point,
+                timing=merge_timings([timing[turn] for timing in timings], clock),
+                num_wrong=sum(timing[turn].num_wrong for timing in timings),
+                num_checked=sum(timing[turn].num_checked for timing in timings),
+            )
+            for turn, group in enumerate(groups)
+        ]
+
+    return run_cells(settings, points, format_bytes, measure, build_records)
+
+
+def run_cells(
+    settings: GroupSettings,
+    points: Sequence[Point],
+    name_point: Callable[[Point], str],
+    measure: Callable[[Sequence[Group], int, Point, Callable[[float], None] | None], Answer],
+    build_records: Callable[[Sequence[Group], Point, list[Answer], bool], Sequence[Record]],
+) -> Measured:
+    """Open the world, measure every cell (each number of ranks x each point) and post its records.
+
+    `measure(groups, rank, point, tell)` runs on the ranks of the cell, with one group per backend;
+    `build_records(groups, point, answers, shares_clock)` makes records of what they returned, on every rank.
+    Collective: every rank of the launched world must call this.
+    """
     cells = [(n, point) for n in settings.ranks for point in points]
     records: list[Record] = []
     with _open_world(settings) as world:
         groups = _build_groups(settings, world)
         for index, (n, point) in enumerate(cells):
 
-            def tell(share: float, index: int = index, n: int = n, point: int = point) -> None:
-                label = f"{n} rank{'s' if n > 1 else ''}, {format_bytes(point)}"
-                post(Progress(index + share, len(cells), label))
+            def tell(share: float, index: int = index, n: int = n, point: Point = point) -> None:
+                post(Progress(index + share, len(cells), f"{n} rank{'s' if n > 1 else ''}, {name_point(point)}"))
 
             if world.rank == 0:
                 tell(0.0)
-            mine: list[Timing] | None = None
+            mine = None
             if world.rank < n:
-                allocate = Allocator()  # one per cell, so that the memory of the last cell is free again
-                contestants = [build_contestant(group, world.rank, point, allocate) for group in groups[n]]
-                told = tell if world.rank == 0 else None
-                mine = time_interleaved(contestants, groups[n][0].control, settings.iters, settings.warmup, told)
-                del contestants, allocate
+                mine = measure(groups[n], world.rank, point, tell if world.rank == 0 else None)
             # Also what the ranks outside the cell wait for.
-            timings = [timing for timing in world.share(mine) if timing is not None]
-            new = tuple(
-                build_record(
-                    group,
-                    point,
-                    timing=_merge([timing[turn] for timing in timings], world.shares_clock),
-                    num_wrong=sum(timing[turn].num_wrong for timing in timings),
-                    num_checked=sum(timing[turn].num_checked for timing in timings),
-                )
-                for turn, group in enumerate(groups[n])
-            )
+            answers = [answer for answer in world.share(mine) if answer is not None]
+            new = tuple(build_records(groups[n], point, answers, world.shares_clock))
             records += new
             if world.rank == 0:
                 post(Progress(index + 1, len(cells), "done", new))
@@ -156,11 +192,11 @@ def time_interleaved(
         slowest_s = 0.0
         for contestant, timing in zip(contestants, timings, strict=True):
             contestant.prepare(repetition)
-            _synchronize(contestant.device)
+            synchronize(contestant.device)
             dist.barrier(group=control)
             start_s = time.perf_counter()
             contestant.call()
-            _synchronize(contestant.device)
+            synchronize(contestant.device)
             timing.starts_s.append(start_s)
             timing.seconds.append(time.perf_counter() - start_s)
             timing.num_wrong += contestant.count_wrong(repetition)
@@ -168,10 +204,10 @@ def time_interleaved(
             slowest_s = max(slowest_s, timing.seconds[-1])
         return slowest_s
 
-    with _no_garbage_collection():
+    with no_garbage_collection():
         done, warm_s = 0, []
         while done < (_MAX_WARMUP if warmup is None else warmup):
-            warm_s.append(_agree_on_max(run_once(done), control))
+            warm_s.append(agree_on_max(run_once(done), control))
             done += 1
             if warmup is None and sum(warm_s) > _WARMUP_S:
                 break
@@ -190,7 +226,7 @@ def time_interleaved(
     return timings
 
 
-def _merge(timings: list[Timing], shares_clock: bool) -> Samples:
+def merge_timings(timings: list[Timing], shares_clock: bool) -> Samples:
     """The ranks' timings as one set of samples, repetition by repetition."""
     warm = timings[0].num_warmup
     rows = list(zip(*(timing.seconds for timing in timings), strict=True))
@@ -243,19 +279,22 @@ def _describe_rank(world: World) -> dict[str, Any]:
     return details
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _agree_on_max(value: float, control: dist.ProcessGroup) -> float:
+def agree_on_max(value: float, control: dist.ProcessGroup) -> float:
+    """The largest of the ranks' values. Collective: every rank of `control` must call this."""
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX, control)
     return float(tensor)
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
+    """No collection inside, where it would fall into somebody's time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from paceline import machine
 from paceline.errors import ConfigError
@@ -16,7 +17,16 @@ from paceline.records.kinds import COLLECTIVES, ITEM_BYTES
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
 from paceline.units import format_bytes
 
-__all__ = ["BACKENDS", "OPS", "REDUCING", "ChunkSettings", "CollectiveSettings", "GroupSettings", "Progress"]
+__all__ = [
+    "BACKENDS",
+    "OPS",
+    "REDUCING",
+    "ChunkSettings",
+    "CollectiveSettings",
+    "GroupSettings",
+    "Progress",
+    "check_name",
+]
 
 BACKENDS = ("gloo", "nccl")
 OPS = ("sum", "avg", "min", "max", "prod")
@@ -33,7 +43,8 @@ class Progress:
     records: tuple[Record, ...] = ()
 
 
-def _one_of(what: str, value: str, known: Iterable[str]) -> None:
+def check_name(what: str, value: str, known: Iterable[str]) -> None:
+    """Refuse an unknown name, with the known one that is nearest to it."""
     known = list(known)
     if value not in known:
         near = difflib.get_close_matches(value, known, 1)
@@ -44,6 +55,9 @@ def _one_of(what: str, value: str, known: Iterable[str]) -> None:
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
     """What every benchmark of a process group shares. `iters` and `warmup` of None mean: as the time allows."""
+
+    # How a refusal for memory begins and ends.
+    memory_words: ClassVar[tuple[str, str]] = ("a message takes", "use smaller sizes")
 
     backends: tuple[str, ...] = ("gloo",)
     ranks: tuple[int, ...] = (2,)
@@ -67,9 +81,9 @@ class GroupSettings:
         if not self.backends:
             raise ConfigError(f"no backend given: known are {', '.join(BACKENDS)}")
         for backend in self.backends:
-            _one_of("backend", backend, BACKENDS)
-        _one_of("dtype", self.dtype, ITEM_BYTES)
-        _one_of("device", self.device, ("auto", "cpu", "cuda"))
+            check_name("backend", backend, BACKENDS)
+        check_name("dtype", self.dtype, ITEM_BYTES)
+        check_name("device", self.device, ("auto", "cpu", "cuda"))
         for name, value, least in (("iters", self.iters, 1), ("warmup", self.warmup, 0)):
             if value is not None and value < least:
                 raise ConfigError(f"--{name} {value}: at least {least}, or leave it out to fit the time")
@@ -99,10 +113,8 @@ class GroupSettings:
         need = 0 if on_gpu == set(self.backends) else self.bytes_per_rank
         have = machine.available_memory_bytes()
         if need + RANK_BYTES > have:
-            raise ConfigError(
-                f"a message takes {format_bytes(need)} on each rank and {format_bytes(have)} are free: "
-                "use smaller sizes"
-            )
+            takes, advice = self.memory_words
+            raise ConfigError(f"{takes} {format_bytes(need)} on each rank and {format_bytes(have)} are free: {advice}")
         check_rank_count(local_ranks, need)
 
 
@@ -115,9 +127,9 @@ class CollectiveSettings(GroupSettings):
     op: str = "sum"
 
     def check(self) -> None:
-        _one_of("collective", self.collective, COLLECTIVES)
+        check_name("collective", self.collective, COLLECTIVES)
         super().check()
-        _one_of("op", self.op, OPS)
+        check_name("op", self.op, OPS)
         if self.collective not in REDUCING and self.op != "sum":
             raise ConfigError(f"--op {self.op} contradicts --collective {self.collective}, which reduces nothing")
         if self.op == "avg" and "int" in self.dtype:

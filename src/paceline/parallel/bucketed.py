@@ -238,6 +238,7 @@ class Bucketed(Reducer):
             self.timeline.done(bucket.number)
         if words_work is not None:
             self.channel.wait(words_work, "the tail")
+        self._alone_sent.clear()  # so that `zero_grad` can free them
         self.timeline.over()
         return words
 
@@ -254,7 +255,9 @@ class Bucketed(Reducer):
     def multiply(self, factor: float) -> None:
         self._flat.multiply(factor)
         for index in self._loose_strides:
-            self._alone_sent[index][0].mul_(factor)
+            grad = self.members.params[index].grad
+            if grad is not None:
+                grad.mul_(factor)
 
     def absorb(self) -> None:
         """Move gradients that autograd left elsewhere into the views: from now on they accumulate in place there."""

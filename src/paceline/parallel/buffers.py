@@ -47,6 +47,11 @@ class SharedBuffers:
         self._ride = self._ride and words_are_precise
         return sum(s.numel() for s in self._statistics) if self._ride and self.every else 0
 
+    @property
+    def need_message(self) -> bool:
+        """Whether there are statistics that cannot ride with the words."""
+        return bool(self.every and self._statistics) and not self._ride
+
     def are_due(self, step: int) -> bool:
         """Whether statistics change here and their turn has come."""
         return bool(self.every) and step % self.every == 0 and any(layer.training for layer in self._layers)

@@ -73,7 +73,7 @@ def _advise(times: StepTimes, world_size: int) -> str:
         return "the first bucket is ready only in the second half of backward: smaller early buckets would start sooner"
     if busy_s > times.backward_s:
         return (
-            f"communication takes {format_ms(busy_s)} ms and backward {format_ms(times.backward_s)} ms: no plan can hide it "
-            "all; accumulate over more micro-batches, send fewer bytes (a bf16 hook), or use a faster transport"
+            f"communication takes {format_ms(busy_s)} ms and backward {format_ms(times.backward_s)} ms: no plan can "
+            "hide it all; accumulate over more micro-batches, send fewer bytes (a bf16 hook), or use a faster transport"
         )
     return "communication starts too late to be hidden: more, smaller buckets would start sooner"

@@ -71,7 +71,7 @@ class Steps:
         self._syncing = False
         self._structure_changed = ""
         self._forward_error: BaseException | None = None
-        self._unread: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._warned = False
         self._all_finished = False
         # Where a forward's output hides its tensors, these two tell that a backward has begun.
@@ -95,10 +95,10 @@ class Steps:
     def before_forward(self) -> None:
         """Settle what the last step left open, and notice a backward that never came to its end."""
         if self._unread is not None:
-            words, event = self._unread
+            words, event, missing = self._unread
             self._unread = None
             event.synchronize()
-            self._act_on(self.tail.read_slots(words.tolist()), None)
+            self._act_on(self.tail.read_slots(words.tolist()), missing)
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             broken_off = self._syncing
             self._task, self._syncing = None, False
@@ -246,30 +246,32 @@ class Steps:
         self.num_steps += 1
         self.is_pending, self.samples = False, 0
         if region.device.type != "cuda" or self._must_read_now(notice):
-            self._act_on(self.tail.read_slots(region[: self.tail.num_slots].tolist()), (region, missing, take_part))
+            peers = self.tail.read_slots(region[: self.tail.num_slots].tolist())
+            self._act_on(peers, missing)
+            self._complete(peers, region, missing, take_part)
         else:
-            self._read_later(region, notice)
+            self._read_later(region, notice, missing)
         self.reducer.settle()
 
     # -- what the words say -------------------------------------------------------------------------------------------
 
     def _must_read_now(self, notice: Notice) -> bool:
-        opted = self.options.average == "samples" or self.options.allow_missing or not self.divide_by_world
-        odd = notice.status & (_ALARMS | Status.FINISHED) or notice.digest
+        opted = self.options.average == "samples" or self.options.allow_missing or self.buffers.need_message
+        odd = notice.status & (Status.FAILED | Status.FINISHED) or notice.digest
         return bool(self.num_steps <= _EAGER_STEPS or opted or odd or self.is_joining)
 
-    def _read_later(self, region: torch.Tensor, notice: Notice) -> None:
+    def _read_later(self, region: torch.Tensor, notice: Notice, missing: list[int]) -> None:
         words = torch.empty(self.tail.num_slots, dtype=region.dtype, pin_memory=True)
         words.copy_(region[: self.tail.num_slots], non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self._unread = words, event
+        self._unread = words, event, missing
         if notice.status & Status.STATISTICS and self.tail.num_statistics:
             with torch.no_grad():
                 self.buffers.read(self.tail.statistics(region), self.channel.world_size)
 
-    def _act_on(self, peers: list[Notice], step: tuple[torch.Tensor, list[int], bool] | None) -> None:
-        """Raise on every rank what any of them has found; else weights, unused parameters, statistics, buffers."""
+    def _act_on(self, peers: list[Notice], missing: list[int]) -> None:
+        """Raise on every rank what any of them has found; and make changed buffers equal again."""
         together = Status.FINE
         for peer in peers:
             together |= peer.status
@@ -277,19 +279,29 @@ class Steps:
         self._all_finished = not active
         self.last_active = active or self.last_active
         if together & _ALARMS:
-            self._raise_together(step[1] if step else [])
+            self._raise_together(missing)
         if self.throw_early and 0 < len(active) < len(peers):
             done = [str(rank) for rank in range(len(peers)) if rank not in active]
             raise CollectiveError(f"step {self.num_steps}: rank {', '.join(done)} has no more data, and others have")
         if len({peer.digest for peer in peers if not peer.status & Status.FINISHED}) > 1:
             raise locate_drift(self.members, self.channel, self.num_steps)
-        if step is not None:
-            self._complete(peers, *step)
         if together & Status.BUFFERS:
             self.buffers.broadcast(self.channel, active[0])
 
     def _complete(self, peers: list[Notice], region: torch.Tensor, missing: list[int], take_part: bool) -> None:
+        """Weigh by the true total, drop gradients that no rank has, and take the averaged statistics."""
         with torch.no_grad():
+            writers = sum(bool(peer.status & Status.STATISTICS) for peer in peers)
+            if writers and self.tail.num_statistics:
+                self.buffers.read(self.tail.statistics(region), writers)
+            elif writers:
+                mine = bool(peers[self.channel.rank].status & Status.STATISTICS)
+                self.buffers.average(self.channel, mine, writers)
+            if self.tail.num_used and take_part and missing:
+                used = self.tail.used(region).tolist()
+                for index in missing:
+                    if not used[index]:
+                        self.members.params[index].grad = None
             total = sum(peer.samples for peer in peers)
             expected = self._expected_total or self.channel.world_size
             if self.options.average == "ranks" and self.divide_by_world:
@@ -298,17 +310,6 @@ class Steps:
                 self.reducer.multiply(expected / total)
             if self.options.average == "samples" and total:
                 self._expected_total = total
-            if self.tail.num_used and take_part and missing:
-                used = self.tail.used(region).tolist()
-                for index in missing:
-                    if not used[index]:
-                        self.members.params[index].grad = None
-            writers = sum(bool(peer.status & Status.STATISTICS) for peer in peers)
-            if writers and self.tail.num_statistics:
-                self.buffers.read(self.tail.statistics(region), writers)
-            elif writers:
-                mine = bool(peers[self.channel.rank].status & Status.STATISTICS)
-                self.buffers.average(self.channel, mine, writers)
 
     def _raise_together(self, missing: list[int]) -> None:
         """Collect from every rank what is wrong there, and raise one error with the same text everywhere."""

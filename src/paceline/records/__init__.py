@@ -7,6 +7,7 @@ from paceline.records.kinds import (
     LayerSizeRecord,
     LayerTimeRecord,
     Record,
+    WrapperRecord,
     bus_factor,
 )
 from paceline.records.samples import Samples, Summary
@@ -23,6 +24,7 @@ __all__ = [
     "RunFolder",
     "Samples",
     "Summary",
+    "WrapperRecord",
     "bus_factor",
     "capture_environment",
     "load_run",

@@ -23,6 +23,7 @@ __all__ = [
     "LayerSizeRecord",
     "LayerTimeRecord",
     "Record",
+    "WrapperRecord",
     "bus_factor",
     "record_from_json",
     "record_to_json",
@@ -182,8 +183,61 @@ class LayerTimeRecord(Record):
     timing: Samples | Summary
 
 
+@dataclass(frozen=True, kw_only=True)
+class WrapperRecord(Record):
+    """Steps of one model in one data-parallel wrapper, timed in turns with the other wrappers of the same cell.
+
+    `timing` is the whole step (forward, backward, optimizer and zero_grad); a repetition has the same batch in all
+    wrappers, so repetitions with the same number can be compared pair by pair (`pairs`). The phases are each rank's
+    own, so their medians need not add up to that of the step; on CUDA they are the device's time.
+    `configuration` tells in words what the wrapper runs with. `num_parameters` counts tensors and `num_bytes` their
+    gradients. `num_wrong` counts the parameters that at the end differed between ranks, or were not those that torch's
+    wrapper got, over all ranks and out of `num_checked`; both are None where nobody checked.
+    `held_bytes` is what the replica and its wrapper hold between steps and `peak_step_bytes` what a step adds to it at
+    its peak, each on the rank with the most; 0 where nobody counted (on CPU).
+    """
+
+    kind: ClassVar[str] = "wrapper"
+    model: str
+    wrapper: str
+    configuration: str
+    backend: str
+    device: str
+    world_size: int
+    dtype: str
+    batch_size: int
+    num_parameters: int
+    num_bytes: int
+    timing: Samples
+    forward: Samples
+    backward: Samples
+    optimizer: Samples
+    num_wrong: int | None = None
+    num_checked: int | None = None
+    held_bytes: int = 0
+    peak_step_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = (self.world_size, self.batch_size, self.num_parameters, self.num_bytes)
+        if min(counts) < 1 or self.timing.median_s <= 0:
+            raise RecordError(
+                f"{self.model} of {self.num_parameters} parameters ({self.num_bytes} bytes) in {self.wrapper} on "
+                f"{self.world_size} ranks with {self.batch_size} samples in {self.timing.median_s} s cannot be"
+            )
+        for name in ("forward", "backward", "optimizer"):
+            phase: Samples = getattr(self, name)
+            if (phase.count, phase.num_ranks) != (self.timing.count, self.timing.num_ranks):
+                raise RecordError(f"{self.wrapper}: the {name} has other repetitions or ranks than the step")
+
+    @property
+    def cell(self) -> tuple[str, str, str, int, str, int]:
+        """What two wrappers must share to be compared."""
+        return self.model, self.backend, self.device, self.world_size, self.dtype, self.batch_size
+
+
 KINDS: dict[str, type[Record]] = {
-    cls.kind: cls for cls in (CollectiveRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord)
+    cls.kind: cls for cls in (CollectiveRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord, WrapperRecord)
 }
 
 
@@ -193,8 +247,9 @@ def record_to_json(record: Record) -> dict[str, Any]:
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if isinstance(value, Samples | Summary):
+            # The timing of a record is told by what it is; further samples by their field.
             name = "samples" if isinstance(value, Samples) else "summary"
-            document[name] = dataclasses.asdict(value)
+            document[name if field.name == "timing" else field.name] = dataclasses.asdict(value)
         else:
             document[field.name] = value
     return document
@@ -220,7 +275,16 @@ def _rows(value: Any, name: str) -> tuple[tuple[float, ...], ...]:
     try:
         return tuple(tuple(float(x) for x in row) for row in value)
     except (TypeError, ValueError):
-        raise RecordError(f"samples.{name} is not a list of lists of numbers") from None
+        raise RecordError(f"{name} is not a list of lists of numbers") from None
+
+
+def _build_samples(value: Any, where: str) -> Samples:
+    if not isinstance(value, dict):
+        raise RecordError(f"{where} is a JSON object of samples, not {type(value).__name__}")
+    raw = ("seconds", "warmup_seconds", "arrivals_s")
+    values = {name: _rows(rows, f"{where}.{name}") if name in raw else rows for name, rows in value.items()}
+    built: Samples = _build(Samples, values)
+    return built
 
 
 def record_from_json(document: dict[str, Any]) -> Record:
@@ -234,11 +298,12 @@ def record_from_json(document: dict[str, Any]) -> Record:
         raise RecordError(f"unknown kind of record {kind!r}: known are {', '.join(KINDS)}")
     samples, summary = values.pop("samples", None), values.pop("summary", None)
     if isinstance(samples, dict):
-        raw = ("seconds", "warmup_seconds", "arrivals_s")
-        samples = {name: _rows(value, name) if name in raw else value for name, value in samples.items()}
-        values["timing"] = _build(Samples, samples)
+        values["timing"] = _build_samples(samples, "samples")
     elif isinstance(summary, dict):
         values["timing"] = _build(Summary, summary)
+    for field in dataclasses.fields(cls):
+        if field.type == "Samples" and field.name != "timing" and field.name in values:
+            values[field.name] = _build_samples(values[field.name], field.name)
     record = _build(cls, values)
     assert isinstance(record, Record)
     return record

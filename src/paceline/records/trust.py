@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.records.environment import Environment
-from paceline.records.kinds import ChunksRecord, CollectiveRecord, Record
+from paceline.records.kinds import ChunksRecord, CollectiveRecord, Record, WrapperRecord
 from paceline.records.samples import Samples
 from paceline.units import format_bytes, format_duration
 
@@ -20,6 +20,8 @@ _MAX_SKEW = 0.5
 _FEW = 5
 # The kinds of doubt that `--strict` turns into a failure: another run may give another answer.
 NOISY = ("unstable", "drifting", "few")
+# What is told in other words but means the same to a program.
+_KIND_OF = {"astray": "wrong"}
 
 
 @dataclass(frozen=True)
@@ -30,26 +32,40 @@ class Doubt:
     text: str
 
 
+def _name(record: CollectiveRecord | ChunksRecord | WrapperRecord) -> str:
+    """What tells this record from the others on the same backend and ranks."""
+    if isinstance(record, WrapperRecord):
+        return f"{record.model} in {record.wrapper}"
+    return format_bytes(record.num_bytes if isinstance(record, CollectiveRecord) else record.chunk_bytes)
+
+
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
     """Everything that speaks against the measured records, the gravest first."""
-    timed = [r for r in records if isinstance(r, CollectiveRecord | ChunksRecord) and isinstance(r.timing, Samples)]
+    timed = [
+        r
+        for r in records
+        if isinstance(r, CollectiveRecord | ChunksRecord | WrapperRecord) and isinstance(r.timing, Samples)
+    ]
     found: dict[tuple[str, str, int], list[str]] = defaultdict(list)
     for r in timed:
         assert isinstance(r.timing, Samples)
-        size = format_bytes(r.num_bytes if isinstance(r, CollectiveRecord) else r.chunk_bytes)
-        if r.num_wrong:
-            found["wrong", r.backend, r.world_size].append(f"{size} ({r.num_wrong} of {r.num_checked} elements)")
+        name = _name(r)
+        if r.num_wrong and isinstance(r, WrapperRecord):
+            found["astray", r.backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} parameters)")
+        elif r.num_wrong:
+            found["wrong", r.backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} elements)")
         if r.timing.count < _FEW:
-            found["few", r.backend, r.world_size].append(size)
+            found["few", r.backend, r.world_size].append(name)
         elif r.timing.noise > _MAX_NOISE:
             spread = f"{format_duration(r.timing.p10_s)} to {format_duration(r.timing.p90_s)}"
-            found["unstable", r.backend, r.world_size].append(f"{size} ({spread})")
+            found["unstable", r.backend, r.world_size].append(f"{name} ({spread})")
         elif abs(r.timing.drift) > _MAX_DRIFT:
-            found["drifting", r.backend, r.world_size].append(f"{size} ({r.timing.drift:+.0%})")
+            found["drifting", r.backend, r.world_size].append(f"{name} ({r.timing.drift:+.0%})")
         if r.timing.skew_s is not None and r.timing.skew_s > _MAX_SKEW * r.timing.median_s:
-            found["skewed", r.backend, r.world_size].append(size)
+            found["skewed", r.backend, r.world_size].append(name)
     words = {
         "wrong": "WRONG DATA at {}: do not use this backend for these messages",
+        "astray": "WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper",
         "unstable": "unstable at {} (p10 to p90): repeat on a quiet machine or with more --iters",
         "drifting": "not settled at {} (second half against first): raise --warmup",
         "few": "fewer than 5 repetitions at {}: a median of so few says little",
@@ -57,7 +73,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
     }
     doubts = [
         Doubt(
-            kind,
+            _KIND_OF.get(kind, kind),
             f"{backend}, {n} rank{'s' if n > 1 else ''}: {text.format(', '.join(found[kind, backend, n]))}",
         )
         for kind, text in words.items()
@@ -73,7 +89,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
                 f"{which} ranks share {environment.cores} cores: their times include waiting for a core",
             )
         )
-    if any(r.world_size == 1 for r in timed):
+    if any(r.world_size == 1 and not isinstance(r, WrapperRecord) for r in timed):
         doubts.append(Doubt("alone", "1 rank: nothing is sent, so busbw is 0 and the time is the call's own cost"))
     if environment.load_average is not None and environment.load_average > 0.5 * environment.cores:
         doubts.append(

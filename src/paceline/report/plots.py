@@ -6,14 +6,14 @@ import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.records import ChunksRecord, CollectiveRecord
+from paceline.records import ChunksRecord, CollectiveRecord, WrapperRecord
 from paceline.units import GB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_bandwidth", "plot_chunks", "plot_time", "render_png", "render_svg"]
+__all__ = ["plot_bandwidth", "plot_chunks", "plot_time", "plot_wrappers", "render_png", "render_svg"]
 
 # Distinguishable with any kind of colour vision, and in print (Okabe and Ito).
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -117,6 +117,40 @@ def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
     axes.set_yscale("log")
     axes.set_xlabel("elements per all-reduce")
     axes.set_ylabel("total time (ms), median, band p10 to p90")
+    return figure
+
+
+def plot_wrappers(records: Sequence[WrapperRecord], subtitle: str) -> Figure:
+    """Step time of each wrapper, one panel for each model, backend and number of ranks; a line from p10 to p90."""
+    from matplotlib.figure import Figure
+
+    panels: dict[tuple[Any, ...], list[WrapperRecord]] = {}
+    for record in records:
+        panels.setdefault(record.cell, []).append(record)
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    wrappers = list(dict.fromkeys(record.wrapper for record in records))
+    figure = Figure(figsize=(2.2 + 3.2 * columns, 1.1 + rows * (1.0 + 0.3 * len(wrappers))), layout="constrained")
+    figure.suptitle("step time of data-parallel wrappers", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(f"step (ms), median, line p10 to p90. {subtitle}", fontsize=8.5, color="#555555")
+    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, panel in zip(grid.flat, panels.values(), strict=False):
+        first = panel[0]
+        where = f"{first.backend}, {first.world_size} rank{'s' if first.world_size > 1 else ''}"
+        axes.set_title(f"{first.model} ({where}, {first.source})", loc="left", fontsize=9)
+        for record in panel:
+            place, color = wrappers.index(record.wrapper), _COLORS[wrappers.index(record.wrapper) % len(_COLORS)]
+            low, middle, high = (1e3 * s for s in (record.timing.p10_s, record.timing.median_s, record.timing.p90_s))
+            axes.plot([low, high], [place, place], color=color, lw=2, alpha=0.5)
+            axes.plot([middle], [place], color=color, marker=_MARKERS[place % len(_MARKERS)], ms=6)
+        axes.set_xlim(left=0)
+        axes.set_yticks(range(len(wrappers)), wrappers, fontsize=8.5)
+        axes.set_ylim(len(wrappers) - 0.5, -0.5)
+        axes.grid(True, axis="x", alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="x", labelsize=8.5)
     return figure
 
 

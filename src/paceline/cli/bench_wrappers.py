@@ -1,0 +1,106 @@
+"""`paceline bench wrappers`: data-parallel wrappers against each other. The measuring is done in `measure`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.bench import (
+    Backend,
+    Device,
+    Dtype,
+    Iters,
+    Json,
+    Out,
+    Ranks,
+    Strict,
+    Warmup,
+    read_ranks,
+    split_names,
+)
+
+if TYPE_CHECKING:
+    from paceline.cli.session import Session
+    from paceline.records import Run, WrapperRecord
+
+__all__ = ["wrappers"]
+
+
+def wrappers(
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Models: mlp,cnn,resnet18,gpt2,tiny (the default), gpt2-large, ..."),
+    ] = None,
+    wrapper: Annotated[
+        list[str] | None,
+        typer.Option("--wrapper", help="Wrappers, in turns: bare,torch,torch-tuned,paceline,... Default: all."),
+    ] = None,
+    backend: Backend = "gloo",
+    ranks: Ranks = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="Samples per rank in a step. Default: the model's.")
+    ] = None,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    iters: Iters = None,
+    warmup: Warmup = None,
+    out: Out = Path("runs"),
+    json: Json = False,
+    strict: Strict = False,
+) -> None:
+    """Is my wrapper faster than torch's, here? Replicas of a model step in turns, one for each wrapper."""
+    from paceline.cli.session import run_measurement
+    from paceline.measure.wrapper_settings import DEFAULT_MODELS, WRAPPERS, WrapperSettings
+
+    settings = WrapperSettings(
+        models=DEFAULT_MODELS if model is None else split_names(",".join(model)),
+        wrappers=WRAPPERS if wrapper is None else split_names(",".join(wrapper)),
+        backends=split_names(backend), ranks=read_ranks(ranks), batch_size=batch,
+        dtype=dtype, device=device, iters=iters, warmup=warmup,
+    )  # fmt: skip
+
+    def load() -> Callable[..., Any]:
+        from paceline.measure.wrappers import measure_wrappers
+
+        return measure_wrappers
+
+    def report(session: Session, run: Run) -> None:
+        _report(session, run, json)
+
+    raise typer.Exit(run_measurement("bench wrappers", settings, out, strict, load, report))
+
+
+def _report(session: Session, run: Run, json: bool) -> None:
+    from paceline.cli.session import describe_machine, print_json, stdout
+    from paceline.records.pairs import compare_wrappers
+    from paceline.report import plots, tables
+    from paceline.report.wrapper_tables import wrapper_row, wrapper_table
+
+    assert session.folder is not None
+    records: Sequence[WrapperRecord] = run.records  # type: ignore[assignment]
+    standings = compare_wrappers(records)
+    rows = [wrapper_row(standing) for standing in standings]
+    session.folder.write("table.csv", tables.render_csv(rows))
+    session.folder.write("table.md", tables.render_markdown(wrapper_table, standings))
+    figure = plots.plot_wrappers(records, f"{describe_machine()}; {records[0].dtype}")
+    session.folder.write("wrappers.png", plots.render_png(figure))
+    session.folder.write("wrappers.svg", plots.render_svg(figure))
+    if json:
+        print_json({"rows": rows, "run": str(session.folder.path), "warnings": list(run.warnings)})
+        return
+    console = stdout()
+    for cell in dict.fromkeys(record.cell for record in records):
+        mine = [standing for standing in standings if standing.record.cell == cell]
+        n = mine[0].record.world_size
+        title = f"{n} rank{'s' if n > 1 else ''}, {mine[0].record.batch_size} samples each"
+        told = ("ranks", "batch")  # in the title
+        filled = [c for c in wrapper_table if c.name not in told and any(c.cell(standing) for standing in mine)]
+        console.print(tables.render_terminal(filled, mine, title, console.width))
+        for standing in mine:
+            if standing.record.wrapper == "torch-tuned":
+                console.print(f"torch-tuned: {standing.record.configuration}; {standing.record.note}\n")
+    console.print("[dim]ratios are medians of step / step in the same repetition, ± 95 %; = is 1 within that[/]")
+    session.print_closing(run.warnings)

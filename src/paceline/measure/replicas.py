@@ -1,0 +1,184 @@
+"""One replica of a model in a data-parallel wrapper, and its timed step. Who takes turns with whom is in `wrappers`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.measure.engine import Group, Timing, synchronize
+from paceline.parallel import DataParallel
+from paceline.workloads.catalog import MODELS, Batch, Workload
+
+__all__ = [
+    "LEARNING_RATE",
+    "PHASES",
+    "Replica",
+    "Wrapping",
+    "build_module",
+    "build_replica",
+    "find_wrapping",
+    "wrap_by_paceline",
+    "wrap_by_torch",
+]
+
+PHASES = ("forward", "backward", "optimizer")
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How a wrapper is put around a module, its configuration in words, and how that was chosen."""
+
+    configuration: str
+    wrap: Callable[[nn.Module, dist.ProcessGroup], nn.Module]
+    note: str = ""
+
+
+def wrap_by_torch(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
+    return DistributedDataParallel(module, process_group=group, **options)
+
+
+def wrap_by_paceline(module: nn.Module, group: dist.ProcessGroup, **options: Any) -> nn.Module:
+    return DataParallel(module, process_group=group, **options)
+
+
+def find_wrapping(wrapper: str) -> Wrapping:
+    """How to wrap by this name. `torch-tuned` is not here: what it is gets measured (`torch_tuning`)."""
+    if wrapper == "bare":
+        return Wrapping("no communication", lambda module, group: module)
+    if wrapper == "torch":
+        return Wrapping("defaults", wrap_by_torch)
+    if wrapper == "paceline":
+        return Wrapping("defaults", wrap_by_paceline)
+    reducer = wrapper.removeprefix("paceline-")
+    return Wrapping(f"reducer {reducer}", lambda module, group: wrap_by_paceline(module, group, reducer=reducer))
+
+
+@dataclass
+class _Marks:
+    """The moments between the phases of a step. On CUDA they are events, so that reading them does not make the host
+    wait for the device between two phases, as no training loop would."""
+
+    device: torch.device
+    moments_s: list[float] = field(default_factory=list)
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(len(PHASES) + 1)]
+
+    def begin(self) -> None:
+        self.moments_s.clear()
+        self.set(0)
+
+    def set(self, index: int) -> None:
+        if self.events:
+            self.events[index].record()
+        else:
+            self.moments_s.append(time.perf_counter())
+
+    def read_s(self) -> tuple[float, ...]:
+        """Seconds of each phase. The device must be idle."""
+        if self.events:
+            return tuple(self.events[i].elapsed_time(self.events[i + 1]) / 1e3 for i in range(len(PHASES)))
+        return tuple(self.moments_s[i + 1] - self.moments_s[i] for i in range(len(PHASES)))
+
+
+@dataclass
+class Replica:
+    """A wrapped module with its own optimizer and batch, and the raw times of its steps on this rank."""
+
+    wrapping: Wrapping
+    workload: Workload
+    model: nn.Module
+    batch: Batch
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    dtype: torch.dtype
+    held_bytes: int
+    peak_step_bytes: int = 0
+    timing: Timing = field(default_factory=lambda: Timing([], [], 0))
+    phases_s: list[tuple[float, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._marks = _Marks(self.device)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def take_step(self, control: dist.ProcessGroup) -> float:
+        """One timed step, begun by all ranks together. Collective: every rank of `control` must call this."""
+        marks = self._marks
+        before = self._allocated()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        synchronize(self.device)
+        dist.barrier(group=control)
+        start_s = time.perf_counter()
+        marks.begin()
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            loss = self.workload.compute_loss(self.model, self.batch)
+        marks.set(1)
+        loss.backward()
+        marks.set(2)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        marks.set(3)
+        synchronize(self.device)
+        seconds = time.perf_counter() - start_s
+        self.timing.starts_s.append(start_s)
+        self.timing.seconds.append(seconds)
+        self.phases_s.append(marks.read_s())
+        del loss
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+            self.peak_step_bytes = max(self.peak_step_bytes, peak)
+            # A wrapper may make its buffers in its first steps; only this replica works between two barriers.
+            self.held_bytes += self._allocated() - before
+        return seconds
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def close(self) -> None:
+        """Let go of the wrapper's hooks; Paceline's own are removed by name, torch's go with the module."""
+        stop = getattr(self.model, "stop", None)
+        if callable(stop):
+            stop()
+
+
+def build_module(model: str, seed: int, device: torch.device) -> nn.Module:
+    """The model with parameters that follow from the seed, made on the device: a large one takes long elsewhere."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        with torch.device(device):
+            return MODELS[model].build()
+
+
+def build_replica(
+    model: str, wrapping: Wrapping, group: Group, rank: int, seed: int, batch_size: int, dtype: torch.dtype
+) -> Replica:
+    """A fresh replica in its wrapper. Ranks begin with different parameters: a wrapper that does not broadcast rank 0's
+    is found out. Collective: every rank of the group must call this."""
+    workload, device = MODELS[model], group.device
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    module = wrapping.wrap(build_module(model, seed + rank, device), group.data)
+    held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
+    return Replica(
+        wrapping=wrapping,
+        workload=workload,
+        model=module,
+        batch=workload.make_batch(batch_size, seed, rank, device),
+        optimizer=torch.optim.SGD(module.parameters(), lr=LEARNING_RATE),
+        device=device,
+        dtype=dtype,
+        held_bytes=held,
+    )

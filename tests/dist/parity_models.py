@@ -1,0 +1,292 @@
+"""The models and the cases of the parity matrix: small, and each with one thing that a wrapper gets wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+STEPS = 4
+FEATURES, TARGETS = 6, 4
+BRANCHES = ("a", "b", "c")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples, and the branches of the model that they go through."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    used: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the matrix. What depends on (step, rank, micro, world_size) is a function of these four.
+
+    `zero`: before each step gradients are set `to none` or `to zeros`, `never` touched, `replaced` by a copy, or only
+    `some` set to None. `quiet`: no_sync holds the `whole` micro-batch, or its `backward` alone. `by_shard`: the
+    reference takes the shards one by one, because samples of one batch see each other or take different ways.
+    `tolerance` goes by names of parameters and buffers, where the dtype says too little.
+    """
+
+    build: Callable[[], nn.Module]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, 0.1)
+    micro: int = 1
+    quiet: str = "whole"
+    zero: str = "to none"
+    size: Callable[[int, int, int, int], int] = lambda step, rank, micro, world_size: 3
+    used: Callable[[int, int, int, int], tuple[str, ...]] = lambda step, rank, micro, world_size: ()
+    by_shard: bool = False
+    shape: tuple[int, ...] = (FEATURES,)
+    memory_format: Callable[[int], torch.memory_format] = lambda rank: torch.contiguous_format
+
+    def batches(self, step: int, rank: int, world_size: int) -> list[Batch]:
+        """The micro-batches of one rank in one step: the same wherever they are asked for."""
+        found = []
+        for micro in range(self.micro):
+            place = (step, rank, micro, world_size)
+            draw = torch.Generator().manual_seed(1 + micro + 100 * rank + 10_000 * step)
+            x = torch.randn(self.size(*place), *self.shape, generator=draw)
+            y = torch.randn(self.size(*place), TARGETS, generator=draw)
+            found.append(Batch(x.contiguous(memory_format=self.memory_format(rank)), y, self.used(*place)))
+        return found
+
+
+def measure_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean over samples; a rank without any has a loss of zero."""
+    out = model(batch.x, batch.used) if batch.used else model(batch.x)
+    return (out - batch.y).square().sum() / max(1, batch.y.numel())
+
+
+class Plain(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, TARGETS))
+
+
+class Tied(nn.Module):
+    """Input and output share a matrix under two names, and one layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.words = nn.Embedding(FEATURES, 8)
+        self.head = nn.Linear(8, FEATURES)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inner(self.words(x.argmax(1))))
+        return self.head(torch.tanh(self.inner(hidden)))[:, :TARGETS]
+
+
+def build_frozen() -> nn.Module:
+    model = Plain()
+    model[2].requires_grad_(False)
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+class Branches(nn.Module):
+    """Branches that only some samples take; one parameter of each lies transposed in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, 8)
+        self.mixers = nn.ParameterDict({name: nn.Parameter(torch.randn(8, 5).t()) for name in BRANCHES})
+        self.ways = nn.ModuleDict({name: nn.Linear(5, TARGETS) for name in BRANCHES})
+        self.head = nn.Linear(8, TARGETS)
+
+    def forward(self, x: torch.Tensor, used: tuple[str, ...] = ()) -> torch.Tensor:
+        hidden = torch.tanh(self.stem(x))
+        out = self.head(hidden)
+        for name in BRANCHES:
+            if name in used:
+                out = out + self.ways[name](torch.tanh(hidden @ self.mixers[name].t()))
+        return out
+
+
+def use_here_and_there(step: int, rank: int, micro: int, world_size: int) -> tuple[str, ...]:
+    """`a` on one rank, another at each step; `b` on all others; `c` on none, then all, then rank 0, then none."""
+    odd_one = rank == step % world_size
+    third = step == 1 or (step == 2 and rank == 0)
+    return ("a" if odd_one else "b", *(["c"] if third else []))
+
+
+def use_in_turn(step: int, rank: int, micro: int, world_size: int) -> tuple[str, ...]:
+    """One branch per micro-batch: after three of them every branch has a gradient."""
+    return (BRANCHES[(step + rank + micro) % 3],)
+
+
+def use_a_few(step: int, rank: int, micro: int, world_size: int) -> tuple[str, ...]:
+    """Over all micro-batches of a step: `a` on rank 0 in the first, `b` on every rank in the second, `c` at the end."""
+    return (("a",) if rank == 0 else ("b",), ("b",), ("c",) if step % 2 and rank else ("b",))[micro]
+
+
+class TwoTypes(nn.Module):
+    """Two towers that do not touch: what rounds in one leaves the other as exact as its dtype."""
+
+    def __init__(self, second: torch.dtype) -> None:
+        super().__init__()
+        self.first_in, self.second_in = nn.Linear(FEATURES, 8), nn.Linear(FEATURES, 8).to(second)
+        self.first_out, self.second_out = nn.Linear(8, TARGETS), nn.Linear(8, TARGETS).to(second)
+        self.second = second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = TARGETS // 2
+        first = self.first_out(torch.tanh(self.first_in(x)))[:, :half]
+        second = self.second_out(torch.tanh(self.second_in(x.to(self.second))))[:, half:]
+        wide = torch.promote_types(torch.float32, self.second)
+        return torch.cat([first.to(wide), second.to(wide)], 1)
+
+
+class LowPrecision(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, TARGETS))
+        self.to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(torch.bfloat16)).float()
+
+
+class Normed(nn.Module):
+    """Two BatchNorms: one counts a moving average, the other the average since the start. Any dtype of the head."""
+
+    def __init__(self, head: torch.dtype = torch.float32, norms: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, 8).to(norms)
+        self.moving = nn.BatchNorm1d(8, momentum=0.3).to(norms)
+        self.overall = nn.BatchNorm1d(8, momentum=None).to(norms)
+        self.head = nn.Linear(8, TARGETS).to(head)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.moving(self.stem(x.to(self.stem.weight.dtype)))
+        out = self.head(self.overall(torch.tanh(hidden)).to(self.head.weight.dtype))
+        return out.to(torch.promote_types(out.dtype, torch.float32))
+
+
+class Images(nn.Module):
+    """Convolutions in channels_last: plain, depthwise and 1 x 1, whose strides are ambiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = [nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 5, 1)]
+        self.body = nn.Sequential(*convolutions).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(5, TARGETS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+class Complex(nn.Module):
+    """Complex weights, with real ones beside them or alone."""
+
+    def __init__(self, dtype: torch.dtype, with_real: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn((), dtype=dtype))
+        self.matrix = nn.Parameter(torch.randn(FEATURES, TARGETS, dtype=dtype) / 2)
+        self.bias = nn.Parameter(torch.randn(TARGETS, dtype=dtype))
+        self.last = nn.Linear(TARGETS, TARGETS) if with_real else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = (x.to(self.matrix.dtype) @ self.matrix + self.bias) * self.scale
+        return self.last(torch.tanh(out.real.float() + out.imag.float()))
+
+
+class Odd(nn.Module):
+    """Parameters without dimensions and without elements, at both ends and in between; one is part of a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.scale = nn.Parameter(torch.randn(()))
+        self.inner = nn.Linear(FEATURES, 8)
+        self.hollow = nn.Parameter(torch.empty(3, 0, 2))
+        self.shift = nn.Parameter(torch.randn(()))
+        self.window = nn.Parameter(torch.randn(8, 9)[:, 1 : 1 + TARGETS])
+        self.void = nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nothing = self.nothing.sum() + self.hollow.sum() + self.void.sum()
+        return torch.tanh(self.inner(x)) @ self.window * self.scale + self.shift + nothing
+
+
+def build_momentum(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+
+
+def build_adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    # A large eps: by default Adam turns the rounding of a gradient near zero into a whole step.
+    return torch.optim.Adam(params, 0.01, eps=1e-3)
+
+
+def size_by_rank(step: int, rank: int, micro: int, world_size: int) -> int:
+    """Uneven, and the last batch more so: there the last rank has nothing at all."""
+    return 0 if step == STEPS - 1 and rank == world_size - 1 else 2 + rank + step % 2
+
+
+def size_above_one(step: int, rank: int, micro: int, world_size: int) -> int:
+    return 2 + rank + step
+
+
+UNUSED = {"find_unused_parameters": True}
+BY_SAMPLES = {"average": "samples"}
+
+CASES = {
+    "plain": Case(build=Plain),
+    "momentum": Case(build=Plain, optimizer=build_momentum),
+    "adam": Case(build=Plain, optimizer=build_adam),
+    "gradients zeroed in place": Case(build=Plain, zero="to zeros"),
+    "gradients never zeroed": Case(build=Plain, zero="never"),
+    "gradients replaced by copies": Case(build=Plain, zero="replaced"),
+    "some gradients set to none": Case(build=Plain, zero="some"),
+    "tied": Case(build=Tied),
+    "tied, zeroed in place": Case(build=Tied, zero="to zeros"),
+    "frozen": Case(build=build_frozen, optimizer=build_momentum),
+    "unused": Case(
+        build=Branches, options=UNUSED, used=use_here_and_there, by_shard=True, optimizer=build_momentum
+    ),
+    "unused, zeroed in place": Case(
+        build=Branches, options=UNUSED, used=use_here_and_there, by_shard=True, zero="to zeros"
+    ),
+    "unused, never zeroed": Case(build=Branches, options=UNUSED, used=use_here_and_there, by_shard=True, zero="never"),
+    "float32 and float64": Case(build=lambda: TwoTypes(torch.float64)),
+    "float32 and bfloat16": Case(build=lambda: TwoTypes(torch.bfloat16)),
+    "bfloat16": Case(build=LowPrecision),
+    "batchnorm": Case(build=Normed, by_shard=True, optimizer=build_momentum),
+    "batchnorm, bfloat16 head": Case(build=lambda: Normed(head=torch.bfloat16), by_shard=True),
+    "batchnorm, float64": Case(build=lambda: Normed(torch.float64, torch.float64), by_shard=True),
+    "batchnorm in float64, float32 head": Case(build=lambda: Normed(norms=torch.float64), by_shard=True),
+    "batchnorm, accumulation": Case(build=Normed, by_shard=True, micro=3),
+    "batchnorm, uneven": Case(build=Normed, by_shard=True, options=BY_SAMPLES, size=size_above_one),
+    "accumulation": Case(build=Plain, micro=3),
+    "accumulation, no_sync around backward alone": Case(build=Plain, micro=3, quiet="backward"),
+    "accumulation, zeroed in place": Case(build=Plain, micro=3, zero="to zeros", optimizer=build_adam),
+    "accumulation, other parameters in turn": Case(build=Branches, micro=3, used=use_in_turn, by_shard=True),
+    "accumulation, other parameters in turn, no_sync around backward alone": Case(
+        build=Branches, micro=3, quiet="backward", used=use_in_turn, by_shard=True, zero="to zeros"
+    ),
+    "accumulation, unused": Case(build=Branches, micro=3, options=UNUSED, used=use_a_few, by_shard=True),
+    "uneven": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, optimizer=build_momentum),
+    "uneven, never zeroed": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, zero="never"),
+    "uneven, accumulation": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, micro=3),
+    "uneven, unused": Case(
+        build=Branches, options=BY_SAMPLES | UNUSED, size=size_by_rank, used=use_here_and_there, by_shard=True
+    ),
+    "uneven, float32 and float64": Case(
+        build=lambda: TwoTypes(torch.float64), options=BY_SAMPLES, size=size_by_rank
+    ),
+    "channels_last": Case(
+        build=Images,
+        shape=(3, 6, 6),
+        memory_format=lambda rank: torch.channels_last if rank == 0 else torch.contiguous_format,
+    ),
+    "complex64 and float32": Case(build=lambda: Complex(torch.complex64, True)),
+    "complex64": Case(build=lambda: Complex(torch.complex64, False)),
+    "complex128 and float32": Case(build=lambda: Complex(torch.complex128, True), zero="to zeros"),
+    "0-dim and empty": Case(build=Odd, optimizer=build_momentum),
+    "0-dim and empty, zeroed in place": Case(build=Odd, zero="to zeros"),
+}

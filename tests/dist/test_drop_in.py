@@ -1,0 +1,356 @@
+"""Programs written for torch's DistributedDataParallel run on ours in its place, and end where they would with it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import pickle
+from collections import namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+
+import paceline
+from paceline.parallel import DataParallel
+from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, draw, error_of, loss
+
+TORCHS_OWN = nn.parallel.DistributedDataParallel
+CLASSES = (TORCHS_OWN, DataParallel)
+
+
+@pytest.fixture
+def job(on_ranks):
+    return functools.partial(on_ranks, timeout_s=30)
+
+
+@contextlib.contextmanager
+def in_place_of_torchs(kind: type) -> Iterator[None]:
+    """What a program finds under torch's name in this process; a warm rank is used again, so it is put back."""
+    nn.parallel.DistributedDataParallel = kind
+    try:
+        yield
+    finally:
+        nn.parallel.DistributedDataParallel = TORCHS_OWN
+
+
+def parameters_after(program: Any, *args: Any) -> list[list[torch.Tensor]]:
+    """The parameters that a program ends with, with torch's wrapper and with ours."""
+    ends = []
+    for kind in CLASSES:
+        torch.manual_seed(3)
+        with in_place_of_torchs(kind):
+            models = program(*args)
+        assert all(isinstance(model, kind) for model in models)
+        ends.append([param.detach().clone() for model in models for param in model.parameters()])
+    return ends
+
+
+def compare(program: Any, *args: Any, atol: float = 1e-6) -> None:
+    with paceline.init(announce=None) as world:
+        torchs, ours = parameters_after(program, world.rank, *args)
+        for a, b in zip(torchs, ours, strict=True):
+            torch.testing.assert_close(b, a, atol=atol, rtol=1e-4)
+        check_equal(world, ours, program.__name__)
+
+
+# -- whole programs ---------------------------------------------------------------------------------------------------
+
+
+def gan(rank: int, freezes: bool) -> list[nn.Module]:
+    """The loop of torch's DCGAN example: two losses for D, then one through D for G; some freeze D meanwhile."""
+    ddp = nn.parallel.DistributedDataParallel
+    generator = ddp(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4)))
+    critic = ddp(nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1)))
+    for_g, for_d = (torch.optim.SGD(model.parameters(), 0.1) for model in (generator, critic))
+    for step in range(5):
+        if freezes:
+            critic.requires_grad_(True)
+        critic.zero_grad()
+        real = critic(draw(rank, step))
+        F.binary_cross_entropy_with_logits(real, torch.ones_like(real)).backward()
+        fake = generator(draw(rank, step + 50)[:, :2])
+        answer = critic(fake.detach())
+        F.binary_cross_entropy_with_logits(answer, torch.zeros_like(answer)).backward()
+        for_d.step()
+        if freezes:
+            critic.requires_grad_(False)
+        generator.zero_grad()
+        answer = critic(fake)
+        F.binary_cross_entropy_with_logits(answer, torch.ones_like(answer)).backward()
+        for_g.step()
+    return [generator, critic]
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_gan_with_two_wrapped_networks(job, freezes):
+    job(2, compare, gan, freezes)
+
+
+def accumulate(rank: int) -> list[nn.Module]:
+    model = nn.parallel.DistributedDataParallel(Net(), None, None, 0, True, True, None, 0.001)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    for step in range(STEPS):
+        for part in range(3):
+            with model.no_sync() if part < 2 else contextlib.nullcontext():
+                (loss(model, rank, 10 * step + part) / 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    # As Accelerate and Lightning do it.
+    model.require_backward_grad_sync = False
+    loss(model, rank, 100).backward()
+    model.require_backward_grad_sync = True
+    loss(model, rank, 101).backward()
+    optimizer.step()
+    return [model]
+
+
+def test_accumulation_with_no_sync_and_positional_arguments(job):
+    job(2, compare, accumulate)
+
+
+def several(rank: int) -> list[nn.Module]:
+    model = nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (loss(model, rank, 2 * step) + loss(model, rank, 2 * step + 1)).backward()  # two forwards, one backward
+        optimizer.step()
+    return [model]
+
+
+def test_two_forwards_before_a_backward(job):
+    job(2, compare, several)
+
+
+def retain_synchronised() -> None:
+    def together(model: Any, rank: int) -> torch.Tensor:
+        out = model(draw(rank))
+        return out.square().mean() + out.abs().mean()
+
+    with paceline.init(announce=None) as world:
+        for options in ({}, {"bucket_cap_mb": 1e-5}, {"reducer": "flat"}, {"reducer": "overlap"}):
+            model = DataParallel(Net(), **options)
+            for _ in range(STEPS):
+                model.zero_grad()
+                wanted = average_alone(model.module, together, 2)
+                out = model(draw(world.rank))
+                out.square().mean().backward(retain_graph=True)
+                out.abs().mean().backward()
+                check(world, model, wanted, options)
+
+
+def test_several_synchronised_losses_of_one_forward(job):
+    """torch allows one synchronised backward for each forward; here every one counts."""
+    job(2, retain_synchronised)
+
+
+def hooked(rank: int, name: str) -> list[nn.Module]:
+    # In several buckets torch's PowerSGD can stand still on gloo, with its own wrapper, too: it waits in callbacks.
+    model = nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=1 if name == "power" else 0.0002)
+    state: Any = None
+    hook = {
+        "allreduce": default_hooks.allreduce_hook,
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "fp16 of allreduce": default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+        "power": powerSGD_hook.powerSGD_hook,
+        "local": post_localSGD_hook.post_localSGD_hook,
+    }[name]
+    if name == "power":
+        # With the same buckets and seeds, and without state kept by bucket, both do the same arithmetic.
+        state = powerSGD_hook.PowerSGDState(None, 4, 2, 1, use_error_feedback=False, warm_start=False)
+    if name == "local":
+        alone, _ = dist.new_subgroups(1)
+        state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=100)
+    if name != "bf16" or isinstance(model, DataParallel):  # torch refuses this one on CPU: then it has none
+        model.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+    return [model]
+
+
+@pytest.mark.parametrize(
+    ("name", "atol"),
+    [
+        ("allreduce", 1e-6),
+        ("fp16", 1e-4),
+        ("bf16", 3e-3),
+        ("fp16 of allreduce", 1e-4),
+        ("power", 1e-4),
+        ("local", 1e-6),
+    ],
+)
+def test_torchs_communication_hooks(job, name, atol):
+    job(2, functools.partial(compare, atol=atol), hooked, name)
+
+
+def go_local() -> None:
+    with paceline.init(announce=None) as world:
+        torch.manual_seed(0)
+        alone, _ = dist.new_subgroups(1)
+        model = DataParallel(Net())
+        state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        for step in range(STEPS):
+            model.zero_grad()
+            loss(model, world.rank, step).backward()
+        mine = average_alone(model.module, lambda net, _: loss(net, world.rank, STEPS - 1), 1)
+        for name, param in model.module.named_parameters():
+            torch.testing.assert_close(param.grad, mine[name])
+        assert error_of(lambda: model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook))[0]
+        assert error_of(lambda: DataParallel(Net()).register_comm_hook(None, "no function"))[0] == "TypeError"
+
+
+def test_post_local_sgd_keeps_gradients_apart_after_its_start(job):
+    job(2, go_local)
+
+
+def accelerate_program() -> None:
+    from accelerate import Accelerator
+
+    with paceline.init(announce=None) as world, in_place_of_torchs(DataParallel):
+        torch.manual_seed(world.rank)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        net = Net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        assert isinstance(model, DataParallel)
+        for step in range(2 * STEPS):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss(model, world.rank, step))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        check_equal(world, model.parameters())
+        unwrapped = accelerator.unwrap_model(model)
+        assert unwrapped is net
+
+
+def test_accelerate_prepares_ours(job):
+    pytest.importorskip("accelerate")
+    job(2, accelerate_program)
+
+
+# -- outputs, attributes, saving --------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", "loss rest")
+
+
+@dataclass
+class Result:
+    loss: torch.Tensor
+    note: str = "a dataclass"
+
+
+class ModelOutput(dict):
+    """As Hugging Face's: a dict whose entries are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Talkative(Net):
+    def forward(self, x: torch.Tensor, kind: str) -> Any:
+        value = super().forward(x).square().mean()
+        return {
+            "dict": lambda: {"deep": [{"loss": value}]},
+            "tuple": lambda: (None, (value, 3)),
+            "namedtuple": lambda: Pair(value, "rest"),
+            "dataclass": lambda: Result(value),
+            "model output": lambda: ModelOutput(loss=value),
+            "closure": lambda: lambda: value,
+        }[kind]()
+
+    def describe(self) -> str:
+        return f"{len(list(self.parameters()))} parameters"
+
+
+PICK = {
+    "dict": lambda out: out["deep"][0]["loss"],
+    "tuple": lambda out: out[1][0],
+    "namedtuple": lambda out: out.loss,
+    "dataclass": lambda out: out.loss,
+    "model output": lambda out: out.loss,
+    "closure": lambda out: out(),
+}
+
+
+def nest_outputs() -> None:
+    with paceline.init(announce=None) as world:
+        for options in ({}, {"bucket_cap_mb": 1e-5}, {"find_unused_parameters": True}):
+            model = DataParallel(Talkative(), **options)
+            for kind, pick in PICK.items():
+                for step in range(2):
+                    model.zero_grad()
+
+                    def loss_of(m: Any, rank: int, kind: str = kind, pick: Any = pick, step: int = step) -> Any:
+                        return pick(m(draw(rank, step), kind=kind))
+
+                    wanted = average_alone(model.module, loss_of, 2)
+                    loss_of(model, world.rank).backward()
+                    check(world, model, wanted, (kind, options))
+
+
+def test_any_nested_output(job):
+    job(2, nest_outputs)
+
+
+def be_a_module() -> None:
+    with paceline.init(announce=None) as world:
+        net = Talkative()
+        model = DataParallel(net)
+        assert model.module is net
+        assert model.describe() == "8 parameters"
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            _ = model.no_such_thing
+        assert list(map(id, model.parameters())) == list(map(id, net.parameters()))
+        assert not model.eval().training and not net.training
+        assert model.train().training and net.training
+        assert {key.removeprefix("module.") for key in model.state_dict()} == set(net.state_dict())
+        assert all(key.startswith("module.") for key in model.state_dict())
+        with torch.no_grad():
+            only_here = model(draw(world.rank), "dict") if world.rank == 0 else None
+        assert world.rank or only_here is not None
+
+        def works(twin: DataParallel) -> None:
+            def loss_of(m: Any, rank: int) -> torch.Tensor:
+                return m(draw(rank), kind="tuple")[1][0]
+
+            for _ in range(3):
+                twin.zero_grad()
+                wanted = average_alone(twin.module, loss_of, 2)
+                loss_of(twin, world.rank).backward()
+                check(world, twin, wanted)
+
+        for prefix in ("module.", ""):  # both kinds of keys, into another wrapper
+            other = DataParallel(Talkative())
+            other.load_state_dict({prefix + key: value + 1 for key, value in net.state_dict().items()})
+            for a, b in zip(other.parameters(), net.parameters(), strict=True):
+                assert torch.equal(a, b + 1)
+            with pytest.raises(RuntimeError, match="Missing key"):
+                other.load_state_dict({prefix + "first.weight": net.first.weight})
+        works(model)
+        works(copy.deepcopy(model))
+        works(pickle.loads(pickle.dumps(model)))
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        works(torch.load(file, weights_only=False))
+        works(model)
+
+
+def test_it_is_a_module_that_can_be_saved_copied_and_asked(job):
+    job(2, be_a_module)

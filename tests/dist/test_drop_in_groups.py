@@ -1,0 +1,190 @@
+"""The rest of torch's surface: groups and meshes, ignored parameters, seed 001's loop, and what a wrapper reports."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import paceline
+from paceline import ConfigError
+from paceline.parallel import DataParallel
+from tests.dist.wrapped import RUNGS, STEPS, Net, average_alone, check, check_close, draw, error_of, gradients, loss
+
+
+@pytest.fixture
+def job(on_ranks):
+    return functools.partial(on_ranks, timeout_s=30)
+
+
+def train_in_groups() -> None:
+    with paceline.init(announce=None) as world:
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "data"))
+        for kind in ("group", "mesh", "group of the world"):
+            if kind == "group":
+                options: dict[str, Any] = {"process_group": pairs[world.rank % 2]}
+                peers = [world.rank % 2, world.rank % 2 + 2]
+            elif kind == "mesh":
+                options, peers = {"device_mesh": mesh["data"]}, [world.rank // 2 * 2, world.rank // 2 * 2 + 1]
+            else:
+                options, peers = {"process_group": dist.group.WORLD}, [0, 1, 2, 3]
+            for rung in RUNGS[1:]:
+                model = DataParallel(Net(), check_replicas_every=1, **options, **rung)
+                assert dist.get_world_size(model.process_group) == len(peers)
+                for step in range(3):
+                    model.zero_grad()
+
+                    def loss_of(m: Any, number: int, step: int = step, peers: list[int] = peers) -> torch.Tensor:
+                        return loss(m, peers[number], step)
+
+                    # Each group has values of its own: their sums must not meet.
+                    wanted = average_alone(model.module, loss_of, len(peers))
+                    loss(model, world.rank, step).backward()
+                    check_close(model, wanted, (kind, rung, step))
+            if kind == "group":
+                with pytest.raises(ConfigError, match="state_dict"):
+                    pickle.dumps(model)
+        with pytest.raises(ConfigError, match="2 dimensions"):
+            DataParallel(Net(), device_mesh=mesh)
+        with pytest.raises(ConfigError, match="both given"):
+            DataParallel(Net(), device_mesh=mesh["data"], process_group=pairs[0])
+
+
+def test_groups_and_meshes(job):
+    job(4, train_in_groups)
+
+
+def ignore(how: str) -> None:
+    with paceline.init(announce=None) as world:
+        net = Net()
+        net.register_buffer("scale", torch.full((2,), float(world.rank)))
+        names = ["left.weight", "left.bias", "scale"]
+        before = net.left.weight.detach().clone()
+        if how == "torch":
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+        model = DataParallel(net) if how == "torch" else DataParallel(net, ignore=names)
+        assert torch.equal(net.left.weight, before)
+        for step in range(STEPS):
+            model.zero_grad()
+            net.scale.fill_(world.rank + step)
+            alone = average_alone(net, lambda m, _, step=step: loss(m, world.rank, step), 1)
+            loss(model, world.rank, step).backward()
+            assert torch.equal(net.scale, torch.full((2,), float(world.rank + step)))
+            for name in names[:2]:
+                torch.testing.assert_close(net.get_parameter(name).grad, alone[name])
+            kept = world.share({name: grad.numpy() for name, grad in gradients(model).items()})
+            for name, grad in kept[0].items():
+                assert (name in names) != (grad == kept[1][name]).all(), name
+
+
+@pytest.mark.parametrize("how", ["torch", "ours"])
+def test_ignored_parameters_and_buffers_are_left_alone(job, how):
+    job(2, ignore, how)
+
+
+def follow_the_seed() -> None:
+    """The loop of the seed document: accumulate without, then with synchronisation, and ask for it by hand."""
+    with paceline.init(announce=None) as world:
+        for rung in RUNGS:
+            model = DataParallel(Net(), manual=True, **rung)
+            assert model.do_sync
+            for step in range(STEPS):
+                model.zero_grad()
+
+                def parts(m: Any, rank: int, step: int = step) -> torch.Tensor:
+                    return sum(loss(m, rank, 10 * step + part) / 3 for part in range(3))
+
+                wanted = average_alone(model.module, parts, 2)
+                mine = average_alone(model.module, lambda m, _, parts=parts: parts(m, world.rank), 1)
+                for part in range(3):
+                    if part < 2:
+                        model.disable_grad_sync()
+                        assert not model.do_sync
+                    else:
+                        model.enable_grad_sync()
+                        assert model.do_sync
+                    (loss(model, world.rank, 10 * step + part) / 3).backward()
+                    if part < 2 or step % 2:
+                        model.sync_gradients() if part < 2 else None
+                check_close(model, mine, "nothing was synchronised yet")
+                with model.no_sync():
+                    model.sync_gradients()
+                check_close(model, mine, "no_sync")
+                model.sync_gradients()
+                check(world, model, wanted, (rung, step))
+                model.sync_gradients()  # there is nothing left to do
+                check(world, model, wanted, (rung, step))
+
+
+def test_the_seed_documents_loop(job):
+    job(2, follow_the_seed)
+
+
+def report() -> dict[str, Any]:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Net(), bucket_cap_mb=1e-4)
+        early = model.report()
+        assert model.plan is None
+        assert early.times is None and early.exposed_s is None
+        assert "no step has been timed yet" in str(early)
+        for step in range(6):
+            model.zero_grad()
+            loss(model, world.rank, step).backward()
+        found = model.report()
+        assert model.plan == found.plan
+        refusal = error_of(DataParallel(Net(), reducer="flat").report)
+        times = found.times
+        return {
+            "who": (found.rank, found.world_size, found.backend, found.num_steps),
+            "bytes": [bucket.num_bytes for bucket in times.buckets],
+            "planned": [found.plan.num_bytes, len(found.plan.buckets)],
+            "buckets": [(b.ready_s, b.launch_s, b.done_s, b.waited_s) for b in times.buckets],
+            "ends": (times.backward_s, times.over_s, found.exposed_s),
+            "advice": found.advice,
+            "text": str(found),
+            "refusal": refusal,
+        }
+
+
+def test_a_report_tells_the_buckets_times_and_advice(job):
+    for rank, found in enumerate(job(2, report)):
+        assert found["who"] == (rank, 2, "gloo", 6)
+        model_bytes = sum(param.numel() * 4 for param in Net().parameters())
+        assert found["planned"] == [model_bytes, len(found["bytes"])]
+        assert sum(found["bytes"]) == model_bytes and len(found["bytes"]) > 1
+        backward_s, over_s, exposed_s = found["ends"]
+        assert 0 < backward_s <= over_s and exposed_s == over_s - backward_s
+        for ready_s, launch_s, done_s, waited_s in found["buckets"]:
+            assert 0 < ready_s <= launch_s <= done_s <= over_s
+            assert 0 <= waited_s <= over_s
+        launches = [launch_s for _, launch_s, _, _ in found["buckets"]]
+        assert launches == sorted(launches)
+        for word in (f"rank {rank} of 2", "gloo", "6 synchronised steps", "ready", "exposed", found["advice"]):
+            assert word in found["text"]
+        assert found["advice"]
+        assert found["refusal"][0] == "ConfigError"
+
+
+def alone() -> None:
+    with paceline.init(announce=None):
+        for rung in RUNGS:
+            model = DataParallel(Net(), **rung)
+            for step in range(3):
+                model.zero_grad()
+                wanted = average_alone(model.module, functools.partial(loss, step=step), 1)
+                loss(model, 0, step).backward()
+                check_close(model, wanted, rung)
+            model.zero_grad()
+            with pytest.raises(paceline.CollectiveError, match=r"right\.weight"):
+                model(draw(0), use="left").sum().backward()
+
+
+def test_a_world_of_one_takes_the_same_way(job):
+    job(1, alone)

@@ -1,0 +1,237 @@
+"""The parity matrix: every reducer and several plans, against one process that sees the whole batch.
+
+What comes out is within rounding of that process, and equal to the bit on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.parallel.replicas import find_members
+from paceline.plan import Plan, plan_by_cap, plan_shaped
+from tests.dist.parity_models import CASES, STEPS, Batch, Case, measure_loss
+
+Record = dict[str, torch.Tensor | None]
+KIB = 1 / 1024  # in MiB, as caps are
+TOLERANCES = {
+    torch.float32: 1e-5, torch.complex64: 1e-5, torch.float64: 1e-13, torch.complex128: 1e-13, torch.bfloat16: 2e-2,
+}  # fmt: skip
+
+
+def plan_split(module: nn.Module) -> Plan:
+    """Pieces of at most 40 bytes: most gradients travel in several buckets, some buckets hold pieces of several."""
+    gradients = find_members(module).gradients
+    return plan_shaped(gradients, reversed(range(len(gradients))), cap_bytes=40, tail_bytes=64)
+
+
+def plan_backwards(module: nn.Module) -> Plan:
+    """The first bucket is the last to be ready."""
+    gradients = find_members(module).gradients
+    return plan_by_cap(gradients, range(len(gradients)), cap_bytes=200)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A reducer and a rule for its plan; `is_so(plan)` makes sure that the plan is what the name says."""
+
+    name: str
+    options: Callable[[nn.Module], dict[str, Any]]
+    is_so: Callable[[Plan], bool] = lambda plan: True
+
+
+def count_families(plan: Plan) -> int:
+    return len({gradient.family for gradient in plan.gradients})
+
+
+def is_cut(plan: Plan) -> bool:
+    return len(plan.buckets) > count_families(plan)
+
+
+RUNGS = (
+    Rung("bucketed, default plan", lambda module: {}),
+    Rung("bucketed, tiny cap", lambda module: {"bucket_cap_mb": 0.03 * KIB}, is_cut),
+    Rung(
+        "bucketed, one bucket",
+        lambda module: {"bucket_cap_mb": 1000},
+        lambda plan: len(plan.buckets) == count_families(plan),
+    ),
+    Rung("bucketed, split gradients", lambda module: {"plan": plan_split(module)}, lambda plan: plan.is_split),
+    Rung("bucketed, plan in forward order", lambda module: {"plan": plan_backwards(module)}),
+    Rung(
+        "bucketed, torch's rule",
+        lambda module: {"bucket_cap_mb_list": [0.05 * KIB, 0.25 * KIB]},
+        lambda plan: plan.rule.startswith("torch's rule") and is_cut(plan),
+    ),
+    Rung("overlap", lambda module: {"reducer": "overlap"}),
+    Rung("flat", lambda module: {"reducer": "flat"}),
+    Rung("per_parameter", lambda module: {"reducer": "per_parameter"}),
+)
+
+
+# -- training, together and alone --------------------------------------------------------------------------------------
+
+
+def build(case: Case, rank: int) -> nn.Module:
+    torch.manual_seed(1000 * rank + 7)  # another one on every rank: what is not broadcast shows
+    return case.build()
+
+
+def prepare_gradients(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if case.zero.startswith("to "):
+        optimizer.zero_grad(set_to_none=case.zero == "to none")
+    for number, param in enumerate(model.parameters()):
+        if case.zero == "replaced" and param.grad is not None:
+            param.grad = param.grad.clone()
+        elif case.zero == "some" and number % 2:
+            param.grad = None
+
+
+def note(record: Record, step: int, model: nn.Module, what: str) -> None:
+    for name, param in model.named_parameters():
+        value = param.grad if what == "gradient" else param
+        record[f"{what} of {name} in step {step}"] = None if value is None else value.detach().clone()
+
+
+def note_buffers(record: Record, model: nn.Module) -> None:
+    record |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def train_together(case: Case, rung: Rung, world: paceline.World) -> Record:
+    module = build(case, world.rank)
+    model = paceline.DataParallel(module, check_replicas_every=2, **case.options, **rung.options(module))
+    optimizer = case.optimizer(model.parameters())
+    record: Record = {}
+    for step in range(STEPS):
+        prepare_gradients(case, module, optimizer)
+        batches = case.batches(step, world.rank, world.world_size)
+        for micro, batch in enumerate(batches, start=1):
+            with contextlib.ExitStack() as stack:
+                if micro < case.micro and case.quiet == "whole":
+                    stack.enter_context(model.no_sync())
+                loss = measure_loss(model, batch) / case.micro
+                if micro < case.micro and case.quiet == "backward":
+                    stack.enter_context(model.no_sync())
+                loss.backward()
+        note(record, step, module, "gradient")
+        optimizer.step()
+        note(record, step, module, "value")
+    note_buffers(record, module)
+    if model.plan is not None:
+        assert rung.is_so(model.plan), f"the plan is not what the test means: {model.plan}"
+    model.stop()
+    return record
+
+
+def train_alone(case: Case, world_size: int) -> Record:
+    """Plain torch in one process, on the batches of all ranks."""
+    model = build(case, 0)
+    optimizer = case.optimizer(model.parameters())
+    record: Record = {}
+    for step in range(STEPS):
+        prepare_gradients(case, model, optimizer)
+        shards = [case.batches(step, rank, world_size) for rank in range(world_size)]
+        if case.by_shard:
+            run_shards(case, model, shards)
+        else:
+            batches = [batch for shard in shards for batch in shard]
+            measure_loss(model, Batch(torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches]))).backward()
+        note(record, step, model, "gradient")
+        optimizer.step()
+        note(record, step, model, "value")
+    note_buffers(record, model)
+    return record
+
+
+def run_shards(case: Case, model: nn.Module, shards: list[list[Batch]]) -> None:
+    """Each shard by itself: gradients weighed as the case says, and running statistics averaged."""
+    samples = [sum(len(batch.y) for batch in shard) for shard in shards]
+    by_samples = case.options.get("average") == "samples"
+    before = [buffer.clone() for buffer in model.buffers()]
+    after: list[list[torch.Tensor]] = []
+    for shard, count in zip(shards, samples, strict=True):
+        weight = count / sum(samples) if by_samples else 1 / len(shards)
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+        for batch in shard:
+            (measure_loss(model, batch) * weight / case.micro).backward()
+        after.append([buffer.clone() for buffer in model.buffers()])
+    for buffer, *values in zip(model.buffers(), *after, strict=True):
+        buffer.copy_(torch.stack(values).double().mean(0))
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def digest(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    values = tensor.contiguous().reshape(-1)
+    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest() if values.numel() else "empty"
+
+
+def find_unequal(record: Record, world: paceline.World) -> list[str]:
+    """What is not the same to the bit on all ranks. Collective: every rank must call this."""
+    first, *others = world.share({name: digest(tensor) for name, tensor in record.items()})
+    return [
+        f"{name} differs between rank 0 and rank {rank}"
+        for rank, other in enumerate(others, start=1)
+        for name in first
+        if other[name] != first[name]
+    ]
+
+
+def find_far(record: Record, wanted: Record) -> list[str]:
+    """What is not within rounding of the reference."""
+    if list(record) != list(wanted):
+        return [f"the records differ: {sorted(record.keys() ^ wanted.keys())}"]
+    far = []
+    for name, want in wanted.items():
+        got = record[name]
+        if got is None or want is None:
+            if got is not want:
+                far.append(f"{name} is {'' if got is None else 'not '}None, unlike in one process")
+        elif (got.shape, got.dtype) != (want.shape, want.dtype):
+            far.append(f"{name} is {tuple(got.shape)} {got.dtype}, not {tuple(want.shape)} {want.dtype}")
+        elif want.numel():
+            allowed = TOLERANCES.get(want.dtype, 0.0) * max(0.1, want.abs().max().item())
+            error = (got - want).abs().max().item()
+            if not error <= allowed:
+                far.append(f"{name} is off by {error:.2e}, allowed {allowed:.1e}")
+    return far
+
+
+def run_case(name: str) -> list[str]:
+    """One case on all rungs: what is wrong, with the rung."""
+    case = CASES[name]
+    with paceline.init("gloo", "cpu", announce=None, timeout_s=20) as world:
+        starts = world.share([digest(tensor.detach()) for tensor in build(case, world.rank).parameters()])
+        assert all(start != starts[0] for start in starts[1:]), "the ranks start alike: no missing broadcast would show"
+        wanted = train_alone(case, world.world_size)
+        found = []
+        for rung in RUNGS:
+            label = f"[{rung.name}] x [{name}] on {world.world_size} ranks"
+            try:
+                record = train_together(case, rung, world)
+            except Exception as error:
+                # The wrapper raises on all ranks or on none: if so, the next rung can be tried.
+                found.append(f"{label}: {type(error).__name__}: {error}")
+                continue
+            wrong = find_unequal(record, world) + find_far(record, wanted)
+            found += [f"{label}: {line}" for line in wrong[:4]] + [f"{label}: {len(wrong)} in all"] * (len(wrong) > 4)
+        return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_every_rung_trains_as_one_process_does(on_ranks, name, world_size):
+    found = [line for lines in on_ranks(world_size, run_case, name, timeout_s=40) for line in lines]
+    assert not found, "\n".join(["", *dict.fromkeys(found)])

@@ -1,0 +1,357 @@
+"""What goes wrong on one rank is told on all, in seconds, with the same text; or works where it was asked for."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import ConfigError
+from paceline.parallel import DataParallel
+from tests.dist.wrapped import RUNGS, STEPS, Net, average_alone, check, check_equal, error_of, loss
+
+SOON_S = 15
+
+
+@pytest.fixture
+def job(on_ranks):
+    return functools.partial(on_ranks, timeout_s=30)
+
+
+# -- wrapping ---------------------------------------------------------------------------------------------------------
+
+
+class Swapped(nn.Module):
+    def __init__(self, is_swapped: bool) -> None:
+        super().__init__()
+        for name in ("b", "a") if is_swapped else ("a", "b"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(3)))
+
+
+def wrap_differently() -> list[tuple[str, str]]:
+    with paceline.init(announce=None) as world:
+        odd = world.rank == 1
+        half = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half() if odd else nn.Linear(2, 2))
+        frozen = nn.Linear(2, 2)
+        frozen.bias.requires_grad_(not odd)
+        buffered = nn.Linear(2, 2)
+        buffered.register_buffer("extra", torch.zeros(3 if odd else 2))
+        strided = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last if odd else torch.contiguous_format)
+        return [
+            error_of(lambda: DataParallel(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3 if odd else 2))))),
+            error_of(lambda: DataParallel(nn.Linear(2, 4 if odd else 3))),
+            error_of(lambda: DataParallel(half)),
+            error_of(lambda: DataParallel(Swapped(odd))),
+            error_of(lambda: DataParallel(frozen)),
+            error_of(lambda: DataParallel(buffered)),
+            error_of(lambda: DataParallel(strided)),
+            error_of(lambda: DataParallel(Net(), reducer="flat" if odd else "bucketed")),
+            error_of(lambda: DataParallel(Net(), find_unused_parameters=odd)),
+            error_of(lambda: DataParallel(Net(), bucket_cap_mb=2 if odd else 1)),
+            error_of(lambda: DataParallel(Net(), average="samples" if odd else "ranks")),
+            error_of(lambda: DataParallel(Net())),
+        ]
+
+
+def test_different_models_or_options_are_the_same_error_everywhere(job):
+    results = job(3, wrap_differently)
+    assert results[0] == results[1] == results[2]
+    words = [
+        ["2.weight", "rank 1 and not on rank 0"],
+        ["weight is trained (3, 2) float32", "(4, 2)", "rank 1"],
+        ["1.weight", "float32", "float16", "rank 1"],
+        ["another order", "a on rank 0 and b on rank 1"],
+        ["bias", "trained", "frozen", "rank 1"],
+        ["extra", "(2,)", "(3,)", "rank 1"],
+        ["weight", "strides", "rank 1"],
+        ["the option reducer", "'bucketed' on rank 0", "'flat' on rank 1"],
+        ["True on rank 1", "False on rank 0"],
+        ["the option bucket_cap_mb is 1 on rank 0, and 2 on rank 1"],
+        ["the option average is 'ranks' on rank 0, and 'samples' on rank 1"],
+    ]
+    for wanted, (kind, text) in zip(words, results[0][:-1], strict=True):
+        assert kind == "ConfigError", text
+        assert all(word in text for word in wanted), text
+    assert results[0][-1] == ("", "")
+
+
+def verify() -> list[Any]:
+    with paceline.init(announce=None) as world:
+        torch.manual_seed(5)
+        same, other = Net(), Net()
+        if world.rank == 1:
+            with torch.no_grad():
+                other.right.bias[2] += 1e-6
+        found = [error_of(lambda: DataParallel(same, init="verify"))]
+        try:
+            DataParallel(other, init="verify")
+        except ValueError as error:
+            found += [isinstance(error, ConfigError), str(error)]
+        # The default gives every rank the values of rank 0.
+        check_equal(world, DataParallel(other).parameters())
+        return found
+
+
+def test_verify_raises_value_error_on_every_rank_with_parameter_and_rank(job):
+    results = job(3, verify)
+    assert results[0] == results[1] == results[2]
+    assert results[0][:2] == [("", ""), True]
+    assert "right.bias on rank 1" in results[0][2]
+    assert "right.weight" not in results[0][2]
+
+
+def wrap_nothing() -> list[Any]:
+    found = []
+    with paceline.init(announce=None):
+        for module in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
+            try:
+                DataParallel(module)
+            except RuntimeError as error:
+                found.append(str(error))
+        return found
+
+
+def test_nothing_to_train_is_a_runtime_error_as_in_torch(job):
+    results = job(2, wrap_nothing)
+    assert results[0] == results[1]
+    assert len(results[0]) == 2
+    assert all("nothing to synchronise" in text for text in results[0])
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"reducer": "fast"}, "reducer='fast'"),
+    ({"init": "copy"}, "init='copy'"),
+    ({"average": "tokens"}, "average='tokens'"),
+    ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+    ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan"),
+    ({"bucket_cap_mb_list": [1, -1]}, "bucket_cap_mb_list=-1"),
+    ({"bucket_cap_mb_list": []}, "bucket_cap_mb_list"),
+    ({"bucket_cap_mb": 1, "bucket_cap_mb_list": [1]}, "contradict"),
+    ({"bucket_cap_mb": 1, "reducer": "flat"}, "contradicts reducer='flat'"),
+    ({"check_replicas_every": -1}, "check_replicas_every=-1"),
+    ({"statistics_every": -1}, "statistics_every=-1"),
+    ({"statistics_every": 2, "broadcast_buffers": False}, "contradicts"),
+    ({"init_sync": False, "init": "verify"}, "contradicts"),
+    ({"device_ids": [0, 1]}, "device_ids"),
+    ({"mixed_precision": object()}, "mixed_precision is not supported"),
+    ({"ignore": ["no.such"]}, "no.such"),
+]
+
+
+def ask_badly() -> list[tuple[str, str]]:
+    with paceline.init(announce=None):
+        return [error_of(lambda options=options: DataParallel(Net(), **options)) for options, _ in BAD_OPTIONS]
+
+
+def test_bad_options_are_refused_with_their_value(job):
+    results = job(2, ask_badly)
+    assert results[0] == results[1]
+    for (options, word), (kind, text) in zip(BAD_OPTIONS, results[0], strict=True):
+        assert kind == "ConfigError", (options, kind, text)
+        assert word in text, (options, text)
+
+
+# -- one rank fails ---------------------------------------------------------------------------------------------------
+
+
+class Fragile(Net):
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        hidden = super().forward(x)
+        if fails:
+            raise KeyError("no such word")
+        return hidden
+
+
+def fail_in_forward(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str, float]]:
+    found = []
+    with paceline.init(announce=None) as world:
+        for rung in RUNGS:
+            model = DataParallel(Fragile(), **rung)
+            for step in range(at_step):
+                model.zero_grad()
+                loss(model, world.rank, step).backward()
+            model.zero_grad()
+            began = time.monotonic()
+            fails = world.rank in ranks
+            kind, text = error_of(lambda model=model, fails=fails: loss(model, world.rank, fails=fails).backward())
+            found.append((kind, text, time.monotonic() - began))
+            # All have heard of it, so all can go on together.
+            model.zero_grad()
+            wanted = average_alone(model.module, loss, 3)
+            loss(model, world.rank).backward()
+            check(world, model, wanted, rung)
+    return found
+
+
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_a_rank_that_fails_in_forward_is_one_error_everywhere(job, at_step):
+    results = job(3, fail_in_forward, (1,), at_step)
+    texts = [[(kind, text) for kind, text, _ in result] for result in results]
+    assert texts[0] == texts[1] == texts[2]
+    for kind, text in texts[0]:
+        assert kind == "CollectiveError"
+        assert text == f"step {at_step + 1}: rank 1 failed in forward: KeyError: 'no such word'"
+    assert all(seconds < SOON_S for result in results for *_, seconds in result)
+
+
+def test_where_all_ranks_fail_each_raises_its_own_error(job):
+    for result in job(3, fail_in_forward, (0, 1, 2), 1):
+        assert [(kind, text) for kind, text, _ in result] == [("KeyError", "'no such word'")] * len(RUNGS)
+
+
+def leave_early(rung: dict[str, Any]) -> tuple[str, str, float]:
+    began, kind, text = time.monotonic(), "", ""
+    try:
+        with paceline.init(announce=None) as world:
+            model = DataParallel(Net(), **rung)
+            for step in range(STEPS - (world.rank == 1)):
+                model.zero_grad()
+                loss(model, world.rank, step).backward()
+    except paceline.CollectiveError as error:
+        kind, text = "CollectiveError", str(error)
+    return kind, text, time.monotonic() - began
+
+
+@pytest.mark.parametrize("rung", RUNGS[2:4], ids=str)
+def test_a_rank_that_is_a_batch_short_is_named_by_the_others(job, rung):
+    results = job(3, leave_early, rung)
+    assert results[1][:2] == ("", "")
+    for rank in (0, 2):
+        kind, text, seconds = results[rank]
+        assert kind == "CollectiveError"
+        assert "rank 1 closed its world" in text
+        assert "join()" in text
+        assert seconds < SOON_S
+
+
+# -- uneven numbers of batches ----------------------------------------------------------------------------------------
+
+
+def train_unevenly(batches: tuple[int, ...], average: str, divide_by_all: bool) -> None:
+    with paceline.init(announce=None) as world:
+        for rung in RUNGS:
+            model = DataParallel(Net(), average=average, check_replicas_every=1, **rung)
+            alone = Net()
+            alone.load_state_dict(model.module.state_dict())
+            optimizer, reference = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone))
+            with model.join(divide_by_initial_world_size=divide_by_all):
+                for step in range(batches[world.rank]):
+                    optimizer.zero_grad()
+                    loss(model, world.rank, step).backward()
+                    optimizer.step()
+            for step in range(max(batches)):
+                active = [rank for rank, count in enumerate(batches) if step < count]
+                by_all = average == "ranks" and divide_by_all
+                divisor = len(batches) if by_all else len(active)
+                alone.zero_grad()
+                (sum(loss(alone, rank, step) for rank in active) / divisor).backward()
+                reference.step()
+            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, msg=lambda text, rung=rung: f"{rung}: {text}")
+            check_equal(world, model.parameters(), rung)
+            # Afterwards steps are as before.
+            model.zero_grad()
+            wanted = average_alone(model.module, loss, len(batches))
+            loss(model, world.rank).backward()
+            check(world, model, wanted, rung)
+
+
+@pytest.mark.parametrize("batches", [(4, 3), (2, 4), (0, 0), (0, 2), (3, 1, 2)], ids=str)
+def test_join_trains_on_every_batch_and_ends_with_equal_parameters(job, batches):
+    job(len(batches), train_unevenly, batches, "ranks", True)
+
+
+def test_join_can_divide_by_those_that_have_data(job):
+    job(3, train_unevenly, (1, 3, 2), "ranks", False)
+    job(3, train_unevenly, (1, 3, 2), "samples", True)
+
+
+def stop_at_the_first_end() -> tuple[str, str]:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Net())
+
+        def train() -> None:
+            with model.join(throw_on_early_termination=True):
+                for step in range(STEPS - world.rank):
+                    model.zero_grad()
+                    loss(model, world.rank, step).backward()
+
+        return error_of(train)
+
+
+def test_join_can_stop_all_ranks_at_the_first_end(job):
+    first, second = job(2, stop_at_the_first_end)
+    assert first == second
+    assert first[0] == "CollectiveError"
+    assert "rank 1 has no more data" in first[1]
+
+
+# -- replicas that drift ----------------------------------------------------------------------------------------------
+
+
+def drift(every: int) -> list[tuple[str, str]]:
+    found = []
+    with paceline.init(announce=None) as world:
+        for rung in RUNGS:
+            model = DataParallel(Net(), check_replicas_every=every, **rung)
+            for step in range(3):
+                model.zero_grad()
+                loss(model, world.rank, step).backward()
+            if world.rank == 1:
+                with torch.no_grad():
+                    model.module.left.bias[0] += 1e-5
+            model.zero_grad()
+            found.append(error_of(lambda model=model: loss(model, world.rank).backward()))
+    return found
+
+
+def test_a_replica_that_drifts_is_found_at_the_next_check(job):
+    results = job(3, drift, 1)
+    assert results[0] == results[1] == results[2]
+    for kind, text in results[0]:
+        assert kind == "CollectiveError"
+        assert "left.bias on rank 1" in text
+        assert "step 4" in text
+        assert "right" not in text
+    # It is the check that finds it: without one nobody notices.
+    assert job(3, drift, 0) == [[("", "")] * len(RUNGS)] * 3
+
+
+# -- gradients that cannot travel -------------------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.words(torch.arange(x.size(0))) * x)
+
+
+def send_sparse() -> tuple[list[tuple[str, str]], float]:
+    began = time.monotonic()
+    found = []
+    with paceline.init(announce=None) as world:
+        for rung in RUNGS:
+
+            def train(rung: dict[str, Any] = rung) -> None:
+                model = DataParallel(Sparse(), **rung)
+                loss(model, world.rank).backward()
+
+            found.append(error_of(train))
+    return found, time.monotonic() - began
+
+
+def test_sparse_gradients_are_a_clear_error_on_all_ranks(job):
+    (first, first_s), (second, _) = job(2, send_sparse)
+    assert first == second
+    assert first_s < SOON_S
+    for kind, text in first:
+        assert kind in ("ConfigError", "CollectiveError"), (kind, text)
+        assert "sparse" in text.lower() and "words.weight" in text, text

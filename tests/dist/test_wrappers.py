@@ -1,0 +1,123 @@
+"""Wrappers on real ranks: what is counted wrong, and what one measurement returns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from paceline.measure.wrapper_settings import WrapperSettings
+from paceline.measure.wrappers import count_wrong_parameters, measure_wrappers
+from paceline.records import WrapperRecord
+
+SHAPES = ((4, 3), (5,), ())
+STEPS = 10
+
+
+def count_after(change: str, with_reference: bool) -> int:
+    """Three parameters that moved by 1e-4 from a start near 1; one of them is changed in some way on some rank."""
+    with paceline.init("gloo", announce=None) as world:
+        torch.manual_seed(0)
+        start = [1 + torch.rand(shape) for shape in SHAPES]
+        ways = [1e-4 * torch.randn(shape) for shape in SHAPES]
+        reference = [origin + way for origin, way in zip(start, ways, strict=True)]
+        mine = [parameter.clone() for parameter in reference]
+        if change == "one rank diverges by one bit" and world.rank == 1:
+            mine[1][2] = torch.nextafter(mine[1][2], torch.tensor(2.0))
+        elif change == "one rank has a NaN" and world.rank == 1:
+            mine[0][0, 0] = float("nan")
+        elif change == "all have a NaN":
+            mine[0][0, 0] = float("nan")
+        elif change == "the sum was not divided":
+            mine[0] = start[0] + 2 * ways[0]
+        elif change == "one never moved":
+            mine[2] = start[2].clone()
+        elif change == "rounded otherwise":
+            mine = [parameter * (1 + 1e-7) for parameter in mine]
+        group = dist.group.WORLD
+        assert group is not None
+        return count_wrong_parameters(mine, start, reference if with_reference else None, group, STEPS, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "alone", "beside_torch"),
+    [
+        ("nothing", [0, 0], [0, 0]),
+        ("rounded otherwise", [0, 0], [0, 0]),
+        ("one rank diverges by one bit", [0, 1], [0, 1]),
+        ("one rank has a NaN", [0, 1], [0, 1]),
+        ("all have a NaN", [1, 1], [1, 1]),
+        # Equal on both ranks, and nearly equal in value to the right ones: only the way tells.
+        ("the sum was not divided", [0, 0], [1, 1]),
+        ("one never moved", [0, 0], [1, 1]),
+    ],
+)
+def test_a_replica_gone_astray_is_counted(on_ranks, change, alone, beside_torch):
+    assert on_ranks(2, count_after, change, False) == alone
+    assert on_ranks(2, count_after, change, True) == beside_torch
+
+
+def test_bfloat16_runs_under_autocast_and_is_checked(on_ranks):
+    wanted = WrapperSettings(
+        models=("tiny",), wrappers=("bare", "torch", "paceline"), dtype="bfloat16", iters=1, warmup=1
+    )
+    _, torch_record, ours = on_ranks(2, measure_wrappers, wanted)[0].records
+    for record in (torch_record, ours):
+        assert (record.dtype, record.num_wrong, record.num_checked) == ("bfloat16", 0, 2000)
+
+
+def test_a_measurement_is_equal_on_every_rank_and_has_every_phase(on_ranks):
+    wanted = WrapperSettings(
+        models=("cnn",), wrappers=("torch-tuned", "bare", "torch"), ranks=(1, 2), batch_size=2,
+        iters=3, warmup=1,
+    )  # fmt: skip
+    first, second = on_ranks(2, measure_wrappers, wanted, timeout_s=100)
+    assert first.records == second.records
+    records = first.records
+    assert [(r.world_size, r.wrapper) for r in records] == [
+        (n, wrapper) for n in (1, 2) for wrapper in ("torch-tuned", "bare", "torch")
+    ]
+    for record in records:
+        assert isinstance(record, WrapperRecord)
+        assert (record.timing.count, record.timing.num_ranks) == (3, record.world_size)
+        assert len(record.timing.warmup_seconds) == 1
+        for step, *phases in zip(
+            record.timing.seconds, record.forward.seconds, record.backward.seconds, record.optimizer.seconds,
+            strict=True,
+        ):  # fmt: skip
+            for rank in range(record.world_size):  # on CPU the phases are all of the step
+                assert sum(phase[rank] for phase in phases) == pytest.approx(step[rank], rel=0.02, abs=1e-4)
+        if record.wrapper == "bare":
+            assert (record.num_wrong, record.num_checked) == (None, None)
+        else:
+            assert (record.num_wrong, record.num_checked) == (0, 8 * record.world_size)
+    tuned = records[0]
+    assert tuned.configuration.startswith("bucket view, static graph") and "fastest of" in tuned.note
+
+
+def build_on_two_ranks(wrapper: str) -> list[float]:
+    from paceline.measure.engine import Group
+    from paceline.measure.replicas import build_replica, find_wrapping
+
+    with paceline.init("gloo", announce=None) as world:
+        group = Group("gloo", torch.device("cpu"), 2, dist.group.WORLD, world.control)
+        replica = build_replica("cnn", find_wrapping(wrapper), group, world.rank, 1, 2, torch.float32)
+        replica.take_step(world.control)
+        sums = [float(parameter.detach().sum()) for parameter in replica.parameters]
+        assert replica.parameters[0].grad is None  # zero_grad is part of the step
+        replica.close()
+        return sums
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["torch", "paceline", "paceline-per_parameter", "paceline-flat", "paceline-overlap"]
+)
+def test_ranks_start_apart_and_a_wrapper_brings_them_together(on_ranks, wrapper):
+    here, there = on_ranks(2, build_on_two_ranks, wrapper)
+    assert here == there
+
+
+def test_the_bare_module_stays_apart(on_ranks):
+    here, there = on_ranks(2, build_on_two_ranks, "bare")
+    assert here != there

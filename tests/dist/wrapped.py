@@ -1,0 +1,102 @@
+"""What the tests of the wrapper share: a small model, batches, the gradients it should have, and how to check them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.parallel import DataParallel
+
+# Every rung, and the default one with about a bucket for each parameter.
+RUNGS: tuple[dict[str, Any], ...] = (
+    {"reducer": "per_parameter"},
+    {"reducer": "flat"},
+    {"reducer": "overlap"},
+    {"reducer": "bucketed"},
+    {"reducer": "bucketed", "bucket_cap_mb": 1e-5},
+)
+BUCKETED = RUNGS[3:]
+# The first step records, the second is the first with a plan; the third shows that it lasts.
+STEPS = 4
+Loss = Callable[[Any, int], torch.Tensor]
+
+
+def draw(rank: int, step: int = 0, size: int = 3) -> torch.Tensor:
+    """A batch that no other rank or step has."""
+    return torch.randn(size, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+class Net(nn.Module):
+    """Four layers of which a forward can leave some out; every rank starts from other values, on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, use: str = "left right") -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        for name in use.split():
+            hidden = hidden + torch.tanh(getattr(self, name)(hidden))
+        return self.last(hidden)
+
+
+def loss(model: Any, rank: int, step: int = 0, **options: Any) -> torch.Tensor:
+    """A loss that is a mean over the samples of a batch."""
+    return model(draw(rank, step), **options).square().mean()
+
+
+def average_alone(
+    module: nn.Module, loss_of: Loss, num_ranks: int, weights: Sequence[float] | None = None
+) -> dict[str, torch.Tensor | None]:
+    """The average over the ranks of what each would have by itself: computed here, on copies, without a wrapper."""
+    total: dict[str, torch.Tensor | None] = dict.fromkeys(dict(module.named_parameters()))
+    for rank in range(num_ranks):
+        alone = copy.deepcopy(module)
+        alone.zero_grad()
+        loss_of(alone, rank).backward()
+        weight = 1 / num_ranks if weights is None else weights[rank] / sum(weights)
+        for name, param in alone.named_parameters():
+            if param.grad is not None:
+                share = param.grad.detach() * weight
+                total[name] = share if (before := total[name]) is None else before + share
+    return total
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    module = model.module if isinstance(model, DataParallel) else model
+    return {name: param.grad for name, param in module.named_parameters()}
+
+
+def check_close(model: nn.Module, wanted: dict[str, torch.Tensor | None], what: object = "") -> None:
+    for name, grad in gradients(model).items():
+        want = wanted[name]
+        assert (grad is None) == (want is None), f"{what}: {name} has {grad}, wanted {want}"
+        if grad is not None and want is not None:
+            torch.testing.assert_close(grad.detach(), want, msg=lambda text, name=name: f"{what}: {name}: {text}")
+
+
+def check_equal(world: Any, tensors: Iterable[torch.Tensor | None], what: object = "") -> None:
+    """Bit for bit the same on all ranks. Collective: every rank must call this."""
+    mine = [None if t is None else hashlib.sha256(t.detach().contiguous().numpy().data).hexdigest() for t in tensors]
+    everyone = world.share(mine)
+    assert all(other == everyone[0] for other in everyone), f"{what}: differs between the ranks"
+
+
+def check(world: Any, model: nn.Module, wanted: dict[str, torch.Tensor | None], what: object = "") -> None:
+    """The gradients are close to the wanted ones, and equal on all ranks. Collective: every rank must call this."""
+    check_close(model, wanted, what)
+    check_equal(world, gradients(model).values(), what)
+
+
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    """The type and the text of what a call raises; two empty strings for nothing."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""

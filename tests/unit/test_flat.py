@@ -1,0 +1,66 @@
+"""Where gradients lie: every element once, in plan order, in the parameter's own strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import ConfigError
+from paceline.parallel.flat import FlatGradients
+from paceline.parallel.replicas import find_members
+from paceline.plan import Bucket, Piece, Plan, plan_by_cap, plan_shaped
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.scalar = nn.Parameter(torch.tensor(1.0))
+        self.none = nn.Parameter(torch.zeros(0))
+        self.low = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+        self.wave = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+MEMBERS = find_members(Model())
+ORDER = list(reversed(range(len(MEMBERS.params))))
+
+
+@pytest.mark.parametrize("cap", [16, 64, 10_000])
+def test_views_cover_the_ranges_and_nothing_twice(cap):
+    plan = plan_shaped(MEMBERS.gradients, ORDER, cap, 8)
+    flat = FlatGradients(MEMBERS, plan, (), num_words=7)
+    for index, view in flat.views.items():
+        param = MEMBERS.params[index]
+        assert view.shape == param.shape and view.dtype == param.dtype
+        assert param.numel() < 2 or view.stride() == param.stride()
+        view.fill_(1)
+    assert flat.words.numel() == 7 and flat.words.float().abs().sum() == 0
+    covered = sum(span.numel() for span in flat.ranges)
+    assert covered == sum(param.numel() for param in MEMBERS.params)
+    assert all((span == 1).all() for span in flat.ranges)
+    assert flat.last.data_ptr() == flat.ranges[-1].data_ptr() or not flat.ranges[-1].numel()
+    assert flat.last.nbytes >= flat.ranges[-1].nbytes + 7 * flat.words.element_size()
+
+
+def test_a_write_through_a_view_counts_in_its_bucket_alone():
+    plan = plan_by_cap(MEMBERS.gradients, ORDER, 1)
+    flat = FlatGradients(MEMBERS, plan, (), num_words=0)
+    before = [span._version for span in flat.ranges]
+    flat.views[ORDER[0]].add_(1)
+    assert [span._version - old for span, old in zip(flat.ranges, before, strict=True)] == [1, 0, 0, 0, 0, 0]
+
+
+def test_loose_gradients_have_no_room():
+    plan = plan_by_cap(MEMBERS.gradients, ORDER, 1)
+    flat = FlatGradients(MEMBERS, plan, {0}, num_words=0)
+    assert 0 not in flat.views and sum(span.numel() for span in flat.ranges) == sum(
+        param.numel() for param in MEMBERS.params[1:]
+    )
+
+
+def test_parts_in_another_order_than_their_elements_are_refused():
+    members = find_members(nn.Linear(2, 1, bias=False))
+    plan = Plan(members.gradients, (Bucket((Piece(0, 4, 8),)), Bucket((Piece(0, 0, 4),))))
+    with pytest.raises(ConfigError, match="not that of its elements"):
+        FlatGradients(members, plan, (), num_words=0)

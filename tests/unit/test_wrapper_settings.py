@@ -1,0 +1,94 @@
+"""What `bench wrappers` refuses before any rank starts, the order of its turns, and how torch's wrapper is tuned."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import machine
+from paceline.errors import ConfigError
+from paceline.measure.torch_tuning import build_candidates
+from paceline.measure.wrapper_settings import DEFAULT_MODELS, MAX_CANDIDATES, WRAPPERS, WrapperSettings
+from paceline.measure.wrappers import order_turns
+from paceline.plan import Gradient, plan_by_cap, plan_shaped
+from paceline.units import MIB
+from paceline.workloads.catalog import MODELS
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"models": ("resnet",)}, "model 'resnet' is unknown: did you mean resnet18"),
+        ({"models": ()}, "no model given"),
+        ({"wrappers": ("ddp",)}, "wrapper 'ddp' is unknown"),
+        ({"wrappers": ()}, "no wrapper given"),
+        ({"dtype": "float64"}, "float32 or bfloat16"),
+        ({"dtype": "float"}, "dtype 'float' is unknown"),
+        ({"batch_size": -1}, "--batch -1: at least 1"),
+        ({"backends": ("mpi",)}, "backend 'mpi' is unknown"),
+        ({"backends": ("nccl",), "device": "cpu"}, "nccl works on GPUs only"),
+        ({"iters": 0}, "--iters 0"),
+    ],
+)
+def test_a_bad_request_is_refused(changes, reason):
+    with pytest.raises(ConfigError, match=reason):
+        WrapperSettings(**changes).check()
+
+
+def test_the_default_runs_every_wrapper_on_the_models_of_a_small_machine():
+    settings = WrapperSettings()
+    settings.check()
+    assert settings.wrappers == WRAPPERS and settings.models == DEFAULT_MODELS
+    assert "gpt2-large" not in settings.models and settings.ranks == (2,)
+    assert settings.batch_of("cnn") == MODELS["cnn"].batch_size
+    assert WrapperSettings(batch_size=3).batch_of("cnn") == 3
+
+
+def test_a_model_too_large_for_the_memory_is_refused_with_advice(monkeypatch):
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 20 * 2**30)
+    WrapperSettings().check_host(2)
+    with pytest.raises(ConfigError, match=r"the replicas of one model take .* leave out a large --model"):
+        WrapperSettings(models=("cnn", "gpt2-large")).check_host(2)
+    small = WrapperSettings(models=("gpt2-large",), wrappers=("bare", "torch"))
+    assert small.bytes_per_rank == 6 * 4 * 774_030_080  # two with buffers, and one that has gradients
+    tuned = WrapperSettings(models=("mlp",), wrappers=("torch-tuned",))
+    assert tuned.bytes_per_rank == (2 * MAX_CANDIDATES + 2) * 4 * MODELS["mlp"].num_elements
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_in_turns_each_follows_every_other_equally_often(count):
+    orders = [order_turns(count, repetition) for repetition in range(2 * count)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    followers = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(followers) == set(itertools.permutations(range(count), 2))
+    assert len(set(followers.values())) <= 1
+    assert {order[0] for order in orders} == set(range(count))
+
+
+def _names(module, plan=None):
+    return [c.configuration.rpartition(", ")[2] for c in build_candidates(module, plan)]
+
+
+def _meta(model):
+    with torch.device("meta"):
+        return MODELS[model].build()
+
+
+def test_caps_that_cut_alike_are_tried_once():
+    assert _names(_meta("tiny")) == ["torch's own caps"]
+    # Four layers of a little over 16 MiB: 1, 5 and 10 MiB cut alike, and 50 MiB closes only with the last layer.
+    assert _names(_meta("mlp")) == ["torch's own caps", "cap 1 MiB", "cap 25 MiB", "cap 50 MiB"]
+    assert _names(_meta("resnet18"))[-2:] == ["cap 25 MiB", "cap 50 MiB"]
+
+
+def test_our_plan_is_tried_where_torch_can_cut_so_and_does_not_already():
+    module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))  # 1 MiB each
+    gradients = [Gradient(name, p.numel() * 4) for name, p in module.named_parameters()]
+    order = list(reversed(range(8)))
+    assert _names(module, plan_by_cap(gradients, order, 3 * MIB))[-1] == "Paceline's plan"
+    assert "Paceline's plan" not in _names(module, plan_by_cap(gradients, order, MIB))
+    split = plan_shaped(gradients, order, cap_bytes=MIB // 2)
+    assert split.is_split and "Paceline's plan" not in _names(module, split)
+    assert len(build_candidates(module, plan_by_cap(gradients, order, 3 * MIB))) <= MAX_CANDIDATES
