@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-STEPS = 4
 FEATURES, TARGETS = 6, 4
 BRANCHES = ("a", "b", "c")
 
@@ -30,12 +29,12 @@ class Case:
     `zero`: before each step gradients are set `to none` or `to zeros`, `never` touched, `replaced` by a copy, or only
     `some` set to None. `quiet`: no_sync holds the `whole` micro-batch, or its `backward` alone. `by_shard`: the
     reference takes the shards one by one, because samples of one batch see each other or take different ways.
-    `tolerance` goes by names of parameters and buffers, where the dtype says too little.
     """
 
     build: Callable[[], nn.Module]
     options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, 0.1)
+    steps: int = 3  # the first has no plan yet, the second the first that overlaps
     micro: int = 1
     quiet: str = "whole"
     zero: str = "to none"
@@ -90,23 +89,30 @@ def build_frozen() -> nn.Module:
     return model
 
 
+class Branch(nn.Module):
+    """One of its parameters lies transposed in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer = nn.Parameter(torch.randn(8, 4).t())
+        self.way = nn.Linear(4, TARGETS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.way(torch.tanh(x @ self.mixer.t()))
+
+
 class Branches(nn.Module):
-    """Branches that only some samples take; one parameter of each lies transposed in memory."""
+    """Branches that only some samples take."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(FEATURES, 8)
-        self.mixers = nn.ParameterDict({name: nn.Parameter(torch.randn(8, 5).t()) for name in BRANCHES})
-        self.ways = nn.ModuleDict({name: nn.Linear(5, TARGETS) for name in BRANCHES})
+        self.branches = nn.ModuleDict({name: Branch() for name in BRANCHES})
         self.head = nn.Linear(8, TARGETS)
 
     def forward(self, x: torch.Tensor, used: tuple[str, ...] = ()) -> torch.Tensor:
         hidden = torch.tanh(self.stem(x))
-        out = self.head(hidden)
-        for name in BRANCHES:
-            if name in used:
-                out = out + self.ways[name](torch.tanh(hidden @ self.mixers[name].t()))
-        return out
+        return sum((self.branches[name](hidden) for name in used), start=self.head(hidden))
 
 
 def use_here_and_there(step: int, rank: int, micro: int, world_size: int) -> tuple[str, ...]:
@@ -124,6 +130,28 @@ def use_in_turn(step: int, rank: int, micro: int, world_size: int) -> tuple[str,
 def use_a_few(step: int, rank: int, micro: int, world_size: int) -> tuple[str, ...]:
     """Over all micro-batches of a step: `a` on rank 0 in the first, `b` on every rank in the second, `c` at the end."""
     return (("a",) if rank == 0 else ("b",), ("b",), ("c",) if step % 2 and rank else ("b",))[micro]
+
+
+class AddAliased(torch.autograd.Function):
+    """Adds, and hands over one memory as the gradient of both."""
+
+    @staticmethod
+    def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left + right
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, grad.view_as(grad)
+
+
+class Aliased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+        self.inner, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, TARGETS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(x) + AddAliased.apply(self.left, self.right)))
 
 
 class TwoTypes(nn.Module):
@@ -153,19 +181,22 @@ class LowPrecision(nn.Sequential):
 
 
 class Normed(nn.Module):
-    """Two BatchNorms: one counts a moving average, the other the average since the start. Any dtype of the head."""
+    """Two BatchNorms: one keeps a moving average, the other the average since the start; a side way of any dtype."""
 
-    def __init__(self, head: torch.dtype = torch.float32, norms: torch.dtype = torch.float32) -> None:
+    def __init__(self, norms: torch.dtype = torch.float32, side: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.stem = nn.Linear(FEATURES, 8).to(norms)
-        self.moving = nn.BatchNorm1d(8, momentum=0.3).to(norms)
-        self.overall = nn.BatchNorm1d(8, momentum=None).to(norms)
-        self.head = nn.Linear(8, TARGETS).to(head)
+        self.side = nn.Linear(FEATURES, TARGETS, dtype=side)
+        self.stem = nn.Linear(FEATURES, 8, dtype=norms)
+        self.moving = nn.BatchNorm1d(8, momentum=0.3, dtype=norms)
+        self.overall = nn.BatchNorm1d(8, momentum=None, dtype=norms)
+        self.head = nn.Linear(8, TARGETS, dtype=norms)
+        self.wide = torch.promote_types(torch.float32, torch.promote_types(norms, side))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.moving(self.stem(x.to(self.stem.weight.dtype)))
-        out = self.head(self.overall(torch.tanh(hidden)).to(self.head.weight.dtype))
-        return out.to(torch.promote_types(out.dtype, torch.float32))
+        hidden = torch.tanh(self.moving(self.stem(x.to(self.stem.weight.dtype))))
+        out, side = self.head(self.overall(hidden)), self.side(x.to(self.side.weight.dtype))
+        half = TARGETS // 2
+        return torch.cat([out[:, :half].to(self.wide), side[:, half:].to(self.wide)], 1)
 
 
 class Images(nn.Module):
@@ -189,11 +220,12 @@ class Complex(nn.Module):
         self.scale = nn.Parameter(torch.randn((), dtype=dtype))
         self.matrix = nn.Parameter(torch.randn(FEATURES, TARGETS, dtype=dtype) / 2)
         self.bias = nn.Parameter(torch.randn(TARGETS, dtype=dtype))
-        self.last = nn.Linear(TARGETS, TARGETS) if with_real else nn.Identity()
+        real = self.bias.real.dtype
+        self.last = nn.Linear(TARGETS, TARGETS, dtype=real) if with_real else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = (x.to(self.matrix.dtype) @ self.matrix + self.bias) * self.scale
-        return self.last(torch.tanh(out.real.float() + out.imag.float()))
+        return self.last(torch.tanh(out.real + out.imag))
 
 
 class Odd(nn.Module):
@@ -224,12 +256,17 @@ def build_adam(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def size_by_rank(step: int, rank: int, micro: int, world_size: int) -> int:
-    """Uneven, and the last batch more so: there the last rank has nothing at all."""
-    return 0 if step == STEPS - 1 and rank == world_size - 1 else 2 + rank + step % 2
+    """Uneven, and the third batch more so: there the last rank has nothing at all."""
+    return 0 if step == 2 and rank == world_size - 1 else 2 + rank + step % 2
 
 
-def size_above_one(step: int, rank: int, micro: int, world_size: int) -> int:
-    return 2 + rank + step
+def size_for_norms(step: int, rank: int, micro: int, world_size: int) -> int:
+    """Enough for a variance that does not come near zero, where rounding would be magnified."""
+    return 8
+
+
+def size_for_norms_by_rank(step: int, rank: int, micro: int, world_size: int) -> int:
+    return 8 + 2 * rank + step
 
 
 UNUSED = {"find_unused_parameters": True}
@@ -237,31 +274,38 @@ BY_SAMPLES = {"average": "samples"}
 
 CASES = {
     "plain": Case(build=Plain),
-    "momentum": Case(build=Plain, optimizer=build_momentum),
-    "adam": Case(build=Plain, optimizer=build_adam),
+    "momentum": Case(build=Plain, optimizer=build_momentum, steps=4),
+    "adam": Case(build=Plain, optimizer=build_adam, steps=4),
     "gradients zeroed in place": Case(build=Plain, zero="to zeros"),
     "gradients never zeroed": Case(build=Plain, zero="never"),
     "gradients replaced by copies": Case(build=Plain, zero="replaced"),
     "some gradients set to none": Case(build=Plain, zero="some"),
     "tied": Case(build=Tied),
     "tied, zeroed in place": Case(build=Tied, zero="to zeros"),
+    "aliased gradients": Case(build=Aliased),
     "frozen": Case(build=build_frozen, optimizer=build_momentum),
     "unused": Case(
-        build=Branches, options=UNUSED, used=use_here_and_there, by_shard=True, optimizer=build_momentum
+        build=Branches, options=UNUSED, used=use_here_and_there, steps=4, by_shard=True, optimizer=build_momentum
     ),
     "unused, zeroed in place": Case(
-        build=Branches, options=UNUSED, used=use_here_and_there, by_shard=True, zero="to zeros"
+        build=Branches, options=UNUSED, used=use_here_and_there, steps=4, by_shard=True, zero="to zeros"
     ),
-    "unused, never zeroed": Case(build=Branches, options=UNUSED, used=use_here_and_there, by_shard=True, zero="never"),
+    "unused, never zeroed": Case(
+        build=Branches, options=UNUSED, used=use_here_and_there, steps=4, by_shard=True, zero="never"
+    ),
     "float32 and float64": Case(build=lambda: TwoTypes(torch.float64)),
     "float32 and bfloat16": Case(build=lambda: TwoTypes(torch.bfloat16)),
     "bfloat16": Case(build=LowPrecision),
-    "batchnorm": Case(build=Normed, by_shard=True, optimizer=build_momentum),
-    "batchnorm, bfloat16 head": Case(build=lambda: Normed(head=torch.bfloat16), by_shard=True),
-    "batchnorm, float64": Case(build=lambda: Normed(torch.float64, torch.float64), by_shard=True),
-    "batchnorm in float64, float32 head": Case(build=lambda: Normed(norms=torch.float64), by_shard=True),
-    "batchnorm, accumulation": Case(build=Normed, by_shard=True, micro=3),
-    "batchnorm, uneven": Case(build=Normed, by_shard=True, options=BY_SAMPLES, size=size_above_one),
+    "batchnorm": Case(build=Normed, by_shard=True, size=size_for_norms, optimizer=build_momentum),
+    "batchnorm beside bfloat16": Case(build=lambda: Normed(side=torch.bfloat16), by_shard=True, size=size_for_norms),
+    "batchnorm in float64": Case(
+        build=lambda: Normed(torch.float64, torch.float64), by_shard=True, size=size_for_norms
+    ),
+    "batchnorm in float64 beside float32": Case(
+        build=lambda: Normed(torch.float64), by_shard=True, size=size_for_norms
+    ),
+    "batchnorm, accumulation": Case(build=Normed, by_shard=True, size=size_for_norms, micro=3),
+    "batchnorm, uneven": Case(build=Normed, by_shard=True, options=BY_SAMPLES, size=size_for_norms_by_rank),
     "accumulation": Case(build=Plain, micro=3),
     "accumulation, no_sync around backward alone": Case(build=Plain, micro=3, quiet="backward"),
     "accumulation, zeroed in place": Case(build=Plain, micro=3, zero="to zeros", optimizer=build_adam),
@@ -270,14 +314,14 @@ CASES = {
         build=Branches, micro=3, quiet="backward", used=use_in_turn, by_shard=True, zero="to zeros"
     ),
     "accumulation, unused": Case(build=Branches, micro=3, options=UNUSED, used=use_a_few, by_shard=True),
-    "uneven": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, optimizer=build_momentum),
-    "uneven, never zeroed": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, zero="never"),
-    "uneven, accumulation": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, micro=3),
+    "uneven": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, steps=4, optimizer=build_momentum),
+    "uneven, never zeroed": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, steps=4, zero="never"),
+    "uneven, accumulation": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, steps=4, micro=3),
     "uneven, unused": Case(
-        build=Branches, options=BY_SAMPLES | UNUSED, size=size_by_rank, used=use_here_and_there, by_shard=True
+        build=Branches, options=BY_SAMPLES | UNUSED, size=size_by_rank, steps=4, used=use_here_and_there, by_shard=True
     ),
     "uneven, float32 and float64": Case(
-        build=lambda: TwoTypes(torch.float64), options=BY_SAMPLES, size=size_by_rank
+        build=lambda: TwoTypes(torch.float64), options=BY_SAMPLES, size=size_by_rank, steps=4
     ),
     "channels_last": Case(
         build=Images,
@@ -286,7 +330,7 @@ CASES = {
     ),
     "complex64 and float32": Case(build=lambda: Complex(torch.complex64, True)),
     "complex64": Case(build=lambda: Complex(torch.complex64, False)),
-    "complex128 and float32": Case(build=lambda: Complex(torch.complex128, True), zero="to zeros"),
+    "complex128 and float64": Case(build=lambda: Complex(torch.complex128, True), zero="to zeros"),
     "0-dim and empty": Case(build=Odd, optimizer=build_momentum),
     "0-dim and empty, zeroed in place": Case(build=Odd, zero="to zeros"),
 }

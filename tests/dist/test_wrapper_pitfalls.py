@@ -329,7 +329,7 @@ def fail_in_backward(goes_on: bool) -> tuple[list[tuple[str, str]], float]:
 
     errors: list[tuple[str, str]] = []
     began = time.monotonic()
-    for rung in BUCKETED[1:] if not goes_on else RUNGS:
+    for rung in BUCKETED[2:] if not goes_on else RUNGS:
         try:
             with paceline.init(announce=None) as world:
                 model = DataParallel(Net(), **rung)

@@ -12,13 +12,15 @@ from torch import nn
 
 from paceline.parallel import DataParallel
 
-# Every rung, and the default one with about a bucket for each parameter.
+# Every rung, and the default one with a bucket for each parameter and with one for each layer of `Net`: a gradient
+# that is alone in its bucket travels as it is, others are gathered.
 RUNGS: tuple[dict[str, Any], ...] = (
     {"reducer": "per_parameter"},
     {"reducer": "flat"},
     {"reducer": "overlap"},
     {"reducer": "bucketed"},
     {"reducer": "bucketed", "bucket_cap_mb": 1e-5},
+    {"reducer": "bucketed", "bucket_cap_mb": 7e-5},
 )
 BUCKETED = RUNGS[3:]
 # The first step records, the second is the first with a plan; the third shows that it lasts.

@@ -52,7 +52,7 @@ class _Bucket:
         self.loose: list[tuple[int, int, int]] = []
         self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
         self.version = 0  # of the range when backward began, later when it was sent
-        self.work: dist.Work | torch.futures.Future[Any] | None = None
+        self.work: dist.Work | torch._C.Future | None = None
 
     def close(self, params: Sequence[torch.Tensor], views: dict[int, torch.Tensor]) -> None:
         self.params = [params[index] for index in self.gathered]
@@ -244,7 +244,7 @@ class Bucketed(Reducer):
 
     def _wait(self, bucket: _Bucket) -> None:
         work, bucket.work = bucket.work, None
-        if isinstance(work, torch.futures.Future):
+        if isinstance(work, torch._C.Future):
             result = work.wait()
             result = result[0] if isinstance(result, list | tuple) else result
             if result.data_ptr() != bucket.range.data_ptr():

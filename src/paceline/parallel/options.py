@@ -44,6 +44,8 @@ class Options:
         ):  # fmt: skip
             if value not in known:
                 raise ConfigError(f"{what}={value!r} is unknown: use {', '.join(known)}")
+        if self.bucket_cap_mb_list is not None and not self.bucket_cap_mb_list:
+            raise ConfigError("bucket_cap_mb_list=[] is empty: give at least one cap in MiB")
         caps = [("bucket_cap_mb", self.bucket_cap_mb), *(("bucket_cap_mb_list", cap) for cap in self.caps_list)]
         for what, cap in caps:
             if cap is not None and not (isinstance(cap, int | float) and math.isfinite(cap) and cap > 0):

@@ -77,7 +77,7 @@ class Timeline:
         times.launch_s = time.perf_counter() - self._begin_s
         if not self._now.is_sampled or work is None or self._on_gpu:
             return
-        future = work if isinstance(work, torch.futures.Future) else work.get_future()
+        future = work if isinstance(work, torch._C.Future) else work.get_future()
         begin_s = self._begin_s
 
         def note(_: Any) -> None:
