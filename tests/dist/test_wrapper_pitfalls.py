@@ -200,9 +200,18 @@ def test_checkpointing_with_a_layer_in_two_segments(job, reentrant):
     job(2, recompute, reentrant, False)
 
 
-def test_a_step_ends_with_the_outermost_backward_even_where_the_output_is_hidden(job):
-    """Then the first that is heard of the backward comes from inside a nested one, whose end is too early."""
-    job(2, recompute, True, True)
+def hide_the_output() -> tuple[str, str]:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Checkpointed(True, True))
+        return error_of(lambda: model(draw(world.rank))().square().mean().backward())
+
+
+def test_an_output_that_hides_its_tensors_is_refused_where_a_nested_backward_would_end_the_step(job):
+    """The first that is heard of the backward comes from inside a nested one, whose end is too early."""
+    (kind, text), other = job(2, hide_the_output)
+    assert (kind, text) == other
+    assert kind == "ConfigError" and "use_reentrant=False" in text
+    job(2, recompute, False, True)
 
 
 def differentiate_twice() -> int:

@@ -12,11 +12,11 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel
 from paceline.parallel.comm_hooks import CommHook, HookedBucket, start_hook
 from paceline.parallel.flat import FlatGradients
@@ -89,6 +89,8 @@ class Bucketed(Reducer):
         self._arrivals.clear()
         self._alone.clear()
         self._alone_sent.clear()
+        # What is there before this backward is accumulated into: in the views, where each write can be counted.
+        self.absorb()
         for bucket in self._buckets:
             bucket.version, bucket.work = bucket.range._version, None
         self.timeline.begin()
@@ -104,12 +106,9 @@ class Bucketed(Reducer):
         """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
         if not self._active or self.failure is not None:
             return
-        try:
-            # The last bucket waits for the end of backward, when the words that ride behind it are known.
-            while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
-                self._send(self._buckets[self._next], True)
-        except Exception as error:  # raised after `finish`, when the other ranks can be told
-            self.failure = error
+        # The last bucket waits for the end of backward, when the words that ride behind it are known.
+        while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
+            self._send(self._buckets[self._next], True)
 
     def _is_complete(self, bucket: _Bucket) -> bool:
         if bucket.in_parts or not bucket.alone <= self._alone:
@@ -123,7 +122,7 @@ class Bucketed(Reducer):
 
     # -- a bucket leaves ----------------------------------------------------------------------------------------------
 
-    def _send(self, bucket: _Bucket, take_part: bool) -> None:
+    def _send(self, bucket: _Bucket, take_part: bool, write_tail: WriteTail | None = None) -> None:
         """Gather one bucket and start its message; without `take_part` it holds zeros, and `.grad` is left alone."""
         self._next = bucket.number + 1
         self.timeline.ready(bucket.number)
@@ -133,11 +132,17 @@ class Bucketed(Reducer):
         folded = self.channel.is_nccl and not is_last and self._factor == 1 / self.channel.world_size
         factor = 1.0 if folded else self._factor
         with torch.no_grad():
-            if take_part:
-                self._gather(bucket, factor)
-            else:
+            try:
+                if take_part and self.failure is None:
+                    self._gather(bucket, factor)
+                    loose = [self._take_loose(index, factor, True)[start:end] for index, start, end in bucket.loose]
+            except Exception as error:  # raised after `finish`, when the other ranks have been told
+                self.failure = self._diagnose(error)
+            if not take_part or self.failure is not None:
                 bucket.range.zero_()
-            loose = [self._take_loose(index, factor, take_part)[start:end] for index, start, end in bucket.loose]
+                loose = [self._take_loose(index, factor, False)[start:end] for index, start, end in bucket.loose]
+            if write_tail is not None:
+                write_tail(self._flat.words)
         bucket.version = bucket.range._version
         average = folded and self.channel.world_size > 1
         if self._comm_hook is not None:
@@ -169,6 +174,14 @@ class Bucketed(Reducer):
         for param, view in zip(bucket.params, bucket.views, strict=True):
             param.grad = view
 
+    def _diagnose(self, error: Exception) -> Exception:
+        """The reason in words, where it is one that can be named."""
+        try:
+            self.members.check_all()
+        except ConfigError as reason:
+            return reason
+        return error
+
     def _gather_split(self, index: int, factor: float) -> None:
         param, view = self.members.params[index], self._flat.views[index]
         if param.grad is None:
@@ -180,17 +193,20 @@ class Bucketed(Reducer):
 
     def _take_loose(self, index: int, factor: float, take_part: bool) -> torch.Tensor:
         """A gradient as it is, as a vector, after making sure that nothing else shares its memory."""
+        if not take_part:
+            return self.members.zeros(index).as_strided((self.members.params[index].numel(),), (1,))
         if index not in self._alone_sent:
             param = self.members.params[index]
-            grad = param.grad if take_part else None
+            grad = param.grad
+            if grad is not None:
+                self.members.check(index, grad)
             if grad is None:
-                grad = torch.zeros_like(param, requires_grad=False)
+                grad = self.members.zeros(index)
             elif grad.requires_grad or grad.stride() != self._loose_strides[index] or _is_shared(grad):
                 grad = torch.empty_like(param, requires_grad=False).copy_(grad)
             if factor != 1.0:
                 grad.mul_(factor)
-            if take_part:
-                param.grad = grad
+            param.grad = grad
             self._alone_sent[index] = grad, grad._version
         grad, _ = self._alone_sent[index]
         return grad.as_strided((grad.numel(),), (1,))
@@ -226,18 +242,15 @@ class Bucketed(Reducer):
         for bucket in self._buckets[self._next : -1]:
             self._send(bucket, take_part)
         words = self._flat.words
-        with torch.no_grad():
-            write_tail(words)
-        self._send(self._buckets[-1], take_part)
+        self._send(self._buckets[-1], take_part, write_tail)
         self._active = False
-        # A communication hook may compress or keep what it is given: then words need a message of their own.
-        words_work = self.channel.start_sum(words) if self._comm_hook is not None else None
         for bucket in self._buckets:
             self.timeline.waiting(bucket.number)
             self._wait(bucket)
             self.timeline.done(bucket.number)
-        if words_work is not None:
-            self.channel.wait(words_work, "the tail")
+        if self._comm_hook is not None:
+            # A hook may compress or keep what it is given, and send more when it likes: the words go by themselves.
+            self.channel.wait(self.channel.start_sum(words), "the tail")
         self._alone_sent.clear()  # so that `zero_grad` can free them
         self.timeline.over()
         return words
@@ -357,7 +370,10 @@ class Bucketed(Reducer):
         self._record_handles.clear()
 
     def _as_hooked(self, bucket: _Bucket) -> HookedBucket:
-        return HookedBucket(bucket.number, len(self._buckets), bucket.range, bucket.views, bucket.params)
+        # Its own version counter: what the hook writes must not be taken for a gradient that came too late.
+        buffer = self._flat.alias(bucket.range)
+        views = [buffer.as_strided(v.size(), v.stride(), v.storage_offset()) for v in bucket.views]
+        return HookedBucket(bucket.number, len(self._buckets), buffer, views, bucket.params)
 
 
 def _note_arrival(arrivals: list[int], index: int, param: torch.Tensor) -> None:

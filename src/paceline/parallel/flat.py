@@ -68,10 +68,13 @@ class FlatGradients:
         self.last = self._alias(last_family, self.spans[-1][1], self._flats[last_family].numel())
 
     def _alias(self, family: tuple[str, str], start: int, end: int) -> torch.Tensor:
+        return self.alias(self._flats[family][start:end])
+
+    @staticmethod
+    def alias(vector: torch.Tensor) -> torch.Tensor:
         """The same memory as a vector with a version counter of its own: what is written through it can be counted."""
-        flat = self._flats[family]
-        empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), start, (end - start,), (1,))
+        empty = torch.empty(0, dtype=vector.dtype, device=vector.device)
+        return empty.set_(vector.untyped_storage(), vector.storage_offset(), vector.shape, (1,))
 
     @property
     def num_bytes(self) -> int:

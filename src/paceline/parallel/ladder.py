@@ -44,8 +44,8 @@ class Reducer:
     def finish(self, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
         """Send what is left, wait for everything, leave the sums in `.grad`, and return the summed tail.
 
-        `write_tail` fills the words of the tail just before they leave. `take_part` of False sends zeros in place of
-        gradients and leaves `.grad` alone. Collective: every rank must call this.
+        `write_tail` fills the words of the tail just before they leave, when `failure` is known. `take_part` of False
+        sends zeros in place of gradients and leaves `.grad` alone. Collective: every rank must call this.
         """
         raise NotImplementedError
 
@@ -61,9 +61,6 @@ class Reducer:
         """Multiply all gradients, after `finish`."""
         torch._foreach_mul_([param.grad for param in self.members.params if param.grad is not None], factor)
 
-    def absorb(self) -> None:
-        """A backward without synchronisation is over; gradients may be moved to where they will travel."""
-
     def settle(self) -> None:
         """A step went well on every rank: learn from it. Collective: every rank must call this."""
 
@@ -78,25 +75,23 @@ class Reducer:
             self._handles.append(on_gradient(param, make_hook(index)))
 
     def _scaled(self, index: int, factor: float, take_part: bool) -> torch.Tensor:
-        """This rank's share of one gradient, in memory of its own: autograd may have handed over an aliased one."""
-        param = self.members.params[index]
-        if not take_part or param.grad is None:
-            return torch.zeros_like(param, requires_grad=False)
-        return (param.grad.detach() * factor).contiguous(memory_format=_format_of(param))
+        """This rank's share of one gradient, in memory of its own: autograd may have handed over an aliased one.
+
+        What cannot be sent is sent as zeros, and the reason kept until all ranks can be told.
+        """
+        grad, mine = self.members.params[index].grad, self.members.zeros(index)
+        if take_part and grad is not None and self.failure is None:
+            try:
+                self.members.check(index, grad)
+                torch.mul(grad, factor, out=mine)
+            except Exception as error:
+                self.failure = error
+        return mine
 
     def _new_tail(self, write_tail: WriteTail) -> torch.Tensor:
         tail = torch.zeros(self.num_words, device=self.channel.device)
         write_tail(tail)
         return tail
-
-
-def _format_of(param: torch.Tensor) -> torch.memory_format:
-    """The order in which the elements travel must be the same on all ranks: the parameter's, where it has a name."""
-    for memory_format in (torch.channels_last, torch.channels_last_3d):
-        dims = 4 if memory_format is torch.channels_last else 5
-        if param.dim() == dims and param.is_contiguous(memory_format=memory_format):
-            return memory_format
-    return torch.contiguous_format
 
 
 class PerParameter(Reducer):
@@ -107,7 +102,7 @@ class PerParameter(Reducer):
             for index, param in enumerate(self.members.params):
                 grad = self._scaled(index, factor, take_part)
                 self.channel.wait(self.channel.start_sum(grad), f"the gradient of {self.members.name(index)}")
-                if take_part:
+                if take_part and self.failure is None:
                     param.grad = grad
             tail = self._new_tail(write_tail)
             self.channel.wait(self.channel.start_sum(tail), "the tail")
@@ -125,13 +120,9 @@ class Flat(Reducer):
     def finish(self, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
         with torch.no_grad():
             for index, view in self._flat.views.items():
-                param = self.members.params[index]
-                if take_part and param.grad is not None:
-                    torch.mul(param.grad, factor, out=view)
-                else:
-                    view.zero_()
-                if take_part:
-                    param.grad = view
+                view.copy_(self._scaled(index, factor, take_part))
+                if take_part and self.failure is None:
+                    self.members.params[index].grad = view
             write_tail(self._flat.words)
             for message in (*self._flat.ranges[:-1], self._flat.last):
                 self.channel.wait(self.channel.start_sum(message), "the message of all gradients")
@@ -177,7 +168,7 @@ class Overlap(Reducer):
         self._next += 1
         with torch.no_grad():
             grad = self._scaled(index, self._factor, take_part)
-        if take_part and (param := self.members.params[index]).grad is not None:
+        if take_part and self.failure is None and (param := self.members.params[index]).grad is not None:
             param.grad = grad
         self._in_flight.append((index, grad, grad._version, self.channel.start_sum(grad)))
 
@@ -197,7 +188,7 @@ class Overlap(Reducer):
         last = self.channel.start_sum(tail)
         for index, grad, _, work in self._in_flight:
             self.channel.wait(work, f"the gradient of {self.members.name(index)}")
-            if take_part:
+            if take_part and self.failure is None:
                 self.members.params[index].grad = grad
         self._in_flight.clear()
         self.channel.wait(last, "the tail")

@@ -58,6 +58,43 @@ class Members:
             for names, param in zip(self.names, self.params, strict=True)
         )
 
+    @cached_property
+    def _layouts(self) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+        return [(param.shape, param.dtype, param.device) for param in self.params]
+
+    def remember(self) -> Members:
+        """Note now what the parameters are like; `zeros` and `check` refer to it ever after."""
+        assert self._layouts is not None
+        return self
+
+    def zeros(self, index: int) -> torch.Tensor:
+        """A gradient of nothing, as it was at the time of wrapping, whatever the parameter is like now."""
+        shape, dtype, device = self._layouts[index]
+        if self.params[index].shape == shape:
+            return torch.zeros_like(self.params[index], dtype=dtype, device=device, requires_grad=False)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def check(self, index: int, grad: torch.Tensor) -> None:
+        """Refuse a gradient that cannot travel as it was agreed at the time of wrapping."""
+        shape, dtype, device = self._layouts[index]
+        if grad.layout != torch.strided:
+            raise ConfigError(
+                f"the gradient of {self.name(index)} is sparse, and only dense ones are averaged: build its layer with "
+                "sparse=False, or put the parameter in `ignore`"
+            )
+        if (grad.shape, grad.dtype, grad.device) != (shape, dtype, device):
+            now = f"{tuple(grad.shape)} {str(grad.dtype).removeprefix('torch.')} on {grad.device}"
+            was = f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
+            raise ConfigError(
+                f"the gradient of {self.name(index)} is {now}, and at the time of wrapping it was {was}: after such a "
+                "change call rebuild() on all ranks"
+            )
+
+    def check_all(self) -> None:
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                self.check(index, param.grad)
+
     def tensors(self) -> list[torch.Tensor]:
         return [*self.params, *self.frozen, *self.buffers]
 
@@ -94,7 +131,7 @@ def find_members(module: nn.Module, ignored: Iterable[str] = ()) -> Members:
         tuple(frozen.values()),
         tuple(buffer for _, buffer in shared),
         tuple(name for name, _ in shared),
-    )
+    ).remember()
 
 
 def _describe(members: Members) -> list[tuple[str, str]]:

@@ -6,10 +6,12 @@ How gradients travel is the reducer's affair (`ladder`, `bucketed`); this decide
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from paceline.parallel.words import Notice, Status, Tail
 __all__ = ["StepOptions", "Steps"]
 
 _engine = torch.autograd.Variable._execution_engine
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _LISTED = 8
 # On a GPU, reading the words makes the host wait: done at once in the first steps, and at the next step later on.
 _EAGER_STEPS = 10
@@ -42,6 +45,10 @@ class StepOptions:
     allow_missing: bool = False
     check_every: int = 100
     manual: bool = False
+
+
+class _Forward:
+    """A forward whose backward has not begun."""
 
 
 class Steps:
@@ -74,6 +81,7 @@ class Steps:
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._warned = False
         self._all_finished = False
+        self._open_forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         # Where a forward's output hides its tensors, these two tell that a backward has begun.
         ends = {id(param): param for param in (members.params[0], members.params[-1])}
         own = weakref.ref(self)
@@ -107,10 +115,13 @@ class Steps:
 
     def after_forward(self, output: Any) -> None:
         """Be told when a backward passes through the output."""
-        own = weakref.ref(self)
+        own, forward = weakref.ref(self), _Forward()
+        # It lives as long as the graph that holds the hook: a forward whose output is dropped does not count.
+        self._open_forwards.add(forward)
 
         def begin(_: Any) -> None:
             if (me := own()) is not None:
+                me._open_forwards.discard(forward)
                 me._on_backward()
 
         for node in {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}:
@@ -145,6 +156,11 @@ class Steps:
             return  # known; a nested backward (re-entrant checkpointing) has a higher number
         if not is_certain and not self._will_accumulate():
             return
+        if is_certain and _is_nested():
+            raise ConfigError(
+                "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen; "
+                "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields"
+            )
         self._task = task
         self._syncing = self.do_sync and not self.options.manual
         if torch.is_grad_enabled() and not self._warned and self._syncing:
@@ -177,7 +193,6 @@ class Steps:
             self.synchronize()
         else:
             self.is_pending = True
-            self.reducer.absorb()
 
     def _weight(self) -> int:
         return max(self.samples, 0) if self.options.average == "samples" else 1
@@ -205,10 +220,13 @@ class Steps:
             status |= Status.MISSING
         if self._structure_changed:
             status |= Status.CHANGED
-        if self.buffers.are_due(self.num_steps):
-            status |= Status.STATISTICS
-        if self.buffers.every and self.buffers.have_changed():
-            status |= Status.BUFFERS
+        if self._open_forwards:
+            status |= Status.HOLD
+        else:
+            if self.buffers.are_due(self.num_steps):
+                status |= Status.STATISTICS
+            if self.buffers.every and self.buffers.have_changed():
+                status |= Status.BUFFERS
         check = self.options.check_every and self.num_steps % self.options.check_every == 0
         digest = digest_replica(self.members) if check else 0
         notice = Notice(status, self._weight(), digest)
@@ -232,7 +250,8 @@ class Steps:
         missing = list(missing)
 
         def write(region: torch.Tensor) -> None:
-            self.tail.write_slots(region, notice)
+            failed = Status.FAILED if self.reducer.failure is not None else Status.FINE
+            self.tail.write_slots(region, replace(notice, status=notice.status | failed))
             if self.tail.num_used:
                 self.tail.write_used(region, missing if take_part else range(self.tail.num_used))
             if self.tail.num_statistics:
@@ -242,22 +261,25 @@ class Steps:
                 else:
                     statistics.zero_()
 
-        region = self.reducer.finish(write, self._factor(), take_part)
-        self.num_steps += 1
-        self.is_pending, self.samples = False, 0
-        if region.device.type != "cuda" or self._must_read_now(notice):
-            peers = self.tail.read_slots(region[: self.tail.num_slots].tolist())
-            self._act_on(peers, missing)
-            self._complete(peers, region, missing, take_part)
-        else:
-            self._read_later(region, notice, missing)
+        try:
+            region = self.reducer.finish(write, self._factor(), take_part)
+            self.num_steps += 1
+            self.is_pending, self.samples = False, 0
+            if region.device.type != "cuda" or self._must_read_now(notice):
+                peers = self.tail.read_slots(region[: self.tail.num_slots].tolist())
+                self._act_on(peers, missing)
+                self._complete(peers, region, missing, take_part)
+            else:
+                self._read_later(region, notice, missing)
+        finally:
+            self.reducer.failure = None
         self.reducer.settle()
 
     # -- what the words say -------------------------------------------------------------------------------------------
 
     def _must_read_now(self, notice: Notice) -> bool:
         opted = self.options.average == "samples" or self.options.allow_missing or self.buffers.need_message
-        odd = notice.status & (Status.FAILED | Status.FINISHED) or notice.digest
+        odd = self.reducer.failure or notice.status & (Status.FAILED | Status.FINISHED) or notice.digest
         return bool(self.num_steps <= _EAGER_STEPS or opted or odd or self.is_joining)
 
     def _read_later(self, region: torch.Tensor, notice: Notice, missing: list[int]) -> None:
@@ -285,13 +307,15 @@ class Steps:
             raise CollectiveError(f"step {self.num_steps}: rank {', '.join(done)} has no more data, and others have")
         if len({peer.digest for peer in peers if not peer.status & Status.FINISHED}) > 1:
             raise locate_drift(self.members, self.channel, self.num_steps)
-        if together & Status.BUFFERS:
+        if together & Status.BUFFERS and not together & Status.HOLD:
             self.buffers.broadcast(self.channel, active[0])
 
     def _complete(self, peers: list[Notice], region: torch.Tensor, missing: list[int], take_part: bool) -> None:
         """Weigh by the true total, drop gradients that no rank has, and take the averaged statistics."""
         with torch.no_grad():
             writers = sum(bool(peer.status & Status.STATISTICS) for peer in peers)
+            if any(peer.status & Status.HOLD for peer in peers):
+                writers = 0
             if writers and self.tail.num_statistics:
                 self.buffers.read(self.tail.statistics(region), writers)
             elif writers:
@@ -316,7 +340,8 @@ class Steps:
         error = self._forward_error or self.reducer.failure
         place = "forward" if self._forward_error is not None else "backward"
         text = f"{place}: {type(error).__name__}: {error}" if error is not None else ""
-        mine = (missing, self._structure_changed, text)
+        frozen = [index for index in missing if not self.members.params[index].requires_grad]
+        mine = (missing, self._structure_changed, text, frozen)
         for index in missing:
             self.members.params[index].grad = None
         facts = self.channel.share(mine)
@@ -334,9 +359,9 @@ class Steps:
             raise ConfigError(
                 f"the model changed after wrapping: {who}; call rebuild() on all ranks after such a change"
             )
-        raise self._describe_missing([fact[0] for fact in facts])
+        raise self._describe_missing([fact[0] for fact in facts], {index for fact in facts for index in fact[3]})
 
-    def _describe_missing(self, by_rank: list[list[int]]) -> CollectiveError:
+    def _describe_missing(self, by_rank: list[list[int]], frozen: set[int]) -> CollectiveError:
         ranks_of: dict[int, list[int]] = {}
         for rank, indices in enumerate(by_rank):
             for index in indices:
@@ -345,8 +370,8 @@ class Steps:
         for index, ranks in list(ranks_of.items())[:_LISTED]:
             where = "any rank" if len(ranks) == len(by_rank) else f"rank{'s' if len(ranks) > 1 else ''} "
             where += ", ".join(map(str, ranks)) if len(ranks) < len(by_rank) else ""
-            frozen = "" if self.members.params[index].requires_grad else " (frozen after wrapping: call rebuild())"
-            lines.append(f"{self.members.name(index)} on {where}{frozen}")
+            after = " (frozen after wrapping: call rebuild())" if index in frozen else ""
+            lines.append(f"{self.members.name(index)} on {where}{after}")
         more = f" and {len(ranks_of) - _LISTED} more" if len(ranks_of) > _LISTED else ""
         return CollectiveError(
             f"step {self.num_steps}: no gradient for {'; '.join(lines)}{more}. If that is meant, pass "
@@ -356,3 +381,13 @@ class Steps:
     def _list(self, indices: list[int]) -> str:
         more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
         return ", ".join(self.members.name(index) for index in indices[:_LISTED]) + more
+
+
+def _is_nested() -> bool:
+    """Whether this hook runs in a backward inside a backward, seen from Python."""
+    frame, depth = sys._getframe(1), 0
+    while frame is not None:
+        depth += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    # A GPU's backward has a thread of its own, on which only a nested one can be seen.
+    return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)

@@ -28,6 +28,7 @@ class Status(IntFlag):
     FINISHED = 8  # this rank has no more data and waits in `join`
     STATISTICS = 16  # running statistics have changed and travel in this message
     BUFFERS = 32  # other buffers have changed
+    HOLD = 64  # another backward still needs buffers as they are: leave them for this step
 
 
 @dataclass(frozen=True)
