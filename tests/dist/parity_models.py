@@ -199,6 +199,21 @@ class Normed(nn.Module):
         return torch.cat([out[:, :half].to(self.wide), side[:, half:].to(self.wide)], 1)
 
 
+class NormedTwice(nn.Module):
+    """BatchNorms of two dtypes that do not touch, the less precise one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtypes, half = (torch.float32, torch.float64), TARGETS // 2
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, half)).to(dtype)
+            for dtype in dtypes
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tower(x.to(tower[0].weight.dtype)).double() for tower in self.towers], 1)
+
+
 class Images(nn.Module):
     """Convolutions in channels_last: plain, depthwise and 1 x 1, whose strides are ambiguous."""
 
@@ -269,6 +284,10 @@ def size_for_norms_by_rank(step: int, rank: int, micro: int, world_size: int) ->
     return 8 + 2 * rank + step
 
 
+def mix_formats(rank: int) -> torch.memory_format:
+    return torch.channels_last if rank == 0 else torch.contiguous_format
+
+
 UNUSED = {"find_unused_parameters": True}
 BY_SAMPLES = {"average": "samples"}
 
@@ -304,6 +323,7 @@ CASES = {
     "batchnorm in float64 beside float32": Case(
         build=lambda: Normed(torch.float64), by_shard=True, size=size_for_norms
     ),
+    "batchnorm in float32 and in float64": Case(build=NormedTwice, by_shard=True, size=size_for_norms),
     "batchnorm, accumulation": Case(build=Normed, by_shard=True, size=size_for_norms, micro=3),
     "batchnorm, uneven": Case(build=Normed, by_shard=True, options=BY_SAMPLES, size=size_for_norms_by_rank),
     "accumulation": Case(build=Plain, micro=3),
@@ -323,10 +343,9 @@ CASES = {
     "uneven, float32 and float64": Case(
         build=lambda: TwoTypes(torch.float64), options=BY_SAMPLES, size=size_by_rank, steps=4
     ),
-    "channels_last": Case(
-        build=Images,
-        shape=(3, 6, 6),
-        memory_format=lambda rank: torch.channels_last if rank == 0 else torch.contiguous_format,
+    "channels_last": Case(build=Images, shape=(3, 6, 6), memory_format=mix_formats),
+    "channels_last, gradients replaced by copies": Case(
+        build=Images, shape=(3, 6, 6), memory_format=mix_formats, zero="replaced"
     ),
     "complex64 and float32": Case(build=lambda: Complex(torch.complex64, True)),
     "complex64": Case(build=lambda: Complex(torch.complex64, False)),

@@ -86,12 +86,13 @@ def build(case: Case, rank: int) -> nn.Module:
     return case.build()
 
 
-def prepare_gradients(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def prepare_gradients(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     if case.zero.startswith("to "):
         optimizer.zero_grad(set_to_none=case.zero == "to none")
     for number, param in enumerate(model.parameters()):
         if case.zero == "replaced" and param.grad is not None:
-            param.grad = param.grad.clone()
+            # In another order of elements than the parameter's on every rank but the first.
+            param.grad = param.grad.clone(memory_format=torch.contiguous_format if rank else torch.preserve_format)
         elif case.zero == "some" and number % 2:
             param.grad = None
 
@@ -116,7 +117,7 @@ def train_together(case: Case, rung: Rung, world: paceline.World) -> Record:
     optimizer = case.optimizer(model.parameters())
     record: Record = {}
     for step in range(case.steps):
-        prepare_gradients(case, module, optimizer)
+        prepare_gradients(case, module, optimizer, world.rank)
         *quiet, last = case.batches(step, world.rank, world.world_size)
         before = count_messages()
         for batch in quiet:
@@ -142,7 +143,7 @@ def train_alone(case: Case, world_size: int) -> Record:
     optimizer = case.optimizer(model.parameters())
     record: Record = {}
     for step in range(case.steps):
-        prepare_gradients(case, model, optimizer)
+        prepare_gradients(case, model, optimizer, 0)
         shards = [case.batches(step, rank, world_size) for rank in range(world_size)]
         if case.by_shard:
             run_shards(case, model, shards)
@@ -183,14 +184,13 @@ def digest(tensor: torch.Tensor | None) -> str:
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest() if values.numel() else "empty"
 
 
-def find_unequal(record: Record, world: paceline.World) -> list[str]:
-    """What is not the same to the bit on all ranks. Collective: every rank must call this."""
-    first, *others = world.share({name: digest(tensor) for name, tensor in record.items()})
+def find_unequal(digests: list[dict[str, str]]) -> list[str]:
+    """What is not the same to the bit on all ranks."""
     return [
         f"{name} differs between rank 0 and rank {rank}"
-        for rank, other in enumerate(others, start=1)
-        for name in first
-        if other[name] != first[name]
+        for rank, other in enumerate(digests[1:], start=1)
+        for name in digests[0]
+        if other[name] != digests[0][name]
     ]
 
 
@@ -224,13 +224,19 @@ def run_case(name: str) -> list[str]:
         found = []
         for rung in RUNGS:
             label = f"[{rung.name}] x [{name}] on {world.world_size} ranks"
+            record, error = {}, ""
             try:
                 record = train_together(case, rung, world)
-            except Exception as error:
-                # The wrapper raises on all ranks or on none: if so, the next rung can be tried.
-                found.append(f"{label}: {type(error).__name__}: {error}")
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            errors, digests = zip(
+                *world.share((error, {key: digest(value) for key, value in record.items()})), strict=True
+            )
+            if any(errors):
+                found += [f"{label}, rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+                assert all(errors), "\n".join(found)  # where only some ranks fail, the next rung would be no test
                 continue
-            wrong = find_unequal(record, world) + ([] if wanted is None else find_far(record, wanted))
+            wrong = find_unequal(digests) + ([] if wanted is None else find_far(record, wanted))
             found += [f"{label}: {line}" for line in wrong[:4]] + [f"{label}: {len(wrong)} in all"] * (len(wrong) > 4)
         return found
 

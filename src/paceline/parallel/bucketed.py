@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.parallel.arrivals import Arrivals
 from paceline.parallel.channel import Channel
 from paceline.parallel.comm_hooks import CommHook, HookedBucket, start_hook
 from paceline.parallel.flat import FlatGradients
@@ -72,9 +73,7 @@ class Bucketed(Reducer):
         self._active, self._next, self._factor = False, 0, 1.0
         self._alone: set[int] = set()  # loose and split parameters whose gradient has arrived
         self._alone_sent: dict[int, tuple[torch.Tensor, int]] = {}  # their gradients and versions when sent
-        self._record_handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._arrivals: list[int] = []
-        self._records_left = _MAX_RECORDS
+        self._arrivals, self._records_left = Arrivals(members.params), _MAX_RECORDS
         # Nothing is known of the order yet: about the reverse of the module's, and all sent at the end of backward.
         self.is_planned = False
         self._lay_out(make_plan(members.gradients, list(reversed(range(len(members.params))))))
@@ -90,7 +89,7 @@ class Bucketed(Reducer):
         self._alone.clear()
         self._alone_sent.clear()
         # What is there before this backward is accumulated into: in the views, where each write can be counted.
-        self.absorb()
+        self._absorb()
         for bucket in self._buckets:
             bucket.version, bucket.work = bucket.range._version, None
         self.timeline.begin()
@@ -272,24 +271,26 @@ class Bucketed(Reducer):
             if grad is not None:
                 grad.mul_(factor)
 
-    def absorb(self) -> None:
-        """Move gradients that autograd left elsewhere into the views: from now on they accumulate in place there."""
-        params, views = self.members.params, self._flat.views
-        with torch.no_grad():
-            for index, view in views.items():
-                param = params[index]
-                if param.grad is not None and param.grad is not view:
-                    view.copy_(param.grad)
-                    param.grad = view
+    def _absorb(self) -> None:
+        """Move gradients that are elsewhere into the views: from now on they accumulate in place there."""
+        if all(map(operator.is_, map(_get_grad, self._viewed), repeat(None))):
+            return  # as after `zero_grad`
+        try:
+            with torch.no_grad():
+                for index, view in self._flat.views.items():
+                    param = self.members.params[index]
+                    if param.grad is not None and param.grad is not view:
+                        view.copy_(param.grad)
+                        param.grad = view
+        except Exception as error:
+            self.failure = self._diagnose(error)
 
     # -- the order becomes known, and the plan ------------------------------------------------------------------------
 
     def settle(self) -> None:
         """After a step in which all went well: learn from it. Collective in the first step, when the plan is made."""
-        if self._record_handles:
-            for handle in self._record_handles:
-                handle.remove()
-            self._record_handles.clear()
+        if self._arrivals.is_on:
+            self._arrivals.stop()
             if not self.is_planned:
                 self._agree_on_plan()
             self._set_triggers()
@@ -299,26 +300,22 @@ class Bucketed(Reducer):
     def _record(self) -> None:
         """Note the arrival of every gradient in the next step."""
         self._records_left -= 1
-        for index, param in enumerate(self.members.params):
-            hook = functools.partial(_note_arrival, self._arrivals, index)
-            self._record_handles.append(on_gradient(param, hook))
+        self._arrivals.start()
 
     def _agree_on_plan(self) -> None:
-        """Everyone takes rank 0's order of arrival; a gradient that comes in parts counts when it is complete."""
-        last_seen = {index: place for place, index in enumerate(self._arrivals)}
-        usual = list(reversed(range(len(self.members.params))))
-        order = sorted(usual, key=lambda index: last_seen.get(index, len(self._arrivals)))
-        agreed = torch.tensor(order, dtype=torch.int64, device=self.channel.device)
-        self.channel.broadcast([agreed])
+        """Everyone takes rank 0's order of arrival."""
+        order = torch.tensor(self._arrivals.ready_order(), dtype=torch.int64, device=self.channel.device)
+        self.channel.broadcast([order])
         self.is_planned = True
-        self._lay_out(self._make_plan(self.members.gradients, agreed.tolist()))
-        self.absorb()
+        self._lay_out(self._make_plan(self.members.gradients, order.tolist()))
+        self._absorb()
 
     def _lay_out(self, plan: Plan) -> None:
         self.plan = plan
         loose, split = self._find_loose(plan), _find_split(plan)
         self._flat = FlatGradients(self.members, plan, loose, self.num_words)
         self._loose_strides = {index: torch.empty_like(self.members.params[index]).stride() for index in loose}
+        self._viewed = [self.members.params[index] for index in self._flat.views]
         self._buckets: list[_Bucket] = []
         for number, planned in enumerate(plan.buckets):
             bucket = _Bucket(number, self._flat.ranges[number])
@@ -348,36 +345,25 @@ class Bucketed(Reducer):
 
     def _set_triggers(self) -> None:
         """Hook the parameter that arrived last in each bucket, by this rank's own record; and all loose and split."""
-        self.stop()
-        last_seen = {index: place for place, index in enumerate(self._arrivals)}
-        params = self.members.params
-        alone: set[int] = set()
+        super().stop()
+        params, in_parts = self.members.params, self._arrivals.in_parts()
         for bucket in self._buckets[:-1]:
-            bucket.in_parts = any(self._arrivals.count(i) > 1 for i in (*bucket.gathered, *bucket.alone))
-            alone |= bucket.alone
-            arrived = [index for index in bucket.gathered if index in last_seen]
-            if arrived:
-                last = max(arrived, key=last_seen.__getitem__)
+            bucket.in_parts = not in_parts.isdisjoint(bucket.gathered) or not in_parts.isdisjoint(bucket.alone)
+            last = self._arrivals.find_last(bucket.gathered)
+            if last is not None:
                 self._handles.append(on_gradient(params[last], self._on_trigger))
-        for index in alone:
-            hook = functools.partial(_call_with, self._on_alone, index)
-            self._handles.append(on_gradient(params[index], hook))
+        for index in set().union(*(bucket.alone for bucket in self._buckets[:-1])):
+            self._handles.append(on_gradient(params[index], functools.partial(_call_with, self._on_alone, index)))
 
     def stop(self) -> None:
         super().stop()
-        for handle in self._record_handles:
-            handle.remove()
-        self._record_handles.clear()
+        self._arrivals.stop()
 
     def _as_hooked(self, bucket: _Bucket) -> HookedBucket:
         # Its own version counter: what the hook writes must not be taken for a gradient that came too late.
         buffer = self._flat.alias(bucket.range)
         views = [buffer.as_strided(v.size(), v.stride(), v.storage_offset()) for v in bucket.views]
         return HookedBucket(bucket.number, len(self._buckets), buffer, views, bucket.params)
-
-
-def _note_arrival(arrivals: list[int], index: int, param: torch.Tensor) -> None:
-    arrivals.append(index)
 
 
 def _call_with(call: Callable[[int], None], index: int, param: torch.Tensor) -> None:

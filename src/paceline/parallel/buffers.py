@@ -40,7 +40,7 @@ class SharedBuffers:
         self._others = [b for name, b in module.named_buffers() if id(b) not in known and name not in ignored]
         self._versions = self._read_versions()
         # They can ride only in words that are as precise as they are, and where the words are.
-        self._ride = all(s.dtype in (torch.float32, torch.float64) and s.device == device for s in self._statistics)
+        self._ride = all(s.dtype == torch.float32 and s.device == device for s in self._statistics)
 
     def num_words(self, words_are_precise: bool) -> int:
         """How many words the statistics take in the tail; 0 where they need a message of their own, or none."""
@@ -72,8 +72,8 @@ class SharedBuffers:
         """In a message of its own, where the statistics could not ride. Collective: every rank must call this."""
         if self._ride or not self._statistics:
             return
-        vectors = [statistic.detach().float().reshape(-1) for statistic in self._statistics]
-        message = torch.cat(vectors).to(channel.device)
+        precise = torch.promote_types(torch.float32, self._statistics[0].dtype)
+        message = torch.cat([s.detach().to(channel.device, precise).reshape(-1) for s in self._statistics])
         channel.wait(channel.start_sum(message if take_part else message.zero_()), "the running statistics")
         self.read(message, num_ranks)
 

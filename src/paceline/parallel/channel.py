@@ -110,7 +110,7 @@ def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     batches: list[list[torch.Tensor]] = []
     room = 0
     for tensor in tensors:
-        if tensor.nbytes > room:
+        if not batches or tensor.nbytes > room:
             batches.append([])
             room = _BROADCAST_BYTES
         batches[-1].append(tensor)
