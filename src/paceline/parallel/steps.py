@@ -23,13 +23,13 @@ from paceline.parallel.channel import Channel, LostPeerError
 from paceline.parallel.inputs import find_tensors
 from paceline.parallel.ladder import Reducer, on_gradient
 from paceline.parallel.replicas import Members, digest_replica, locate_drift
+from paceline.parallel.verdicts import Finding, judge, list_names
 from paceline.parallel.words import Notice, Status, Tail
 
 __all__ = ["StepOptions", "Steps"]
 
 _engine = torch.autograd.Variable._execution_engine
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-_LISTED = 8
 # On a GPU, reading the words makes the host wait: done at once in the first steps, and at the next step later on.
 _EAGER_STEPS = 10
 # How long a rank that has failed waits for the others to hear of it.
@@ -208,8 +208,8 @@ class Steps:
         late = self.reducer.find_late()
         if late and failure is None:
             failure = CollectiveError(
-                f"the gradient of {self._list(late)} changed after it had left: it was used in a way that the first "
-                "steps did not show; set reducer='flat', or static use in every step"
+                f"the gradient of {list_names(self.members, late)} changed after it had been sent: the graph is not "
+                "what it was in the steps before; reducer='flat' always waits for the end of backward"
             )
         missing = self.reducer.find_missing()
         status = Status.FINE
@@ -339,48 +339,22 @@ class Steps:
         """Collect from every rank what is wrong there, and raise one error with the same text everywhere."""
         error = self._forward_error or self.reducer.failure
         place = "forward" if self._forward_error is not None else "backward"
-        text = f"{place}: {type(error).__name__}: {error}" if error is not None else ""
-        frozen = [index for index in missing if not self.members.params[index].requires_grad]
-        mine = (missing, self._structure_changed, text, frozen)
-        for index in missing:
-            self.members.params[index].grad = None
-        facts = self.channel.share(mine)
-        if error is not None and all(fact[2] for fact in facts):
-            if self._forward_error is not None:
-                return  # every rank failed: each raises its own error, unchanged
-            raise error
-        failed = {rank: fact[2] for rank, fact in enumerate(facts) if fact[2]}
-        if failed:
-            who = "; ".join(f"rank {rank} failed in {what}" for rank, what in failed.items())
-            raise CollectiveError(f"step {self.num_steps}: {who}") from error
-        changed = {rank: fact[1] for rank, fact in enumerate(facts) if fact[1]}
-        if changed:
-            who = "; ".join(f"{what} (rank {rank})" for rank, what in changed.items())
-            raise ConfigError(
-                f"the model changed after wrapping: {who}; call rebuild() on all ranks after such a change"
-            )
-        raise self._describe_missing([fact[0] for fact in facts], {index for fact in facts for index in fact[3]})
-
-    def _describe_missing(self, by_rank: list[list[int]], frozen: set[int]) -> CollectiveError:
-        ranks_of: dict[int, list[int]] = {}
-        for rank, indices in enumerate(by_rank):
-            for index in indices:
-                ranks_of.setdefault(index, []).append(rank)
-        lines = []
-        for index, ranks in list(ranks_of.items())[:_LISTED]:
-            where = "any rank" if len(ranks) == len(by_rank) else f"rank{'s' if len(ranks) > 1 else ''} "
-            where += ", ".join(map(str, ranks)) if len(ranks) < len(by_rank) else ""
-            after = " (frozen after wrapping: call rebuild())" if index in frozen else ""
-            lines.append(f"{self.members.name(index)} on {where}{after}")
-        more = f" and {len(ranks_of) - _LISTED} more" if len(ranks_of) > _LISTED else ""
-        return CollectiveError(
-            f"step {self.num_steps}: no gradient for {'; '.join(lines)}{more}. If that is meant, pass "
-            "find_unused_parameters=True (such a rank then counts as zeros); else let the loss depend on them"
+        params = self.members.params
+        mine = Finding(
+            error=f"{place}: {type(error).__name__}: {error}" if error is not None else "",
+            change=self._structure_changed,
+            missing=tuple(missing),
+            frozen=tuple(index for index in missing if not params[index].requires_grad),
         )
-
-    def _list(self, indices: list[int]) -> str:
-        more = f" and {len(indices) - _LISTED} more" if len(indices) > _LISTED else ""
-        return ", ".join(self.members.name(index) for index in indices[:_LISTED]) + more
+        for index in missing:
+            params[index].grad = None
+        findings = self.channel.share(mine)
+        if error is not None and all(finding.error for finding in findings):
+            # Every rank failed: each raises its own error, unchanged; one of a forward is on its way already.
+            if self._forward_error is None:
+                raise error
+            return
+        raise judge(findings, self.num_steps, self.members) from error
 
 
 def _is_nested() -> bool:
