@@ -300,7 +300,6 @@ CASES = {
     "gradients replaced by copies": Case(build=Plain, zero="replaced"),
     "some gradients set to none": Case(build=Plain, zero="some"),
     "tied": Case(build=Tied),
-    "tied, zeroed in place": Case(build=Tied, zero="to zeros"),
     "aliased gradients": Case(build=Aliased),
     "frozen": Case(build=build_frozen, optimizer=build_momentum),
     "unused": Case(
@@ -339,9 +338,6 @@ CASES = {
     "uneven, accumulation": Case(build=Plain, options=BY_SAMPLES, size=size_by_rank, steps=4, micro=3),
     "uneven, unused": Case(
         build=Branches, options=BY_SAMPLES | UNUSED, size=size_by_rank, steps=4, used=use_here_and_there, by_shard=True
-    ),
-    "uneven, float32 and float64": Case(
-        build=lambda: TwoTypes(torch.float64), options=BY_SAMPLES, size=size_by_rank, steps=4
     ),
     "channels_last": Case(build=Images, shape=(3, 6, 6), memory_format=mix_formats),
     "channels_last, gradients replaced by copies": Case(

@@ -7,7 +7,6 @@ the others really are there is checked when it fires, and that nothing came late
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -58,7 +57,7 @@ class _Bucket:
     def close(self, params: Sequence[torch.Tensor], views: dict[int, torch.Tensor]) -> None:
         self.params = [params[index] for index in self.gathered]
         self.views = [views[index] for index in self.gathered]
-        self.alone = frozenset(self.split + [index for index, _, _ in self.loose])
+        self.alone = [*self.split, *(index for index, _, _ in self.loose)]
         self.is_large = self.range.nbytes >= _LARGE_BYTES * max(1, len(self.gathered))
 
 
@@ -71,8 +70,8 @@ class Bucketed(Reducer):
         super().__init__(members, channel, num_words)
         self._make_plan, self._comm_hook = make_plan, comm_hook
         self._active, self._next, self._factor = False, 0, 1.0
-        self._alone: set[int] = set()  # loose and split parameters whose gradient has arrived
-        self._alone_sent: dict[int, tuple[torch.Tensor, int]] = {}  # their gradients and versions when sent
+        self._before: dict[int, int] = {}  # loose and split gradients that were there before backward: their versions
+        self._alone_sent: dict[int, tuple[torch.Tensor, int]] = {}  # loose and split gradients, and versions when sent
         self._arrivals, self._records_left = Arrivals(members.params), _MAX_RECORDS
         # Nothing is known of the order yet: about the reverse of the module's, and all sent at the end of backward.
         self.is_planned = False
@@ -86,22 +85,15 @@ class Bucketed(Reducer):
         # A communication hook divides by the number of ranks itself, as torch's do.
         self._factor = factor if self._comm_hook is None else factor * self.channel.world_size
         self._arrivals.clear()
-        self._alone.clear()
         self._alone_sent.clear()
-        # What is there before this backward is accumulated into: in the views, where each write can be counted.
-        self._absorb()
+        self._look_before()
         for bucket in self._buckets:
             bucket.version, bucket.work = bucket.range._version, None
         self.timeline.begin()
 
     # -- a gradient is ready ------------------------------------------------------------------------------------------
 
-    def _on_alone(self, index: int) -> None:
-        """A gradient that is loose or split: nobody else can vouch for it."""
-        self._alone.add(index)
-        self._on_trigger()
-
-    def _on_trigger(self, param: torch.Tensor | None = None) -> None:
+    def _on_trigger(self, param: torch.Tensor) -> None:
         """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
         if not self._active or self.failure is not None:
             return
@@ -110,7 +102,7 @@ class Bucketed(Reducer):
             self._send(self._buckets[self._next], True)
 
     def _is_complete(self, bucket: _Bucket) -> bool:
-        if bucket.in_parts or not bucket.alone <= self._alone:
+        if bucket.in_parts or not all(map(self._has_arrived, bucket.alone)):
             return False
         grads = list(map(_get_grad, bucket.params))
         if any(map(operator.is_, grads, repeat(None))):
@@ -118,6 +110,10 @@ class Bucketed(Reducer):
         # A gradient that was a view before backward is accumulated in place, and each such write counts one.
         in_place = sum(map(operator.is_, grads, bucket.views))
         return in_place == 0 or bucket.range._version - bucket.version == in_place
+
+    def _has_arrived(self, index: int) -> bool:
+        grad = self.members.params[index].grad
+        return grad is not None and (index not in self._before or grad._version != self._before[index])
 
     # -- a bucket leaves ----------------------------------------------------------------------------------------------
 
@@ -134,12 +130,12 @@ class Bucketed(Reducer):
             try:
                 if take_part and self.failure is None:
                     self._gather(bucket, factor)
-                    loose = [self._take_loose(index, factor, True)[start:end] for index, start, end in bucket.loose]
+                    loose = self._take_loose(bucket, factor)
             except Exception as error:  # raised after `finish`, when the other ranks have been told
                 self.failure = self._diagnose(error)
             if not take_part or self.failure is not None:
                 bucket.range.zero_()
-                loose = [self._take_loose(index, factor, False)[start:end] for index, start, end in bucket.loose]
+                loose = [_cut(self.members.zeros(index), start, end) for index, start, end in bucket.loose]
             if write_tail is not None:
                 write_tail(self._flat.words)
         bucket.version = bucket.range._version
@@ -190,25 +186,31 @@ class Bucketed(Reducer):
         param.grad = view
         self._alone_sent[index] = view, view._version
 
-    def _take_loose(self, index: int, factor: float, take_part: bool) -> torch.Tensor:
-        """A gradient as it is, as a vector, after making sure that nothing else shares its memory."""
-        if not take_part:
-            return self.members.zeros(index).as_strided((self.members.params[index].numel(),), (1,))
-        if index not in self._alone_sent:
-            param = self.members.params[index]
-            grad = param.grad
-            if grad is not None:
-                self.members.check(index, grad)
-            if grad is None:
-                grad = self.members.zeros(index)
-            elif grad.requires_grad or grad.stride() != self._loose_strides[index] or _is_shared(grad):
-                grad = torch.empty_like(param, requires_grad=False).copy_(grad)
-            if factor != 1.0:
-                grad.mul_(factor)
-            param.grad = grad
-            self._alone_sent[index] = grad, grad._version
-        grad, _ = self._alone_sent[index]
-        return grad.as_strided((grad.numel(),), (1,))
+    def _take_loose(self, bucket: _Bucket, factor: float) -> list[torch.Tensor]:
+        """The gradients as they are, after making sure that nothing else shares their memory."""
+        taken = []
+        for index, start, end in bucket.loose:
+            if index not in self._alone_sent:
+                grad = self._own(index)
+                if factor != 1.0:
+                    grad.mul_(factor)
+                self._alone_sent[index] = grad, grad._version
+            grad = self._alone_sent[index][0]
+            # NCCL takes a tensor of any strides; elsewhere a message is a vector.
+            taken.append(grad if self.channel.is_nccl else _cut(grad, start, end))
+        return taken
+
+    def _own(self, index: int) -> torch.Tensor:
+        """The gradient of a parameter, in memory that is its own and in the order that all ranks use."""
+        param = self.members.params[index]
+        grad = param.grad
+        if grad is None:
+            grad = param.grad = self.members.zeros(index)
+            return grad
+        self.members.check(index, grad)
+        if grad.requires_grad or grad.stride() != self._loose_strides[index] or _is_shared(grad):
+            grad = param.grad = self.members.zeros(index).copy_(grad)
+        return grad
 
     # -- backward is over ---------------------------------------------------------------------------------------------
 
@@ -271,17 +273,24 @@ class Bucketed(Reducer):
             if grad is not None:
                 grad.mul_(factor)
 
-    def _absorb(self) -> None:
-        """Move gradients that are elsewhere into the views: from now on they accumulate in place there."""
-        if all(map(operator.is_, map(_get_grad, self._viewed), repeat(None))):
+    def _look_before(self) -> None:
+        """Note what is there before backward: views count their writes from here on, others are known by version.
+
+        A gradient that should be in a view and is elsewhere is moved there first.
+        """
+        self._before.clear()
+        params, views = self.members.params, self._flat.views
+        if all(map(operator.is_, map(_get_grad, params), repeat(None))):
             return  # as after `zero_grad`
         try:
             with torch.no_grad():
-                for index, view in self._flat.views.items():
-                    param = self.members.params[index]
-                    if param.grad is not None and param.grad is not view:
-                        view.copy_(param.grad)
-                        param.grad = view
+                for index, param in enumerate(params):
+                    grad, view = param.grad, views.get(index)
+                    if grad is not None and view is not None and grad is not view:
+                        view.copy_(grad)
+                        param.grad = grad = view
+                    if grad is not None and index in self._counted_alone:
+                        self._before[index] = grad._version
         except Exception as error:
             self.failure = self._diagnose(error)
 
@@ -308,14 +317,14 @@ class Bucketed(Reducer):
         self.channel.broadcast([order])
         self.is_planned = True
         self._lay_out(self._make_plan(self.members.gradients, order.tolist()))
-        self._absorb()
+        self._look_before()  # and let go of the memory of the first step
 
     def _lay_out(self, plan: Plan) -> None:
         self.plan = plan
         loose, split = self._find_loose(plan), _find_split(plan)
         self._flat = FlatGradients(self.members, plan, loose, self.num_words)
         self._loose_strides = {index: torch.empty_like(self.members.params[index]).stride() for index in loose}
-        self._viewed = [self.members.params[index] for index in self._flat.views]
+        self._counted_alone = loose | split
         self._buckets: list[_Bucket] = []
         for number, planned in enumerate(plan.buckets):
             bucket = _Bucket(number, self._flat.ranges[number])
@@ -344,16 +353,15 @@ class Bucketed(Reducer):
         return set(range(len(plan.gradients))) - shared
 
     def _set_triggers(self) -> None:
-        """Hook the parameter that arrived last in each bucket, by this rank's own record; and all loose and split."""
+        """Hook the parameter that arrived last in each bucket, by this rank's own record."""
         super().stop()
         params, in_parts = self.members.params, self._arrivals.in_parts()
         for bucket in self._buckets[:-1]:
-            bucket.in_parts = not in_parts.isdisjoint(bucket.gathered) or not in_parts.isdisjoint(bucket.alone)
-            last = self._arrivals.find_last(bucket.gathered)
+            indices = [*bucket.gathered, *bucket.alone]
+            bucket.in_parts = not in_parts.isdisjoint(indices)
+            last = self._arrivals.find_last(indices)
             if last is not None:
                 self._handles.append(on_gradient(params[last], self._on_trigger))
-        for index in set().union(*(bucket.alone for bucket in self._buckets[:-1])):
-            self._handles.append(on_gradient(params[index], functools.partial(_call_with, self._on_alone, index)))
 
     def stop(self) -> None:
         super().stop()
@@ -366,10 +374,6 @@ class Bucketed(Reducer):
         return HookedBucket(bucket.number, len(self._buckets), buffer, views, bucket.params)
 
 
-def _call_with(call: Callable[[int], None], index: int, param: torch.Tensor) -> None:
-    call(index)
-
-
 def _find_split(plan: Plan) -> set[int]:
     pieces = Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
     return {index for index, count in pieces.items() if count > 1}
@@ -378,3 +382,8 @@ def _find_split(plan: Plan) -> set[int]:
 def _is_shared(grad: torch.Tensor) -> bool:
     """Whether anything but this gradient uses its memory; the two known users are the tensor and the storage asked."""
     return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2
+
+
+def _cut(grad: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Elements of a dense tensor in the order of its memory, as a vector."""
+    return grad.as_strided((end - start,), (1,), grad.storage_offset() + start)

@@ -6,6 +6,7 @@ the whole global batch is another thing (`batchnorm`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 
 import torch
@@ -72,7 +73,7 @@ class SharedBuffers:
         """In a message of its own, where the statistics could not ride. Collective: every rank must call this."""
         if self._ride or not self._statistics:
             return
-        precise = torch.promote_types(torch.float32, self._statistics[0].dtype)
+        precise = functools.reduce(torch.promote_types, (s.dtype for s in self._statistics), torch.float32)
         message = torch.cat([s.detach().to(channel.device, precise).reshape(-1) for s in self._statistics])
         channel.wait(channel.start_sum(message if take_part else message.zero_()), "the running statistics")
         self.read(message, num_ranks)

@@ -34,6 +34,8 @@ class Channel:
         self.backend = str(dist.get_backend(group))
         # NCCL takes many tensors in one launch and averages as it reduces; elsewhere a message is one tensor.
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
+        # On a GPU, gloo writes the result by torch's own copy, some time after the call.
+        self._writes_late = device.type == "cuda" and not self.is_nccl
         self.patience_s: float | None = None  # None: as long as the group's own timeout
         self._sum = dist.AllreduceOptions()
         self._sum.asyncOp = True
@@ -50,6 +52,10 @@ class Channel:
         """Start the sum over all ranks (or the average, where the backend folds it in), in place."""
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
+        if self._writes_late:
+            # Through an alias, so that its writing does not count as somebody's change of the tensor.
+            alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor = alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
         return self.group.allreduce([tensor], self._average if average else self._sum)
 
     def start_sums(self, tensors: Sequence[torch.Tensor], average: bool = False) -> dist.Work:

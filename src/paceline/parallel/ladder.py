@@ -89,7 +89,7 @@ class Reducer:
         return mine
 
     def _new_tail(self, write_tail: WriteTail) -> torch.Tensor:
-        tail = torch.zeros(self.num_words, device=self.channel.device)
+        tail = torch.zeros(self.num_words, dtype=torch.float32, device=self.channel.device)
         write_tail(tail)
         return tail
 

@@ -77,18 +77,19 @@ class Members:
     def check(self, index: int, grad: torch.Tensor) -> None:
         """Refuse a gradient that cannot travel as it was agreed at the time of wrapping."""
         shape, dtype, device = self._layouts[index]
+        if grad.dtype == dtype and grad.layout == torch.strided and grad.shape == shape and grad.device == device:
+            return
         if grad.layout != torch.strided:
             raise ConfigError(
                 f"the gradient of {self.name(index)} is sparse, and only dense ones are averaged: build its layer with "
                 "sparse=False, or put the parameter in `ignore`"
             )
-        if (grad.shape, grad.dtype, grad.device) != (shape, dtype, device):
-            now = f"{tuple(grad.shape)} {str(grad.dtype).removeprefix('torch.')} on {grad.device}"
-            was = f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
-            raise ConfigError(
-                f"the gradient of {self.name(index)} is {now}, and at the time of wrapping it was {was}: after such a "
-                "change call rebuild() on all ranks"
-            )
+        now = f"{tuple(grad.shape)} {str(grad.dtype).removeprefix('torch.')} on {grad.device}"
+        was = f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
+        raise ConfigError(
+            f"the gradient of {self.name(index)} is {now}, and at the time of wrapping it was {was}: after such a "
+            "change call rebuild() on all ranks"
+        )
 
     def check_all(self) -> None:
         for index, param in enumerate(self.params):

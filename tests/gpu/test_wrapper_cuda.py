@@ -1,0 +1,132 @@
+"""The wrapper on CUDA, on one GPU: NCCL in a world of one, and gloo ranks that share the GPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline import CollectiveError, DataParallel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+# (backend, ranks); the ranks of gloo share one GPU.
+WORLDS = [("nccl", 1), ("gloo", 2)]
+# More than the steps in which words are read at once.
+STEPS = 14
+
+
+class Net(nn.Module):
+    """Gradients large enough to be reduced where they are, small ones, BatchNorm, and a layer that can be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Linear(64, 4096), nn.BatchNorm1d(4096)
+        self.spare, self.last = nn.Linear(4096, 64), nn.Linear(4096, 64)
+
+    def forward(self, x: torch.Tensor, spare: bool = True) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.wide(x)))
+        return self.last(hidden) + (self.spare(hidden) if spare else 0)
+
+
+def draw(rank: int, step: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * step + rank)).to(device)
+
+
+def train(backend: str, options: dict[str, Any]) -> None:
+    with paceline.init(backend, "cuda", announce=None) as world:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        model = DataParallel(Net().to(world.device), **options)
+        alone = copy.deepcopy(model.module)
+        own = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in (model, alone)]
+        for step in range(STEPS):
+            model(draw(world.rank, step, world.device)).square().mean().backward()
+            for rank in range(world.world_size):
+                (alone(draw(rank, step, world.device)).square().mean() / world.world_size).backward()
+            for optimizer in own:
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, ours), theirs in zip(model.module.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name} {text}")
+        mine = [tensor.double().sum().item() for tensor in model.module.state_dict().values()]
+        assert all(other == mine for other in world.share(mine))
+
+
+@pytest.mark.parametrize(("backend", "ranks"), WORLDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bucket_cap_mb": 0.1},
+        {"average": "samples"},
+        *({"reducer": r} for r in ("flat", "overlap", "per_parameter")),
+    ],
+    ids=str,
+)
+def test_training_is_as_on_one_process(on_ranks, backend, ranks, options):
+    on_ranks(ranks, train, backend, options, timeout_s=120)
+
+
+def leave_out(backend: str, step_without: int) -> tuple[str, int]:
+    """Train, and leave a layer out in one step, on the last rank only."""
+    with paceline.init(backend, "cuda", announce=None) as world:
+        model = DataParallel(Net().to(world.device))
+        for step in range(STEPS + 2):
+            is_odd = step == step_without and world.rank == world.world_size - 1
+            try:
+                model(draw(world.rank, step, world.device), spare=not is_odd).square().mean().backward()
+            except CollectiveError as error:
+                return str(error), step
+            model.zero_grad()
+    return "", -1
+
+
+@pytest.mark.parametrize(("backend", "ranks"), WORLDS)
+def test_a_missing_gradient_is_named_in_its_iteration_at_first_and_before_the_next_later(on_ranks, backend, ranks):
+    for step_without, step_found in ((2, 2), (12, 13)):
+        answers = on_ranks(ranks, leave_out, backend, step_without, timeout_s=120)
+        where = "any rank" if ranks == 1 else "rank 1"
+        assert {found for _, found in answers} == {step_found}
+        assert len({text for text, _ in answers}) == 1 and f"spare.weight on {where}" in answers[0][0]
+
+
+def hold(backend: str) -> tuple[int, int, int]:
+    with paceline.init(backend, "cuda", announce=None) as world:
+        torch.manual_seed(0)
+        before = torch.cuda.memory_allocated()
+        model = DataParallel(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(world.device))
+        params = torch.cuda.memory_allocated() - before
+        for _ in range(4):
+            model(torch.randn(4, 1024, device=world.device)).sum().backward()
+            torch.cuda.synchronize()
+            with_gradients = torch.cuda.memory_allocated() - before
+            model.zero_grad()
+        return params, with_gradients, torch.cuda.memory_allocated() - before
+
+
+@pytest.mark.parametrize(("backend", "ranks"), WORLDS)
+def test_gradients_are_held_once(on_ranks, backend, ranks):
+    (params, with_gradients, zeroed), *_ = on_ranks(ranks, hold, backend, timeout_s=120)
+    assert with_gradients < 2.05 * params
+    # What is reduced where autograd left it is free again after zero_grad; only the small ones have a buffer.
+    assert zeroed < 1.2 * params
+
+
+def inspect(backend: str) -> str:
+    with paceline.init(backend, "cuda", announce=None) as world:
+        model = DataParallel(Net().to(world.device), bucket_cap_mb=0.5)
+        for step in range(6):
+            model(draw(world.rank, step, world.device)).square().mean().backward()
+            model.zero_grad()
+        report = model.report()
+        assert report.times is not None and all(bucket.done_s > 0 for bucket in report.times.buckets)
+        return str(report)
+
+
+@pytest.mark.parametrize(("backend", "ranks"), WORLDS)
+def test_a_report_has_the_times_of_the_device(on_ranks, backend, ranks):
+    assert "backward over at" in on_ranks(ranks, inspect, backend, timeout_s=120)[0]
