@@ -11,6 +11,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import repeat
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,13 @@ class _Bucket:
         self.params = [params[index] for index in self.gathered]
         self.views = [views[index] for index in self.gathered]
         self.alone = [*self.split, *(index for index, _, _ in self.loose)]
+        self.seen: list[Any] = []
         self.is_large = self.range.nbytes >= _LARGE_BYTES * max(1, len(self.gathered))
+
+    def look(self) -> list[Any]:
+        """The gradients of the gathered parameters, kept until they are gathered: asking costs for each one."""
+        self.seen = list(map(_get_grad, self.params))
+        return self.seen
 
 
 class Bucketed(Reducer):
@@ -73,10 +80,10 @@ class Bucketed(Reducer):
         self._before: dict[int, int] = {}  # loose and split gradients that were there before backward: their versions
         self._alone_sent: dict[int, tuple[torch.Tensor, int]] = {}  # loose and split gradients, and versions when sent
         self._arrivals, self._records_left = Arrivals(members.params), _MAX_RECORDS
+        self._is_recording = True
         # Nothing is known of the order yet: about the reverse of the module's, and all sent at the end of backward.
         self.is_planned = False
         self._lay_out(make_plan(members.gradients, list(reversed(range(len(members.params))))))
-        self._record()
 
     # -- backward begins ----------------------------------------------------------------------------------------------
 
@@ -84,11 +91,12 @@ class Bucketed(Reducer):
         self._active, self._next, self.failure = True, 0, None
         # A communication hook divides by the number of ranks itself, as torch's do.
         self._factor = factor if self._comm_hook is None else factor * self.channel.world_size
-        self._arrivals.clear()
         self._alone_sent.clear()
         self._look_before()
+        if self._is_recording:
+            self._arrivals.start()
         for bucket in self._buckets:
-            bucket.version, bucket.work = bucket.range._version, None
+            bucket.version, bucket.work, bucket.seen = bucket.range._version, None, []
         self.timeline.begin()
 
     # -- a gradient is ready ------------------------------------------------------------------------------------------
@@ -104,7 +112,7 @@ class Bucketed(Reducer):
     def _is_complete(self, bucket: _Bucket) -> bool:
         if bucket.in_parts or not all(map(self._has_arrived, bucket.alone)):
             return False
-        grads = list(map(_get_grad, bucket.params))
+        grads = bucket.look()
         if any(map(operator.is_, grads, repeat(None))):
             return False
         # A gradient that was a view before backward is accumulated in place, and each such write counts one.
@@ -155,7 +163,7 @@ class Bucketed(Reducer):
                 self._gather_split(index, factor)
         if not bucket.gathered:
             return
-        grads = list(map(_get_grad, bucket.params))
+        grads, bucket.seen = bucket.seen or bucket.look(), []
         if any(map(operator.is_, grads, repeat(None))):
             grads = [view.zero_() if grad is None else grad for grad, view in zip(grads, bucket.views, strict=True)]
         # Where a gradient already is the view, the copy is of itself, and no more than a check.
@@ -230,7 +238,7 @@ class Bucketed(Reducer):
             return super().find_missing()
         missing: list[int] = []  # a bucket that has left was complete
         for bucket in self._buckets[self._next :]:
-            if any(map(operator.is_, map(_get_grad, bucket.params), repeat(None))):
+            if any(map(operator.is_, bucket.look(), repeat(None))):
                 missing += [index for index in bucket.gathered if self.members.params[index].grad is None]
             missing += [index for index in bucket.alone if self.members.params[index].grad is None]
         return sorted(set(missing))
@@ -298,18 +306,15 @@ class Bucketed(Reducer):
 
     def settle(self) -> None:
         """After a step in which all went well: learn from it. Collective in the first step, when the plan is made."""
-        if self._arrivals.is_on:
+        if self._is_recording:
+            self._is_recording = False
             self._arrivals.stop()
             if not self.is_planned:
                 self._agree_on_plan()
             self._set_triggers()
         elif self._was_late and self._records_left and not any(bucket.in_parts for bucket in self._buckets):
-            self._record()
-
-    def _record(self) -> None:
-        """Note the arrival of every gradient in the next step."""
-        self._records_left -= 1
-        self._arrivals.start()
+            self._records_left -= 1
+            self._is_recording = True
 
     def _agree_on_plan(self) -> None:
         """Everyone takes rank 0's order of arrival."""
@@ -354,7 +359,7 @@ class Bucketed(Reducer):
 
     def _set_triggers(self) -> None:
         """Hook the parameter that arrived last in each bucket, by this rank's own record."""
-        super().stop()
+        self.stop()
         params, in_parts = self.members.params, self._arrivals.in_parts()
         for bucket in self._buckets[:-1]:
             indices = [*bucket.gathered, *bucket.alone]
@@ -362,10 +367,6 @@ class Bucketed(Reducer):
             last = self._arrivals.find_last(indices)
             if last is not None:
                 self._handles.append(on_gradient(params[last], self._on_trigger))
-
-    def stop(self) -> None:
-        super().stop()
-        self._arrivals.stop()
 
     def _as_hooked(self, bucket: _Bucket) -> HookedBucket:
         # Its own version counter: what the hook writes must not be taken for a gradient that came too late.
