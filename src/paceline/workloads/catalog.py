@@ -108,7 +108,7 @@ MODELS = {
     "mlp": Workload(
         purpose="wide layers and a small batch: communication takes longer than arithmetic on CPU",
         build=_build_mlp, num_parameters=8, num_elements=16_785_408,
-        batch_size=8, input_shape=(2048,), num_classes=2048,
+        batch_size=2, input_shape=(2048,), num_classes=2048,
     ),
     "cnn": Workload(
         purpose="a small network for images of digits",
