@@ -22,7 +22,6 @@ __all__ = [
     "Gradient",
     "Piece",
     "Plan",
-    "plan_apart",
     "plan_by_cap",
     "plan_like_torch",
     "plan_shaped",
@@ -267,28 +266,6 @@ def plan_shaped(
     buckets = _pack(gradients, reversed(body), cap_bytes)
     buckets += [Bucket(tuple(reversed(tail))) for tail in tails.values() if tail]
     rule = f"at most {format_bytes(cap_bytes)}, tail {format_bytes(tail_bytes)}"
-    return Plan(tuple(gradients), tuple(buckets), rule)
-
-
-def plan_apart(gradients: Sequence[Gradient], ready_order: Iterable[int], large_bytes: int, cap_bytes: int) -> Plan:
-    """Every gradient of at least `large_bytes` by itself, as it becomes ready, so that it need not be copied.
-
-    The small ones are gathered: a bucket of them closes when it has reached `cap_bytes`, and what is left is the tail.
-    """
-    if cap_bytes < 1 or large_bytes < 1:
-        raise ConfigError(f"a plan with large gradients of {large_bytes} and a cap of {cap_bytes} bytes")
-    open_: dict[tuple[str, str], list[Piece]] = {}
-    buckets: list[Bucket] = []
-    for index in _check_order(gradients, ready_order):
-        piece, family = _whole(gradients, index), gradients[index].family
-        if piece.num_bytes >= large_bytes:
-            buckets.append(Bucket((piece,)))
-            continue
-        open_.setdefault(family, []).append(piece)
-        if sum(p.num_bytes for p in open_[family]) >= cap_bytes:
-            buckets.append(Bucket(tuple(open_.pop(family))))
-    buckets += [Bucket(tuple(pieces)) for pieces in open_.values()]
-    rule = f"from {format_bytes(large_bytes)} on apart, others up to {format_bytes(cap_bytes)}"
     return Plan(tuple(gradients), tuple(buckets), rule)
 
 

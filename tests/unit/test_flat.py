@@ -29,7 +29,7 @@ ORDER = list(reversed(range(len(MEMBERS.params))))
 @pytest.mark.parametrize("cap", [16, 64, 10_000])
 def test_views_cover_the_ranges_and_nothing_twice(cap):
     plan = plan_shaped(MEMBERS.gradients, ORDER, cap, 8)
-    flat = FlatGradients(MEMBERS, plan, (), num_words=7)
+    flat = FlatGradients(MEMBERS, plan, num_words=7)
     for index, view in flat.views.items():
         param = MEMBERS.params[index]
         assert view.shape == param.shape and view.dtype == param.dtype
@@ -45,7 +45,7 @@ def test_views_cover_the_ranges_and_nothing_twice(cap):
 
 def test_a_write_through_a_view_counts_in_its_bucket_alone():
     plan = plan_by_cap(MEMBERS.gradients, ORDER, 1)
-    flat = FlatGradients(MEMBERS, plan, (), num_words=0)
+    flat = FlatGradients(MEMBERS, plan, num_words=0)
     before = [span._version for span in flat.ranges]
     flat.views[ORDER[0]].add_(1)
     assert [span._version - old for span, old in zip(flat.ranges, before, strict=True)] == [1, 0, 0, 0, 0, 0]
@@ -53,7 +53,7 @@ def test_a_write_through_a_view_counts_in_its_bucket_alone():
 
 def test_loose_gradients_have_no_room():
     plan = plan_by_cap(MEMBERS.gradients, ORDER, 1)
-    flat = FlatGradients(MEMBERS, plan, {0}, num_words=0)
+    flat = FlatGradients(MEMBERS, plan, 0, loose={0})
     assert 0 not in flat.views and sum(span.numel() for span in flat.ranges) == sum(
         param.numel() for param in MEMBERS.params[1:]
     )
@@ -63,4 +63,4 @@ def test_parts_in_another_order_than_their_elements_are_refused():
     members = find_members(nn.Linear(2, 1, bias=False))
     plan = Plan(members.gradients, (Bucket((Piece(0, 4, 8),)), Bucket((Piece(0, 0, 4),))))
     with pytest.raises(ConfigError, match="not that of its elements"):
-        FlatGradients(members, plan, (), num_words=0)
+        FlatGradients(members, plan, num_words=0)

@@ -18,7 +18,6 @@ from paceline.plan import (
     Gradient,
     Piece,
     Plan,
-    plan_apart,
     plan_by_cap,
     plan_like_torch,
     plan_shaped,
@@ -135,27 +134,6 @@ def test_a_shaped_plan_puts_the_small_bucket_at_the_end():
     assert plan.partition[-1] == (0,) and plan.is_split
 
 
-@given(models(), st.integers(1, 800), st.integers(1, 3000))
-def test_large_gradients_go_apart_and_small_ones_together(model, large, cap):
-    gradients, order = model
-    plan = plan_apart(gradients, order, large, cap)
-    ready = {index: place for place, index in enumerate(order)}
-    for bucket in plan.buckets:
-        sizes = [gradients[piece.gradient].num_bytes for piece in bucket.pieces]
-        assert len(sizes) == 1 or max(sizes) < large
-        assert sum(sizes) - sizes[-1] < cap, "a bucket closes as soon as it has reached the cap"
-    # What can be sent early is early: buckets that are closed stand in the order in which they are complete.
-    tails = len({gradient.family for gradient in gradients})
-    complete = [max(ready[piece.gradient] for piece in bucket.pieces) for bucket in plan.buckets]
-    assert complete[:-tails] == sorted(complete[:-tails])
-
-
-def test_the_tail_of_a_plan_with_large_gradients_apart_is_what_is_left():
-    gradients = [Gradient("stem", 40), Gradient("one", 4000), Gradient("bias", 16), Gradient("two", 9000)]
-    plan = plan_apart(gradients, [3, 2, 1, 0], large_bytes=1000, cap_bytes=1000)
-    assert plan.partition == ((3,), (1,), (2, 0))
-
-
 @given(models(), st.integers(8, 3000), st.integers(0, 1000))
 def test_a_plan_survives_json(model, cap, tail):
     plan = plan_shaped(*model, cap, tail)
@@ -211,8 +189,6 @@ def test_a_ready_order_must_name_every_gradient_once(order):
         lambda: plan_by_cap([A], [0], 0),
         lambda: plan_shaped([A], [0], 0),
         lambda: plan_shaped([A], [0], 8, -1),
-        lambda: plan_apart([A], [0], 0, 8),
-        lambda: plan_apart([A], [0], 8, 0),
         lambda: plan_like_torch([A], [0], []),
         lambda: plan_like_torch([A], [0], [0]),
         lambda: plan_by_cap([dataclasses.replace(A, num_bytes=7)], [0], 8),

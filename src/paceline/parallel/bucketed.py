@@ -7,6 +7,7 @@ the others really are there is checked when it fires, and that nothing came late
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,8 +34,9 @@ MakePlan = Callable[[Sequence[Gradient], Sequence[int]], Plan]
 
 # Below this mean size, one fused copy and one pass for the factor beat a call per gradient.
 _LARGE_BYTES = 64 << 10
-# NCCL takes many tensors in one message: from this size on, a gradient is reduced where autograd left it.
-_LOOSE_BYTES = 256 << 10
+# From this size on a gradient is handled by itself when it arrives, while it is in the cache: copied into its view,
+# which frees its memory for the next one, or on NCCL, which takes many tensors in one message, not copied at all.
+_ALONE_BYTES = 256 << 10
 # How often the order of arrival is recorded in all; a graph that changes at every step is not worth more.
 _MAX_RECORDS = 5
 
@@ -42,15 +44,15 @@ _MAX_RECORDS = 5
 class _Bucket:
     """One bucket of the plan at run time, by indices of parameters.
 
-    `gathered` have their views in `range`; of `split` ones, other buckets hold the rest; `loose` are pieces (index,
-    first and last element) of gradients that are reduced where autograd left them.
+    `gathered` ones are copied together when all are there, `placed` ones by themselves as they arrive; `loose` ones are
+    reduced where autograd left them.
     """
 
     def __init__(self, number: int, span: torch.Tensor) -> None:
         self.number, self.range = number, span
         self.gathered: list[int] = []
-        self.split: list[int] = []
-        self.loose: list[tuple[int, int, int]] = []
+        self.placed: list[int] = []
+        self.loose: list[int] = []
         self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
         self.version = 0  # of the range when backward began, later when it was sent
         self.work: dist.Work | torch._C.Future | None = None
@@ -58,9 +60,9 @@ class _Bucket:
     def close(self, params: Sequence[torch.Tensor], views: dict[int, torch.Tensor]) -> None:
         self.params = [params[index] for index in self.gathered]
         self.views = [views[index] for index in self.gathered]
-        self.alone = [*self.split, *(index for index, _, _ in self.loose)]
+        self.alone = self.placed + self.loose
         self.seen: list[Any] = []
-        self.is_large = self.range.nbytes >= _LARGE_BYTES * max(1, len(self.gathered))
+        self.is_large = sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
 
     def look(self) -> list[Any]:
         """The gradients of the gathered parameters, kept until they are gathered: asking costs for each one."""
@@ -77,8 +79,8 @@ class Bucketed(Reducer):
         super().__init__(members, channel, num_words)
         self._make_plan, self._comm_hook = make_plan, comm_hook
         self._active, self._next, self._factor = False, 0, 1.0
-        self._before: dict[int, int] = {}  # loose and split gradients that were there before backward: their versions
-        self._alone_sent: dict[int, tuple[torch.Tensor, int]] = {}  # loose and split gradients, and versions when sent
+        self._before: dict[int, int] = {}  # loose gradients that were there before backward: their versions
+        self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # placed and loose gradients, and their versions then
         self._arrivals, self._records_left = Arrivals(members.params), _MAX_RECORDS
         self._is_recording = True
         # Nothing is known of the order yet: about the reverse of the module's, and all sent at the end of backward.
@@ -91,7 +93,7 @@ class Bucketed(Reducer):
         self._active, self._next, self.failure = True, 0, None
         # A communication hook divides by the number of ranks itself, as torch's do.
         self._factor = factor if self._comm_hook is None else factor * self.channel.world_size
-        self._alone_sent.clear()
+        self._taken.clear()
         self._look_before()
         if self._is_recording:
             self._arrivals.start()
@@ -100,6 +102,15 @@ class Bucketed(Reducer):
         self.timeline.begin()
 
     # -- a gradient is ready ------------------------------------------------------------------------------------------
+
+    def _on_large(self, index: int, param: torch.Tensor) -> None:
+        """A large gradient: put it into its view now."""
+        if self._active and self.failure is None and index not in self._taken:
+            try:
+                with torch.no_grad():
+                    self._place(index, self._factor)
+            except Exception as error:  # raised after `finish`, when the other ranks can be told
+                self.failure = self._diagnose(error)
 
     def _on_trigger(self, param: torch.Tensor) -> None:
         """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
@@ -120,6 +131,8 @@ class Bucketed(Reducer):
         return in_place == 0 or bucket.range._version - bucket.version == in_place
 
     def _has_arrived(self, index: int) -> bool:
+        if index in self._flat.views:
+            return index in self._taken
         grad = self.members.params[index].grad
         return grad is not None and (index not in self._before or grad._version != self._before[index])
 
@@ -132,7 +145,8 @@ class Bucketed(Reducer):
         is_last = self._next == len(self._buckets)
         message = self._flat.last if is_last and self._comm_hook is None else bucket.range
         # NCCL averages as it reduces; the words must stay whole numbers, so the last bucket is scaled beforehand.
-        folded = self.channel.is_nccl and not is_last and self._factor == 1 / self.channel.world_size
+        can_fold = self.channel.is_nccl and not is_last and not bucket.placed
+        folded = can_fold and self._factor == 1 / self.channel.world_size
         factor = 1.0 if folded else self._factor
         with torch.no_grad():
             try:
@@ -143,7 +157,7 @@ class Bucketed(Reducer):
                 self.failure = self._diagnose(error)
             if not take_part or self.failure is not None:
                 bucket.range.zero_()
-                loose = [_cut(self.members.zeros(index), start, end) for index, start, end in bucket.loose]
+                loose = [self.members.zeros(index) for index in bucket.loose]
             if write_tail is not None:
                 write_tail(self._flat.words)
         bucket.version = bucket.range._version
@@ -158,9 +172,9 @@ class Bucketed(Reducer):
 
     def _gather(self, bucket: _Bucket, factor: float) -> None:
         """Copy what autograd left elsewhere into the range, multiply by the factor, and make `.grad` the view."""
-        for index in bucket.split:
-            if index not in self._alone_sent:  # copied once, with the first of its buckets
-                self._gather_split(index, factor)
+        for index in bucket.placed:
+            if index not in self._taken:  # it never arrived in this backward, or in parts
+                self._place(index, factor)
         if not bucket.gathered:
             return
         grads, bucket.seen = bucket.seen or bucket.look(), []
@@ -173,7 +187,7 @@ class Bucketed(Reducer):
         else:
             torch._foreach_copy_(bucket.views, grads)
             if factor != 1.0:
-                torch._foreach_mul_(bucket.views, factor) if bucket.split else bucket.range.mul_(factor)
+                torch._foreach_mul_(bucket.views, factor) if bucket.placed else bucket.range.mul_(factor)
         for param, view in zip(bucket.params, bucket.views, strict=True):
             param.grad = view
 
@@ -185,27 +199,25 @@ class Bucketed(Reducer):
             return reason
         return error
 
-    def _gather_split(self, index: int, factor: float) -> None:
+    def _place(self, index: int, factor: float) -> None:
         param, view = self.members.params[index], self._flat.views[index]
         if param.grad is None:
             view.zero_()
         else:
             torch.mul(param.grad, factor, out=view)
         param.grad = view
-        self._alone_sent[index] = view, view._version
+        self._taken[index] = view, view._version
 
     def _take_loose(self, bucket: _Bucket, factor: float) -> list[torch.Tensor]:
         """The gradients as they are, after making sure that nothing else shares their memory."""
         taken = []
-        for index, start, end in bucket.loose:
-            if index not in self._alone_sent:
+        for index in bucket.loose:
+            if index not in self._taken:
                 grad = self._own(index)
                 if factor != 1.0:
                     grad.mul_(factor)
-                self._alone_sent[index] = grad, grad._version
-            grad = self._alone_sent[index][0]
-            # NCCL takes a tensor of any strides; elsewhere a message is a vector.
-            taken.append(grad if self.channel.is_nccl else _cut(grad, start, end))
+                self._taken[index] = grad, grad._version
+            taken.append(self._taken[index][0])
         return taken
 
     def _own(self, index: int) -> torch.Tensor:
@@ -229,7 +241,7 @@ class Bucketed(Reducer):
         params = self.members.params
         return late + [
             index
-            for index, (grad, version) in self._alone_sent.items()
+            for index, (grad, version) in self._taken.items()
             if grad._version != version or params[index].grad is not grad
         ]
 
@@ -260,7 +272,7 @@ class Bucketed(Reducer):
         if self._comm_hook is not None:
             # A hook may compress or keep what it is given, and send more when it likes: the words go by themselves.
             self.channel.wait(self.channel.start_sum(words), "the tail")
-        self._alone_sent.clear()  # so that `zero_grad` can free them
+        self._taken.clear()  # so that `zero_grad` can free them
         self.timeline.over()
         return words
 
@@ -297,7 +309,7 @@ class Bucketed(Reducer):
                     if grad is not None and view is not None and grad is not view:
                         view.copy_(grad)
                         param.grad = grad = view
-                    if grad is not None and index in self._counted_alone:
+                    if grad is not None and index in self._loose_strides:
                         self._before[index] = grad._version
         except Exception as error:
             self.failure = self._diagnose(error)
@@ -326,46 +338,35 @@ class Bucketed(Reducer):
 
     def _lay_out(self, plan: Plan) -> None:
         self.plan = plan
-        loose, split = self._find_loose(plan), _find_split(plan)
-        self._flat = FlatGradients(self.members, plan, loose, self.num_words)
+        pieces = Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
+        split = {index for index, count in pieces.items() if count > 1}
+        alone = {index for index, g in enumerate(plan.gradients) if g.num_bytes >= _ALONE_BYTES} | split
+        # A communication hook wants a vector of everything, and a split gradient must be in one piece of memory.
+        takes_loose = self.channel.is_nccl and self._comm_hook is None
+        loose = alone - split if takes_loose else set()
+        self._flat = FlatGradients(self.members, plan, self.num_words, loose, alone)
         self._loose_strides = {index: torch.empty_like(self.members.params[index]).stride() for index in loose}
-        self._counted_alone = loose | split
         self._buckets: list[_Bucket] = []
         for number, planned in enumerate(plan.buckets):
             bucket = _Bucket(number, self._flat.ranges[number])
             for piece in planned.pieces:
-                if piece.gradient in loose:
-                    item = plan.gradients[piece.gradient].item_bytes
-                    bucket.loose.append((piece.gradient, piece.start_bytes // item, piece.end_bytes // item))
-                else:
-                    (bucket.split if piece.gradient in split else bucket.gathered).append(piece.gradient)
+                into = bucket.placed if piece.gradient in alone else bucket.gathered
+                (bucket.loose if piece.gradient in loose else into).append(piece.gradient)
             bucket.close(self.members.params, self._flat.views)
             self._buckets.append(bucket)
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
 
-    def _find_loose(self, plan: Plan) -> set[int]:
-        """The gradients that need not be copied: they fill a message of their own, or NCCL takes them as they are.
-
-        The words need memory behind the last bucket, and a communication hook wants a vector of everything.
-        """
-        if self._comm_hook is not None:
-            return set()
-        if self.channel.is_nccl:
-            split = _find_split(plan)
-            return {i for i, g in enumerate(plan.gradients) if g.num_bytes >= _LOOSE_BYTES and i not in split}
-        shared = {i for bucket in plan.buckets if len(bucket.pieces) > 1 for i in (p.gradient for p in bucket.pieces)}
-        shared |= {piece.gradient for piece in plan.buckets[-1].pieces}
-        return set(range(len(plan.gradients))) - shared
-
     def _set_triggers(self) -> None:
-        """Hook the parameter that arrived last in each bucket, by this rank's own record."""
+        """Hook the large parameters, and the one that arrived last in each bucket, by this rank's own record."""
         self.stop()
         params, in_parts = self.members.params, self._arrivals.in_parts()
+        for index in sorted({index for bucket in self._buckets for index in bucket.placed} - in_parts):
+            self._handles.append(on_gradient(params[index], functools.partial(self._on_large, index)))
         for bucket in self._buckets[:-1]:
             indices = [*bucket.gathered, *bucket.alone]
             bucket.in_parts = not in_parts.isdisjoint(indices)
             last = self._arrivals.find_last(indices)
-            if last is not None:
+            if last is not None:  # after the hook that places it, if there is one
                 self._handles.append(on_gradient(params[last], self._on_trigger))
 
     def _as_hooked(self, bucket: _Bucket) -> HookedBucket:
@@ -375,16 +376,6 @@ class Bucketed(Reducer):
         return HookedBucket(bucket.number, len(self._buckets), buffer, views, bucket.params)
 
 
-def _find_split(plan: Plan) -> set[int]:
-    pieces = Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
-    return {index for index, count in pieces.items() if count > 1}
-
-
 def _is_shared(grad: torch.Tensor) -> bool:
     """Whether anything but this gradient uses its memory; the two known users are the tensor and the storage asked."""
     return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2
-
-
-def _cut(grad: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Elements of a dense tensor in the order of its memory, as a vector."""
-    return grad.as_strided((end - start,), (1,), grad.storage_offset() + start)

@@ -6,7 +6,7 @@ When to fill or send it does not belong here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 
@@ -20,12 +20,13 @@ __all__ = ["FlatGradients"]
 class FlatGradients:
     """Views in the shape of each parameter, a range for each bucket, and room for words behind the last range.
 
-    A view counts its writes together with its bucket's range, and alone where its gradient is split. `loose` are
-    indices of gradients that stay where autograd puts them and have no room here.
+    A view counts its writes together with its bucket's range; those of the gradients in `alone` count by themselves,
+    and so do split ones. `loose` are indices of gradients that stay where autograd puts them and have no room here.
     """
 
-    def __init__(self, members: Members, plan: Plan, loose: Iterable[int], num_words: int) -> None:
-        loose = set(loose)
+    def __init__(
+        self, members: Members, plan: Plan, num_words: int, loose: Collection[int] = (), alone: Collection[int] = ()
+    ) -> None:
         starts: dict[int, int] = {}
         ends: dict[tuple[str, str], int] = {}
         self.spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
@@ -59,7 +60,8 @@ class FlatGradients:
             if piece.gradient in starts and piece.gradient not in self.views:
                 param, family = members.params[piece.gradient], plan.gradients[piece.gradient].family
                 whole = piece.num_bytes == plan.gradients[piece.gradient].num_bytes
-                base = self.ranges[number] if whole else self._alias(family, 0, ends[family])
+                together = whole and piece.gradient not in alone
+                base = self.ranges[number] if together else self._alias(family, 0, ends[family])
                 # The parameter's own order of elements, so that optimizers and all ranks walk memory alike.
                 strides = torch.empty_like(param, device="meta").stride()
                 self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])

@@ -115,7 +115,7 @@ class Flat(Reducer):
     def __init__(self, members: Members, channel: Channel, num_words: int) -> None:
         super().__init__(members, channel, num_words)
         # Kept from step to step: fresh memory of that size would cost more than the copy.
-        self._flat = FlatGradients(members, plan_torch_start(members.gradients), (), num_words)
+        self._flat = FlatGradients(members, plan_torch_start(members.gradients), num_words)
 
     def finish(self, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
         with torch.no_grad():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.plan import TORCH_CAP_BYTES, Gradient, Plan, plan_apart, plan_like_torch
+from paceline.plan import TORCH_CAP_BYTES, Gradient, Plan, plan_like_torch
 from paceline.units import MIB
 
 __all__ = ["AVERAGES", "INITS", "REDUCERS", "Options"]
@@ -17,8 +17,8 @@ REDUCERS = ("bucketed", "overlap", "flat", "per_parameter")
 INITS = ("broadcast", "verify", "none")
 AVERAGES = ("ranks", "samples")
 
-# On gloo a message costs some tenths of a millisecond, and a copy of this many bytes about as much.
-_APART_BYTES, _TOGETHER_BYTES = 1 * MIB, 8 * MIB
+# On gloo smaller buckets leave earlier, and a message of this size still is about as fast per byte as a larger one.
+_GLOO_CAP_BYTES = 8 * MIB
 # On NCCL the host pays for each bucket: few, and none so large that the last one holds everything up.
 _NCCL_BUCKETS, _NCCL_CAP_BYTES = 16, 256 * MIB
 
@@ -78,7 +78,7 @@ class Options:
             return _plan_for_nccl
         if with_hook:
             return plan_like_torch
-        return lambda gradients, order: plan_apart(gradients, order, _APART_BYTES, _TOGETHER_BYTES)
+        return lambda gradients, order: plan_like_torch(gradients, order, [_GLOO_CAP_BYTES])
 
     def describe(self) -> dict[str, Any]:
         """What the ranks compare."""
