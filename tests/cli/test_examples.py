@@ -28,6 +28,14 @@ def test_allreduce_by_hand(start, prefix):
     assert run_example(start, "allreduce_by_hand.py", prefix=prefix) == "the sum over 2 ranks is 3\n"
 
 
+@pytest.mark.parametrize("prefix", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+def test_train_by_hand(start, prefix):
+    out = run_example(start, "train_by_hand.py", prefix=prefix)
+    first, *report = out.splitlines()
+    assert first.startswith("loss 0.0") and first.endswith("after training on 2 ranks")
+    assert report[0].startswith("rank 0 of 2 on gloo") and "bucket" in report[1]
+
+
 def test_who_am_i(start):
     lines = run_example(start, "who_am_i.py").splitlines()
     assert lines == [f"global rank {r} of 4 is rank {r % 2} of 2 on its row" for r in range(4)]

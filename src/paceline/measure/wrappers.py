@@ -125,7 +125,9 @@ def _measure_cell(
     with contextlib.ExitStack() as closing:
         for replica in everyone:
             closing.callback(replica.close)
-        _step_in_turns(everyone, control, settings, tell)
+        _step_in_turns(
+            everyone, control, settings, tell, lambda: _compare_with_torch(settings, groups, model, replicas)
+        )
         return [
             _check_and_answer(settings, group, model, of_group)
             for group, of_group in zip(groups, replicas, strict=True)
@@ -155,8 +157,12 @@ def _step_in_turns(
     control: dist.ProcessGroup,
     settings: WrapperSettings,
     tell: Callable[[float], None] | None,
+    compare: Callable[[], None],
 ) -> None:
-    """All repetitions, warm-ups first; every replica steps once in each, in an order that changes."""
+    """All repetitions, warm-ups first; every replica steps once in each, in an order that changes.
+
+    `compare` is called after the warm-ups: later, rounding alone can lead replicas far apart.
+    """
 
     def run_round(repetition: int) -> float:
         return sum(replicas[index].take_step(control) for index in order_turns(len(replicas), repetition))
@@ -166,6 +172,7 @@ def _step_in_turns(
         warm_s = [agree_on_max(run_round(repetition), control) for repetition in range(warmup)]
         for replica in replicas:
             replica.timing.num_warmup = warmup
+        compare()
         iters = settings.iters
         if iters is None:
             fitting = int(_BUDGET_S / min(warm_s)) if warm_s else _MIN_ITERS
@@ -178,19 +185,34 @@ def _step_in_turns(
                 last_told_s = time.perf_counter()
 
 
+def _compare_with_torch(
+    settings: WrapperSettings, groups: Sequence[Group], model: str, replicas: Sequence[dict[str, Replica]]
+) -> None:
+    """Count, in each replica, the parameters that went another way than under torch's wrapper."""
+    for group, of_group in zip(groups, replicas, strict=True):
+        reference = of_group.get("torch") or of_group.get("torch-tuned")
+        start = list(build_module(model, _SEED, group.device).parameters())
+        for wrapper, replica in of_group.items():
+            steps = len(replica.timing.seconds)
+            if steps and wrapper != "bare" and reference not in (None, replica):
+                assert reference is not None
+                tolerance = _TOLERANCE[settings.dtype]
+                replica.timing.num_wrong = count_wrong_parameters(
+                    replica.parameters, start, reference.parameters, group.data, steps, tolerance
+                )
+
+
 def _check_and_answer(
     settings: WrapperSettings, group: Group, model: str, replicas: dict[str, Replica]
 ) -> list[_Answer]:
-    """What this rank knows of each wrapper on one backend, with its parameters checked."""
-    start = list(build_module(model, _SEED, group.device).parameters())
-    reference = replicas.get("torch") or replicas.get("torch-tuned")
+    """What this rank knows of each wrapper on one backend, with its parameters checked to be equal on all ranks."""
     answers = []
     for wrapper, replica in replicas.items():
         if wrapper != "bare":
-            theirs = None if reference is None or reference is replica else reference.parameters
-            steps, tolerance = len(replica.timing.seconds), _TOLERANCE[settings.dtype]
-            wrong = count_wrong_parameters(replica.parameters, start, theirs, group.data, steps, tolerance)
-            replica.timing.num_wrong, replica.timing.num_checked = wrong, len(start)
+            start = replica.parameters
+            unequal = count_wrong_parameters(start, start, None, group.data, 0, 0.0)
+            replica.timing.num_wrong = max(replica.timing.num_wrong, unequal)
+            replica.timing.num_checked = len(start)
         plan = getattr(replica.model, "plan", None) if wrapper.startswith("paceline") else None
         buckets = f", {len(plan.buckets)} buckets: {plan.rule}" if plan is not None else ""
         answers.append(

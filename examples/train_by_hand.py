@@ -1,0 +1,39 @@
+"""A training loop of your own on several ranks: wrap the model, and the gradients are averaged in backward.
+
+python examples/train_by_hand.py            # starts two ranks by itself
+torchrun --nproc-per-node 2 examples/train_by_hand.py
+"""
+
+import torch
+from torch import nn
+
+import paceline
+from paceline.runtime.environment import is_launched
+
+
+def main() -> float:
+    with paceline.init() as world:
+        net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
+        model = paceline.DataParallel(net, average="samples")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        rule = torch.arange(10.0, device=world.device) / 10
+        paceline.set_seed(1, per_rank=True)  # the same model everywhere, other data on each rank
+        # Rank 0 has one batch more than the others, and every last batch is smaller.
+        with model.join():
+            for size in [32] * (50 + (world.rank == 0)) + [7]:
+                inputs = torch.randn(size, 10, device=world.device)
+                loss = nn.functional.mse_loss(model(inputs).squeeze(1), inputs @ rule)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if world.rank == 0:
+            print(f"loss {loss.item():.4f} after training on {world.world_size} ranks")
+            print(model.report())
+        return loss.item()
+
+
+if __name__ == "__main__":
+    if is_launched():
+        main()
+    else:
+        paceline.run_ranks(main, 2)
