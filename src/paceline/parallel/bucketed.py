@@ -25,7 +25,7 @@ from paceline.parallel.flat import FlatGradients
 from paceline.parallel.ladder import Reducer, WriteTail, on_gradient
 from paceline.parallel.replicas import Members
 from paceline.parallel.timeline import Timeline
-from paceline.plan import Gradient, Plan
+from paceline.plan import Gradient, Plan, plan_torch_start
 
 __all__ = ["Bucketed"]
 
@@ -83,9 +83,10 @@ class Bucketed(Reducer):
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # placed and loose gradients, and their versions then
         self._arrivals, self._records_left = Arrivals(members.params), _MAX_RECORDS
         self._is_recording = True
-        # Nothing is known of the order yet: about the reverse of the module's, and all sent at the end of backward.
+        # Nothing is known of the order yet: one bucket per dtype, as torch has it, sent at the end of backward.
         self.is_planned = False
-        self._lay_out(make_plan(members.gradients, list(reversed(range(len(members.params))))))
+        make_plan(members.gradients, list(range(len(members.params))))  # a plan that does not fit is refused now
+        self._lay_out(plan_torch_start(members.gradients))
 
     # -- backward begins ----------------------------------------------------------------------------------------------
 
@@ -329,11 +330,12 @@ class Bucketed(Reducer):
             self._is_recording = True
 
     def _agree_on_plan(self) -> None:
-        """Everyone takes rank 0's order of arrival."""
-        order = torch.tensor(self._arrivals.ready_order(), dtype=torch.int64, device=self.channel.device)
-        self.channel.broadcast([order])
+        """Everyone takes rank 0's plan, made from the order of arrival there."""
+        gradients = self.members.gradients
+        mine = self._make_plan(gradients, self._arrivals.ready_order()).to_json() if self.channel.rank == 0 else ""
+        plan = Plan.from_json(self.channel.share(mine)[0])
         self.is_planned = True
-        self._lay_out(self._make_plan(self.members.gradients, order.tolist()))
+        self._lay_out(Plan(gradients, plan.buckets, plan.rule))
         self._look_before()  # and let go of the memory of the first step
 
     def _lay_out(self, plan: Plan) -> None:

@@ -17,8 +17,8 @@ REDUCERS = ("bucketed", "overlap", "flat", "per_parameter")
 INITS = ("broadcast", "verify", "none")
 AVERAGES = ("ranks", "samples")
 
-# On gloo smaller buckets leave earlier, and a message of this size still is about as fast per byte as a larger one.
-_GLOO_CAP_BYTES = 8 * MIB
+# On gloo a message needs about this much per rank to be as fast per byte as a larger one.
+_GLOO_BYTES_PER_RANK = MIB
 # On NCCL the host pays for each bucket: few, and none so large that the last one holds everything up.
 _NCCL_BUCKETS, _NCCL_CAP_BYTES = 16, 256 * MIB
 
@@ -63,7 +63,9 @@ class Options:
     def caps_list(self) -> tuple[float, ...]:
         return self.bucket_cap_mb_list or ()
 
-    def make_planner(self, on_nccl: bool, with_hook: bool) -> Callable[[Sequence[Gradient], Sequence[int]], Plan]:
+    def make_planner(
+        self, *, on_nccl: bool, with_hook: bool, world_size: int, has_spare_cores: bool
+    ) -> Callable[[Sequence[Gradient], Sequence[int]], Plan]:
         """The rule that makes a plan from gradients in ready order."""
         if self.plan is not None:
             plan = self.plan
@@ -78,7 +80,9 @@ class Options:
             return _plan_for_nccl
         if with_hook:
             return plan_like_torch
-        return lambda gradients, order: plan_like_torch(gradients, order, [_GLOO_CAP_BYTES])
+        # Small buckets leave early, where cores are free to carry them; else they only cost.
+        cap = min(world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES) if has_spare_cores else TORCH_CAP_BYTES
+        return lambda gradients, order: plan_like_torch(gradients, order, [cap])
 
     def describe(self) -> dict[str, Any]:
         """What the ranks compare."""

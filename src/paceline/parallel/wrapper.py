@@ -25,6 +25,7 @@ from paceline.parallel.comm_hooks import CommHook, check_hook
 from paceline.parallel.inputs import count_samples, move_inputs
 from paceline.parallel.ladder import Flat, Overlap, PerParameter, Reducer
 from paceline.parallel.options import Options
+from paceline.parallel.placement import has_spare_cores, settle_devices, settle_group
 from paceline.parallel.replicas import check_alike, find_members, verify
 from paceline.parallel.report import Report, build_report
 from paceline.parallel.steps import StepOptions, Steps
@@ -104,7 +105,7 @@ class DataParallel(nn.Module):
             raise ConfigError(f"broadcast_buffers=False contradicts statistics_every={statistics_every}")
         self.module = module
         self.dim = dim
-        self.device_ids = _settle_devices(module, device_ids)
+        self.device_ids = settle_devices(module, device_ids)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.broadcast_buffers = gradient_as_bucket_view, sync_buffers
         self._ignored = frozenset(ignore) | set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -122,7 +123,7 @@ class DataParallel(nn.Module):
             check_every=check_replicas_every,
             statistics_every=(1 if statistics_every is None else statistics_every) if sync_buffers else 0,
         )
-        self._group = _settle_group(process_group, device_mesh)
+        self._group = settle_group(process_group, device_mesh)
         self._gradient_group: dist.ProcessGroup | None = None
         self._steps: Steps | None = None
         self.rebuild()
@@ -171,7 +172,12 @@ class DataParallel(nn.Module):
         )
         reducer: Reducer
         if options.reducer == "bucketed":
-            planner = options.make_planner(on_nccl=channel.is_nccl, with_hook=self._comm_hook is not None)
+            planner = options.make_planner(
+                on_nccl=channel.is_nccl,
+                with_hook=self._comm_hook is not None,
+                world_size=channel.world_size,
+                has_spare_cores=channel.device.type != "cpu" or has_spare_cores(channel.world_size),
+            )
             reducer = Bucketed(members, channel, tail.num_words, planner, self._comm_hook)
         else:
             reducer = _SIMPLE[options.reducer](members, channel, tail.num_words)
@@ -361,31 +367,3 @@ class DataParallel(nn.Module):
         twin._group, twin._gradient_group = self._group, self._gradient_group
         twin._comm_hook, twin._steps = hook, None
         return twin
-
-
-def _settle_devices(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> list[int] | None:
-    if not device_ids:
-        return None
-    if len(device_ids) > 1:
-        raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device here; give one, or none")
-    first = device_ids[0]
-    device = torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
-    elsewhere = {str(param.device) for param in module.parameters() if param.device != device}
-    if elsewhere:
-        raise ConfigError(
-            f"device_ids={list(device_ids)}, but the module has parameters on {', '.join(sorted(elsewhere))}: "
-            f"move it to {device} first, or leave device_ids out"
-        )
-    return [device.index or 0]
-
-
-def _settle_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    if group is not None and mesh is not None:
-        raise ConfigError("process_group and device_mesh are both given: give one of them")
-    if mesh is None:
-        return group
-    if mesh.ndim != 1:
-        raise ConfigError(
-            f"a device mesh of {mesh.ndim} dimensions is given: take the one for data, such as mesh['dp']"
-        )
-    return mesh.get_group()

@@ -1,0 +1,52 @@
+"""Where a wrapper works: on which device, in which group, and whether cores are left for its messages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.errors import ConfigError
+from paceline.machine import count_cores
+from paceline.runtime.world import current_world
+
+__all__ = ["has_spare_cores", "settle_devices", "settle_group"]
+
+
+def settle_devices(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> list[int] | None:
+    if not device_ids:
+        return None
+    if len(device_ids) > 1:
+        raise ConfigError(f"device_ids={list(device_ids)}: one process drives one device here; give one, or none")
+    first = device_ids[0]
+    device = torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
+    elsewhere = {str(param.device) for param in module.parameters() if param.device != device}
+    if elsewhere:
+        raise ConfigError(
+            f"device_ids={list(device_ids)}, but the module has parameters on {', '.join(sorted(elsewhere))}: "
+            f"move it to {device} first, or leave device_ids out"
+        )
+    return [device.index or 0]
+
+
+def settle_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    if group is not None and mesh is not None:
+        raise ConfigError("process_group and device_mesh are both given: give one of them")
+    if mesh is None:
+        return group
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f"a device mesh of {mesh.ndim} dimensions is given: take the one for data, such as mesh['dp']"
+        )
+    return mesh.get_group()
+
+
+def has_spare_cores(world_size: int) -> bool:
+    """Whether this host has a core for each local rank beside those that compute."""
+    world = current_world()
+    local = world.local_world_size if world is not None else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return count_cores() >= local * (torch.get_num_threads() + 1)
