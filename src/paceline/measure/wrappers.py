@@ -48,9 +48,9 @@ _BUDGET_S, _MIN_ITERS, _MAX_ITERS = 30.0, 10, 100
 # torch cuts its buckets anew in its second step, and Paceline plans in its first.
 _WARMUP = 3
 # How far a parameter's way from its start may be from the way under torch's wrapper, as a share of that way. Rounding
-# gives 1e-6 (much more with bfloat16, whose noise grows from step to step); a division forgotten, or ranks that were
-# not averaged, about 1.
-_TOLERANCE = {"float32": 0.05, "bfloat16": 0.3}
+# gives 1e-6 on a CPU, and much more where matrices are multiplied in bfloat16 or TF32; a division forgotten, or ranks
+# that were not averaged, about 1.
+_TOLERANCE, _COARSE_TOLERANCE = 0.05, 0.5
 
 
 @dataclass
@@ -196,7 +196,8 @@ def _compare_with_torch(
             steps = len(replica.timing.seconds)
             if steps and wrapper != "bare" and reference not in (None, replica):
                 assert reference is not None
-                tolerance = _TOLERANCE[settings.dtype]
+                is_coarse = settings.dtype == "bfloat16" or group.device.type == "cuda"
+                tolerance = _COARSE_TOLERANCE if is_coarse else _TOLERANCE
                 replica.timing.num_wrong = count_wrong_parameters(
                     replica.parameters, start, reference.parameters, group.data, steps, tolerance
                 )

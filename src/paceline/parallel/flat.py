@@ -16,6 +16,8 @@ from paceline.plan import Plan
 
 __all__ = ["FlatGradients"]
 
+_ALIGN_BYTES = 64
+
 
 class FlatGradients:
     """Views in the shape of each parameter, a range for each bucket, and room for words behind the last range.
@@ -32,17 +34,21 @@ class FlatGradients:
         self.spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
         for bucket in plan.buckets:
             family = plan.gradients[bucket.pieces[0].gradient].family
-            first = end = ends.get(family, 0)
+            end, first = ends.get(family, 0), -1
             for piece in bucket.pieces:
                 if piece.gradient in loose:
                     continue
                 item = plan.gradients[piece.gradient].item_bytes
+                if piece.start_bytes == 0 and (first < 0 or piece.gradient in alone):
+                    # One short bias would put all that follows beside the processor's vectors.
+                    end = -(-end * item // _ALIGN_BYTES) * _ALIGN_BYTES // item
+                first = end if first < 0 else first
                 start = end - piece.start_bytes // item
                 if starts.setdefault(piece.gradient, start) != start:
                     name = plan.gradients[piece.gradient].name
                     raise ConfigError(f"the plan sends parts of {name} in an order that is not that of its elements")
                 end += piece.num_bytes // item
-            self.spans.append((family, first, end))
+            self.spans.append((family, first if first >= 0 else end, end))
             ends[family] = end
         self._flats: dict[tuple[str, str], torch.Tensor] = {}
         params = {gradient.family: param for gradient, param in zip(plan.gradients, members.params, strict=True)}

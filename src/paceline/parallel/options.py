@@ -18,7 +18,7 @@ INITS = ("broadcast", "verify", "none")
 AVERAGES = ("ranks", "samples")
 
 # On gloo a message needs about this much per rank to be as fast per byte as a larger one.
-_GLOO_BYTES_PER_RANK = MIB
+_GLOO_BYTES_PER_RANK = 4 * MIB
 # On NCCL the host pays for each bucket: few, and none so large that the last one holds everything up.
 _NCCL_BUCKETS, _NCCL_CAP_BYTES = 16, 256 * MIB
 
