@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The reference measurements under results/: everything that the docs cite, for the machine that this runs on.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/reference.sh results/a-name-for-this-machine
-# PYTHON names the interpreter. Takes about five minutes on a machine that is otherwise quiet.
+# PYTHON names the interpreter. Takes about a quarter of an hour on a machine that is otherwise quiet.
 set -euo pipefail
 out=${1:?the folder for the results}
 python=${PYTHON:-python3}
@@ -23,7 +23,13 @@ fi
 bench allreduce-small allreduce --ranks "$ranks" -b 4KiB -e 256KiB -f 4
 bench allreduce-gloo allreduce --backend gloo --ranks "$ranks" --sizes 1MiB,10MiB,100MiB,1GiB
 bench chunks-gloo chunks --ranks 2,4
+bench wrappers-gloo-2-ranks wrappers --ranks 2 --iters 24
+bench wrappers-gloo-1-rank wrappers --ranks 1 --model resnet18,tiny --wrapper bare,torch,torch-tuned,paceline --iters 30
 if "$python" -c 'import sys; from paceline.machine import count_gpus; sys.exit(count_gpus() == 0)'; then
   bench allreduce-nccl-1-rank allreduce --backend nccl --ranks 1 --sizes 4KiB,64KiB,1MiB,16MiB,100MiB,1GiB
+  bench wrappers-nccl-1-rank wrappers --backend nccl --ranks 1 --model gpt2-large --dtype bfloat16 \
+    --wrapper bare,torch,torch-tuned,paceline --iters 120
+  bench wrappers-gloo-cuda-2-ranks wrappers --backend gloo --device cuda --ranks 2 --model cnn,resnet18 \
+    --wrapper bare,torch,torch-tuned,paceline --iters 30
   bench allreduce-gloo-cuda allreduce --backend gloo --device cuda --ranks 2,4 --sizes 4KiB,1MiB,25MiB,100MiB
 fi
