@@ -197,6 +197,48 @@ def test_torchs_communication_hooks(job, name, atol):
     job(2, functools.partial(compare, atol=atol), hooked, name)
 
 
+def look_into_buckets() -> None:
+    """Every gradient is in one bucket that the hook is given, the large ones too."""
+    with paceline.init(announce=None) as world:
+        wide = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 4))
+        model = DataParallel(wide, bucket_cap_mb=0.001)
+        seen: list[tuple[int, bool, list[tuple[int, ...]]]] = []
+
+        def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+            params, grads = bucket.parameters(), bucket.gradients()
+            assert [grad.shape for grad in grads] == [param.shape for param in params]
+            assert sum(grad.numel() for grad in grads) <= bucket.buffer().numel()
+            seen.append((bucket.index(), bucket.is_last(), [tuple(param.shape) for param in params]))
+            for grad in grads:  # through the gradients, not the buffer
+                dist.all_reduce(grad)
+                grad.div_(world.world_size)
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        model.register_comm_hook(None, hook)
+        for step in range(3):
+            seen.clear()
+            inputs = torch.randn(2, 300, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            model.zero_grad()
+            model(inputs).square().mean().backward()
+            shapes = sorted(shape for _, _, shapes in seen for shape in shapes)
+            assert shapes == sorted(tuple(param.shape) for param in wide.parameters())
+            assert [is_last for _, is_last, _ in seen] == [False] * (len(seen) - 1) + [True]
+            plain = copy.deepcopy(wide)
+            plain.zero_grad()
+            for rank in range(2):
+                other = torch.randn(2, 300, generator=torch.Generator().manual_seed(10 * step + rank))
+                (plain(other).square().mean() / 2).backward()
+            for ours, theirs in zip(wide.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        assert len(seen) > 1
+
+
+def test_a_hook_is_given_every_gradient(job):
+    job(2, look_into_buckets)
+
+
 def go_local() -> None:
     with paceline.init(announce=None) as world:
         torch.manual_seed(0)

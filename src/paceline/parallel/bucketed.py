@@ -374,8 +374,11 @@ class Bucketed(Reducer):
     def _as_hooked(self, bucket: _Bucket) -> HookedBucket:
         # Its own version counter: what the hook writes must not be taken for a gradient that came too late.
         buffer = self._flat.alias(bucket.range)
-        views = [buffer.as_strided(v.size(), v.stride(), v.storage_offset()) for v in bucket.views]
-        return HookedBucket(bucket.number, len(self._buckets), buffer, views, bucket.params)
+        indices = self.plan.partition[bucket.number]
+        views = [self._flat.views[index] for index in indices]
+        views = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
+        params = [self.members.params[index] for index in indices]
+        return HookedBucket(bucket.number, len(self._buckets), buffer, views, params)
 
 
 def _is_shared(grad: torch.Tensor) -> bool:

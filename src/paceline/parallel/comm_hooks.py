@@ -6,7 +6,7 @@ The hooks themselves are torch's, or the user's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,11 @@ class HookedBucket:
         index: int,
         num_buckets: int,
         buffer: torch.Tensor,
-        gradients: list[torch.Tensor],
-        params: list[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor],
     ) -> None:
         self._index, self._num_buckets, self._buffer = index, num_buckets, buffer
-        self._gradients, self._params = gradients, params
+        self._gradients, self._params = list(gradients), list(params)
 
     def index(self) -> int:
         """Its place in the order of launch."""
