@@ -188,3 +188,21 @@ def alone() -> None:
 
 def test_a_world_of_one_takes_the_same_way(job):
     job(1, alone)
+
+
+def train_after_stop() -> bool:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Net())
+        for step in range(3):
+            loss(model, world.rank, step).backward()
+            model.zero_grad()
+        held = loss(model, world.rank, 3)
+        model.stop()
+        held.backward()
+        loss(model, world.rank, 4).backward()
+        mine = model.module.first.weight.grad.tolist()
+        return world.share(mine)[0] != world.share(mine)[1]
+
+
+def test_nothing_is_synchronised_after_stop(job):
+    assert job(2, train_after_stop) == [True, True]

@@ -81,6 +81,7 @@ class Steps:
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
         self._warned = False
         self._all_finished = False
+        self._is_stopped = False
         self._open_forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         # Where a forward's output hides its tensors, these two tell that a backward has begun.
         ends = {id(param): param for param in (members.params[0], members.params[-1])}
@@ -93,6 +94,8 @@ class Steps:
         self._handles = [on_gradient(param, begin) for param in ends.values()]
 
     def stop(self) -> None:
+        """From now on nothing is synchronised, not even the backward of a forward that was."""
+        self._is_stopped = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -152,7 +155,7 @@ class Steps:
     def _on_backward(self, is_certain: bool = False) -> None:
         """A backward reaches this model: decide now whether it is synchronised, and be called when it is over."""
         task = torch._C._current_graph_task_id()
-        if self._task is not None and task >= self._task:
+        if self._is_stopped or (self._task is not None and task >= self._task):
             return  # known; a nested backward (re-entrant checkpointing) has a higher number
         if not is_certain and not self._will_accumulate():
             return
