@@ -21,9 +21,10 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## Look at this machine and measure all-reduce on it (about a minute)
+demo: $(STAMP) ## Look at this machine, measure all-reduce, train on two ranks (about a minute)
 	$(BIN)/paceline doctor
 	$(BIN)/paceline bench allreduce --ranks 2 --sizes 64KiB,1MiB,16MiB
+	$(BIN)/python examples/train_by_hand.py
 
 test: $(STAMP) ## Run the tests (minutes on two cores)
 	$(BIN)/python -m pytest
