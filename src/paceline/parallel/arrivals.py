@@ -23,7 +23,7 @@ class Arrivals:
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params
         self._noted: list[int] = []
-        self._nodes: list[Any] = []
+        self._held: list[tuple[Any, Any]] = []  # nodes, and the handles of their hooks
 
     def start(self) -> None:
         """At the beginning of a backward."""
@@ -33,12 +33,13 @@ class Arrivals:
             if param.requires_grad:
                 # Held for as long as the record lasts: a graph made in backward (checkpointing) then uses the same one.
                 node = get_gradient_edge(param).node
-                node.register_hook(functools.partial(_note, self._noted, index))
-                self._nodes.append(node)
+                self._held.append((node, node.register_hook(functools.partial(_note, self._noted, index))))
 
     def stop(self) -> None:
         """What was noted stays."""
-        self._nodes.clear()
+        for _, handle in self._held:
+            handle.remove()
+        self._held.clear()
 
     def ready_order(self) -> list[int]:
         """All parameters in the order in which they were complete; those that never came are last, in reverse."""

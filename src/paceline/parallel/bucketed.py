@@ -119,7 +119,7 @@ class Bucketed(Reducer):
             return
         # The last bucket waits for the end of backward, when the words that ride behind it are known.
         while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
-            self._send(self._buckets[self._next], True)
+            self._send(self._buckets[self._next])
 
     def _is_complete(self, bucket: _Bucket) -> bool:
         if bucket.in_parts or not all(map(self._has_arrived, bucket.alone)):
@@ -139,12 +139,14 @@ class Bucketed(Reducer):
 
     # -- a bucket leaves ----------------------------------------------------------------------------------------------
 
-    def _send(self, bucket: _Bucket, take_part: bool, write_tail: WriteTail | None = None) -> None:
-        """Gather one bucket and start its message; without `take_part` it holds zeros, and `.grad` is left alone."""
+    def _send(self, bucket: _Bucket, zeros: FlatGradients | None = None, write_tail: WriteTail | None = None) -> None:
+        """Gather one bucket and start its message; or send from `zeros`, where `.grad` is to be left alone."""
         self._next = bucket.number + 1
         self.timeline.ready(bucket.number)
         is_last = self._next == len(self._buckets)
-        message = self._flat.last if is_last and self._comm_hook is None else bucket.range
+        flat, take_part = zeros or self._flat, zeros is None
+        span = flat.ranges[bucket.number]
+        message = flat.last if is_last and self._comm_hook is None else span
         # NCCL averages as it reduces; the words must stay whole numbers, so the last bucket is scaled beforehand.
         can_fold = self.channel.is_nccl and not is_last and not bucket.placed
         folded = can_fold and self._factor == 1 / self.channel.world_size
@@ -157,14 +159,14 @@ class Bucketed(Reducer):
             except Exception as error:  # raised after `finish`, when the other ranks have been told
                 self.failure = self._diagnose(error)
             if not take_part or self.failure is not None:
-                bucket.range.zero_()
+                span.zero_()
                 loose = [self.members.zeros(index) for index in bucket.loose]
             if write_tail is not None:
-                write_tail(self._flat.words)
+                write_tail(flat.words)
         bucket.version = bucket.range._version
         average = folded and self.channel.world_size > 1
         if self._comm_hook is not None:
-            bucket.work = start_hook(self._comm_hook, self._as_hooked(bucket))
+            bucket.work = start_hook(self._comm_hook, self._as_hooked(bucket, flat))
         elif loose:
             bucket.work = self.channel.start_sums([message, *loose] if message.numel() else loose, average)
         elif message.numel():
@@ -238,8 +240,12 @@ class Bucketed(Reducer):
     def find_late(self) -> list[int]:
         if not self._active:
             return []
-        late = [index for b in self._buckets[: self._next] if b.range._version != b.version for index in b.gathered]
         params = self.members.params
+        late = []
+        for bucket in self._buckets[: self._next]:
+            replaced = any(map(operator.is_not, map(_get_grad, bucket.params), bucket.views))
+            if replaced or bucket.range._version != bucket.version:
+                late += bucket.gathered
         return late + [
             index
             for index, (grad, version) in self._taken.items()
@@ -261,14 +267,15 @@ class Bucketed(Reducer):
             self.begin(factor)
         self.timeline.backward_over()
         self._was_late = self._next < len(self._buckets) - 1
+        zeros = None if take_part else FlatGradients(self.members, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
-            self._send(bucket, take_part)
-        words = self._flat.words
-        self._send(self._buckets[-1], take_part, write_tail)
+            self._send(bucket, zeros)
+        words = (zeros or self._flat).words
+        self._send(self._buckets[-1], zeros, write_tail)
         self._active = False
         for bucket in self._buckets:
             self.timeline.waiting(bucket.number)
-            self._wait(bucket)
+            self._wait(bucket, take_part)
             self.timeline.done(bucket.number)
         if self._comm_hook is not None:
             # A hook may compress or keep what it is given, and send more when it likes: the words go by themselves.
@@ -277,12 +284,12 @@ class Bucketed(Reducer):
         self.timeline.over()
         return words
 
-    def _wait(self, bucket: _Bucket) -> None:
+    def _wait(self, bucket: _Bucket, take_part: bool) -> None:
         work, bucket.work = bucket.work, None
         if isinstance(work, torch._C.Future):
             result = work.wait()
             result = result[0] if isinstance(result, list | tuple) else result
-            if result.data_ptr() != bucket.range.data_ptr():
+            if take_part and result.data_ptr() != bucket.range.data_ptr():
                 bucket.range.copy_(result.view_as(bucket.range))
         elif work is not None:
             self.channel.wait(work, f"bucket {bucket.number} of {len(self._buckets)}")
@@ -346,6 +353,7 @@ class Bucketed(Reducer):
         # A communication hook wants a vector of everything, and a split gradient must be in one piece of memory.
         takes_loose = self.channel.is_nccl and self._comm_hook is None
         loose = alone - split if takes_loose else set()
+        self._kinds = loose, alone
         self._flat = FlatGradients(self.members, plan, self.num_words, loose, alone)
         self._loose_strides = {index: torch.empty_like(self.members.params[index]).stride() for index in loose}
         self._buckets: list[_Bucket] = []
@@ -371,11 +379,11 @@ class Bucketed(Reducer):
             if last is not None:  # after the hook that places it, if there is one
                 self._handles.append(on_gradient(params[last], self._on_trigger))
 
-    def _as_hooked(self, bucket: _Bucket) -> HookedBucket:
+    def _as_hooked(self, bucket: _Bucket, flat: FlatGradients) -> HookedBucket:
         # Its own version counter: what the hook writes must not be taken for a gradient that came too late.
-        buffer = self._flat.alias(bucket.range)
+        buffer = flat.alias(flat.ranges[bucket.number])
         indices = self.plan.partition[bucket.number]
-        views = [self._flat.views[index] for index in indices]
+        views = [flat.views[index] for index in indices]
         views = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
         params = [self.members.params[index] for index in indices]
         return HookedBucket(bucket.number, len(self._buckets), buffer, views, params)

@@ -38,7 +38,13 @@ class SharedBuffers:
                 continue
             self._layers.append(layer)
             self._statistics += [layer.running_mean, layer.running_var]
-        self._others = [b for name, b in module.named_buffers() if id(b) not in known and name not in ignored]
+        # By place: a buffer that is assigned anew is another tensor.
+        self._places = [
+            (layer, name)
+            for prefix, layer in module.named_modules()
+            for name, buffer in layer.named_buffers(recurse=False)
+            if id(buffer) not in known and (f"{prefix}.{name}" if prefix else name) not in ignored
+        ]
         self._versions = self._read_versions()
         # They can ride only in words that are as precise as they are, and where the words are.
         self._ride = all(s.dtype == torch.float32 and s.device == device for s in self._statistics)
@@ -78,12 +84,16 @@ class SharedBuffers:
         channel.wait(channel.start_sum(message if take_part else message.zero_()), "the running statistics")
         self.read(message, num_ranks)
 
+    @property
+    def _others(self) -> list[torch.Tensor]:
+        return [layer._buffers[name] for layer, name in self._places if layer._buffers.get(name) is not None]  # type: ignore[misc]
+
     def _read_versions(self) -> list[tuple[int, int]]:
-        return [(buffer._version, buffer.data_ptr()) for buffer in self._others]
+        return [(id(buffer), buffer._version) for buffer in self._others]
 
     def have_changed(self) -> bool:
         """Whether another buffer was written here since the last time that all were made equal."""
-        return bool(self._others) and self._read_versions() != self._versions
+        return bool(self._places) and self._read_versions() != self._versions
 
     def broadcast(self, channel: Channel, source: int) -> None:
         """Collective: every rank must call this."""

@@ -51,14 +51,14 @@ class FlatGradients:
             self.spans.append((family, first if first >= 0 else end, end))
             ends[family] = end
         self._flats: dict[tuple[str, str], torch.Tensor] = {}
-        params = {gradient.family: param for gradient, param in zip(plan.gradients, members.params, strict=True)}
+        kinds = {gradient.family: members.kind(index) for index, gradient in enumerate(plan.gradients)}
         last_family = self.spans[-1][0]
         for family, end in ends.items():
-            like = params[family]
+            dtype, device = kinds[family]
             # A whole number of elements that holds the words; complex elements are two words each.
-            width = 2 if like.is_complex() else 1
+            width = 2 if dtype.is_complex else 1
             extra = -(-num_words // width) if family == last_family else 0
-            self._flats[family] = torch.zeros(end + extra, dtype=like.dtype, device=like.device)
+            self._flats[family] = torch.zeros(end + extra, dtype=dtype, device=device)
         self.ranges = [self._alias(family, start, end) for family, start, end in self.spans]
         self.views: dict[int, torch.Tensor] = {}
         pieces = [(piece, number) for number, bucket in enumerate(plan.buckets) for piece in bucket.pieces]

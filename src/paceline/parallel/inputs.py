@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ def move_inputs(value: Any, device: torch.device) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(move_inputs(item, device) for item in value)
     if isinstance(value, dict):
-        moved = copy_of_dict(value)
+        moved = value.copy()
         for key, item in value.items():
             moved[key] = move_inputs(item, device)
         return moved
@@ -31,24 +32,30 @@ def move_inputs(value: Any, device: torch.device) -> Any:
     return value
 
 
-def copy_of_dict(value: dict[Any, Any]) -> dict[Any, Any]:
-    return value.copy()
-
-
-def find_tensors(value: Any, depth: int = 0) -> list[torch.Tensor]:
+def find_tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts and objects with fields."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if depth > 16 or value is None or isinstance(value, str | bytes | int | float | torch.nn.Module | type):
-        return []
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif item is None or isinstance(item, str | bytes | int | float | torch.nn.Module | type) or id(item) in seen:
+            continue
+        else:
+            seen.add(id(item))
+            waiting += reversed(_items(item))
+    return found
+
+
+def _items(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        items = list(value.values())
-    elif isinstance(value, list | tuple | set | frozenset):
-        items = list(value)
-    else:
-        items = list(getattr(value, "__dict__", {}).values())
-        items += [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
-    return [tensor for item in items for tensor in find_tensors(item, depth + 1)]
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        return list(value)
+    slots = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *slots]
 
 
 def count_samples(*args: Any, **kwargs: Any) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from paceline.errors import ConfigError
 from paceline.machine import count_cores
 from paceline.runtime.world import current_world
 
-__all__ = ["has_spare_cores", "settle_devices", "settle_group"]
+__all__ = ["destroy_group", "has_spare_cores", "open_group", "settle_devices", "settle_group"]
 
 
 def settle_devices(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> list[int] | None:
@@ -31,6 +33,24 @@ def settle_devices(module: nn.Module, device_ids: Sequence[int | torch.device] |
             f"move it to {device} first, or leave device_ids out"
         )
     return [device.index or 0]
+
+
+def open_group(like: dist.ProcessGroup, backend: str) -> dist.ProcessGroup | None:
+    """Another group of the same ranks; None where torch cannot make one. Collective: every rank must call this."""
+    if like is dist.group.WORLD:
+        return cast(dist.ProcessGroup, dist.new_group(backend=backend))
+    try:
+        # Without the ranks outside; torch then names a group by its ranks, and has one of a name.
+        ranks = dist.get_process_group_ranks(like)
+        return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    except ValueError:
+        return None
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Let go of a group, unless it went with its world already."""
+    with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+        dist.destroy_process_group(group)
 
 
 def settle_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:

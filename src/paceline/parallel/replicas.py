@@ -67,6 +67,10 @@ class Members:
         assert self._layouts is not None
         return self
 
+    def kind(self, index: int) -> tuple[torch.dtype, torch.device]:
+        """As it was at the time of wrapping."""
+        return self._layouts[index][1:]
+
     def zeros(self, index: int) -> torch.Tensor:
         """A gradient of nothing, as it was at the time of wrapping, whatever the parameter is like now."""
         shape, dtype, device = self._layouts[index]

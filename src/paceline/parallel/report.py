@@ -31,7 +31,8 @@ class Report:
     def __str__(self) -> str:
         head = (
             f"rank {self.rank} of {self.world_size} on {self.backend}, {self.num_steps} synchronised steps; "
-            f"{len(self.plan.buckets)} bucket{'s' if len(self.plan.buckets) > 1 else ''}, {format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
+            f"{len(self.plan.buckets)} {'buckets' if len(self.plan.buckets) > 1 else 'bucket'}, "
+            f"{format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
         )
         if self.times is None:
             return f"{head}\nno step has been timed yet"

@@ -6,8 +6,6 @@ How gradients travel is the reducer's affair (`ladder`, `bucketed`); this decide
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -15,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, LostPeerError
 from paceline.parallel.inputs import find_tensors
 from paceline.parallel.ladder import Reducer, on_gradient
+from paceline.parallel.passes import is_nested, will_accumulate
 from paceline.parallel.replicas import Members, digest_replica, locate_drift
 from paceline.parallel.verdicts import Finding, judge, list_names
 from paceline.parallel.words import Notice, Status, Tail
@@ -29,7 +27,6 @@ from paceline.parallel.words import Notice, Status, Tail
 __all__ = ["StepOptions", "Steps"]
 
 _engine = torch.autograd.Variable._execution_engine
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 # On a GPU, reading the words makes the host wait: done at once in the first steps, and at the next step later on.
 _EAGER_STEPS = 10
 # How long a rank that has failed waits for the others to hear of it.
@@ -48,7 +45,10 @@ class StepOptions:
 
 
 class _Forward:
-    """A forward whose backward has not begun."""
+    """A forward whose backward has not begun, and how many samples it had."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
 
 
 class Steps:
@@ -68,12 +68,14 @@ class Steps:
         self.num_steps = 0
         self.do_sync = True
         self.is_pending = False  # gradients were accumulated that no step has synchronised
-        self.samples = 0  # behind the gradients since the last synchronised step, where they are counted
+        self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
+        self._last_samples = 0  # in the last step: for another backward through the same graph
         self.divide_by_world = True  # in `join`, as torch: divide by all ranks, not by those that still have data
         self.throw_early = False
         self.is_joining = False
         self.last_active: list[int] = []
         self._expected_total: int | None = None
+        self._step_weight = 1
         self._task: int | None = None
         self._syncing = False
         self._structure_changed = ""
@@ -91,6 +93,7 @@ class Steps:
             if (me := own()) is not None:
                 me._on_backward(is_certain=True)
 
+        self._begin_by_parameter = begin
         self._handles = [on_gradient(param, begin) for param in ends.values()]
 
     def stop(self) -> None:
@@ -106,29 +109,46 @@ class Steps:
     def before_forward(self) -> None:
         """Settle what the last step left open, and notice a backward that never came to its end."""
         if self._unread is not None:
-            words, event, missing = self._unread
-            self._unread = None
-            event.synchronize()
-            self._act_on(self.tail.read_slots(words.tolist()), missing)
+            self._read_unread()
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             broken_off = self._syncing
             self._task, self._syncing = None, False
             if broken_off:
                 self.fail(CollectiveError("the backward before this forward ended with an error"))
 
-    def after_forward(self, output: Any) -> None:
+    def _read_unread(self) -> None:
+        if self._unread is not None:
+            words, event, missing = self._unread
+            self._unread = None
+            event.synchronize()
+            self._act_on(self.tail.read_slots(words.tolist()), missing)
+
+    def after_forward(self, output: Any, samples: int) -> None:
         """Be told when a backward passes through the output."""
-        own, forward = weakref.ref(self), _Forward()
+        own, forward = weakref.ref(self), _Forward(samples)
         # It lives as long as the graph that holds the hook: a forward whose output is dropped does not count.
         self._open_forwards.add(forward)
 
         def begin(_: Any) -> None:
             if (me := own()) is not None:
-                me._open_forwards.discard(forward)
                 me._on_backward()
+                if forward in me._open_forwards:
+                    me._open_forwards.discard(forward)
+                    me._samples = (me._samples or 0) + forward.samples
 
-        for node in {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}:
+        nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
+        for node in nodes:
             node.register_prehook(begin)
+        if not nodes:
+            self._samples = (self._samples or 0) + samples
+            self._watch_all()
+
+    def _watch_all(self) -> None:
+        """The output hides its tensors: any parameter may be the first that is heard of a backward."""
+        if len(self._handles) < len(self.members.params):
+            for handle in self._handles:
+                handle.remove()
+            self._handles = [on_gradient(param, self._begin_by_parameter) for param in self.members.params]
 
     def note_structure(self, change: str) -> None:
         """A change that would leave gradients out; every rank is told in the next step."""
@@ -139,7 +159,7 @@ class Steps:
 
         Raises one CollectiveError on all ranks where only some failed; returns where all did, or where nobody hears.
         """
-        if self.channel.world_size == 1 or not torch.is_grad_enabled():
+        if self.channel.world_size == 1:
             return
         self._forward_error = error
         self.channel.patience_s = _FAREWELL_S
@@ -155,11 +175,18 @@ class Steps:
     def _on_backward(self, is_certain: bool = False) -> None:
         """A backward reaches this model: decide now whether it is synchronised, and be called when it is over."""
         task = torch._C._current_graph_task_id()
-        if self._is_stopped or (self._task is not None and task >= self._task):
-            return  # known; a nested backward (re-entrant checkpointing) has a higher number
-        if not is_certain and not self._will_accumulate():
+        if self._is_stopped or task == self._task:
             return
-        if is_certain and _is_nested():
+        if self._task is not None and task > self._task and is_nested():
+            return  # re-entrant checkpointing: the outer one counts
+        if not is_certain and not self._structure_changed and not will_accumulate(self.members.params):
+            return
+        if self._task is not None and task > self._task and self._syncing:
+            raise CollectiveError(
+                "the backward before this one ended with an error and was never finished: run a forward first, which "
+                "tells the other ranks"
+            )
+        if is_certain and is_nested():
             raise ConfigError(
                 "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen; "
                 "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields"
@@ -174,39 +201,39 @@ class Steps:
                 stacklevel=2,
             )
         if self._syncing:
+            self._step_weight = self._weight()
             self.reducer.begin(self._factor())
         _engine.queue_callback(lambda: self._on_backward_over(task))
-
-    def _will_accumulate(self) -> bool:
-        """Whether this pass leaves gradients: torch.autograd.grad goes through the output and leaves none."""
-        params = self.members.params
-        for param in (params[-1], params[0], *params):
-            try:
-                if param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node):
-                    return True
-            except RuntimeError:  # torch.autograd.grad with respect to this very parameter
-                continue
-        return False
 
     def _on_backward_over(self, task: int) -> None:
         if self._task != task:
             return
         self._task, syncing, self._syncing = None, self._syncing, False
         if syncing:
-            self.synchronize()
+            self._end_step()
         else:
             self.is_pending = True
 
     def _weight(self) -> int:
-        return max(self.samples, 0) if self.options.average == "samples" else 1
+        """The samples of all forwards since the last step, those whose backward is still to come in it included."""
+        if self.options.average == "ranks":
+            return 1
+        still = [forward.samples for forward in self._open_forwards]
+        if self._samples is None and not still:
+            return self._last_samples
+        return (self._samples or 0) + sum(still)
 
     def _factor(self) -> float:
         """What this rank's gradients are multiplied by, so that the sum is the average if the total is as expected."""
         total = self._expected_total or self.channel.world_size
-        return self._weight() / total
+        return self._step_weight / total
 
     def synchronize(self) -> None:
         """Average the gradients now. Collective: every rank must call this."""
+        self._step_weight = self._weight()
+        self._end_step()
+
+    def _end_step(self) -> None:
         failure = self.reducer.failure
         late = self.reducer.find_late()
         if late and failure is None:
@@ -232,7 +259,7 @@ class Steps:
                 status |= Status.BUFFERS
         check = self.options.check_every and self.num_steps % self.options.check_every == 0
         digest = digest_replica(self.members) if check else 0
-        notice = Notice(status, self._weight(), digest)
+        notice = Notice(status, self._step_weight, digest)
         self._synchronize(notice, take_part=failure is None, missing=missing)
 
     def shadow(self) -> bool:
@@ -251,6 +278,7 @@ class Steps:
 
     def _synchronize(self, notice: Notice, take_part: bool, missing: Iterable[int] = ()) -> None:
         missing = list(missing)
+        self._read_unread()
 
         def write(region: torch.Tensor) -> None:
             failed = Status.FAILED if self.reducer.failure is not None else Status.FINE
@@ -267,10 +295,13 @@ class Steps:
         try:
             region = self.reducer.finish(write, self._factor(), take_part)
             self.num_steps += 1
-            self.is_pending, self.samples = False, 0
+            self.is_pending = False
+            if take_part:
+                self._samples, self._last_samples = None, self._step_weight
             if region.device.type != "cuda" or self._must_read_now(notice):
                 peers = self.tail.read_slots(region[: self.tail.num_slots].tolist())
-                self._act_on(peers, missing)
+                if not self._act_on(peers, missing):
+                    return
                 self._complete(peers, region, missing, take_part)
             else:
                 self._read_later(region, notice, missing)
@@ -295,8 +326,11 @@ class Steps:
             with torch.no_grad():
                 self.buffers.read(self.tail.statistics(region), self.channel.world_size)
 
-    def _act_on(self, peers: list[Notice], missing: list[int]) -> None:
-        """Raise on every rank what any of them has found; and make changed buffers equal again."""
+    def _act_on(self, peers: list[Notice], missing: list[int]) -> bool:
+        """Raise on every rank what any of them has found; and make changed buffers equal again.
+
+        False where every rank's forward failed: each is about to raise its own error.
+        """
         together = Status.FINE
         for peer in peers:
             together |= peer.status
@@ -305,6 +339,7 @@ class Steps:
         self.last_active = active or self.last_active
         if together & _ALARMS:
             self._raise_together(missing)
+            return False
         if self.throw_early and 0 < len(active) < len(peers):
             done = [str(rank) for rank in range(len(peers)) if rank not in active]
             raise CollectiveError(f"step {self.num_steps}: rank {', '.join(done)} has no more data, and others have")
@@ -312,6 +347,7 @@ class Steps:
             raise locate_drift(self.members, self.channel, self.num_steps)
         if together & Status.BUFFERS and not together & Status.HOLD:
             self.buffers.broadcast(self.channel, active[0])
+        return True
 
     def _complete(self, peers: list[Notice], region: torch.Tensor, missing: list[int], take_part: bool) -> None:
         """Weigh by the true total, drop gradients that no rank has, and take the averaged statistics."""
@@ -358,13 +394,3 @@ class Steps:
                 raise error
             return
         raise judge(findings, self.num_steps, self.members) from error
-
-
-def _is_nested() -> bool:
-    """Whether this hook runs in a backward inside a backward, seen from Python."""
-    frame, depth = sys._getframe(1), 0
-    while frame is not None:
-        depth += frame.f_code is _RUN_BACKWARD
-        frame = frame.f_back  # type: ignore[assignment]
-    # A GPU's backward has a thread of its own, on which only a nested one can be seen.
-    return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)

@@ -35,22 +35,22 @@ _is_counting = False
 class StructureWatch:
     """Compares a module with its members at the time of wrapping."""
 
-    def __init__(self, module: nn.Module, members: Members, ignored: Collection[str]) -> None:
+    def __init__(self, members: Members, ignored: Collection[str]) -> None:
         global _is_counting
         if not _is_counting:
             register_module_parameter_registration_hook(_count)
             register_module_module_registration_hook(_count)
             _is_counting = True
-        self._module, self._members, self._ignored = module, members, ignored
+        self._members, self._ignored = members, ignored
         self._seen = _registrations
 
-    def find_change(self) -> str:
+    def find_change(self, module: nn.Module) -> str:
         """In words what has changed so that gradients would not be synchronised, or nothing."""
         frozen = self._members.frozen
         if self._seen == _registrations and not (frozen and any(map(_is_trained, frozen))):
             return ""
         self._seen = _registrations
-        found = find_members(self._module, [name for name in self._ignored if _has(self._module, name)])
+        found = find_members(module, [name for name in self._ignored if _has(module, name)])
         known = {id(param) for param in self._members.params}
         new = [names[0] for names, param in zip(found.names, found.params, strict=True) if id(param) not in known]
         if not new:

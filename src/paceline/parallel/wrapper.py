@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import _StopRecomputationError
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.parallel.batchnorm import SyncBatchNorm
@@ -25,7 +27,7 @@ from paceline.parallel.comm_hooks import CommHook, check_hook
 from paceline.parallel.inputs import count_samples, move_inputs
 from paceline.parallel.ladder import Flat, Overlap, PerParameter, Reducer
 from paceline.parallel.options import Options
-from paceline.parallel.placement import has_spare_cores, settle_devices, settle_group
+from paceline.parallel.placement import destroy_group, has_spare_cores, open_group, settle_devices, settle_group
 from paceline.parallel.replicas import check_alike, find_members, verify
 from paceline.parallel.report import Report, build_report
 from paceline.parallel.steps import StepOptions, Steps
@@ -36,6 +38,8 @@ from paceline.plan import Plan
 __all__ = ["DataParallel"]
 
 _SIMPLE = {"per_parameter": PerParameter, "flat": Flat, "overlap": Overlap}
+# All that live in this process; a second one gets a group of its own.
+_wrappers: weakref.WeakSet[DataParallel] = weakref.WeakSet()
 _MEETING = (SyncBatchNorm, nn.SyncBatchNorm)
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -135,20 +139,27 @@ class DataParallel(nn.Module):
 
         Collective: every rank must call this.
         """
-        self._take_down()
+        if self._steps is not None and self._steps.is_joining:
+            raise ConfigError("rebuild() inside join(): ranks that are done cannot take part in it")
         members = find_members(self.module, self._ignored)
         channel = self._open_channel()
-        if self._gradient_group is None and any(isinstance(layer, _MEETING) for layer in self.module.modules()):
-            # These layers send messages in backward, too, and where buckets leave may differ from rank to rank.
-            members_of = dist.get_process_group_ranks(channel.group)
-            self._gradient_group = dist.new_group(members_of, backend=channel.backend, use_local_synchronization=True)
+        meets = any(isinstance(layer, _MEETING) for layer in self.module.modules())
+        # Among some ranks only, torch can make but one group more: whoever needs several passes them.
+        crowded = self._group is None and any(other is not self for other in _wrappers)
+        if self._gradient_group is None and any(channel.share(meets or crowded)):
+            # Where a bucket leaves may differ from rank to rank: messages of others must not come in between.
+            self._gradient_group = open_group(channel.group, channel.backend)
+            if self._gradient_group is not None:
+                weakref.finalize(self, destroy_group, self._gradient_group).atexit = False
             channel = self._open_channel()
         check_alike(members, self._options.describe(), channel)
         if self._options.init == "verify":
             verify(members, channel)
         elif self._options.init == "broadcast" and channel.world_size > 1:
             channel.broadcast(members.tensors())
+        self._take_down()
         self._set_up()
+        _wrappers.add(self)
 
     def _open_channel(self) -> Channel:
         group = self._gradient_group or (dist.group.WORLD if self._group is None else self._group)
@@ -191,7 +202,7 @@ class DataParallel(nn.Module):
         do_sync = self._steps.do_sync if self._steps is not None else True
         self._steps = Steps(members, channel, reducer, tail, buffers, step_options)
         self._steps.do_sync = do_sync
-        self._watch = StructureWatch(self.module, members, self._ignored)
+        self._watch = StructureWatch(members, self._ignored)
         # Hooks on the parameters must not outlive the wrapper: the module may be wrapped again.
         self._finalizer = weakref.finalize(self, self._steps.stop)
         return self._steps
@@ -215,17 +226,22 @@ class DataParallel(nn.Module):
             args, kwargs = move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        if self._steps is None and not any(param.requires_grad for param in self.module.parameters()):
+            return self.module(*args, **kwargs)  # a copy that was frozen: there is nothing to synchronise
         steps = self._ready
         steps.before_forward()
-        steps.note_structure(self._watch.find_change())
-        if self._options.average == "samples":
-            steps.samples += self._samples_of(*args, **kwargs)
+        steps.note_structure(self._watch.find_change(self.module))
         try:
+            samples = operator.index(self._samples_of(*args, **kwargs)) if self._options.average == "samples" else 0
             output = self.module(*args, **kwargs)
-        except Exception as error:
-            steps.fail(error)
+        except _StopRecomputationError:  # how checkpointing ends a forward that it has repeated far enough
             raise
-        steps.after_forward(output)
+        except Exception as error:
+            # In evaluation the others may be doing something else.
+            if self.training:
+                steps.fail(error)
+            raise
+        steps.after_forward(output, samples)
         return output
 
     # -- which backwards are synchronised -----------------------------------------------------------------------------
@@ -263,12 +279,13 @@ class DataParallel(nn.Module):
             steps.do_sync = before
 
     def sync_gradients(self) -> None:
-        """Average gradients that no step has synchronised yet; nothing happens where there are none, or not `do_sync`.
+        """Average gradients that no step has synchronised yet; nothing happens without `do_sync`, or where none are.
 
         Collective: every rank must call this.
         """
         steps = self._ready
-        if steps.do_sync and steps.is_pending:
+        # In manual mode a rank that had no backward takes part, too, so that the others do not wait.
+        if steps.do_sync and (steps.is_pending or self._options.manual):
             steps.synchronize()
 
     @contextlib.contextmanager
@@ -304,6 +321,8 @@ class DataParallel(nn.Module):
             raise ConfigError(f"a communication hook needs buckets, and reducer={self._options.reducer!r} has none")
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is registered already: a wrapper takes one")
+        if self._options.plan is not None and self._options.plan.is_split:
+            raise ConfigError("the plan splits a gradient over buckets, and a communication hook needs whole ones")
         self._take_down()
         self._comm_hook = CommHook(state, hook)
         self._set_up()
@@ -340,7 +359,7 @@ class DataParallel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes the keys of the wrapper and those of the module alike."""
-        if any(key.startswith("module.") for key in state_dict) or not state_dict:
+        if not self.state_dict().keys().isdisjoint(state_dict) or not state_dict:
             return super().load_state_dict(state_dict, strict, assign)
         return self.module.load_state_dict(state_dict, strict, assign)
 
@@ -364,6 +383,6 @@ class DataParallel(nn.Module):
         state.pop("_comm_hook")
         twin.__dict__.update(copy.deepcopy(state, memo))
         # A group, and a hook that may hold one, are shared: they are not this process's to copy.
-        twin._group, twin._gradient_group = self._group, self._gradient_group
+        twin._group, twin._gradient_group = self._group, None
         twin._comm_hook, twin._steps = hook, None
         return twin
