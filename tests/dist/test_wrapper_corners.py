@@ -1,0 +1,156 @@
+"""Corners in which a wrapper could be wrong without a word: several backwards, two wrappers, replaced parts."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import paceline
+from paceline.parallel import DataParallel
+from tests.dist.wrapped import Net, average_alone, check, check_equal, draw, error_of, gradients, loss
+
+
+@pytest.fixture
+def job(on_ranks):
+    return functools.partial(on_ranks, timeout_s=30)
+
+
+def weigh_two_backwards() -> None:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Net(), average="samples")
+        for step in range(3):
+            model.zero_grad()
+            model(draw(world.rank, 50, size=9)).sum()  # a forward without a backward, dropped: its samples do not count
+            one, two = loss(model, world.rank, 2 * step), loss(model, world.rank, 2 * step + 1)
+            one.backward()
+            two.backward()
+            wanted = average_alone(
+                model.module, lambda m, rank, s=step: loss(m, rank, 2 * s) + loss(m, rank, 2 * s + 1), 2
+            )
+            check(world, model, wanted, step)
+
+
+def test_samples_are_those_of_the_forwards_that_a_backward_goes_through(job):
+    job(2, weigh_two_backwards)
+
+
+def train_two() -> None:
+    with paceline.init(announce=None) as world:
+        first, second = (DataParallel(Net(), find_unused_parameters=True, bucket_cap_mb=1e-5) for _ in range(2))
+
+        def loss_of(pair: nn.ModuleList, rank: int, step: int) -> torch.Tensor:
+            use = "left" if rank == 1 and step > 1 else "left right"
+            return pair[1](pair[0](draw(rank, step)), use=use).square().mean()
+
+        for step in range(5):
+            pair = nn.ModuleList([first, second])
+            wanted = average_alone(nn.ModuleList([first.module, second.module]), functools.partial(loss_of, step=step), 2)
+            pair.zero_grad()
+            loss_of(pair, world.rank, step).backward()
+            for index, model in enumerate((first, second)):
+                prefix = f"{index}."
+                check(world, model, {n.removeprefix(prefix): g for n, g in wanted.items() if n.startswith(prefix)}, step)
+
+
+def test_two_wrappers_do_not_mix_their_messages_where_ranks_take_other_branches(job):
+    job(2, train_two)
+
+
+def replace_everything() -> list[tuple[str, str]]:
+    with paceline.init(announce=None) as world:
+        errors = []
+        for how in ("assign", "swap"):
+            model = DataParallel(Net())
+            for step in range(2):
+                loss(model, world.rank, step).backward()
+            if how == "assign":
+                model.module.load_state_dict(copy.deepcopy(Net().state_dict()), assign=True)
+            else:
+                model.module = Net()
+            errors.append(error_of(lambda model=model: loss(model, world.rank).backward()))
+        return errors
+
+
+def test_parameters_that_are_all_replaced_are_found(job):
+    first, second = job(2, replace_everything)
+    assert first == second
+    assert all(kind == "ConfigError" and "is new" in text for kind, text in first), first
+
+
+def keep_on() -> None:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Net())
+        loss(model, world.rank).backward()
+        if world.rank == 1:
+            model.module.extra = nn.Parameter(torch.zeros(1))
+        assert error_of(model.rebuild)[0] == "ConfigError"
+        if world.rank == 1:
+            del model.module.extra
+        model.zero_grad()
+        wanted = average_alone(model.module, loss, 2)
+        loss(model, world.rank).backward()
+        check(world, model, wanted)
+
+
+def test_a_refused_rebuild_leaves_the_wrapper_as_it_was(job):
+    job(2, keep_on)
+
+
+def fail_while_accumulating() -> None:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Net())
+        for step in range(2):
+            loss(model, world.rank, step).backward()
+        model.zero_grad()
+        with model.no_sync():
+            loss(model, world.rank).backward()
+        before = {name: grad.clone() for name, grad in gradients(model).items() if grad is not None}
+        assert error_of(lambda: model(torch.zeros(3, 5)))[0] == "RuntimeError"  # the wrong width, on every rank
+        assert all(torch.equal(grad, before[name]) for name, grad in gradients(model).items())
+
+
+def test_a_failed_forward_leaves_accumulated_gradients_alone(job):
+    job(2, fail_while_accumulating)
+
+
+def recompute_the_wrapper() -> int:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Net())
+        for step in range(3):
+            model.zero_grad()
+            wanted = average_alone(model.module, functools.partial(loss, step=step), 2)
+            x = draw(world.rank, step).requires_grad_()
+            checkpoint(model, x, use_reentrant=False).square().mean().backward()
+            check(world, model, wanted, step)
+        return model.report().num_steps
+
+
+def test_a_checkpointed_wrapper_synchronises_once_per_backward(job):
+    assert job(2, recompute_the_wrapper) == [3, 3]
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, use: str = "left right") -> torch.Tensor:
+        self.seen = self.seen + x.detach().sum(0)
+        return super().forward(x, use)
+
+
+def assign_buffers() -> None:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Counting())
+        for step in range(3):
+            loss(model, world.rank, step).backward()
+            check_equal(world, [model.module.seen], step)
+
+
+def test_a_buffer_that_is_assigned_anew_is_shared(job):
+    job(2, assign_buffers)
