@@ -84,10 +84,6 @@ class FlatGradients:
         empty = torch.empty(0, dtype=vector.dtype, device=vector.device)
         return empty.set_(vector.untyped_storage(), vector.storage_offset(), vector.shape, (1,))
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(flat.nbytes for flat in self._flats.values())
-
     def multiply(self, factor: float) -> None:
         for flat in self._flats.values():
             flat.mul_(factor)

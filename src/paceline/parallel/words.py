@@ -19,7 +19,7 @@ SLOT_WORDS = 1 + _SAMPLE_WORDS + _DIGEST_WORDS
 
 
 class Status(IntFlag):
-    """What may be up with a rank in this step. Everything but `STATISTICS` and `BUFFERS` is out of the ordinary."""
+    """What may be up with a rank in this step. All but `STATISTICS`, `BUFFERS` and `HOLD` are out of the ordinary."""
 
     FINE = 0
     MISSING = 1  # a parameter has no gradient here, and that was not asked to be handled
@@ -58,7 +58,7 @@ class Notice:
 class Tail:
     """What rides behind the last gradients: a slot for each rank, use counts of parameters, running statistics.
 
-    The use counts are there only where missing gradients are handled; `statistics` is the number of words for them.
+    The use counts are there only where missing gradients are handled; `num_statistics` is the number of words for the statistics.
     """
 
     def __init__(self, rank: int, world_size: int, num_used: int = 0, num_statistics: int = 0) -> None:
