@@ -58,7 +58,7 @@ class Notice:
 class Tail:
     """What rides behind the last gradients: a slot for each rank, use counts of parameters, running statistics.
 
-    The use counts are there only where missing gradients are handled; `num_statistics` is the number of words for the statistics.
+    The use counts are there only where missing gradients are handled; `num_statistics` words are for the statistics.
     """
 
     def __init__(self, rank: int, world_size: int, num_used: int = 0, num_statistics: int = 0) -> None:
