@@ -88,5 +88,5 @@ def test_wrappers_are_timed_in_phases_and_their_memory_is_counted(command, tmp_p
         assert (row["device"], row["nwrong"] or 0) == ("cuda", 0)
         phases = row["forward_median_s"] + row["backward_median_s"] + row["optimizer_median_s"]
         assert 0 < phases < 1.5 * row["step_p90_s"]
-        assert row["held_bytes"] >= row["num_bytes"] and row["peak_step_bytes"] > 0
+        assert row["held_bytes"] >= row["num_bytes"] and row["peak_step_bytes"] > 0, row
         assert row["host_us_per_parameter"] is None

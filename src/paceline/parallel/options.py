@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.plan import TORCH_CAP_BYTES, Gradient, Plan, plan_like_torch
+from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
 from paceline.units import MIB
 
 __all__ = ["AVERAGES", "INITS", "REDUCERS", "Options"]
@@ -81,8 +81,9 @@ class Options:
         if with_hook:
             return plan_like_torch
         # Small buckets leave early, where cores are free to carry them; else they only cost.
-        cap = min(world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES) if has_spare_cores else TORCH_CAP_BYTES
-        return lambda gradients, order: plan_like_torch(gradients, order, [cap])
+        cap = min(world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)
+        fitting = [TORCH_FIRST_CAP_BYTES, cap] if has_spare_cores else [TORCH_CAP_BYTES]
+        return lambda gradients, order: plan_like_torch(gradients, order, fitting)
 
     def describe(self) -> dict[str, Any]:
         """What the ranks compare."""
