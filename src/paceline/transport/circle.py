@@ -1,0 +1,182 @@
+"""The ranks of one host: who they are, and memory that they and nobody else share.
+
+Memory has no name in any file system: it is an anonymous file whose descriptor the first rank hands to the others over a
+Unix socket, and it goes when the last of them goes, however that happens. It does not count against /dev/shm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.errors import CollectiveError, LaunchError
+
+__all__ = ["Circle", "Mapping", "identify_host", "look_around"]
+
+_PAGE = mmap.PAGESIZE
+# Linux: a process may be asked to have its part of a mapping in memory, and to fail instead of being killed.
+_POPULATE_WRITE, _HUGE_PAGES = 23, 14
+_WELCOME = b"welcome"
+
+
+def identify_host() -> str:
+    """What ranks must have in common to share memory: kernel, user, and the namespaces in which they find each other."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")]
+    return " ".join([boot, str(os.geteuid()), *spaces])
+
+
+def look_around(store: dist.Store, rank: int, size: int) -> list[dict[str, Any]]:
+    """Every rank's host and process, in rank order. Collective: every rank must call this."""
+    store.set(f"place/{rank}", json.dumps({"host": identify_host(), "pid": os.getpid()}))
+    return [json.loads(store.get(f"place/{other}")) for other in range(size)]
+
+
+class Mapping:
+    """Shared memory in this process; unmapped when neither it nor a tensor in it is left."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        try:
+            self.memory = mmap.mmap(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.num_bytes = num_bytes
+
+    def part(self, begin: int, num_bytes: int) -> Any:
+        """Some of its bytes, as an object that keeps the memory and can be watched."""
+        return (ctypes.c_char * num_bytes).from_buffer(self.memory, begin)
+
+
+class Circle:
+    """This host's ranks of one group, in the group's order; the first one makes the memory.
+
+    Collective: every rank in `members` must make one, and must call `share` as often, with the same sizes.
+    """
+
+    def __init__(self, store: dist.Store, members: Sequence[int], pids: Sequence[int], rank: int, timeout_s: float):
+        self.size, self.index, self.pids = len(members), list(members).index(rank), list(pids)
+        self._names, self._timeout_s = list(members), timeout_s
+        self._peers: dict[int, socket.socket] = {}
+        if self.size > 1:
+            self._meet(store, f"circle/{members[0]}")
+
+    def share(self, part_bytes: int) -> tuple[Mapping, int]:
+        """Memory with a part for each rank, all zero, and the bytes of a part, which are whole pages. Collective."""
+        part_bytes = max(_PAGE, -(-part_bytes // _PAGE) * _PAGE)
+        total = part_bytes * self.size
+        mapping = Mapping(self._exchange(total), total)
+        _advise(mapping, 0, total, _HUGE_PAGES)
+        # Now and not in the first step; and too little memory is an error here.
+        self.populate(mapping, self.index * part_bytes, part_bytes)
+        return mapping, part_bytes
+
+    def populate(self, mapping: Mapping, begin: int, num_bytes: int) -> None:
+        """Have these bytes in memory, near this rank if they are not there yet."""
+        if _advise(mapping, begin, num_bytes, _POPULATE_WRITE) in (errno.ENOMEM, errno.EFAULT):
+            raise CollectiveError(f"there is no memory for {num_bytes} bytes of shared buffers")
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    # -- meeting ------------------------------------------------------------------------------------------------------
+
+    def _meet(self, store: dist.Store, key: str) -> None:
+        """Connect everyone to the first rank. Only processes of this user that know the secret are let in."""
+        if self.index:
+            address, secret = json.loads(_get(store, key, self._timeout_s, self._names[0]))
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link.settimeout(self._timeout_s)
+            link.connect("\0" + address)
+            link.sendall(json.dumps([secret, self.index]).encode())
+            self._peers[0] = link
+            if link.recv(64) != _WELCOME:
+                raise LaunchError(f"rank {self._names[0]} did not let this process into its shared memory")
+            return
+        address, secret = f"paceline-{secrets.token_hex(16)}", secrets.token_hex(16)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+            door.bind("\0" + address)
+            door.listen(self.size)
+            store.set(key, json.dumps([address, secret]))
+            deadline = time.monotonic() + self._timeout_s
+            while len(self._peers) < self.size - 1:
+                door.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    link, _ = door.accept()
+                except TimeoutError:
+                    missing = [self._names[i] for i in range(1, self.size) if i not in self._peers]
+                    raise LaunchError(
+                        f"rank {missing[0]} did not come to share memory within {self._timeout_s:g} s"
+                    ) from None
+                self._admit(link, secret)
+        for link in self._peers.values():
+            link.sendall(_WELCOME)
+
+    def _admit(self, link: socket.socket, secret: str) -> None:
+        """Take in a process, if it is the one that it says it is."""
+        link.settimeout(self._timeout_s)
+        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, user, _ = struct.unpack("3i", credentials)
+        try:
+            said, index = json.loads(link.recv(256))
+            is_right = user == os.geteuid() and secrets.compare_digest(str(said), secret) and pid == self.pids[index]
+        except (ValueError, TypeError, IndexError, OSError):
+            is_right = False
+        if is_right:
+            self._peers[index] = link
+        else:
+            link.close()
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, total: int) -> int:
+        """The first rank's new anonymous file, as a descriptor of this process."""
+        try:
+            if self.index:
+                message, descriptors, _, _ = socket.recv_fds(self._peers[0], 64, 1)
+                if not descriptors:
+                    raise CollectiveError(f"rank {self._names[0]} has left while memory was being shared")
+                if int(message) != total:
+                    os.close(descriptors[0])
+                    raise CollectiveError(
+                        f"ranks share memory of different sizes: rank {self._names[0]} {int(message)} bytes, "
+                        f"rank {self._names[self.index]} {total}"
+                    )
+                return descriptors[0]
+            descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, total)
+            for link in self._peers.values():
+                socket.send_fds(link, [str(total).encode()], [descriptor])
+            return descriptor
+        except (BrokenPipeError, ConnectionError, TimeoutError) as error:
+            raise CollectiveError(f"another rank went or did not answer while memory was being shared: {error}") from error
+
+
+def _advise(mapping: Mapping, begin: int, num_bytes: int, advice: int) -> int:
+    """What the kernel says to a piece of advice: 0, or an error number. Older ones know fewer."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return ctypes.get_errno() if libc.madvise(mapping.address + begin, num_bytes, advice) else 0
+
+
+def _get(store: dist.Store, key: str, timeout_s: float, rank: int) -> bytes:
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise LaunchError(f"rank {rank} did not open shared memory within {timeout_s:g} s") from error
+    return bytes(store.get(key))

@@ -1,0 +1,290 @@
+"""The process group `paceline`: collectives between ranks of one host in shared memory, everything else on gloo.
+
+Which way an operation goes follows from what all ranks see alike (its kind, type and the hosts of the ranks), never from
+how one of them calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from paceline.transport import native
+from paceline.transport.circle import Circle, look_around
+from paceline.transport.hierarchy import TwoLevels
+from paceline.transport.works import FinishedWork, NativeWork, Promises
+
+__all__ = ["PacelineGroup"]
+
+# Two of these per rank pass between the cores' own caches; larger ones were slower where it was measured.
+_SLOT_BYTES = 128 << 10
+# A process that stays stopped for this long is given up.
+_STOPPED_S = 1.2
+
+_DTYPES = {
+    torch.float32: native.F32, torch.float64: native.F64, torch.bfloat16: native.BF16, torch.float16: native.F16,
+    torch.int32: native.I32, torch.int64: native.I64,
+}  # fmt: skip
+_OPS = {
+    dist.ReduceOp.RedOpType.SUM: native.SUM, dist.ReduceOp.RedOpType.AVG: native.AVG,
+    dist.ReduceOp.RedOpType.MIN: native.MIN, dist.ReduceOp.RedOpType.MAX: native.MAX,
+}  # fmt: skip
+
+
+class PacelineGroup(dist.ProcessGroup):
+    """What `init_process_group("paceline")` and `new_group(backend="paceline")` make.
+
+    Collective: every rank of the group must make one.
+    """
+
+    def __init__(self, options: Any, backend_options: Any = None) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)
+        self._rank, self._size, self._timeout = rank, size, options.timeout
+        self._store = options.store
+        names = list(options.global_ranks_in_group) or list(range(size))
+        self._gloo = c10d.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), rank, size, timeout=self._timeout)
+        self._gloo._set_sequence_number_for_group()
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._cuda: Any = None
+        self._promises, self._pending = Promises(), deque[NativeWork]()
+        self._serial = 0
+        self._open(names)
+
+    def _open(self, names: Sequence[int]) -> None:
+        timeout_s = self._timeout.total_seconds()
+        places = look_around(self._store, self._rank, self._size)
+        hosts = [place["host"] for place in places]
+        mine = [rank for rank in range(self._size) if hosts[rank] == hosts[self._rank]]
+        pids = [places[rank]["pid"] for rank in mine]
+        self._circle = Circle(self._store, mine, pids, self._rank, timeout_s)
+        segment = self._circle.share(-(-native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES) // len(mine)))
+        self._segment = segment[0]
+        self._native = native.NativeGroup(
+            self._segment.address, _SLOT_BYTES, mine.index(self._rank), [names[rank] for rank in mine], pids,
+            timeout_s, _STOPPED_S,
+        )  # fmt: skip
+        leaders = sorted({hosts.index(host) for host in hosts})
+        self._levels = None
+        if len(leaders) > 1:
+            self._levels = TwoLevels(
+                self._store, self._native, leaders, self._rank, mine, self._size, self._timeout
+            )
+
+    # -- what others ask of a group -----------------------------------------------------------------------------------
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether all ranks are on one host, so that every collective that can be is done in shared memory."""
+        return self._levels is None
+
+    def getBackendName(self) -> str:
+        return "paceline"
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Bytes, all zero, that are reduced where they lie. Collective: every rank must ask for as many.
+
+        They are this rank's part of memory that the ranks of its host share, and live as long as a tensor in them.
+        """
+        if self._levels is not None:
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+        mapping, part_bytes = self._circle.share(num_bytes)
+        self._serial += 1
+        self._native.run(native.BARRIER, 0, 0, 0, 0, 0, 0, 0.0)  # everyone has its own part nearby
+        self._circle.populate(mapping, 0, mapping.num_bytes)
+        part = mapping.part(self._circle.index * part_bytes, part_bytes)
+        if self._native.add_arena(self._serial, mapping.address, part_bytes):
+            weakref.finalize(part, self._native.remove_arena, self._serial)
+        return torch.frombuffer(part, dtype=torch.uint8)[:num_bytes]
+
+    def shutdown(self) -> None:
+        """Leave; who still waits for this rank gets an error that says so."""
+        self._native.close()
+        self._promises.close()
+        self._pending.clear()
+        if self._levels is not None:
+            self._levels.close()
+        self._circle.close()
+        for backend in (self._gloo, self._cuda):
+            if backend is not None:
+                with contextlib.suppress(RuntimeError):
+                    backend.shutdown()
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._native.close()
+            self._circle.close()
+
+    # -- collectives in shared memory ---------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or c10d.AllreduceOptions()
+        tensor, op = tensors[0], _OPS.get(opts.reduceOp.op)
+        if len(tensors) > 1 or op is None or not _is_plain(tensor):
+            return self._backend(tensor).allreduce(tensors, opts)
+        if self._levels is not None:
+            return self._levels.start_all_reduce(tensor, _DTYPES[tensor.dtype], op, _is_asynchronous(opts))
+        address = tensor.data_ptr()
+        asked = native.ALL_REDUCE, _DTYPES[tensor.dtype], op, 0, address, address, tensor.numel()
+        return self._start(asked, opts, tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        if not all(map(_is_plain, tensors)) or opts.reduceOp.op not in _OPS:
+            return self._backend(tensors[0]).allreduce_coalesced(tensors, opts)
+        one = c10d.AllreduceOptions()
+        one.reduceOp, one.timeout, one.asyncOp = opts.reduceOp, opts.timeout, _is_asynchronous(opts)
+        works = [self.allreduce([tensor], one) for tensor in tensors]
+        return works[-1]  # they are done in order
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        tensor = tensors[0]
+        if len(tensors) > 1 or self._levels is not None or not _is_dense(tensor):
+            return self._backend(tensor).broadcast(tensors, opts)
+        address = tensor.data_ptr()
+        asked = native.BROADCAST, native.BYTES, 0, opts.rootRank, address, address, tensor.nbytes
+        return self._start(asked, opts, tensors)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        opts = opts or c10d.AllgatherOptions()
+        into, tensor = outputs[0], inputs[0]
+        is_even = all(out.numel() == tensor.numel() and out.dtype == tensor.dtype for out in into)
+        if len(inputs) > 1 or self._levels is not None or not (is_even and _is_dense(tensor)):
+            return self._backend(tensor).allgather(outputs, inputs, opts)
+        flat = tensor.new_empty(self._size * tensor.numel())
+
+        def spread() -> None:
+            for out, part in zip(into, flat.chunk(self._size) if flat.numel() else [flat] * self._size, strict=True):
+                out.copy_(part.view_as(out))
+
+        asked = native.ALL_GATHER, native.BYTES, 0, 0, tensor.data_ptr(), flat.data_ptr(), tensor.nbytes
+        return self._start(asked, opts, [flat, tensor, *into], spread)
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+        opts = opts or c10d.AllgatherOptions()
+        fits = output.numel() == self._size * tensor.numel() and output.dtype == tensor.dtype
+        if self._levels is not None or not (fits and _is_dense(output) and _is_dense(tensor)):
+            return self._backend(tensor)._allgather_base(output, tensor, opts)
+        asked = native.ALL_GATHER, native.BYTES, 0, 0, tensor.data_ptr(), output.data_ptr(), tensor.nbytes
+        return self._start(asked, opts, [output, tensor])
+
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+        opts = opts or c10d.ReduceScatterOptions()
+        fits = tensor.numel() == self._size * output.numel() and output.dtype == tensor.dtype
+        op = _OPS.get(opts.reduceOp.op)
+        if self._levels is not None or op is None or not (fits and _is_plain(output) and _is_plain(tensor)):
+            return self._backend(tensor)._reduce_scatter_base(output, tensor, opts)
+        addresses = tensor.data_ptr(), output.data_ptr()
+        asked = native.REDUCE_SCATTER, _DTYPES[tensor.dtype], op, 0, *addresses, output.numel()
+        return self._start(asked, opts, [output, tensor])
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+    ) -> dist.Work:
+        opts = opts or c10d.ReduceScatterOptions()
+        output, parts = outputs[0], inputs[0]
+        is_even = all(part.numel() == output.numel() and part.dtype == output.dtype for part in parts)
+        if len(outputs) > 1 or self._levels is not None or not (is_even and _is_plain(output)):
+            return self._backend(output).reduce_scatter(outputs, inputs, opts)
+        return self._reduce_scatter_base(output, torch.cat([part.reshape(-1) for part in parts]), opts)
+
+    # Newer names of the same.
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        opts = opts or c10d.BarrierOptions()
+        if self._levels is not None or self._is_on_cuda(opts):
+            return (self._cuda_backend() if self._is_on_cuda(opts) else self._gloo).barrier(opts)
+        return self._start((native.BARRIER, 0, 0, 0, 0, 0, 0), opts, [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
+
+    def _start(
+        self, asked: tuple[int, ...], opts: Any, tensors: Sequence[torch.Tensor], after: Callable[[], None] | None = None
+    ) -> dist.Work:
+        timeout_s = max(0.0, opts.timeout.total_seconds())  # below 0: the group's own
+        if not _is_asynchronous(opts):
+            self._native.run(*asked, timeout_s)
+            if after is not None:
+                after()
+            return FinishedWork(tensors)
+        work = NativeWork(self._native, self._native.submit(*asked, timeout_s), tensors, self._promises, after)
+        # Nobody need keep a Work, but its tensors must stay until it is through.
+        while self._pending and self._pending[0].is_completed():
+            self._pending.popleft()
+        self._pending.append(work)
+        return work
+
+    # -- the rest -----------------------------------------------------------------------------------------------------
+
+    def _backend(self, tensor: torch.Tensor) -> Any:
+        return self._cuda_backend() if tensor.is_cuda else self._gloo
+
+    def _is_on_cuda(self, opts: Any) -> bool:
+        device = getattr(opts, "device", None)
+        return device is not None and device.type == "cuda"
+
+    def _cuda_backend(self) -> Any:
+        """What moves GPU tensors: NCCL if the group was asked for with `cuda:nccl`, else gloo. Made when first used."""
+        if self._cuda is None:
+            kind = dist.ProcessGroup.BackendType.GLOO
+            self._cuda = self._gloo
+            if "cuda:nccl" in dist.get_backend_config(self):
+                options = c10d.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                store = dist.PrefixStore("nccl", self._store)
+                self._cuda = c10d.ProcessGroupNCCL(store, self._rank, self._size, options)
+                kind = dist.ProcessGroup.BackendType.NCCL
+            self._register_backend(torch.device("cuda"), kind, self._cuda)
+        return self._cuda
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a run of bytes in this process's memory."""
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a run of numbers that can be reduced in shared memory."""
+    return tensor.dtype in _DTYPES and _is_dense(tensor)
+
+
+def _is_asynchronous(opts: Any) -> bool:
+    return bool(getattr(opts, "asyncOp", True))
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    """A collective that shared memory does not do, by the backend of its tensors."""
+
+    def call(self: PacelineGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._backend(_first_tensor([*args, *kwargs.values()])), name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def _first_tensor(values: Sequence[Any]) -> torch.Tensor:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, list | tuple) and value:
+            return _first_tensor(value)
+    return torch.empty(0)
+
+
+for _name in ("reduce", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "recv_anysource",
+              "allgather_coalesced"):  # fmt: skip
+    setattr(PacelineGroup, _name, _delegate(_name))

@@ -1,0 +1,543 @@
+/* A group of ranks in shared memory: how they wait for each other, and what each collective moves.
+ *
+ * Every rank has a seat: a counter of the phases that it has finished, which the others watch, and two slots of memory
+ * into which it puts what the others need. All ranks go through the same phases in the same order, so a rank may write
+ * into the slot of two phases ago: whoever has signalled the last phase has read it. How numbers are added up does not
+ * belong here (kernels.c), neither does who calls when (worker.c). */
+#define _GNU_SOURCE
+#include "group.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Up to this many bytes every rank adds up everything by itself: one meeting instead of two. */
+#define ALONE_BYTES (32 << 10)
+/* How long a rank looks for the others before it sleeps, if each has a core. */
+#define SPIN_S 20e-6
+/* How long it sleeps before it looks whether they live. */
+#define NAP_S 0.05
+
+#if defined(__x86_64__)
+#define RELAX() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ __volatile__("yield")
+#else
+#define RELAX() ((void)0)
+#endif
+
+/* -- the memory that is shared -- */
+
+static uint64_t up_to(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+static uint64_t head_bytes(int size) { return up_to(sizeof(segment) + (uint64_t)size * sizeof(seat), 4096); }
+
+uint64_t pln_segment_bytes(int size, uint64_t slot_bytes)
+{
+    return head_bytes(size) + (uint64_t)size * 2 * up_to(slot_bytes, 4096);
+}
+
+void pln_settle(pln_group *g, void *shared, uint64_t slot_bytes)
+{
+    g->shared = shared;
+    g->slot_bytes = up_to(slot_bytes, 4096);
+    g->slots = (char *)shared + head_bytes(g->size);
+    cpu_set_t mine;
+    CPU_ZERO(&mine);
+    const int cores = sched_getaffinity(0, sizeof mine, &mine) == 0 ? CPU_COUNT(&mine) : 1;
+    g->spin_s = cores >= g->size ? SPIN_S : 0;
+}
+
+static char *slot_of(pln_group *g, int rank, uint64_t index)
+{
+    return g->slots + ((uint64_t)rank * 2 + (index & 1)) * g->slot_bytes;
+}
+
+/* -- waiting -- */
+
+double pln_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds)
+{
+    struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    syscall(SYS_futex, (uint32_t *)word, FUTEX_WAIT, seen, &t, NULL, 0);
+}
+
+static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, (uint32_t *)word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+
+/* The letter that /proc shows for a process, and when it started; 0 if there is no such process. */
+char pln_look_at_process(int64_t pid, uint64_t *start)
+{
+    char path[40], text[1024];
+    snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
+    const int file = open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0)
+        return errno == ENOENT || errno == ESRCH ? 0 : '?';
+    const ssize_t got = read(file, text, sizeof text - 1);
+    close(file);
+    if (got <= 0)
+        return 0;
+    text[got] = 0;
+    const char *at = strrchr(text, ')'); /* the name before it may hold anything */
+    if (at == NULL || at[1] == 0)
+        return '?';
+    const char state = at[2];
+    unsigned long long started = 0;
+    at += 3;
+    for (int field = 3; field < 21 && at != NULL; field++)
+        at = strchr(at + 1, ' ');
+    if (at != NULL)
+        sscanf(at, "%llu", &started);
+    *start = started;
+    return state;
+}
+
+/* Say that the group is broken, unless somebody has said so already, and wake everybody. Returns the reason that counts. */
+int pln_break(pln_group *g, int code, int culprit)
+{
+    uint32_t told = 0, mine = (uint32_t)code | (uint32_t)culprit << 8;
+    if (atomic_compare_exchange_strong(&g->shared->broken, &told, mine))
+        told = mine;
+    for (int r = 0; r < g->size; r++)
+        futex_wake(&g->shared->seats[r].progress);
+    return (int)(told & 0xff);
+}
+
+static int is_there(const seat *peer, uint32_t phase)
+{
+    return (int32_t)(atomic_load_explicit(&peer->progress, memory_order_acquire) - phase) >= 0;
+}
+
+/* Whether a peer that has not come can still come. */
+static int check_peer(pln_group *g, int r, uint32_t phase, double now, double *stopped_since)
+{
+    const seat *peer = &g->shared->seats[r];
+    if (atomic_load(&peer->has_left))
+        return is_there(peer, phase) ? PLN_OK : pln_break(g, PLN_LEFT, r);
+    if (g->pids[r] <= 0)
+        return PLN_OK;
+    uint64_t start = 0;
+    const char state = pln_look_at_process(g->pids[r], &start);
+    if (state == 0 || state == 'Z' || state == 'X' || (state != '?' && start != g->starts[r]))
+        return is_there(peer, phase) ? PLN_OK : pln_break(g, PLN_DEAD, r);
+    if (state != 'T')
+        *stopped_since = 0;
+    else if (*stopped_since <= 0)
+        *stopped_since = now;
+    else if (now - *stopped_since > g->stopped_s)
+        return pln_break(g, PLN_STOPPED, r);
+    return PLN_OK;
+}
+
+static int await_peer(pln_group *g, int r, uint32_t phase)
+{
+    seat *peer = &g->shared->seats[r];
+    const double began = pln_now(), spin_until = began + g->spin_s;
+    do {
+        for (int i = 0; i < 64; i++) {
+            if (is_there(peer, phase))
+                return PLN_OK;
+            RELAX();
+        }
+    } while (pln_now() < spin_until);
+    double stopped_since = 0, last = began;
+    while (!is_there(peer, phase)) {
+        const uint32_t broken = atomic_load(&g->shared->broken);
+        if (broken != 0)
+            return (int)(broken & 0xff);
+        if (atomic_load(&g->is_closing))
+            return PLN_CLOSED;
+        /* Announced before the last look: a peer that signals after it sees the sleeper. */
+        atomic_fetch_add(&peer->sleepers, 1);
+        const uint32_t seen = atomic_load(&peer->progress);
+        if ((int32_t)(seen - phase) < 0)
+            futex_wait(&peer->progress, seen, NAP_S);
+        atomic_fetch_sub(&peer->sleepers, 1);
+        const double now = pln_now();
+        if (now - last > 10 * NAP_S)
+            stopped_since = 0; /* this process was itself stopped, or starved: begin anew */
+        if (now - last > NAP_S / 2) {
+            const int code = check_peer(g, r, phase, now, &stopped_since);
+            if (code != PLN_OK)
+                return code;
+            last = now;
+        }
+        if (now - g->began > g->limit_s && !is_there(peer, phase))
+            return pln_break(g, PLN_TIMEOUT, r);
+    }
+    return PLN_OK;
+}
+
+/* Wait until every rank has finished a phase. */
+static int await(pln_group *g, uint32_t phase)
+{
+    for (int step = 1; step < g->size; step++) {
+        const int code = await_peer(g, (g->rank + step) % g->size, phase);
+        if (code != PLN_OK)
+            return code;
+    }
+    return PLN_OK;
+}
+
+/* This rank has finished a phase; returns its number. */
+static uint32_t signal_phase(pln_group *g)
+{
+    seat *mine = &g->shared->seats[g->rank];
+    atomic_store(&mine->progress, ++g->progress);
+    if (atomic_load(&mine->sleepers) != 0)
+        futex_wake(&mine->progress);
+    return g->progress;
+}
+
+void pln_say_farewell(pln_group *g)
+{
+    seat *mine = &g->shared->seats[g->rank];
+    atomic_store(&mine->has_left, 1);
+    futex_wake(&mine->progress);
+}
+
+/* -- the first meeting of an operation: do all ranks want the same? -- */
+
+static const request *asked_by(pln_group *g, int rank) { return &g->shared->seats[rank].asked[g->num_ops & 1]; }
+
+static void ask(pln_group *g, const request *mine)
+{
+    g->num_ops++;
+    g->shared->seats[g->rank].asked[g->num_ops & 1] = *mine;
+}
+
+static int is_same(const request *a, const request *b)
+{
+    return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root && a->count == b->count;
+}
+
+static int meet(pln_group *g)
+{
+    const int code = await(g, signal_phase(g));
+    if (code != PLN_OK)
+        return code;
+    for (int r = 0; r < g->size; r++)
+        if (!is_same(asked_by(g, r), asked_by(g, 0)))
+            return pln_break(g, PLN_MISMATCH, r); /* every rank finds the same one */
+    return PLN_OK;
+}
+
+/* -- the collectives -- */
+
+typedef struct {
+    size_t begin, end;
+} span;
+
+/* The part of `count` elements that is one rank's, on borders that no two ranks share a cache line across. */
+static span part_of(size_t count, int rank, int size, size_t element_bytes)
+{
+    const size_t each = (size_t)up_to((count + (size_t)size - 1) / (size_t)size, LINE_BYTES / element_bytes);
+    const size_t begin = each * (size_t)rank < count ? each * (size_t)rank : count;
+    return (span){begin, count - begin < each ? count : begin + each};
+}
+
+static int is_shared(pln_group *g)
+{
+    const request *first = asked_by(g, 0);
+    for (int r = 0; r < g->size; r++)
+        if (asked_by(g, r)->arena == 0 || asked_by(g, r)->arena != first->arena ||
+            asked_by(g, r)->offset != first->offset)
+            return 0;
+    return 1;
+}
+
+static int is_any_shared(pln_group *g)
+{
+    for (int r = 0; r < g->size; r++)
+        if (asked_by(g, r)->arena != 0)
+            return 1;
+    return 0;
+}
+
+/* Small: everybody puts everything out, and adds up everything. */
+static int reduce_alone(pln_group *g, const request *o, size_t bytes)
+{
+    const void *src[PLN_MAX_RANKS];
+    void *dst[1] = {o->out};
+    memcpy(slot_of(g, g->rank, g->stage), o->in, bytes);
+    const int code = meet(g);
+    if (code != PLN_OK)
+        return code;
+    for (int r = 0; r < g->size; r++)
+        src[r] = slot_of(g, r, g->stage);
+    g->stage++;
+    pln_reduce(o->dtype, o->op, dst, 1, src, g->size, o->count, g->size);
+    return PLN_OK;
+}
+
+/* In shared memory: each rank adds up its part and writes it to everyone. */
+static int reduce_in_place(pln_group *g, const request *o)
+{
+    const void *src[PLN_MAX_RANKS];
+    void *dst[PLN_MAX_RANKS];
+    const size_t wide = pln_element_bytes(o->dtype);
+    const span mine = part_of(o->count, g->rank, g->size, wide);
+    const arena *where = &g->where;
+    for (int r = 0; r < g->size; r++)
+        src[r] = dst[r] = where->base + (uint64_t)r * where->part_bytes + o->offset + mine.begin * wide;
+    pln_reduce(o->dtype, o->op, dst, g->size, src, g->size, mine.end - mine.begin, g->size);
+    return await(g, signal_phase(g));
+}
+
+typedef struct {
+    const request *asked;
+    size_t wide, chunk;
+} staged;
+
+/* Put out what the others add up of chunk `i`. */
+static void stage_chunk(pln_group *g, const staged *s, size_t i)
+{
+    const size_t at = i * s->chunk, count = s->asked->count - at < s->chunk ? s->asked->count - at : s->chunk;
+    char *slot = slot_of(g, g->rank, g->stage + i);
+    for (int step = 1; step < g->size; step++) {
+        const span part = part_of(count, (g->rank + step) % g->size, g->size, s->wide);
+        memcpy(slot + part.begin * s->wide, (const char *)s->asked->in + (at + part.begin) * s->wide,
+               (part.end - part.begin) * s->wide);
+    }
+}
+
+/* Add up this rank's part, straight to where it belongs and, for the others, into the slot. */
+static void reduce_chunk(pln_group *g, const staged *s, size_t i)
+{
+    const size_t at = i * s->chunk, count = s->asked->count - at < s->chunk ? s->asked->count - at : s->chunk;
+    const span mine = part_of(count, g->rank, g->size, s->wide);
+    const void *src[PLN_MAX_RANKS];
+    for (int r = 0; r < g->size; r++)
+        src[r] = slot_of(g, r, g->stage + i) + mine.begin * s->wide;
+    src[g->rank] = (const char *)s->asked->in + (at + mine.begin) * s->wide;
+    void *dst[2] = {(char *)s->asked->out + (at + mine.begin) * s->wide,
+                    slot_of(g, g->rank, g->stage + i) + mine.begin * s->wide};
+    pln_reduce(s->asked->dtype, s->asked->op, dst, 2, src, g->size, mine.end - mine.begin, g->size);
+}
+
+static void fetch_chunk(pln_group *g, const staged *s, size_t i)
+{
+    const size_t at = i * s->chunk, count = s->asked->count - at < s->chunk ? s->asked->count - at : s->chunk;
+    for (int step = 1; step < g->size; step++) {
+        const int r = (g->rank + step) % g->size;
+        const span part = part_of(count, r, g->size, s->wide);
+        memcpy((char *)s->asked->out + (at + part.begin) * s->wide, slot_of(g, r, g->stage + i) + part.begin * s->wide,
+               (part.end - part.begin) * s->wide);
+    }
+}
+
+/* Elsewhere: through the slots, in chunks that stay in the caches; the next one is put out before the last is fetched. */
+static int reduce_through_slots(pln_group *g, const request *o, int is_staged)
+{
+    const size_t wide = pln_element_bytes(o->dtype);
+    /* A multiple of the parts' borders, so that every part of a chunk fits into the slot. */
+    const staged s = {o, wide, g->slot_bytes / wide};
+    const size_t num_chunks = (o->count + s.chunk - 1) / s.chunk;
+    int code = PLN_OK;
+    if (!is_staged) {
+        stage_chunk(g, &s, 0);
+        code = await(g, signal_phase(g));
+    }
+    for (size_t i = 0; i < num_chunks && code == PLN_OK; i++) {
+        uint32_t is_out = 0;
+        reduce_chunk(g, &s, i);
+        const uint32_t is_reduced = signal_phase(g);
+        if (i + 1 < num_chunks) {
+            stage_chunk(g, &s, i + 1);
+            is_out = signal_phase(g);
+        }
+        code = await(g, is_reduced);
+        if (code == PLN_OK)
+            fetch_chunk(g, &s, i);
+        if (code == PLN_OK && i + 1 < num_chunks)
+            code = await(g, is_out);
+    }
+    g->stage += num_chunks;
+    return code;
+}
+
+static int all_reduce(pln_group *g, const request *o)
+{
+    const size_t wide = pln_element_bytes(o->dtype), bytes = o->count * wide;
+    if (bytes <= ALONE_BYTES && bytes <= g->slot_bytes)
+        return reduce_alone(g, o, bytes);
+    if (o->arena == 0) {
+        const staged s = {o, wide, g->slot_bytes / wide};
+        stage_chunk(g, &s, 0);
+    }
+    const int code = meet(g);
+    if (code != PLN_OK)
+        return code;
+    if (is_shared(g))
+        return reduce_in_place(g, o);
+    /* If it lies in shared memory on some ranks only, these have not put out their first chunk yet. */
+    return reduce_through_slots(g, o, !is_any_shared(g));
+}
+
+static int reduce_scatter(pln_group *g, const request *o)
+{
+    const size_t wide = pln_element_bytes(o->dtype), chunk = g->slot_bytes / (wide * (size_t)g->size);
+    const void *src[PLN_MAX_RANKS];
+    for (size_t at = 0; at == 0 || at < o->count; at += chunk) {
+        const size_t count = o->count - at < chunk ? o->count - at : chunk;
+        for (int step = 1; step < g->size; step++) {
+            const size_t r = (size_t)((g->rank + step) % g->size);
+            memcpy(slot_of(g, g->rank, g->stage) + r * chunk * wide, (const char *)o->in + (r * o->count + at) * wide,
+                   count * wide);
+        }
+        const int code = at == 0 ? meet(g) : await(g, signal_phase(g));
+        if (code != PLN_OK)
+            return code;
+        for (int r = 0; r < g->size; r++)
+            src[r] = slot_of(g, r, g->stage) + (size_t)g->rank * chunk * wide;
+        src[g->rank] = (const char *)o->in + ((size_t)g->rank * o->count + at) * wide;
+        void *dst[1] = {(char *)o->out + at * wide};
+        pln_reduce(o->dtype, o->op, dst, 1, src, g->size, count, g->size);
+        g->stage++;
+    }
+    return PLN_OK;
+}
+
+static int all_gather(pln_group *g, const request *o)
+{
+    const size_t wide = pln_element_bytes(o->dtype), bytes = o->count * wide;
+    for (size_t at = 0; at == 0 || at < bytes; at += g->slot_bytes) {
+        const size_t count = bytes - at < g->slot_bytes ? bytes - at : g->slot_bytes;
+        memcpy(slot_of(g, g->rank, g->stage), (const char *)o->in + at, count);
+        const int code = at == 0 ? meet(g) : await(g, signal_phase(g));
+        if (code != PLN_OK)
+            return code;
+        /* The input may be this rank's part of the output. */
+        memmove((char *)o->out + (size_t)g->rank * bytes + at, (const char *)o->in + at, count);
+        for (int step = 1; step < g->size; step++) {
+            const int r = (g->rank + step) % g->size;
+            memcpy((char *)o->out + (size_t)r * bytes + at, slot_of(g, r, g->stage), count);
+        }
+        g->stage++;
+    }
+    return PLN_OK;
+}
+
+static int broadcast(pln_group *g, const request *o)
+{
+    const size_t bytes = o->count * pln_element_bytes(o->dtype);
+    for (size_t at = 0; at == 0 || at < bytes; at += g->slot_bytes) {
+        const size_t count = bytes - at < g->slot_bytes ? bytes - at : g->slot_bytes;
+        if (g->rank == o->root)
+            memcpy(slot_of(g, g->rank, g->stage), (const char *)o->in + at, count);
+        const int code = at == 0 ? meet(g) : await(g, signal_phase(g));
+        if (code != PLN_OK)
+            return code;
+        if (g->rank != o->root)
+            memcpy((char *)o->out + at, slot_of(g, o->root, g->stage), count);
+        g->stage++;
+    }
+    return PLN_OK;
+}
+
+/* Whether the vector lies in memory that all ranks have; whoever runs the operation keeps that memory alive. */
+static void find_arena(pln_group *g, request *o)
+{
+    const char *at = o->out;
+    o->arena = 0;
+    if (o->kind != PLN_ALL_REDUCE || o->in != o->out)
+        return;
+    pthread_mutex_lock(&g->lock);
+    for (int a = 0; a < PLN_MAX_ARENAS; a++) {
+        const char *mine = g->arenas[a].base + (uint64_t)g->rank * g->arenas[a].part_bytes;
+        if (g->arenas[a].serial != 0 && at >= mine &&
+            at + o->count * pln_element_bytes(o->dtype) <= mine + g->arenas[a].part_bytes) {
+            g->where = g->arenas[a];
+            o->arena = g->where.serial;
+            o->offset = (uint64_t)(at - mine);
+        }
+    }
+    pthread_mutex_unlock(&g->lock);
+}
+
+int pln_execute(pln_group *g, request *o)
+{
+    const uint32_t broken = atomic_load(&g->shared->broken);
+    if (broken != 0)
+        return (int)(broken & 0xff);
+    g->began = pln_now();
+    g->limit_s = o->timeout_s > 0 ? o->timeout_s : g->timeout_s;
+    find_arena(g, o);
+    ask(g, o);
+    switch (o->kind) {
+    case PLN_ALL_REDUCE:
+        return all_reduce(g, o);
+    case PLN_REDUCE_SCATTER:
+        return reduce_scatter(g, o);
+    case PLN_ALL_GATHER:
+        return all_gather(g, o);
+    case PLN_BROADCAST:
+        return broadcast(g, o);
+    default:
+        return meet(g);
+    }
+}
+
+/* -- what went wrong, in words -- */
+
+static void describe(const request *o, char *text, size_t bytes)
+{
+    static const char *const kinds[] = {"all-reduce", "reduce-scatter", "all-gather", "broadcast", "barrier"};
+    static const char *const dtypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64", "bytes"};
+    static const char *const ops[] = {"sum", "avg", "min", "max"};
+    if (o->kind == PLN_BARRIER)
+        snprintf(text, bytes, "a barrier");
+    else if (o->kind == PLN_BROADCAST)
+        snprintf(text, bytes, "a broadcast of %llu %s from %d", (unsigned long long)o->count, dtypes[o->dtype], o->root);
+    else if (o->kind == PLN_ALL_GATHER)
+        snprintf(text, bytes, "an all-gather of %llu %s", (unsigned long long)o->count, dtypes[o->dtype]);
+    else
+        snprintf(text, bytes, "%s %s (%s) of %llu %s", o->kind == PLN_ALL_REDUCE ? "an" : "a", kinds[o->kind], ops[o->op],
+                 (unsigned long long)o->count, dtypes[o->dtype]);
+}
+
+void pln_explain(pln_group *g, char *text, size_t bytes)
+{
+    const uint32_t broken = atomic_load(&g->shared->broken);
+    const int code = (int)(broken & 0xff), culprit = (int)(broken >> 8);
+    const long long pid = culprit < g->size ? (long long)g->pids[culprit] : 0;
+    const int name = culprit < g->size ? g->names[culprit] : 0;
+    char here[96], there[96];
+    switch (code) {
+    case PLN_OK:
+        snprintf(text, bytes, "the group is closed");
+        break;
+    case PLN_DEAD:
+        snprintf(text, bytes, "rank %d (process %lld) has died", name, pid);
+        break;
+    case PLN_STOPPED:
+        snprintf(text, bytes, "rank %d (process %lld) is stopped", name, pid);
+        break;
+    case PLN_LEFT:
+        snprintf(text, bytes, "rank %d (process %lld) has closed its group", name, pid);
+        break;
+    case PLN_TIMEOUT:
+        snprintf(text, bytes, "rank %d (process %lld) did not come within the time limit", name, pid);
+        break;
+    case PLN_MISMATCH:
+        describe(asked_by(g, 0), here, sizeof here);
+        describe(asked_by(g, culprit), there, sizeof there);
+        snprintf(text, bytes, "ranks ask for different things: rank %d for %s, rank %d for %s", g->names[0], here, name,
+                 there);
+        break;
+    default:
+        snprintf(text, bytes, "the group is broken (%d)", code);
+    }
+}

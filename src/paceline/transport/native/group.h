@@ -1,0 +1,77 @@
+/* What group.c and worker.c share. */
+#ifndef PACELINE_GROUP_H
+#define PACELINE_GROUP_H
+
+#include "paceline_native.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#define LINE_BYTES 128 /* processors fetch lines of 64 in pairs */
+#define QUEUE_LENGTH 1024
+
+/* What one rank wants; the others read it at the first meeting. */
+typedef struct {
+    int32_t kind, dtype, op, root;
+    uint64_t count, offset;
+    int32_t arena; /* its serial number; 0: not in shared memory */
+    const void *in; /* of this rank only */
+    void *out;
+    double timeout_s;
+} request;
+
+/* One rank's words. `progress` counts finished phases and wraps around; only `sleepers` is written by others. */
+typedef struct {
+    _Alignas(LINE_BYTES) _Atomic uint32_t progress;
+    _Atomic uint32_t sleepers, has_left;
+    _Alignas(LINE_BYTES) request asked[2];
+} seat;
+
+typedef struct {
+    _Alignas(LINE_BYTES) _Atomic uint32_t broken; /* 0, or the reason and, from bit 8, the culprit */
+    seat seats[];
+} segment;
+
+typedef struct {
+    int serial; /* 0: free */
+    char *base;
+    uint64_t part_bytes;
+} arena;
+
+struct pln_group {
+    segment *shared;
+    char *slots;
+    uint64_t slot_bytes;
+    int rank, size;
+    int32_t names[PLN_MAX_RANKS];
+    int64_t pids[PLN_MAX_RANKS];
+    uint64_t starts[PLN_MAX_RANKS];
+    double timeout_s, stopped_s, spin_s;
+    arena arenas[PLN_MAX_ARENAS];
+
+    /* Of the operation that runs; whoever runs it has them to itself. */
+    uint32_t progress;
+    uint64_t stage, num_ops;
+    arena where; /* its vector lies, if in any */
+    double began, limit_s;
+
+    /* The queue: tickets 1, 2, ... are submitted, then finished, in order; those from `first_failed` on have failed. */
+    pid_t owner;
+    pthread_t worker;
+    pthread_mutex_t lock;
+    pthread_cond_t has_work, has_result;
+    request queue[QUEUE_LENGTH];
+    int64_t submitted, finished, first_failed;
+    int failure, is_busy, has_worker;
+    _Atomic int is_closing;
+};
+
+double pln_now(void);
+char pln_look_at_process(int64_t pid, uint64_t *start);
+void pln_settle(pln_group *g, void *shared, uint64_t slot_bytes);
+int pln_break(pln_group *g, int code, int culprit);
+void pln_say_farewell(pln_group *g);
+int pln_execute(pln_group *g, request *o);
+
+#endif

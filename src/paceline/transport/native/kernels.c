@@ -1,0 +1,101 @@
+/* Reductions of vectors in rank order, compiled for several kinds of processor and chosen when the program runs.
+ * Who reduces what, and when, does not belong here. */
+#include "paceline_native.h"
+
+#include <string.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#elif defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+typedef void (*reducer)(void *const *dst, int num_dst, const void *const *src, int num_src, size_t bytes, int divisor);
+
+/* AVG by a power of two has functions of its own, after the operations. */
+#define SCALED PLN_NUM_OPS
+#define NUM_TABLED (PLN_NUM_OPS + 1)
+
+#define INLINE static inline __attribute__((always_inline))
+
+#define SUFFIX base
+#define WIDE 16
+#include "kernels.inc"
+#undef SUFFIX
+#undef WIDE
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c")
+#endif
+#define SUFFIX avx2
+#define WIDE 32
+#include "kernels.inc"
+#undef SUFFIX
+#undef WIDE
+#if defined(__clang__)
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+#define SUFFIX avx512
+#define WIDE 64
+#include "kernels.inc"
+#undef SUFFIX
+#undef WIDE
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+static const reducer (*chosen)[NUM_TABLED] = table_base;
+static const char *chosen_name = "base";
+
+int pln_use_cpu(const char *name)
+{
+    if (strcmp(name, "base") == 0) {
+        chosen = table_base, chosen_name = "base";
+        return 0;
+    }
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (strcmp(name, "avx2") == 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+        chosen = table_avx2, chosen_name = "avx2";
+        return 0;
+    }
+    if (strcmp(name, "avx512") == 0 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        chosen = table_avx512, chosen_name = "avx512";
+        return 0;
+    }
+#endif
+    return -1;
+}
+
+__attribute__((constructor)) static void choose(void)
+{
+    if (pln_use_cpu("avx512") != 0)
+        pln_use_cpu("avx2");
+}
+
+const char *pln_cpu(void) { return chosen_name; }
+
+size_t pln_element_bytes(int dtype)
+{
+    static const size_t bytes[PLN_NUM_DTYPES] = {4, 8, 2, 2, 4, 8, 1};
+    return bytes[dtype];
+}
+
+void pln_reduce(int dtype, int op, void *const *dst, int num_dst, const void *const *src, int num_src, size_t count,
+                int divisor)
+{
+    const int how = op == PLN_AVG && (divisor & (divisor - 1)) == 0 ? SCALED : op;
+    chosen[dtype][how](dst, num_dst, src, num_src, count * pln_element_bytes(dtype), divisor);
+}

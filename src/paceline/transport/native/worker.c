@@ -1,0 +1,222 @@
+/* Operations one after the other, in the order in which they were asked for: on a thread of their own, or on the
+ * caller's where nothing is before it. What an operation does does not belong here (group.c). */
+#define _GNU_SOURCE
+#include "group.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static void conclude(pln_group *g, int code)
+{
+    g->finished++;
+    if (code != PLN_OK && g->first_failed == 0) {
+        g->first_failed = g->finished;
+        g->failure = code;
+    }
+    g->is_busy = 0;
+    pthread_cond_broadcast(&g->has_result);
+}
+
+static void *work(void *argument)
+{
+    pln_group *g = argument;
+    pthread_mutex_lock(&g->lock);
+    for (;;) {
+        while (!atomic_load(&g->is_closing) && (g->is_busy || g->finished == g->submitted))
+            pthread_cond_wait(&g->has_work, &g->lock);
+        if (atomic_load(&g->is_closing))
+            break;
+        request next = g->queue[g->finished % QUEUE_LENGTH];
+        g->is_busy = 1;
+        pthread_mutex_unlock(&g->lock);
+        const int code = pln_execute(g, &next);
+        pthread_mutex_lock(&g->lock);
+        conclude(g, code);
+    }
+    pthread_mutex_unlock(&g->lock);
+    return NULL;
+}
+
+pln_group *pln_open(void *shared, uint64_t slot_bytes, int rank, int size, const int32_t *names, const int64_t *pids,
+                    double timeout_s, double stopped_s)
+{
+    if (size < 1 || size > PLN_MAX_RANKS || rank < 0 || rank >= size || slot_bytes < (uint64_t)size * LINE_BYTES)
+        return NULL;
+    pln_group *g = aligned_alloc(LINE_BYTES, (sizeof *g + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES);
+    if (g == NULL)
+        return NULL;
+    memset(g, 0, sizeof *g);
+    g->rank = rank, g->size = size, g->timeout_s = timeout_s, g->stopped_s = stopped_s, g->owner = getpid();
+    for (int r = 0; r < size; r++) {
+        g->names[r] = names[r];
+        g->pids[r] = pids[r];
+        if (pids[r] > 0)
+            pln_look_at_process(pids[r], &g->starts[r]);
+    }
+    pln_settle(g, shared, slot_bytes);
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&g->lock, NULL);
+    pthread_cond_init(&g->has_work, NULL);
+    pthread_cond_init(&g->has_result, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    return g;
+}
+
+void pln_close(pln_group *g)
+{
+    if (getpid() == g->owner) {
+        pln_say_farewell(g);
+        pthread_mutex_lock(&g->lock);
+        atomic_store(&g->is_closing, 1);
+        pthread_cond_broadcast(&g->has_work);
+        pthread_cond_broadcast(&g->has_result);
+        pthread_mutex_unlock(&g->lock);
+        if (g->has_worker)
+            pthread_join(g->worker, NULL);
+        /* Who runs an operation on its own thread, or waits for one, leaves before the memory goes. */
+        pthread_mutex_lock(&g->lock);
+        while (g->is_busy)
+            pthread_cond_wait(&g->has_result, &g->lock);
+        pthread_mutex_unlock(&g->lock);
+        pthread_cond_destroy(&g->has_work);
+        pthread_cond_destroy(&g->has_result);
+        pthread_mutex_destroy(&g->lock);
+    }
+    free(g);
+}
+
+int pln_add_arena(pln_group *g, int serial, void *base, uint64_t part_bytes)
+{
+    int code = PLN_BAD;
+    pthread_mutex_lock(&g->lock);
+    for (int a = 0; a < PLN_MAX_ARENAS && code != PLN_OK; a++)
+        if (g->arenas[a].serial == 0) {
+            g->arenas[a] = (arena){serial, base, part_bytes};
+            code = PLN_OK;
+        }
+    pthread_mutex_unlock(&g->lock);
+    return code;
+}
+
+int pln_remove_arena(pln_group *g, int serial)
+{
+    int code = PLN_BAD;
+    pthread_mutex_lock(&g->lock);
+    for (int a = 0; a < PLN_MAX_ARENAS; a++)
+        if (g->arenas[a].serial == serial) {
+            g->arenas[a] = (arena){0, NULL, 0};
+            code = PLN_OK;
+        }
+    pthread_mutex_unlock(&g->lock);
+    return code;
+}
+
+static int check(pln_group *g, int kind, int dtype, int op, int root)
+{
+    if (getpid() != g->owner)
+        return PLN_FORKED;
+    if (kind < 0 || kind >= PLN_NUM_KINDS || dtype < 0 || dtype >= PLN_NUM_DTYPES || op < 0 || op >= PLN_NUM_OPS ||
+        root < 0 || root >= g->size)
+        return PLN_BAD;
+    if (dtype == PLN_U8 && (kind == PLN_ALL_REDUCE || kind == PLN_REDUCE_SCATTER))
+        return PLN_BAD;
+    return PLN_OK;
+}
+
+/* With the lock held: take a number, once there is room in the queue. */
+static int64_t enqueue(pln_group *g, const request *wanted)
+{
+    while (g->submitted - g->finished >= QUEUE_LENGTH && !atomic_load(&g->is_closing))
+        pthread_cond_wait(&g->has_result, &g->lock);
+    if (atomic_load(&g->is_closing))
+        return -PLN_CLOSED;
+    if (!g->has_worker) {
+        if (pthread_create(&g->worker, NULL, work, g) != 0)
+            return -PLN_BAD;
+        g->has_worker = 1;
+    }
+    g->queue[g->submitted % QUEUE_LENGTH] = *wanted;
+    pthread_cond_signal(&g->has_work);
+    return ++g->submitted;
+}
+
+/* With the lock held. */
+static int status_of(const pln_group *g, int64_t ticket)
+{
+    return g->first_failed != 0 && ticket >= g->first_failed ? g->failure : PLN_OK;
+}
+
+int64_t pln_submit(pln_group *g, int kind, int dtype, int op, int root, const void *in, void *out, uint64_t count,
+                   double timeout_s)
+{
+    const int code = check(g, kind, dtype, op, root);
+    if (code != PLN_OK)
+        return -code;
+    const request wanted = {kind, dtype, op, root, count, 0, 0, in, out, timeout_s};
+    pthread_mutex_lock(&g->lock);
+    const int64_t ticket = enqueue(g, &wanted);
+    pthread_mutex_unlock(&g->lock);
+    return ticket;
+}
+
+int pln_run(pln_group *g, int kind, int dtype, int op, int root, const void *in, void *out, uint64_t count,
+            double timeout_s)
+{
+    const int bad = check(g, kind, dtype, op, root);
+    if (bad != PLN_OK)
+        return bad;
+    request wanted = {kind, dtype, op, root, count, 0, 0, in, out, timeout_s};
+    pthread_mutex_lock(&g->lock);
+    if (atomic_load(&g->is_closing)) {
+        pthread_mutex_unlock(&g->lock);
+        return PLN_CLOSED;
+    }
+    if (g->is_busy || g->finished != g->submitted) {
+        const int64_t ticket = enqueue(g, &wanted);
+        pthread_mutex_unlock(&g->lock);
+        return ticket < 0 ? (int)-ticket : pln_wait(g, ticket, -1);
+    }
+    g->submitted++;
+    g->is_busy = 1;
+    pthread_mutex_unlock(&g->lock);
+    const int code = pln_execute(g, &wanted);
+    pthread_mutex_lock(&g->lock);
+    conclude(g, code);
+    if (g->finished != g->submitted)
+        pthread_cond_signal(&g->has_work); /* something was queued behind this */
+    pthread_mutex_unlock(&g->lock);
+    return code;
+}
+
+int pln_wait(pln_group *g, int64_t ticket, double timeout_s)
+{
+    if (getpid() != g->owner)
+        return PLN_FORKED;
+    const double until = pln_now() + timeout_s;
+    const struct timespec deadline = {(time_t)until, (long)((until - (double)(time_t)until) * 1e9)};
+    pthread_mutex_lock(&g->lock);
+    int expired = 0;
+    while (g->finished < ticket && !atomic_load(&g->is_closing) && !expired) {
+        if (timeout_s < 0)
+            pthread_cond_wait(&g->has_result, &g->lock);
+        else
+            expired = pthread_cond_timedwait(&g->has_result, &g->lock, &deadline) != 0;
+    }
+    int code = status_of(g, ticket);
+    if (g->finished < ticket)
+        code = atomic_load(&g->is_closing) ? PLN_CLOSED : PLN_TIMEOUT;
+    pthread_mutex_unlock(&g->lock);
+    return code;
+}
+
+int pln_is_done(pln_group *g, int64_t ticket)
+{
+    pthread_mutex_lock(&g->lock);
+    const int done = g->finished >= ticket;
+    pthread_mutex_unlock(&g->lock);
+    return done;
+}

@@ -1,0 +1,141 @@
+"""What an operation in shared memory returns: torch's `Work`, and a Future for those who ask."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from paceline.transport.native import NativeGroup
+
+__all__ = ["FinishedWork", "NativeWork", "Promises"]
+
+
+class FinishedWork(Work):
+    """An operation that was over when the call returned."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class NativeWork(Work):
+    """A ticket. `after`, if any, is what is left to do here when the ticket is through; it is done once, by whoever looks.
+
+    The tensors are kept until then, whether or not the caller keeps them.
+    """
+
+    def __init__(
+        self,
+        native: NativeGroup,
+        ticket: int,
+        tensors: Sequence[torch.Tensor],
+        promises: Promises,
+        after: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._native, self._ticket, self._tensors, self._promises = native, ticket, list(tensors), promises
+        self._after, self._lock = after, threading.Lock()
+        self._future: torch.futures.Future | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._native.wait(self._ticket, timeout.total_seconds() or None)
+        self._finish()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if not self._native.is_done(self._ticket):
+            return False
+        if self._after is not None and self.exception() is None:
+            self._finish()
+        return True
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        if self._native.is_done(self._ticket):
+            try:
+                self._native.wait(self._ticket)
+            except RuntimeError as error:
+                return error
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future:
+        with self._lock:
+            if self._future is None:
+                self._future = self._promises.promise(self, self._tensors)
+        return self._future
+
+    def _finish(self) -> None:
+        if self._after is not None:
+            with self._lock:
+                after, self._after = self._after, None
+                if after is not None:
+                    after()
+
+
+class Promises:
+    """Completes Futures in the order of their operations, on a thread that starts with the first one."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[NativeWork, torch.futures.Future, list[torch.Tensor]] | None]
+        self._waiting = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def promise(self, work: NativeWork, tensors: list[torch.Tensor]) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep, name="paceline-promises", daemon=True)
+            self._thread.start()
+        self._waiting.put((work, future, tensors))
+        return future
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _keep(self) -> None:
+        while (entry := self._waiting.get()) is not None:
+            work, future, tensors = entry
+            try:
+                work.wait()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(tensors)
