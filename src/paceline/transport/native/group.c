@@ -240,12 +240,23 @@ typedef struct {
     size_t begin, end;
 } span;
 
-/* The part of `count` elements that is one rank's, on borders that no two ranks share a cache line across. */
-static span part_of(size_t count, int rank, int size, size_t element_bytes)
+/* How many of `count` elements one rank adds up, so that no two ranks meet in a cache line. */
+static size_t share_of(size_t count, int size, size_t wide)
 {
-    const size_t each = (size_t)up_to((count + (size_t)size - 1) / (size_t)size, LINE_BYTES / element_bytes);
+    return (size_t)up_to((count + (size_t)size - 1) / (size_t)size, LINE_BYTES / wide);
+}
+
+/* One rank's part of `count` elements, in shares of `each`. */
+static span part_of(size_t count, size_t each, int rank)
+{
     const size_t begin = each * (size_t)rank < count ? each * (size_t)rank : count;
     return (span){begin, count - begin < each ? count : begin + each};
+}
+
+static void copy(void *to, const void *from, size_t bytes)
+{
+    if (bytes != 0) /* an empty tensor has no address */
+        memcpy(to, from, bytes);
 }
 
 static int is_shared(pln_group *g)
@@ -271,7 +282,7 @@ static int reduce_alone(pln_group *g, const request *o, size_t bytes)
 {
     const void *src[PLN_MAX_RANKS];
     void *dst[1] = {o->out};
-    memcpy(slot_of(g, g->rank, g->stage), o->in, bytes);
+    copy(slot_of(g, g->rank, g->stage), o->in, bytes);
     const int code = meet(g);
     if (code != PLN_OK)
         return code;
@@ -288,7 +299,7 @@ static int reduce_in_place(pln_group *g, const request *o)
     const void *src[PLN_MAX_RANKS];
     void *dst[PLN_MAX_RANKS];
     const size_t wide = pln_element_bytes(o->dtype);
-    const span mine = part_of(o->count, g->rank, g->size, wide);
+    const span mine = part_of(o->count, share_of(o->count, g->size, wide), g->rank);
     const arena *where = &g->where;
     for (int r = 0; r < g->size; r++)
         src[r] = dst[r] = where->base + (uint64_t)r * where->part_bytes + o->offset + mine.begin * wide;
@@ -296,94 +307,107 @@ static int reduce_in_place(pln_group *g, const request *o)
     return await(g, signal_phase(g));
 }
 
+/* A vector in chunks, each of them cut at the same places: where one rank's sums of a chunk lie in its slot, nothing of
+ * the chunk after the next may come, because another rank may still be fetching them. */
 typedef struct {
     const request *asked;
-    size_t wide, chunk;
-} staged;
+    size_t wide, chunk, each, num_chunks;
+} cut;
+
+static cut cut_up(pln_group *g, const request *o)
+{
+    const size_t wide = pln_element_bytes(o->dtype), fitting = g->slot_bytes / wide;
+    const size_t num_chunks = (o->count + fitting - 1) / fitting;
+    const size_t chunk = (size_t)up_to((o->count + num_chunks - 1) / num_chunks, LINE_BYTES / wide);
+    return (cut){o, wide, chunk, share_of(chunk, g->size, wide), num_chunks};
+}
+
+/* The part of chunk `i` that is a rank's, in elements of the whole vector. */
+static span part_of_chunk(const cut *c, size_t i, int rank)
+{
+    const size_t at = i * c->chunk, left = c->asked->count > at ? c->asked->count - at : 0;
+    const span part = part_of(left < c->chunk ? left : c->chunk, c->each, rank);
+    return (span){at + part.begin, at + part.end};
+}
+
+/* Where that part lies in a rank's slot. */
+static char *in_slot(pln_group *g, const cut *c, size_t i, int rank, span part)
+{
+    return slot_of(g, rank, g->stage + i) + (part.begin - i * c->chunk) * c->wide;
+}
 
 /* Put out what the others add up of chunk `i`. */
-static void stage_chunk(pln_group *g, const staged *s, size_t i)
+static void stage_chunk(pln_group *g, const cut *c, size_t i)
 {
-    const size_t at = i * s->chunk, count = s->asked->count - at < s->chunk ? s->asked->count - at : s->chunk;
-    char *slot = slot_of(g, g->rank, g->stage + i);
     for (int step = 1; step < g->size; step++) {
-        const span part = part_of(count, (g->rank + step) % g->size, g->size, s->wide);
-        memcpy(slot + part.begin * s->wide, (const char *)s->asked->in + (at + part.begin) * s->wide,
-               (part.end - part.begin) * s->wide);
+        const span part = part_of_chunk(c, i, (g->rank + step) % g->size);
+        copy(in_slot(g, c, i, g->rank, part), (const char *)c->asked->in + part.begin * c->wide,
+             (part.end - part.begin) * c->wide);
     }
 }
 
 /* Add up this rank's part, straight to where it belongs and, for the others, into the slot. */
-static void reduce_chunk(pln_group *g, const staged *s, size_t i)
+static void reduce_chunk(pln_group *g, const cut *c, size_t i)
 {
-    const size_t at = i * s->chunk, count = s->asked->count - at < s->chunk ? s->asked->count - at : s->chunk;
-    const span mine = part_of(count, g->rank, g->size, s->wide);
+    const span mine = part_of_chunk(c, i, g->rank);
     const void *src[PLN_MAX_RANKS];
     for (int r = 0; r < g->size; r++)
-        src[r] = slot_of(g, r, g->stage + i) + mine.begin * s->wide;
-    src[g->rank] = (const char *)s->asked->in + (at + mine.begin) * s->wide;
-    void *dst[2] = {(char *)s->asked->out + (at + mine.begin) * s->wide,
-                    slot_of(g, g->rank, g->stage + i) + mine.begin * s->wide};
-    pln_reduce(s->asked->dtype, s->asked->op, dst, 2, src, g->size, mine.end - mine.begin, g->size);
+        src[r] = in_slot(g, c, i, r, mine);
+    src[g->rank] = (const char *)c->asked->in + mine.begin * c->wide;
+    void *dst[2] = {(char *)c->asked->out + mine.begin * c->wide, in_slot(g, c, i, g->rank, mine)};
+    pln_reduce(c->asked->dtype, c->asked->op, dst, 2, src, g->size, mine.end - mine.begin, g->size);
 }
 
-static void fetch_chunk(pln_group *g, const staged *s, size_t i)
+static void fetch_chunk(pln_group *g, const cut *c, size_t i)
 {
-    const size_t at = i * s->chunk, count = s->asked->count - at < s->chunk ? s->asked->count - at : s->chunk;
     for (int step = 1; step < g->size; step++) {
         const int r = (g->rank + step) % g->size;
-        const span part = part_of(count, r, g->size, s->wide);
-        memcpy((char *)s->asked->out + (at + part.begin) * s->wide, slot_of(g, r, g->stage + i) + part.begin * s->wide,
-               (part.end - part.begin) * s->wide);
+        const span part = part_of_chunk(c, i, r);
+        copy((char *)c->asked->out + part.begin * c->wide, in_slot(g, c, i, r, part), (part.end - part.begin) * c->wide);
     }
 }
 
 /* Elsewhere: through the slots, in chunks that stay in the caches; the next one is put out before the last is fetched. */
-static int reduce_through_slots(pln_group *g, const request *o, int is_staged)
+static int reduce_through_slots(pln_group *g, const cut *c, int is_staged)
 {
-    const size_t wide = pln_element_bytes(o->dtype);
-    /* A multiple of the parts' borders, so that every part of a chunk fits into the slot. */
-    const staged s = {o, wide, g->slot_bytes / wide};
-    const size_t num_chunks = (o->count + s.chunk - 1) / s.chunk;
     int code = PLN_OK;
     if (!is_staged) {
-        stage_chunk(g, &s, 0);
+        stage_chunk(g, c, 0);
         code = await(g, signal_phase(g));
     }
-    for (size_t i = 0; i < num_chunks && code == PLN_OK; i++) {
+    for (size_t i = 0; i < c->num_chunks && code == PLN_OK; i++) {
         uint32_t is_out = 0;
-        reduce_chunk(g, &s, i);
+        reduce_chunk(g, c, i);
         const uint32_t is_reduced = signal_phase(g);
-        if (i + 1 < num_chunks) {
-            stage_chunk(g, &s, i + 1);
+        if (i + 1 < c->num_chunks) {
+            stage_chunk(g, c, i + 1);
             is_out = signal_phase(g);
         }
         code = await(g, is_reduced);
         if (code == PLN_OK)
-            fetch_chunk(g, &s, i);
-        if (code == PLN_OK && i + 1 < num_chunks)
+            fetch_chunk(g, c, i);
+        if (code == PLN_OK && i + 1 < c->num_chunks)
             code = await(g, is_out);
     }
-    g->stage += num_chunks;
+    g->stage += c->num_chunks;
     return code;
 }
 
 static int all_reduce(pln_group *g, const request *o)
 {
-    const size_t wide = pln_element_bytes(o->dtype), bytes = o->count * wide;
+    const size_t bytes = o->count * pln_element_bytes(o->dtype);
     if (bytes <= ALONE_BYTES && bytes <= g->slot_bytes)
         return reduce_alone(g, o, bytes);
-    if (o->arena == 0) {
-        const staged s = {o, wide, g->slot_bytes / wide};
-        stage_chunk(g, &s, 0);
-    }
+    const cut c = cut_up(g, o);
+    if (o->arena == 0)
+        stage_chunk(g, &c, 0);
     const int code = meet(g);
     if (code != PLN_OK)
         return code;
     if (is_shared(g))
         return reduce_in_place(g, o);
     /* If it lies in shared memory on some ranks only, these have not put out their first chunk yet. */
-    return reduce_through_slots(g, o, !is_any_shared(g));
+    return reduce_through_slots(g, &c, !is_any_shared(g));
 }
 
 static int reduce_scatter(pln_group *g, const request *o)
@@ -394,8 +418,8 @@ static int reduce_scatter(pln_group *g, const request *o)
         const size_t count = o->count - at < chunk ? o->count - at : chunk;
         for (int step = 1; step < g->size; step++) {
             const size_t r = (size_t)((g->rank + step) % g->size);
-            memcpy(slot_of(g, g->rank, g->stage) + r * chunk * wide, (const char *)o->in + (r * o->count + at) * wide,
-                   count * wide);
+            copy(slot_of(g, g->rank, g->stage) + r * chunk * wide, (const char *)o->in + (r * o->count + at) * wide,
+                 count * wide);
         }
         const int code = at == 0 ? meet(g) : await(g, signal_phase(g));
         if (code != PLN_OK)
@@ -415,15 +439,16 @@ static int all_gather(pln_group *g, const request *o)
     const size_t wide = pln_element_bytes(o->dtype), bytes = o->count * wide;
     for (size_t at = 0; at == 0 || at < bytes; at += g->slot_bytes) {
         const size_t count = bytes - at < g->slot_bytes ? bytes - at : g->slot_bytes;
-        memcpy(slot_of(g, g->rank, g->stage), (const char *)o->in + at, count);
+        copy(slot_of(g, g->rank, g->stage), (const char *)o->in + at, count);
         const int code = at == 0 ? meet(g) : await(g, signal_phase(g));
         if (code != PLN_OK)
             return code;
         /* The input may be this rank's part of the output. */
-        memmove((char *)o->out + (size_t)g->rank * bytes + at, (const char *)o->in + at, count);
+        if (count != 0)
+            memmove((char *)o->out + (size_t)g->rank * bytes + at, (const char *)o->in + at, count);
         for (int step = 1; step < g->size; step++) {
             const int r = (g->rank + step) % g->size;
-            memcpy((char *)o->out + (size_t)r * bytes + at, slot_of(g, r, g->stage), count);
+            copy((char *)o->out + (size_t)r * bytes + at, slot_of(g, r, g->stage), count);
         }
         g->stage++;
     }
@@ -436,12 +461,12 @@ static int broadcast(pln_group *g, const request *o)
     for (size_t at = 0; at == 0 || at < bytes; at += g->slot_bytes) {
         const size_t count = bytes - at < g->slot_bytes ? bytes - at : g->slot_bytes;
         if (g->rank == o->root)
-            memcpy(slot_of(g, g->rank, g->stage), (const char *)o->in + at, count);
+            copy(slot_of(g, g->rank, g->stage), (const char *)o->in + at, count);
         const int code = at == 0 ? meet(g) : await(g, signal_phase(g));
         if (code != PLN_OK)
             return code;
         if (g->rank != o->root)
-            memcpy((char *)o->out + at, slot_of(g, o->root, g->stage), count);
+            copy((char *)o->out + at, slot_of(g, o->root, g->stage), count);
         g->stage++;
     }
     return PLN_OK;
