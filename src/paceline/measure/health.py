@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from paceline import machine
+from paceline import machine, transport
 from paceline.errors import PacelineError
 from paceline.measure.settings import CollectiveSettings
 from paceline.records import CollectiveRecord
@@ -58,10 +58,13 @@ def check_health() -> Iterator[Check]:
     yield _check_torch()
     yield _check_threads()
     yield _check_backends()
+    yield _check_transport()
     yield _check_gpus()
-    for backend, ranks, name in (("gloo", 2, "2-rank all-reduce"), ("nccl", 1, "NCCL all-reduce")):
-        if backend == "gloo" or machine.count_gpus():
-            yield _check_allreduce(backend, ranks, name)
+    yield _check_allreduce("gloo", 2, "2-rank all-reduce")
+    if not transport.why_not():
+        yield _check_allreduce("paceline", 2, "in shared memory")
+    if machine.count_gpus():
+        yield _check_allreduce("nccl", 1, "NCCL all-reduce")
 
 
 def _check_python() -> Check:
@@ -194,6 +197,14 @@ def _check_backends() -> Check:
         )
     names = {"gloo": True, "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     return Check("backends", "ok", ", ".join(name for name, there in names.items() if there))
+
+
+def _check_transport() -> Check:
+    reason = transport.why_not()
+    if reason:
+        return Check("shared memory", "warn", f"ranks of this host use gloo: {reason}", "see docs/transport.md")
+    kernels = transport.describe_kernels()
+    return Check("shared memory", "ok", f"backend paceline, {kernels} kernels: the default for ranks of one host")
 
 
 def _check_gpus() -> Check:

@@ -28,7 +28,7 @@ __all__ = [
     "check_name",
 ]
 
-BACKENDS = ("gloo", "nccl")
+BACKENDS = ("gloo", "nccl", "paceline")
 OPS = ("sum", "avg", "min", "max", "prod")
 REDUCING = ("all_reduce", "reduce_scatter")
 

@@ -354,7 +354,9 @@ class Bucketed(Reducer):
         takes_loose = self.channel.is_nccl and self._comm_hook is None
         loose = alone - split if takes_loose else set()
         self._kinds = loose, alone
-        self._flat = FlatGradients(self.members, plan, self.num_words, loose, alone)
+        # Before the order is known, nothing lasts: memory that ranks share is made for the plan.
+        allocate = self.channel.allocate if self.is_planned else None
+        self._flat = FlatGradients(self.members, plan, self.num_words, loose, alone, allocate)
         self._loose_strides = {index: torch.empty_like(self.members.params[index]).stride() for index in loose}
         self._buckets: list[_Bucket] = []
         for number, planned in enumerate(plan.buckets):

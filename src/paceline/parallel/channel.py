@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveError
 from paceline.runtime.world import find_departed
+from paceline.transport.group import PacelineGroup
 
 __all__ = ["Channel", "LostPeerError"]
 
@@ -47,6 +48,12 @@ class Channel:
         self._many_average = dist.AllreduceCoalescedOptions()
         self._many_average.asyncOp = True
         self._many_average.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Zeros, reduced where they lie if the backend has such memory. Collective: every rank must call this."""
+        if device.type == "cpu" and isinstance(self.group, PacelineGroup) and self.group.shares_memory:
+            return self.group.allocate(numel * dtype.itemsize).view(dtype)
+        return torch.zeros(numel, dtype=dtype, device=device)
 
     def start_sum(self, tensor: torch.Tensor, average: bool = False) -> dist.Work:
         """Start the sum over all ranks (or the average, where the backend folds it in), in place."""

@@ -6,7 +6,7 @@ When to fill or send it does not belong here.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -14,7 +14,9 @@ from paceline.errors import ConfigError
 from paceline.parallel.replicas import Members
 from paceline.plan import Plan
 
-__all__ = ["FlatGradients"]
+__all__ = ["Allocate", "FlatGradients"]
+
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 _ALIGN_BYTES = 64
 
@@ -27,7 +29,13 @@ class FlatGradients:
     """
 
     def __init__(
-        self, members: Members, plan: Plan, num_words: int, loose: Collection[int] = (), alone: Collection[int] = ()
+        self,
+        members: Members,
+        plan: Plan,
+        num_words: int,
+        loose: Collection[int] = (),
+        alone: Collection[int] = (),
+        allocate: Allocate | None = None,
     ) -> None:
         starts: dict[int, int] = {}
         ends: dict[tuple[str, str], int] = {}
@@ -58,7 +66,7 @@ class FlatGradients:
             # A whole number of elements that holds the words; complex elements are two words each.
             width = 2 if dtype.is_complex else 1
             extra = -(-num_words // width) if family == last_family else 0
-            self._flats[family] = torch.zeros(end + extra, dtype=dtype, device=device)
+            self._flats[family] = (allocate or _allocate)(end + extra, dtype, device)
         self.ranges = [self._alias(family, start, end) for family, start, end in self.spans]
         self.views: dict[int, torch.Tensor] = {}
         pieces = [(piece, number) for number, bucket in enumerate(plan.buckets) for piece in bucket.pieces]
@@ -87,3 +95,7 @@ class FlatGradients:
     def multiply(self, factor: float) -> None:
         for flat in self._flats.values():
             flat.mul_(factor)
+
+
+def _allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)

@@ -23,6 +23,7 @@ from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.runtime.environment import Place, read_place
 from paceline.runtime.rendezvous import agree_on_backend, call_roll, meet
+from paceline.transport import register, why_not
 
 __all__ = ["World", "check_backend", "current_world", "find_departed", "init", "shutdown"]
 
@@ -108,7 +109,8 @@ def init(
     The world comes from torchrun's, Slurm's or mpirun's variables, or from `rank` and `world_size`; without
     either it is a world of one. Use it as a context manager, or call `paceline.shutdown()` at the end.
 
-    `backend`: `auto` is nccl on CUDA and gloo on CPU; a name; or a list such as `cpu:gloo,cuda:nccl`.
+    `backend`: `auto` is nccl on CUDA; on CPU paceline if all ranks share a host and gloo if not; a name; or a list
+    such as `cpu:paceline,cuda:nccl`.
     `rendezvous`: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
     `threads`: torch's threads per rank; by default the cores of this host shared among its ranks.
     `timeout_s` bounds each collective, `rendezvous_timeout_s` the wait for the other ranks.
@@ -120,6 +122,7 @@ def init(
             "or `torch.distributed.destroy_process_group()` if torch opened it)"
         )
     place = _settle_place(rank, world_size)
+    register()
     _check_backend_text(backend)
     if timeout_s <= 0 or rendezvous_timeout_s <= 0:
         raise ConfigError(
@@ -133,7 +136,7 @@ def init(
         torch_device, chosen, reason, refusal = torch.device("cpu"), backend, "", ""
         try:
             torch_device, reason = _choose_device(device, backend, place)
-            chosen = backend if backend != "auto" else _choose_backend(torch_device, place)
+            chosen = backend if backend != "auto" else _choose_backend(torch_device, place, hosts)
             check_backend(chosen, torch_device.type, place.local_world_size)
             num_threads, why = _choose_threads(threads, place)
         except PacelineError as error:
@@ -268,10 +271,13 @@ def _choose_device(device: str, backend: str, place: Place) -> tuple[torch.devic
     return torch.device("cuda", number), ""
 
 
-def _choose_backend(device: torch.device, place: Place) -> str:
+def _choose_backend(device: torch.device, place: Place, hosts: list[str]) -> str:
     assert place.local_world_size is not None
-    one_each = device.type == "cuda" and torch.cuda.device_count() >= place.local_world_size
-    return "nccl" if one_each and dist.is_nccl_available() else "gloo"
+    if device.type == "cuda":
+        one_each = torch.cuda.device_count() >= place.local_world_size
+        return "nccl" if one_each and dist.is_nccl_available() else "gloo"
+    can_share = place.world_size > 1 and len(set(hosts)) == 1 and not why_not()
+    return "paceline" if can_share else "gloo"
 
 
 def _split_backend(backend: str) -> list[tuple[str | None, str]]:
@@ -306,6 +312,8 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
                 )
             if device_type != "cuda" and backend == "nccl":
                 raise ConfigError("backend nccl works on GPUs only and the device is cpu: use the backend gloo")
+        elif name == "paceline" and why_not():
+            raise ConfigError(f"backend paceline is not available here: {why_not()}; use the backend gloo")
         elif name == "gloo" and not dist.is_gloo_available():
             raise LaunchError("this torch is built without gloo, which Paceline needs for its control traffic")
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["register"]
+from paceline.transport.native import load_library, why_not
+
+__all__ = ["describe_kernels", "register", "why_not"]
 
 
 def register() -> None:
@@ -18,6 +20,12 @@ def register() -> None:
         return
     dist.Backend.register_backend("paceline", _make_group, extended_api=True, devices=["cpu"])
     _let_in_monitored_barrier(dist)
+
+
+def describe_kernels() -> str:
+    """Which of the core's kernels this processor got."""
+    name: bytes = load_library().pln_cpu()
+    return name.decode()
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
@@ -33,7 +41,7 @@ def _let_in_monitored_barrier(dist: Any) -> None:
     original = distributed_c10d.monitored_barrier
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        chosen = distributed_c10d._get_default_group() if group is None else group
+        chosen: Any = distributed_c10d._get_default_group() if group is None else group
         if getattr(chosen, "getBackendName", str)() == "paceline":
             return chosen.monitored_barrier(timeout, wait_all_ranks)
         return original(group, timeout, wait_all_ranks)

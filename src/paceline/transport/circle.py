@@ -1,7 +1,7 @@
 """The ranks of one host: who they are, and memory that they and nobody else share.
 
-Memory has no name in any file system: it is an anonymous file whose descriptor the first rank hands to the others over a
-Unix socket, and it goes when the last of them goes, however that happens. It does not count against /dev/shm.
+Memory has no name in any file system: it is an anonymous file whose descriptor the first rank hands to the others over
+a Unix socket, and it goes when the last of them goes, however that happens. It does not count against /dev/shm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WELCOME = b"welcome"
 
 
 def identify_host() -> str:
-    """What ranks must have in common to share memory: kernel, user, and the namespaces in which they find each other."""
+    """What ranks must have in common to share memory: kernel, user, and namespaces in which they find each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")]
     return " ".join([boot, str(os.geteuid()), *spaces])
@@ -164,7 +164,7 @@ class Circle:
                 socket.send_fds(link, [str(total).encode()], [descriptor])
             return descriptor
         except (BrokenPipeError, ConnectionError, TimeoutError) as error:
-            raise CollectiveError(f"another rank went or did not answer while memory was being shared: {error}") from error
+            raise CollectiveError(f"another rank went, or did not answer, while sharing memory: {error}") from error
 
 
 def _advise(mapping: Mapping, begin: int, num_bytes: int, advice: int) -> int:

@@ -1,7 +1,7 @@
 """The process group `paceline`: collectives between ranks of one host in shared memory, everything else on gloo.
 
-Which way an operation goes follows from what all ranks see alike (its kind, type and the hosts of the ranks), never from
-how one of them calls it.
+Which way an operation goes follows from what all ranks see alike (its kind, type and the hosts of the ranks), never
+from how one of them calls it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,18 @@ _DTYPES = {
     torch.float32: native.F32, torch.float64: native.F64, torch.bfloat16: native.BF16, torch.float16: native.F16,
     torch.int32: native.I32, torch.int64: native.I64,
 }  # fmt: skip
+_RedOp: Any = dist.ReduceOp.RedOpType
 _OPS = {
-    dist.ReduceOp.RedOpType.SUM: native.SUM, dist.ReduceOp.RedOpType.AVG: native.AVG,
-    dist.ReduceOp.RedOpType.MIN: native.MIN, dist.ReduceOp.RedOpType.MAX: native.MAX,
+    _RedOp.SUM: native.SUM, _RedOp.AVG: native.AVG,
+    _RedOp.MIN: native.MIN, _RedOp.MAX: native.MAX,
 }  # fmt: skip
 
 
-class PacelineGroup(dist.ProcessGroup):
+# torch describes the methods of a group with overloads that only its own class can have.
+_TorchGroup: Any = dist.ProcessGroup
+
+
+class PacelineGroup(_TorchGroup):
     """What `init_process_group("paceline")` and `new_group(backend="paceline")` make.
 
     Collective: every rank of the group must make one.
@@ -51,7 +56,9 @@ class PacelineGroup(dist.ProcessGroup):
         self._rank, self._size, self._timeout = rank, size, options.timeout
         self._store = options.store
         names = list(options.global_ranks_in_group) or list(range(size))
-        self._gloo = c10d.ProcessGroupGloo(dist.PrefixStore("gloo", self._store), rank, size, timeout=self._timeout)
+        self._gloo: Any = c10d.ProcessGroupGloo(
+            dist.PrefixStore("gloo", self._store), rank, size, timeout=self._timeout
+        )
         self._gloo._set_sequence_number_for_group()
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._cuda: Any = None
@@ -75,9 +82,7 @@ class PacelineGroup(dist.ProcessGroup):
         leaders = sorted({hosts.index(host) for host in hosts})
         self._levels = None
         if len(leaders) > 1:
-            self._levels = TwoLevels(
-                self._store, self._native, leaders, self._rank, mine, self._size, self._timeout
-            )
+            self._levels = TwoLevels(self._store, self._native, leaders, self._rank, mine, self._size, self._timeout)
 
     # -- what others ask of a group -----------------------------------------------------------------------------------
 
@@ -98,7 +103,7 @@ class PacelineGroup(dist.ProcessGroup):
             return torch.zeros(num_bytes, dtype=torch.uint8)
         mapping, part_bytes = self._circle.share(num_bytes)
         self._serial += 1
-        self._native.run(native.BARRIER, 0, 0, 0, 0, 0, 0, 0.0)  # everyone has its own part nearby
+        self._native.run((native.BARRIER, 0, 0, 0, 0, 0, 0))  # everyone has its own part nearby
         self._circle.populate(mapping, 0, mapping.num_bytes)
         part = mapping.part(self._circle.index * part_bytes, part_bytes)
         if self._native.add_arena(self._serial, mapping.address, part_bytes):
@@ -128,8 +133,8 @@ class PacelineGroup(dist.ProcessGroup):
 
     # -- collectives in shared memory ---------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or c10d.AllreduceOptions()
+    def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
+        tensors, opts = _as_list(tensors), _as_options(c10d.AllreduceOptions, opts, timeout)
         tensor, op = tensors[0], _OPS.get(opts.reduceOp.op)
         if len(tensors) > 1 or op is None or not _is_plain(tensor):
             return self._backend(tensor).allreduce(tensors, opts)
@@ -139,7 +144,7 @@ class PacelineGroup(dist.ProcessGroup):
         asked = native.ALL_REDUCE, _DTYPES[tensor.dtype], op, 0, address, address, tensor.numel()
         return self._start(asked, opts, tensors)
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
         if not all(map(_is_plain, tensors)) or opts.reduceOp.op not in _OPS:
             return self._backend(tensors[0]).allreduce_coalesced(tensors, opts)
@@ -148,7 +153,8 @@ class PacelineGroup(dist.ProcessGroup):
         works = [self.allreduce([tensor], one) for tensor in tensors]
         return works[-1]  # they are done in order
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+    def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Any:
+        tensors, opts = _as_list(tensors), _as_options(c10d.BroadcastOptions, opts, timeout)
         tensor = tensors[0]
         if len(tensors) > 1 or self._levels is not None or not _is_dense(tensor):
             return self._backend(tensor).broadcast(tensors, opts)
@@ -156,8 +162,9 @@ class PacelineGroup(dist.ProcessGroup):
         asked = native.BROADCAST, native.BYTES, 0, opts.rootRank, address, address, tensor.nbytes
         return self._start(asked, opts, tensors)
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> dist.Work:
+    def allgather(self, outputs: list[Any], inputs: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
+        outputs, inputs = ([outputs], [inputs]) if isinstance(inputs, torch.Tensor) else (outputs, inputs)
         into, tensor = outputs[0], inputs[0]
         is_even = all(out.numel() == tensor.numel() and out.dtype == tensor.dtype for out in into)
         if len(inputs) > 1 or self._levels is not None or not (is_even and _is_dense(tensor)):
@@ -171,7 +178,7 @@ class PacelineGroup(dist.ProcessGroup):
         asked = native.ALL_GATHER, native.BYTES, 0, 0, tensor.data_ptr(), flat.data_ptr(), tensor.nbytes
         return self._start(asked, opts, [flat, tensor, *into], spread)
 
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         fits = output.numel() == self._size * tensor.numel() and output.dtype == tensor.dtype
         if self._levels is not None or not (fits and _is_dense(output) and _is_dense(tensor)):
@@ -179,7 +186,7 @@ class PacelineGroup(dist.ProcessGroup):
         asked = native.ALL_GATHER, native.BYTES, 0, 0, tensor.data_ptr(), output.data_ptr(), tensor.nbytes
         return self._start(asked, opts, [output, tensor])
 
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         fits = tensor.numel() == self._size * output.numel() and output.dtype == tensor.dtype
         op = _OPS.get(opts.reduceOp.op)
@@ -189,10 +196,9 @@ class PacelineGroup(dist.ProcessGroup):
         asked = native.REDUCE_SCATTER, _DTYPES[tensor.dtype], op, 0, *addresses, output.numel()
         return self._start(asked, opts, [output, tensor])
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
-    ) -> dist.Work:
-        opts = opts or c10d.ReduceScatterOptions()
+    def reduce_scatter(self, outputs: list[torch.Tensor] | torch.Tensor, inputs: list[Any], opts: Any = None) -> Any:
+        opts = _as_options(c10d.ReduceScatterOptions, opts, None)
+        outputs, inputs = ([outputs], [inputs]) if isinstance(outputs, torch.Tensor) else (outputs, inputs)
         output, parts = outputs[0], inputs[0]
         is_even = all(part.numel() == output.numel() and part.dtype == output.dtype for part in parts)
         if len(outputs) > 1 or self._levels is not None or not (is_even and _is_plain(output)):
@@ -203,7 +209,7 @@ class PacelineGroup(dist.ProcessGroup):
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
         if self._levels is not None or self._is_on_cuda(opts):
             return (self._cuda_backend() if self._is_on_cuda(opts) else self._gloo).barrier(opts)
@@ -213,15 +219,19 @@ class PacelineGroup(dist.ProcessGroup):
         self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
 
     def _start(
-        self, asked: tuple[int, ...], opts: Any, tensors: Sequence[torch.Tensor], after: Callable[[], None] | None = None
-    ) -> dist.Work:
+        self,
+        asked: native.Asked,
+        opts: Any,
+        tensors: Sequence[torch.Tensor],
+        after: Callable[[], None] | None = None,
+    ) -> Any:
         timeout_s = max(0.0, opts.timeout.total_seconds())  # below 0: the group's own
         if not _is_asynchronous(opts):
-            self._native.run(*asked, timeout_s)
+            self._native.run(asked, timeout_s)
             if after is not None:
                 after()
             return FinishedWork(tensors)
-        work = NativeWork(self._native, self._native.submit(*asked, timeout_s), tensors, self._promises, after)
+        work = NativeWork(self._native, self._native.submit(asked, timeout_s), tensors, self._promises, after)
         # Nobody need keep a Work, but its tensors must stay until it is through.
         while self._pending and self._pending[0].is_completed():
             self._pending.popleft()
@@ -260,6 +270,24 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a run of numbers that can be reduced in shared memory."""
     return tensor.dtype in _DTYPES and _is_dense(tensor)
+
+
+def _as_list(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
+    """torch's groups also take a bare reduction or root, and a time limit, instead of options."""
+    if isinstance(opts, kind):
+        return opts
+    made = kind()
+    if isinstance(opts, int):
+        made.rootRank = opts
+    elif opts is not None:
+        made.reduceOp = opts
+    if timeout is not None:
+        made.timeout = timeout
+    return made
 
 
 def _is_asynchronous(opts: Any) -> bool:

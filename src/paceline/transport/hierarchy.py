@@ -21,7 +21,7 @@ from paceline.transport import native
 __all__ = ["TwoLevels"]
 
 _PIECE_BYTES = 1 << 20
-_REDUCE = {
+_REDUCE: dict[int, Any] = {
     native.SUM: dist.ReduceOp.SUM, native.AVG: dist.ReduceOp.SUM, native.MIN: dist.ReduceOp.MIN,
     native.MAX: dist.ReduceOp.MAX,
 }  # fmt: skip
@@ -34,7 +34,8 @@ class _ThreadWork(Work):
         super().__init__()
         self._tensors = list(tensors)
         self._future: torch.futures.Future = torch.futures.Future()
-        self._is_over, self._error = threading.Event(), None
+        self._is_over = threading.Event()
+        self._error: Exception | None = None
 
     def conclude(self, error: Exception | None) -> None:
         self._error = error
@@ -72,7 +73,7 @@ class _ThreadWork(Work):
 
 
 class TwoLevels:
-    """`leaders` are the first ranks of each host, `mine` the ranks of this one. Collective: every rank must make one."""
+    """`leaders` are the first ranks of each host, `mine` this one's ranks. Collective: every rank must make one."""
 
     def __init__(
         self,
@@ -146,4 +147,4 @@ class TwoLevels:
 
     def _on_piece(self, kind: int, piece: torch.Tensor, dtype: int, op: int) -> None:
         count = piece.nbytes if dtype == native.BYTES else piece.numel()
-        self._inside.run(kind, dtype, op, 0, piece.data_ptr(), piece.data_ptr(), count, 0.0)
+        self._inside.run((kind, dtype, op, 0, piece.data_ptr(), piece.data_ptr(), count))

@@ -26,6 +26,9 @@ F32, F64, BF16, F16, I32, I64, BYTES = range(7)
 SUM, AVG, MIN, MAX = range(4)
 OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED = range(9)
 
+# An operation: kind, type, reduction, root, addresses of input and output, number of elements.
+Asked = tuple[int, int, int, int, int, int, int]
+
 SOURCES = Path(__file__).parent / "native"
 # No contraction of products and sums: every kind of processor must round alike.
 COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]
@@ -100,7 +103,7 @@ def why_not() -> str:
         return "it needs Linux with memfd_create"
     path = find_library()
     if path is None:
-        return "its C core is not built (reinstall with a C compiler, or run `python -m paceline.transport.native`)"
+        return "its C core is not built: install Paceline again where a C compiler is"
     try:
         ctypes.CDLL(str(path))
     except OSError as error:
@@ -130,19 +133,15 @@ class NativeGroup:
         # Bound once: a small message takes a few microseconds.
         self._run, self._submit, self._wait = self._library.pln_run, self._library.pln_submit, self._library.pln_wait
 
-    def run(
-        self, kind: int, dtype: int, op: int, root: int, source: int, target: int, count: int, timeout_s: float
-    ) -> None:
-        """One operation, from its beginning to its end."""
-        code = self._run(self._handle, kind, dtype, op, root, source, target, count, timeout_s)
+    def run(self, asked: Asked, timeout_s: float = 0.0) -> None:
+        """One operation, from its beginning to its end. A time limit of 0 is the group's."""
+        code = self._run(self._handle, *asked, timeout_s)
         if code:
             raise self._explain(code)
 
-    def submit(
-        self, kind: int, dtype: int, op: int, root: int, source: int, target: int, count: int, timeout_s: float
-    ) -> int:
+    def submit(self, asked: Asked, timeout_s: float = 0.0) -> int:
         """Start an operation behind those before it; its ticket."""
-        ticket: int = self._submit(self._handle, kind, dtype, op, root, source, target, count, timeout_s)
+        ticket: int = self._submit(self._handle, *asked, timeout_s)
         if ticket < 0:
             raise self._explain(-ticket)
         return ticket
@@ -183,7 +182,3 @@ class NativeGroup:
         text = ctypes.create_string_buffer(512)
         self._library.pln_explain(self._handle, text, len(text))
         return TransportError(f"a collective in shared memory failed: {text.value.decode()}")
-
-
-if __name__ == "__main__":
-    print(build_library())

@@ -47,7 +47,7 @@ class FinishedWork(Work):
 
 
 class NativeWork(Work):
-    """A ticket. `after`, if any, is what is left to do here when the ticket is through; it is done once, by whoever looks.
+    """A ticket. `after`, if any, is what is left to do here when it is through; whoever looks first does it.
 
     The tensors are kept until then, whether or not the caller keeps them.
     """

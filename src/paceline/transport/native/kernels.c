@@ -56,12 +56,19 @@ typedef void (*reducer)(void *const *dst, int num_dst, const void *const *src, i
 #endif
 
 static const reducer (*chosen)[NUM_TABLED] = table_base;
-static const char *chosen_name = "base";
+#if defined(__aarch64__)
+#define BASE_NAME "neon"
+#elif defined(__x86_64__)
+#define BASE_NAME "sse2"
+#else
+#define BASE_NAME "portable"
+#endif
+static const char *chosen_name = BASE_NAME;
 
 int pln_use_cpu(const char *name)
 {
-    if (strcmp(name, "base") == 0) {
-        chosen = table_base, chosen_name = "base";
+    if (strcmp(name, BASE_NAME) == 0) {
+        chosen = table_base, chosen_name = BASE_NAME;
         return 0;
     }
 #if defined(__x86_64__)
