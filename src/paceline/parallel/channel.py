@@ -6,6 +6,7 @@ What is sent, and when, does not belong here.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError
+from paceline.parallel.placement import destroy_group, open_group
 from paceline.runtime.world import find_departed
 
 __all__ = ["Channel", "LostPeerError"]
@@ -28,8 +30,8 @@ class LostPeerError(CollectiveError):
 class Channel:
     """A process group, and the device on which its messages live."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, is_own: bool = False) -> None:
+        self.group, self.device, self._is_own = group, device, is_own
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
         # NCCL takes many tensors in one launch and averages as it reduces; elsewhere a message is one tensor.
@@ -47,6 +49,31 @@ class Channel:
         self._many_average = dist.AllreduceCoalescedOptions()
         self._many_average.asyncOp = True
         self._many_average.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+
+    def separate(self) -> None:
+        """From now on use a group that nobody else does, where torch can make one.
+
+        Collective: every rank must call this.
+        """
+        if not self._is_own and (group := open_group(self.group, self.backend)) is not None:
+            self.group, self._is_own = group, True
+            weakref.finalize(self, destroy_group, group).atexit = False
+
+    @property
+    def _alarms(self) -> dist.Store:
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"paceline-alarms-{self.group.group_name}", store)
+
+    def alarm(self, step: int) -> None:
+        """Tell ranks that wait for something else than a message of ours that it may never come in this step."""
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
+            self._alarms.set(str(step), "")
+
+    def is_alarmed(self, step: int) -> bool:
+        try:
+            return self._alarms.check([str(step)])
+        except RuntimeError:
+            return True
 
     def start_sum(self, tensor: torch.Tensor, average: bool = False) -> dist.Work:
         """Start the sum over all ranks (or the average, where the backend folds it in), in place."""

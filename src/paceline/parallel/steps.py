@@ -17,7 +17,7 @@ import torch
 from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, LostPeerError
-from paceline.parallel.inputs import find_tensors
+from paceline.parallel.forwards import Forwards
 from paceline.parallel.ladder import Reducer, on_gradient
 from paceline.parallel.passes import is_nested, will_accumulate
 from paceline.parallel.replicas import Members, digest_replica, locate_drift
@@ -44,13 +44,6 @@ class StepOptions:
     manual: bool = False
 
 
-class _Forward:
-    """A forward whose backward has not begun, and how many samples it had."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-
 class Steps:
     """Watches forwards and backwards of one model on one rank and synchronises the gradients of those that count."""
 
@@ -68,8 +61,6 @@ class Steps:
         self.num_steps = 0
         self.do_sync = True
         self.is_pending = False  # gradients were accumulated that no step has synchronised
-        self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
-        self._last_samples = 0  # in the last step: for another backward through the same graph
         self.divide_by_world = True  # in `join`, as torch: divide by all ranks, not by those that still have data
         self.throw_early = False
         self.is_joining = False
@@ -84,17 +75,18 @@ class Steps:
         self._warned = False
         self._all_finished = False
         self._is_stopped = False
-        self._open_forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._forwards = Forwards()
+        self._broken = ""  # by a communication hook whose messages the ranks cannot match any more
         # Where a forward's output hides its tensors, these two tell that a backward has begun.
         ends = {id(param): param for param in (members.params[0], members.params[-1])}
         own = weakref.ref(self)
 
-        def begin(_: torch.Tensor) -> None:
+        def begin(is_certain: bool = False) -> None:
             if (me := own()) is not None:
-                me._on_backward(is_certain=True)
+                me._on_backward(is_certain)
 
-        self._begin_by_parameter = begin
-        self._handles = [on_gradient(param, begin) for param in ends.values()]
+        self._begin = begin
+        self._handles = [on_gradient(param, lambda _: begin(True)) for param in ends.values()]
 
     def stop(self) -> None:
         """From now on nothing is synchronised, not even the backward of a forward that was."""
@@ -108,6 +100,8 @@ class Steps:
 
     def before_forward(self) -> None:
         """Settle what the last step left open, and notice a backward that never came to its end."""
+        if self._broken:
+            raise CollectiveError(f"{self._broken}; the messages of the hook no longer match: start the ranks anew")
         if self._unread is not None:
             self._read_unread()
         if self._task is not None and torch._C._current_graph_task_id() == -1:
@@ -125,30 +119,13 @@ class Steps:
 
     def after_forward(self, output: Any, samples: int) -> None:
         """Be told when a backward passes through the output."""
-        own, forward = weakref.ref(self), _Forward(samples)
-        # It lives as long as the graph that holds the hook: a forward whose output is dropped does not count.
-        self._open_forwards.add(forward)
-
-        def begin(_: Any) -> None:
-            if (me := own()) is not None:
-                me._on_backward()
-                if forward in me._open_forwards:
-                    me._open_forwards.discard(forward)
-                    me._samples = (me._samples or 0) + forward.samples
-
-        nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(begin)
-        if not nodes:
-            self._samples = (self._samples or 0) + samples
-            self._watch_all()
-
-    def _watch_all(self) -> None:
-        """The output hides its tensors: any parameter may be the first that is heard of a backward."""
-        if len(self._handles) < len(self.members.params):
+        is_seen = self._forwards.watch(output, samples, self._begin)
+        # Where the output hides its tensors, any parameter may be the first that is heard of a backward.
+        if not is_seen and len(self._handles) < len(self.members.params):
             for handle in self._handles:
                 handle.remove()
-            self._handles = [on_gradient(param, self._begin_by_parameter) for param in self.members.params]
+            begin = self._begin
+            self._handles = [on_gradient(param, lambda _: begin(True)) for param in self.members.params]
 
     def note_structure(self, change: str) -> None:
         """A change that would leave gradients out; every rank is told in the next step."""
@@ -215,13 +192,7 @@ class Steps:
             self.is_pending = True
 
     def _weight(self) -> int:
-        """The samples of all forwards since the last step, those whose backward is still to come in it included."""
-        if self.options.average == "ranks":
-            return 1
-        still = [forward.samples for forward in self._open_forwards]
-        if self._samples is None and not still:
-            return self._last_samples
-        return (self._samples or 0) + sum(still)
+        return 1 if self.options.average == "ranks" else self._forwards.count_samples()
 
     def _factor(self) -> float:
         """What this rank's gradients are multiplied by, so that the sum is the average if the total is as expected."""
@@ -250,7 +221,7 @@ class Steps:
             status |= Status.MISSING
         if self._structure_changed:
             status |= Status.CHANGED
-        if self._open_forwards:
+        if self._forwards.need_buffers:
             status |= Status.HOLD
         else:
             if self.buffers.are_due(self.num_steps):
@@ -297,7 +268,7 @@ class Steps:
             self.num_steps += 1
             self.is_pending = False
             if take_part:
-                self._samples, self._last_samples = None, self._step_weight
+                self._forwards.settle(self._step_weight)
             if region.device.type != "cuda" or self._must_read_now(notice):
                 peers = self.tail.read_slots(region[: self.tail.num_slots].tolist())
                 if not self._act_on(peers, missing):
@@ -377,13 +348,15 @@ class Steps:
     def _raise_together(self, missing: list[int]) -> None:
         """Collect from every rank what is wrong there, and raise one error with the same text everywhere."""
         error = self._forward_error or self.reducer.failure
-        place = "forward" if self._forward_error is not None else "backward"
+        place = "forward" if self._forward_error is not None else self.reducer.failed_in
         params = self.members.params
         mine = Finding(
-            error=f"{place}: {type(error).__name__}: {error}" if error is not None else "",
+            # Without the traceback that a Future's error brings along.
+            error=f"{place}: {type(error).__name__}: {error}".partition("\n\n")[0] if error is not None else "",
             change=self._structure_changed,
             missing=tuple(missing),
             frozen=tuple(index for index in missing if not params[index].requires_grad),
+            in_hook=error is not None and "hook" in place,
         )
         for index in missing:
             params[index].grad = None
@@ -393,4 +366,7 @@ class Steps:
             if self._forward_error is None:
                 raise error
             return
-        raise judge(findings, self.num_steps, self.members) from error
+        verdict = judge(findings, self.num_steps, self.members)
+        if any(finding.in_hook for finding in findings):
+            self._broken = str(verdict)
+        raise verdict from error
