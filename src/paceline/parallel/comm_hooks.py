@@ -89,11 +89,23 @@ def check_hook(hook: object) -> None:
 
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
-    """Before the first message of all: then the words get a group apart from what hooks send, which nobody knows.
+    """Before the first message of all: every rank has a hook, or none has.
 
-    Collective: every rank must call this, with a hook or without.
+    With hooks, the words get a group apart from what these send, which nobody knows. Collective: every rank must call
+    this, with a hook or without.
     """
-    if channel.world_size > 1 and any(channel.share(is_hooked)):
+    if channel.world_size == 1:
+        return
+    ranks_of: dict[bool, list[str]] = {True: [], False: []}
+    for rank, theirs in enumerate(channel.share(is_hooked)):
+        ranks_of[theirs].append(str(rank))
+    if ranks_of[True] and ranks_of[False]:
+        with_hook, without = (f"rank{'s' if len(r) > 1 else ''} {', '.join(r)}" for r in ranks_of.values())
+        raise ConfigError(
+            f"a communication hook is registered on {with_hook} and not on {without}: call register_comm_hook on all "
+            "ranks, before the first step"
+        )
+    if ranks_of[True]:
         channel.separate()
 
 

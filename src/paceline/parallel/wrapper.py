@@ -315,12 +315,14 @@ class DataParallel(nn.Module):
     # -- plans, hooks and what happened -------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, as torch's does. Call it on all ranks, before training."""
+        """Let `hook(state, bucket)` reduce each bucket, as torch's does. Call it on all ranks, before the first step."""
         check_hook(hook)
         if self._options.reducer != "bucketed":
             raise ConfigError(f"a communication hook needs buckets, and reducer={self._options.reducer!r} has none")
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is registered already: a wrapper takes one")
+        if self.plan is not None:  # another rank may be sending buckets by it already
+            raise ConfigError("a communication hook comes too late after a synchronised step: call rebuild() first")
         if self._options.plan is not None and self._options.plan.is_split:
             raise ConfigError("the plan splits a gradient over buckets, and a communication hook needs whole ones")
         self._take_down()
