@@ -89,6 +89,11 @@ class Bucketed(Reducer):
         make_plan(members.gradients, list(range(len(members.params))))  # a plan that does not fit is refused now
         self._lay_out(plan_torch_start(members.gradients))
 
+    @property
+    def ready_order(self) -> list[int]:
+        """All parameters in the order of their gradients' arrival, when it was last recorded."""
+        return self._arrivals.ready_order()
+
     # -- backward begins ----------------------------------------------------------------------------------------------
 
     def begin(self, factor: float) -> None:
@@ -348,7 +353,7 @@ class Bucketed(Reducer):
     def _agree_on_plan(self) -> None:
         """Everyone takes rank 0's plan, made from the order of arrival there."""
         gradients = self.members.gradients
-        mine = self._make_plan(gradients, self._arrivals.ready_order()).to_json() if self.channel.rank == 0 else ""
+        mine = self._make_plan(gradients, self.ready_order).to_json() if self.channel.rank == 0 else ""
         plan = Plan.from_json(self.channel.share(mine)[0])
         self.is_planned = True
         self._lay_out(Plan(gradients, plan.buckets, plan.rule))

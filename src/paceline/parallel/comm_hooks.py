@@ -1,4 +1,4 @@
-"""Communication hooks in torch's form, `hook(state, bucket) -> Future`: the bucket that they work on, and their failures.
+"""Communication hooks in torch's form, `hook(state, bucket) -> Future`: their buckets, their results, their failures.
 
 The hooks themselves are torch's, or the user's.
 """
@@ -142,7 +142,7 @@ class Hooking:
             future = self._hook.call(self._hook.state, bucket)
             if not isinstance(future, torch._C.Future):
                 kind = type(future).__name__
-                raise ConfigError(f"a communication hook must return a Future of a tensor, and this one returned {kind}")
+                raise ConfigError(f"a communication hook must return a Future of a tensor, not {kind}")
         except Exception as error:
             self._fail(error)
             return None

@@ -32,6 +32,7 @@ from paceline.parallel.replicas import check_alike, find_members, verify
 from paceline.parallel.report import Report, build_report
 from paceline.parallel.steps import StepOptions, Steps
 from paceline.parallel.structure import StructureWatch
+from paceline.parallel.torch_names import TorchNames
 from paceline.parallel.words import Tail
 from paceline.plan import Plan
 
@@ -44,7 +45,7 @@ _MEETING = (SyncBatchNorm, nn.SyncBatchNorm)
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-class DataParallel(nn.Module):
+class DataParallel(TorchNames):
     """Wraps a module; after each backward its gradients are the average over all ranks.
 
     The arguments up to `forward_sync_buffers` are those of torch's DistributedDataParallel, and mean the same here
@@ -112,7 +113,9 @@ class DataParallel(nn.Module):
         self.device_ids = settle_devices(module, device_ids)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.broadcast_buffers = gradient_as_bucket_view, sync_buffers
-        self._ignored = frozenset(ignore) | set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        # torch does not mind names in its attribute that the module does not have.
+        known = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]}
+        self._ignored = frozenset(ignore) | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._samples_of = samples_of or count_samples
         self._comm_hook: CommHook | None = None
         self._options = Options(
@@ -251,15 +254,6 @@ class DataParallel(nn.Module):
         """Whether the next backward is synchronised. Read when backward begins, not in forward."""
         return self._ready.do_sync
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """torch's name for `do_sync`, which other libraries set."""
-        return self._ready.do_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._ready.do_sync = value
-
     def enable_grad_sync(self) -> None:
         """Synchronise from the next backward on."""
         self._ready.do_sync = True
@@ -315,7 +309,7 @@ class DataParallel(nn.Module):
     # -- plans, hooks and what happened -------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, as torch's does. Call it on all ranks, before the first step."""
+        """Let `hook(state, bucket)` reduce each bucket, as torch's does. All ranks call it, before the first step."""
         check_hook(hook)
         if self._options.reducer != "bucketed":
             raise ConfigError(f"a communication hook needs buckets, and reducer={self._options.reducer!r} has none")
@@ -345,10 +339,6 @@ class DataParallel(nn.Module):
         return build_report(channel.rank, channel.world_size, channel.backend, steps.num_steps, reducer.plan, times)
 
     # -- being a module -----------------------------------------------------------------------------------------------
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        return self._ready.channel.group
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,0 +1,117 @@
+"""Names that programs written for torch's DistributedDataParallel use beside its documented ones, and its `Join`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+from paceline.parallel import DataParallel
+from tests.dist.wrapped import STEPS, Net, average_alone, check, error_of, loss
+
+TORCHS_OWN = nn.parallel.DistributedDataParallel
+
+
+@pytest.fixture
+def job(on_ranks):
+    return functools.partial(on_ranks, timeout_s=30)
+
+
+ATTRIBUTES = (
+    "device", "device_ids", "device_type", "dim", "output_device", "bucket_bytes_cap", "require_forward_param_sync",
+    "require_backward_grad_sync", "is_multi_device_module", "mixed_precision", "parameters_to_ignore", "process_group",
+)  # fmt: skip
+
+
+def compare_names() -> None:
+    with paceline.init(announce=None) as world:
+        torch.manual_seed(0)
+        theirs, ours = (kind(Net(), bucket_cap_mb=1e-4) for kind in (TORCHS_OWN, DataParallel))
+        for name in ATTRIBUTES:
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.logger is None
+        for number in range(2):
+            theirs_say, we_say = theirs._get_ddp_logging_data(), ours._get_ddp_logging_data()
+            different = {name: (value, theirs_say[name]) for name, value in we_say.items() if theirs_say[name] != value}
+            # torch counts an iteration when its forward begins.
+            different.pop("iteration", None)
+            assert not different, number
+            assert ("rebuilt_bucket_sizes" in we_say) == bool(number)
+            for step in range(3):
+                for model in (theirs, ours):
+                    loss(model, world.rank, step).backward()
+        assert we_say["iteration"] == 3
+
+
+def test_attributes_and_logging_data_are_those_of_torchs_wrapper(job):
+    job(2, compare_names)
+
+
+def ignore_by_name() -> None:
+    with paceline.init(announce=None) as world:
+        net = Net()
+        DataParallel._set_params_and_buffers_to_ignore_for_model(net, ["left.weight", "left.bias", "no.such"])
+        model = DataParallel(net)
+        assert model.parameters_to_ignore == {"left.weight", "left.bias"}
+        loss(model, world.rank).backward()
+        everyone = world.share([param.grad.tolist() for param in (net.left.weight, net.right.weight)])
+        assert everyone[0][0] != everyone[1][0] and everyone[0][1] == everyone[1][1]
+
+
+def test_parameters_to_ignore_are_set_by_torchs_name(job):
+    job(2, ignore_by_name)
+
+
+def set_static() -> None:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Net())
+        model._set_static_graph()
+        assert model.static_graph
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model._set_static_graph()
+        assert len(caught) == 1
+        use_left = functools.partial(loss, use="left")
+        for _ in range(STEPS):
+            model.zero_grad()
+            wanted = average_alone(model.module, use_left, 2)
+            use_left(model, world.rank).backward()
+            check(world, model, wanted)
+        late = DataParallel(Net())
+        loss(late, world.rank).backward()
+        assert error_of(late._set_static_graph)[0] == "ConfigError"
+
+
+def test_a_static_graph_can_be_set_after_wrapping(job):
+    job(2, set_static)
+
+
+def use_built_in(name: str) -> None:
+    with paceline.init(announce=None) as world:
+        pair = dist.new_group([0, 1])
+        other = dist.new_group([2])
+        model = DataParallel(Net(), process_group=pair if world.rank < 2 else other)
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+        for step in range(STEPS):
+            model.zero_grad()
+            ranks = (0, 1) if world.rank < 2 else (2,)
+
+            def of_group(m: Any, rank: int, step: int = step, ranks: tuple[int, ...] = ranks) -> torch.Tensor:
+                return loss(m, ranks[rank], step)
+
+            wanted = average_alone(model.module, of_group, len(ranks))
+            loss(model, world.rank, step).backward()
+            for key, param in model.module.named_parameters():
+                torch.testing.assert_close(param.grad, wanted[key], atol=1e-3, rtol=1e-2)
+        assert error_of(lambda: DataParallel(Net())._register_builtin_comm_hook("NO_SUCH"))[0] == "ConfigError"
+
+
+@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
+def test_built_in_hooks_reduce_in_the_wrappers_group(job, name):
+    job(3, use_built_in, name)
