@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import warnings
 from typing import Any
 
@@ -115,3 +117,45 @@ def use_built_in(name: str) -> None:
 @pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
 def test_built_in_hooks_reduce_in_the_wrappers_group(job, name):
     job(3, use_built_in, name)
+
+
+# -- what is not there ------------------------------------------------------------------------------------------------
+
+
+class Guarded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self._secret = 3
+
+    @property
+    def broken(self) -> int:
+        return self.not_made_yet
+
+
+def ask_for_names() -> None:
+    with paceline.init(announce=None):
+        model = DataParallel(Guarded())
+        assert model.first is model.module.first
+        for name, words in (
+            ("wrong", "no attribute 'wrong', nor has its module, Guarded"),
+            ("broken", "no attribute 'broken', nor has its module, Guarded"),
+            ("_wrong", "no attribute '_wrong', nor has its module, Guarded"),
+            ("_secret", "but its module, Guarded, has: write .module._secret"),
+        ):
+            assert not hasattr(model, name)
+            assert getattr(model, name, 7) == 7
+            kind, text = error_of(lambda name=name: getattr(model, name))
+            assert kind == "AttributeError"
+            assert text.startswith("'DataParallel' object has no attribute") and text.endswith(words), text
+        with pytest.raises(AttributeError) as caught:
+            _ = model.broken
+        assert caught.value.name == "broken" and caught.value.__cause__ is not None
+        bare = DataParallel.__new__(DataParallel)  # as copying and unpickling begin
+        for name in ("module", "wrong", "_options", "__deepcopy_me__"):
+            assert error_of(lambda name=name: getattr(bare, name))[0] == "AttributeError"
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+            assert twin.module._secret == 3 and not hasattr(twin, "wrong")
+
+
+def test_a_missing_attribute_is_blamed_on_the_right_class(job):
+    job(1, ask_for_names)

@@ -343,11 +343,20 @@ class DataParallel(TorchNames):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:
-            if name == "module" or name.startswith("_"):
-                raise
-            # Methods and attributes of the user's own model.
-            return getattr(self.module, name)
+        except AttributeError as error:
+            reason, module = error, self.__dict__.get("_modules", {}).get("module")
+        if module is None or name.startswith("__"):  # a copy in the making, or a question of Python's own
+            raise reason
+        advice = f"nor has its module, {type(module).__name__}"
+        if not name.startswith("_"):
+            try:
+                return getattr(module, name)  # methods and attributes of the user's own model
+            except AttributeError as error:
+                reason = error
+        elif hasattr(module, name):
+            advice = f"but its module, {type(module).__name__}, has: write .module.{name}"
+        who = type(self).__name__
+        raise AttributeError(f"{who!r} object has no attribute {name!r}, {advice}", name=name, obj=self) from reason
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes the keys of the wrapper and those of the module alike."""
