@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms import Join
 
 import paceline
 from paceline.parallel import DataParallel
-from tests.dist.wrapped import STEPS, Net, average_alone, check, error_of, loss
+from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, error_of, loss
 
 TORCHS_OWN = nn.parallel.DistributedDataParallel
 
@@ -159,3 +160,77 @@ def ask_for_names() -> None:
 
 def test_a_missing_attribute_is_blamed_on_the_right_class(job):
     job(1, ask_for_names)
+
+
+# -- torch's Join -----------------------------------------------------------------------------------------------------
+
+
+def join_as_torch_does(batches: tuple[int, ...], shards: bool, divide_by_all: bool, options: dict[str, Any]) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # it warns
+
+    with paceline.init(announce=None) as world:
+        model, alone = DataParallel(Net(), check_replicas_every=1, **options), Net()
+        alone.load_state_dict(model.module.state_dict())
+        sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9 if shards else 0.0)
+        use = {"use": "left"} if "find_unused_parameters" in options else {}
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), sgd) if shards else sgd(model.parameters())
+        reference = sgd(alone.parameters())
+        for _ in range(2):
+            with Join([model, optimizer] if shards else [model], divide_by_initial_world_size=divide_by_all):
+                for step in range(batches[world.rank]):
+                    optimizer.zero_grad()
+                    with model.no_sync():
+                        (loss(model, world.rank, step + 50, **use) / 2).backward()
+                    (loss(model, world.rank, step, **use) / 2).backward()
+                    optimizer.step()
+            for step in range(max(batches)):
+                active = [rank for rank, count in enumerate(batches) if step < count]
+                alone.zero_grad()
+                total = sum(loss(alone, rank, s, **use) / 2 for rank in active for s in (step, step + 50))
+                (total / (len(batches) if divide_by_all else len(active))).backward()
+                reference.step()
+            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs)
+            check_equal(world, model.parameters())
+        model.zero_grad()
+        wanted = average_alone(model.module, functools.partial(loss, **use), len(batches))
+        loss(model, world.rank, **use).backward()
+        check(world, model, wanted)
+        model.rebuild()
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-5, "find_unused_parameters": True}, {"reducer": "flat"}], ids=str)
+@pytest.mark.parametrize("shards", [False, True], ids=["alone", "with ZeRO"])
+def test_torchs_join(job, shards, options):
+    job(3, join_as_torch_does, (1, 4, 2), shards, True, options)
+
+
+def test_torchs_join_can_divide_by_those_that_have_data(job):
+    job(2, join_as_torch_does, (3, 1), False, False, {})
+
+
+def leave_join_early(fails: bool) -> tuple[str, str]:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Fragile())
+
+        def train() -> None:
+            with Join([model], throw_on_early_termination=not fails):
+                for step in range(3 - world.rank):
+                    loss(model, world.rank, step, fails=fails and step == 2).backward()
+
+        return error_of(train)
+
+
+class Fragile(Net):
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise KeyError("no such word")
+        return super().forward(x)
+
+
+def test_torchs_join_ends_early_where_asked_or_where_a_rank_fails(job):
+    first, second = job(2, leave_join_early, False)
+    assert first[0] == second[0] == "RuntimeError"
+    assert "exhausted" in first[1] and "exhausted" in second[1]
+    first, second = job(2, leave_join_early, True)
+    assert first == second == ("CollectiveError", "step 3: rank 0 failed in forward: KeyError: 'no such word'")

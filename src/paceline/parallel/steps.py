@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +64,9 @@ class Steps:
         self.divide_by_world = True  # in `join`, as torch: divide by all ranks, not by those that still have data
         self.throw_early = False
         self.is_joining = False
-        self.last_active: list[int] = []
+        self._announce: Callable[[], object] | None = None  # in torch's Join: tell those who are done of a step
+        self._is_announced = False
+        self._last_active: list[int] = []
         self._expected_total: int | None = None
         self._step_weight = 1
         self._task: int | None = None
@@ -141,6 +143,7 @@ class Steps:
         self._forward_error = error
         self.channel.patience_s = _FAREWELL_S
         try:
+            self._open_step()
             self._synchronize(Notice(Status.FAILED, 0), take_part=False)
         except LostPeerError:
             return
@@ -168,8 +171,10 @@ class Steps:
                 "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen; "
                 "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields"
             )
-        self._task = task
-        self._syncing = self.do_sync and not self.options.manual
+        syncing = self.do_sync and not self.options.manual
+        if syncing:
+            self._open_step()
+        self._task, self._syncing = task, syncing
         if torch.is_grad_enabled() and not self._warned and self._syncing:
             self._warned = True
             warnings.warn(
@@ -201,6 +206,7 @@ class Steps:
 
     def synchronize(self) -> None:
         """Average the gradients now. Collective: every rank must call this."""
+        self._open_step()
         self._step_weight = self._weight()
         self._end_step()
 
@@ -238,24 +244,44 @@ class Steps:
         self._synchronize(Notice(Status.FINISHED, 0), take_part=False)
         return self._all_finished
 
+    def mirror(self) -> None:
+        """The same in torch's Join, where the averaged gradients are left here, too: others may step with them."""
+        for param in self.members.params:
+            param.grad = None
+        self._synchronize(Notice(Status.FINISHED, 0), take_part=True)
+
+    def even_out(self) -> None:
+        """Give all ranks the values of one that had data to the end. Collective: every rank must call this."""
+        self.channel.broadcast(self.members.tensors(), self._last_active[0] if self._last_active else 0)
+
     @contextlib.contextmanager
-    def joining(self, divide_by_world: bool, throw_early: bool) -> Iterator[None]:
+    def joining(
+        self, divide_by_world: bool, throw_early: bool = False, announce: Callable[[], object] | None = None
+    ) -> Iterator[None]:
         self.is_joining, self.divide_by_world, self.throw_early = True, divide_by_world, throw_early
-        self.last_active = []
+        self._announce, self._last_active = announce, []
         try:
             yield
         finally:
             self.is_joining, self.divide_by_world, self.throw_early = False, True, False
+            self._announce = None
+
+    def _open_step(self) -> None:
+        if self._announce is not None and not self._is_announced:
+            self._announce()
+            self._is_announced = True
 
     def _synchronize(self, notice: Notice, take_part: bool, missing: Iterable[int] = ()) -> None:
         missing = list(missing)
+        has_data = take_part and not notice.status & Status.FINISHED
+        absent = missing if has_data else list(range(len(self.members.params)))
         self._read_unread()
 
         def write(region: torch.Tensor) -> None:
             failed = Status.FAILED if self.reducer.failure is not None else Status.FINE
             self.tail.write_slots(region, replace(notice, status=notice.status | failed))
             if self.tail.num_used:
-                self.tail.write_used(region, missing if take_part else range(self.tail.num_used))
+                self.tail.write_used(region, absent)
             if self.tail.num_statistics:
                 statistics = self.tail.statistics(region)
                 if notice.status & Status.STATISTICS:
@@ -273,11 +299,11 @@ class Steps:
                 peers = self.tail.read_slots(region[: self.tail.num_slots].tolist())
                 if not self._act_on(peers, missing):
                     return
-                self._complete(peers, region, missing, take_part)
+                self._complete(peers, region, absent, take_part)
             else:
                 self._read_later(region, notice, missing)
         finally:
-            self.reducer.failure = None
+            self.reducer.failure, self._is_announced = None, False
         self.reducer.settle()
 
     # -- what the words say -------------------------------------------------------------------------------------------
@@ -307,7 +333,7 @@ class Steps:
             together |= peer.status
         active = [rank for rank, peer in enumerate(peers) if not peer.status & Status.FINISHED]
         self._all_finished = not active
-        self.last_active = active or self.last_active
+        self._last_active = active or self._last_active
         if together & _ALARMS:
             self._raise_together(missing)
             return False
@@ -320,7 +346,7 @@ class Steps:
             self.buffers.broadcast(self.channel, active[0])
         return True
 
-    def _complete(self, peers: list[Notice], region: torch.Tensor, missing: list[int], take_part: bool) -> None:
+    def _complete(self, peers: list[Notice], region: torch.Tensor, absent: list[int], take_part: bool) -> None:
         """Weigh by the true total, drop gradients that no rank has, and take the averaged statistics."""
         with torch.no_grad():
             writers = sum(bool(peer.status & Status.STATISTICS) for peer in peers)
@@ -331,9 +357,9 @@ class Steps:
             elif writers:
                 mine = bool(peers[self.channel.rank].status & Status.STATISTICS)
                 self.buffers.average(self.channel, mine, writers)
-            if self.tail.num_used and take_part and missing:
+            if self.tail.num_used and take_part and absent:
                 used = self.tail.used(region).tolist()
-                for index in missing:
+                for index in absent:
                     if not used[index]:
                         self.members.params[index].grad = None
             total = sum(peer.samples for peer in peers)

@@ -18,6 +18,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from paceline.errors import ConfigError
 from paceline.parallel.bucketed import Bucketed
+from paceline.parallel.joinable import TorchJoinable
 from paceline.parallel.options import Options
 from paceline.parallel.steps import Steps
 from paceline.plan import TORCH_CAP_BYTES, plan_torch_start
@@ -33,7 +34,7 @@ _BUILT_IN: dict[str, Callable[..., Any]] = {
 _DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 
 
-class TorchNames(nn.Module):
+class TorchNames(TorchJoinable, nn.Module):
     """The attributes and private methods of torch's wrapper that others read, set and call."""
 
     module: nn.Module
@@ -53,10 +54,6 @@ class TorchNames(nn.Module):
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
     )
-
-    @property
-    def _ready(self) -> Steps:
-        raise NotImplementedError
 
     def _set_up(self) -> Steps:
         raise NotImplementedError

@@ -303,8 +303,7 @@ class DataParallel(TorchNames):
             yield
             while not steps.shadow():
                 pass
-            source = steps.last_active[0] if steps.last_active else 0
-            steps.channel.broadcast(steps.members.tensors(), source)
+            steps.even_out()
 
     # -- plans, hooks and what happened -------------------------------------------------------------------------------
 
