@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -156,6 +158,12 @@ def ask_for_names() -> None:
             assert error_of(lambda name=name: getattr(bare, name))[0] == "AttributeError"
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
             assert twin.module._secret == 3 and not hasattr(twin, "wrong")
+        del twin, caught
+        gone = weakref.ref(model)
+        gc.disable()
+        del model
+        gc.enable()
+        assert gone() is None  # nor did any question leave a cycle, which would keep the group open
 
 
 def test_a_missing_attribute_is_blamed_on_the_right_class(job):

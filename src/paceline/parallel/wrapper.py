@@ -342,20 +342,20 @@ class DataParallel(TorchNames):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError as error:
-            reason, module = error, self.__dict__.get("_modules", {}).get("module")
-        if module is None or name.startswith("__"):  # a copy in the making, or a question of Python's own
-            raise reason
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):  # a copy in the making, or a question of Python's own
+                raise
         advice = f"nor has its module, {type(module).__name__}"
-        if not name.startswith("_"):
-            try:
-                return getattr(module, name)  # methods and attributes of the user's own model
-            except AttributeError as error:
-                reason = error
-        elif hasattr(module, name):
+        try:
+            value = getattr(module, name)  # methods and attributes of the user's own model
+            if not name.startswith("_"):
+                return value
             advice = f"but its module, {type(module).__name__}, has: write .module.{name}"
-        who = type(self).__name__
-        raise AttributeError(f"{who!r} object has no attribute {name!r}, {advice}", name=name, obj=self) from reason
+            raise AttributeError(name)
+        except AttributeError as error:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}, {advice}"
+            raise AttributeError(text, name=name, obj=self) from error
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes the keys of the wrapper and those of the module alike."""
