@@ -12,10 +12,10 @@ __all__ = ["Forwards"]
 
 
 class _Forward:
-    """A forward whose backward has not begun, and how many samples it had."""
+    """A forward whose backward has not begun, how many samples it had, and whether it was one of training."""
 
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    def __init__(self, samples: int, is_training: bool) -> None:
+        self.samples, self.is_training = samples, is_training
 
 
 class Forwards:
@@ -26,16 +26,16 @@ class Forwards:
         self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
         self._last_samples = 0  # in the last step: for another backward through the same graph
 
-    def watch(self, output: Any, samples: int, on_backward: Callable[[], None]) -> bool:
+    def watch(self, output: Any, samples: int, is_training: bool, on_backward: Callable[[], None]) -> bool:
         """Be told when a backward passes through the output; False where it hides its tensors."""
-        own, forward = weakref.ref(self), _Forward(samples)
+        own, forward = weakref.ref(self), _Forward(samples, is_training)
         self._open.add(forward)
 
         def begin(_: Any) -> None:
-            on_backward()
             if (me := own()) is not None and forward in me._open:
                 me._open.discard(forward)
                 me._samples = (me._samples or 0) + forward.samples
+            on_backward()
 
         nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
         for node in nodes:
@@ -46,12 +46,15 @@ class Forwards:
 
     @property
     def need_buffers(self) -> bool:
-        """Whether a backward is still to come that needs buffers as they are."""
-        return bool(self._open)
+        """Whether a backward is still to come that needs buffers as they are.
+
+        An output of evaluation may be kept for ever, and rarely is one for a backward.
+        """
+        return any(forward.is_training for forward in self._open)
 
     def count_samples(self) -> int:
         """The samples of all forwards since the last step, those whose backward is still to come in it included."""
-        still = [forward.samples for forward in self._open]
+        still = [forward.samples for forward in self._open if forward.is_training]
         if self._samples is None and not still:
             return self._last_samples
         return (self._samples or 0) + sum(still)

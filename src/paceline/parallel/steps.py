@@ -119,9 +119,9 @@ class Steps:
             event.synchronize()
             self._act_on(self.tail.read_slots(words.tolist()), missing)
 
-    def after_forward(self, output: Any, samples: int) -> None:
+    def after_forward(self, output: Any, samples: int, is_training: bool) -> None:
         """Be told when a backward passes through the output."""
-        is_seen = self._forwards.watch(output, samples, self._begin)
+        is_seen = self._forwards.watch(output, samples, is_training, self._begin)
         # Where the output hides its tensors, any parameter may be the first that is heard of a backward.
         if not is_seen and len(self._handles) < len(self.members.params):
             for handle in self._handles:
@@ -283,11 +283,11 @@ class Steps:
             if self.tail.num_used:
                 self.tail.write_used(region, absent)
             if self.tail.num_statistics:
-                statistics = self.tail.statistics(region)
-                if notice.status & Status.STATISTICS:
-                    self.buffers.write(statistics)
-                else:
-                    statistics.zero_()
+                self.buffers.write(
+                    self.tail.statistics(region),
+                    bool(notice.status & Status.STATISTICS),
+                    bool(notice.status & Status.HOLD),
+                )
 
         try:
             region = self.reducer.finish(write, self._factor(), take_part)
@@ -319,9 +319,9 @@ class Steps:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._unread = words, event, missing
-        if notice.status & Status.STATISTICS and self.tail.num_statistics:
+        if self.tail.num_statistics and self.buffers.have_turn(self.num_steps - 1) and not notice.status & Status.HOLD:
             with torch.no_grad():
-                self.buffers.read(self.tail.statistics(region), self.channel.world_size)
+                self.buffers.read_unseen(self.tail.statistics(region))
 
     def _act_on(self, peers: list[Notice], missing: list[int]) -> bool:
         """Raise on every rank what any of them has found; and make changed buffers equal again.
@@ -353,7 +353,7 @@ class Steps:
             if any(peer.status & Status.HOLD for peer in peers):
                 writers = 0
             if writers and self.tail.num_statistics:
-                self.buffers.read(self.tail.statistics(region), writers)
+                self.buffers.read(self.tail.statistics(region)[:-1], writers)
             elif writers:
                 mine = bool(peers[self.channel.rank].status & Status.STATISTICS)
                 self.buffers.average(self.channel, mine, writers)

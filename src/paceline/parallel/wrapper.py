@@ -244,7 +244,7 @@ class DataParallel(TorchNames):
             if self.training:
                 steps.fail(error)
             raise
-        steps.after_forward(output, samples)
+        steps.after_forward(output, samples, self.module.training)
         return output
 
     # -- which backwards are synchronised -----------------------------------------------------------------------------
