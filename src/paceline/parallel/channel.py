@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -100,23 +100,31 @@ class Channel:
             else:
                 work.wait(timedelta(seconds=self.patience_s))
         except RuntimeError as error:
-            raise self.explain(error, what) from error
+            raise self._explain(error, f"{what} cannot be reduced") from error
 
-    def explain(self, error: RuntimeError, what: str) -> LostPeerError:
+    @contextlib.contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._explain(error, what) from error
+
+    def _explain(self, error: RuntimeError, what: str) -> LostPeerError:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         departed = find_departed()
         if departed:
             who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
             hint = ": where ranks have different numbers of batches, train inside `with model.join():`"
             hint = hint if any("closed" in how for how in departed.values()) else ""
-            return LostPeerError(f"{what} cannot be reduced: {who}{hint}")
-        return LostPeerError(f"{what} cannot be reduced, another rank has gone or is stuck: {first_line}")
+            return LostPeerError(f"{what}: {who}{hint}")
+        return LostPeerError(f"{what}, another rank has gone or is stuck: {first_line}")
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective: every rank must call this."""
         values: list[Any] = [None] * self.world_size
         # Object collectives use the current GPU under NCCL, and hang on a wrong one.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        here = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+        with here, self._explaining("the ranks cannot tell each other what they hold"):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -126,7 +134,7 @@ class Channel:
         families: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             families.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-        with torch.no_grad():
+        with torch.no_grad(), self._explaining(f"the values of rank {source} cannot be broadcast"):
             for family in families.values():
                 for batch in _batches(family):
                     flat = torch.cat([tensor.reshape(-1) for tensor in batch])
