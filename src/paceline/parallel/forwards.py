@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from paceline.parallel.inputs import find_tensors
 
 __all__ = ["Forwards"]
@@ -28,6 +30,8 @@ class Forwards:
 
     def watch(self, output: Any, samples: int, is_training: bool, on_backward: Callable[[], None]) -> bool:
         """Be told when a backward passes through the output; False where it hides its tensors."""
+        if isinstance(output, torch.Tensor) and not output.requires_grad:
+            return True  # as of a teacher: there is no backward to come
         own, forward = weakref.ref(self), _Forward(samples, is_training)
         self._open.add(forward)
 

@@ -126,8 +126,8 @@ class Steps:
         if not is_seen and len(self._handles) < len(self.members.params):
             for handle in self._handles:
                 handle.remove()
-            begin = self._begin
-            self._handles = [on_gradient(param, lambda _: begin(True)) for param in self.members.params]
+            begin, trained = self._begin, [param for param in self.members.params if param.requires_grad]
+            self._handles = [on_gradient(param, lambda _: begin(True)) for param in trained]
 
     def note_structure(self, change: str) -> None:
         """A change that would leave gradients out; every rank is told in the next step."""

@@ -229,8 +229,9 @@ class DataParallel(TorchNames):
             args, kwargs = move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._steps is None and not any(param.requires_grad for param in self.module.parameters()):
-            return self.module(*args, **kwargs)  # a copy that was frozen: there is nothing to synchronise
+        known = self._steps.members.params if self._steps is not None else ()
+        if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
+            return self.module(*args, **kwargs)  # all is frozen, as in a teacher: there is nothing to synchronise
         steps = self._ready
         steps.before_forward()
         steps.note_structure(self._watch.find_change(self.module))
