@@ -381,3 +381,38 @@ def test_a_peer_that_has_gone_is_named_whatever_was_to_be_exchanged(job, what):
     for kind, text in (results[0], results[2]):
         assert kind == "LostPeerError", (kind, text)
         assert "rank 1 closed its world" in text
+
+
+class Meeting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), paceline.SyncBatchNorm(4)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise KeyError("no such word")
+        return self.norm(self.first(x))
+
+
+def fail_before_others_meet(at_step: int) -> tuple[str, str, float]:
+    began = time.monotonic()
+    kind = text = ""
+    try:
+        with paceline.init(announce=None) as world:
+            model = DataParallel(Meeting())
+            for step in range(at_step + 1):
+                fails = step == at_step and world.rank == 1
+                loss(model, world.rank, step, fails=fails).backward()
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    return kind, text, time.monotonic() - began
+
+
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_a_rank_that_fails_while_others_wait_for_it_in_forward_is_named_when_it_leaves(job, at_step):
+    results = job(3, fail_before_others_meet, at_step)
+    assert results[1][:2] == ("KeyError", "'no such word'")
+    for kind, text, _ in (results[0], results[2]):
+        assert kind == "LostPeerError"
+        assert "rank 1 failed with KeyError: 'no such word'" in text
+    assert all(seconds < SOON_S for *_, seconds in results)

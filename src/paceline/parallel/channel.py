@@ -18,7 +18,7 @@ from paceline.errors import CollectiveError
 from paceline.parallel.placement import destroy_group, open_group
 from paceline.runtime.world import find_departed
 
-__all__ = ["Channel", "LostPeerError"]
+__all__ = ["Channel", "LostPeerError", "naming_the_lost"]
 
 _BROADCAST_BYTES = 64 << 20
 
@@ -100,31 +100,14 @@ class Channel:
             else:
                 work.wait(timedelta(seconds=self.patience_s))
         except RuntimeError as error:
-            raise self._explain(error, f"{what} cannot be reduced") from error
-
-    @contextlib.contextmanager
-    def _explaining(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._explain(error, what) from error
-
-    def _explain(self, error: RuntimeError, what: str) -> LostPeerError:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        departed = find_departed()
-        if departed:
-            who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
-            hint = ": where ranks have different numbers of batches, train inside `with model.join():`"
-            hint = hint if any("closed" in how for how in departed.values()) else ""
-            return LostPeerError(f"{what}: {who}{hint}")
-        return LostPeerError(f"{what}, another rank has gone or is stuck: {first_line}")
+            raise _explain(error, f"{what} cannot be reduced") from error
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective: every rank must call this."""
         values: list[Any] = [None] * self.world_size
         # Object collectives use the current GPU under NCCL, and hang on a wrong one.
         here = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-        with here, self._explaining("the ranks cannot tell each other what they hold"):
+        with here, naming_the_lost("the ranks cannot tell each other what they hold"):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -134,7 +117,7 @@ class Channel:
         families: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             families.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-        with torch.no_grad(), self._explaining(f"the values of rank {source} cannot be broadcast"):
+        with torch.no_grad(), naming_the_lost(f"the values of rank {source} cannot be broadcast"):
             for family in families.values():
                 for batch in _batches(family):
                     flat = torch.cat([tensor.reshape(-1) for tensor in batch])
@@ -144,6 +127,26 @@ class Channel:
                     if self.rank != source:
                         for tensor, part in zip(batch, torch.split(flat, [t.numel() for t in batch]), strict=True):
                             tensor.copy_(part.view(tensor.shape))
+
+
+@contextlib.contextmanager
+def naming_the_lost(what: str) -> Iterator[None]:
+    """An error of the backend in here becomes one that begins with `what` and says who has left."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _explain(error, what) from error
+
+
+def _explain(error: RuntimeError, what: str) -> LostPeerError:
+    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    departed = find_departed()
+    if departed:
+        who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
+        hint = ": where ranks have different numbers of batches, train inside `with model.join():`"
+        hint = hint if any("closed" in how for how in departed.values()) else ""
+        return LostPeerError(f"{what}: {who}{hint}")
+    return LostPeerError(f"{what}, another rank has gone or is stuck: {first_line}")
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

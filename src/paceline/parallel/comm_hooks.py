@@ -96,9 +96,13 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
     """
     if channel.world_size == 1:
         return
+    marks = torch.zeros(channel.world_size, device=channel.device)
+    marks[channel.rank] = is_hooked
+    # A sum is a gather here, and can be waited for with the patience of a rank that has failed.
+    channel.wait(channel.start_sum(marks), "whether there are communication hooks")
     ranks_of: dict[bool, list[str]] = {True: [], False: []}
-    for rank, theirs in enumerate(channel.share(is_hooked)):
-        ranks_of[theirs].append(str(rank))
+    for rank, theirs in enumerate(marks.tolist()):
+        ranks_of[bool(theirs)].append(str(rank))
     if ranks_of[True] and ranks_of[False]:
         with_hook, without = (f"rank{'s' if len(r) > 1 else ''} {', '.join(r)}" for r in ranks_of.values())
         raise ConfigError(

@@ -29,8 +29,9 @@ __all__ = ["StepOptions", "Steps"]
 _engine = torch.autograd.Variable._execution_engine
 # On a GPU, reading the words makes the host wait: done at once in the first steps, and at the next step later on.
 _EAGER_STEPS = 10
-# How long a rank that has failed waits for the others to hear of it.
-_FAREWELL_S = 60.0
+# How long a rank that has failed waits for the others to hear of it; and where they may wait for it inside forward,
+# so that they hear only when it leaves.
+_FAREWELL_S, _SHORT_FAREWELL_S = 60.0, 5.0
 _ALARMS = Status.MISSING | Status.FAILED | Status.CHANGED
 
 
@@ -42,6 +43,7 @@ class StepOptions:
     allow_missing: bool = False
     check_every: int = 100
     manual: bool = False
+    meets_in_forward: bool = False  # layers have messages of their own there
 
 
 class Steps:
@@ -78,7 +80,7 @@ class Steps:
         self._all_finished = False
         self._is_stopped = False
         self._forwards = Forwards()
-        self._broken = ""  # by a communication hook whose messages the ranks cannot match any more
+        self._broken = ""  # by what: a failure after which the ranks cannot match their messages any more
         # Where a forward's output hides its tensors, these two tell that a backward has begun.
         ends = {id(param): param for param in (members.params[0], members.params[-1])}
         own = weakref.ref(self)
@@ -103,7 +105,7 @@ class Steps:
     def before_forward(self) -> None:
         """Settle what the last step left open, and notice a backward that never came to its end."""
         if self._broken:
-            raise CollectiveError(f"{self._broken}; the messages of the hook no longer match: start the ranks anew")
+            raise CollectiveError(f"{self._broken}; messages no longer match since then: start the ranks anew")
         if self._unread is not None:
             self._read_unread()
         if self._task is not None and torch._C._current_graph_task_id() == -1:
@@ -141,12 +143,12 @@ class Steps:
         if self.channel.world_size == 1:
             return
         self._forward_error = error
-        self.channel.patience_s = _FAREWELL_S
+        self.channel.patience_s = _SHORT_FAREWELL_S if self.options.meets_in_forward else _FAREWELL_S
         try:
             self._open_step()
             self._synchronize(Notice(Status.FAILED, 0), take_part=False)
         except LostPeerError:
-            return
+            self._broken = f"{type(error).__name__} on this rank, of which the others did not hear: {error}"
         finally:
             self._forward_error, self.channel.patience_s = None, None
 
@@ -283,11 +285,8 @@ class Steps:
             if self.tail.num_used:
                 self.tail.write_used(region, absent)
             if self.tail.num_statistics:
-                self.buffers.write(
-                    self.tail.statistics(region),
-                    bool(notice.status & Status.STATISTICS),
-                    bool(notice.status & Status.HOLD),
-                )
+                wrote, hold = (bool(notice.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
+                self.buffers.write(self.tail.statistics(region), wrote, hold)
 
         try:
             region = self.reducer.finish(write, self._factor(), take_part)

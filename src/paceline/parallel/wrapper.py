@@ -146,10 +146,9 @@ class DataParallel(TorchNames):
             raise ConfigError("rebuild() inside join(): ranks that are done cannot take part in it")
         members = find_members(self.module, self._ignored)
         channel = self._open_channel()
-        meets = any(isinstance(layer, _MEETING) for layer in self.module.modules())
         # Among some ranks only, torch can make but one group more: whoever needs several passes them.
         crowded = self._group is None and any(other is not self for other in _wrappers)
-        if self._gradient_group is None and any(channel.share(meets or crowded)):
+        if self._gradient_group is None and any(channel.share(self._meets() or crowded)):
             # Where a bucket leaves may differ from rank to rank: messages of others must not come in between.
             self._gradient_group = open_group(channel.group, channel.backend)
             if self._gradient_group is not None:
@@ -163,6 +162,9 @@ class DataParallel(TorchNames):
         self._take_down()
         self._set_up()
         _wrappers.add(self)
+
+    def _meets(self) -> bool:
+        return any(isinstance(layer, _MEETING) for layer in self.module.modules())
 
     def _open_channel(self) -> Channel:
         group = self._gradient_group or (dist.group.WORLD if self._group is None else self._group)
@@ -201,6 +203,7 @@ class DataParallel(TorchNames):
             # A hook may keep replicas apart on purpose, as local SGD does.
             check_every=options.check_every if self._comm_hook is None else 0,
             manual=options.manual,
+            meets_in_forward=self._meets(),
         )
         do_sync = self._steps.do_sync if self._steps is not None else True
         self._steps = Steps(members, channel, reducer, tail, buffers, step_options)
