@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,99 @@ def assign_buffers() -> None:
 
 def test_a_buffer_that_is_assigned_anew_is_shared(job):
     job(2, assign_buffers)
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor, use: str = "left right") -> torch.Tensor:
+        return self.norm(super().forward(x, use))
+
+
+def keep_an_output(average: str) -> None:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Normed(), average=average)
+        size = 3 + world.rank
+        model.eval()
+        kept = model(draw(world.rank, size=20 * world.rank + 1))
+        model.train()
+        for step in range(3):
+            model.zero_grad()
+            weights = [3.0, 4.0] if average == "samples" else None
+
+            def loss_of(m: nn.Module, rank: int, step: int = step) -> torch.Tensor:
+                return m(draw(rank, step, 3 + rank)).square().mean()
+
+            wanted = average_alone(model.module, loss_of, 2, weights)
+            model(draw(world.rank, step, size)).square().mean().backward()
+            check(world, model, wanted, step)
+            check_equal(world, [model.module.norm.running_mean, model.module.norm.running_var], step)
+        assert kept.requires_grad
+
+
+@pytest.mark.parametrize("average", ["ranks", "samples"])
+def test_an_output_of_evaluation_that_is_kept_holds_nothing_up(job, average):
+    job(2, keep_an_output, average)
+
+
+def train_in_eval_mode() -> None:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Normed(), average="samples").eval()  # as one trains with frozen statistics
+        for step in range(3):
+            model.zero_grad()
+
+            def loss_of(m: nn.Module, rank: int, step: int = step) -> torch.Tensor:
+                return m(draw(rank, step, 3 + 2 * rank)).square().mean()
+
+            wanted = average_alone(model.module, loss_of, 2, [3.0, 5.0])
+            loss_of(model, world.rank).backward()
+            check(world, model, wanted, step)
+
+
+def test_samples_count_in_eval_mode(job):
+    job(2, train_in_eval_mode)
+
+
+class Distilled(Net):
+    """A student that makes a frozen copy of a part of itself when it is first asked for a teacher."""
+
+    def forward(self, x: torch.Tensor, use: str = "left right", teach: str = "") -> Any:
+        if teach:
+            if not hasattr(self, "teacher"):
+                self.teacher = copy.deepcopy(self.left).requires_grad_(False)
+            answer = self.teacher(x)
+            return (lambda: answer) if teach == "hidden" else answer
+        return super().forward(x, use)
+
+
+def distil(average: str) -> None:
+    with paceline.init(announce=None) as world:
+        model = DataParallel(Distilled(), average=average, find_unused_parameters=True)
+        for step in range(4):
+            if step == 2:
+                model.module.left.requires_grad_(False)
+            model.zero_grad()
+            if average == "samples":  # those of a teacher do not count
+                assert not model(draw(world.rank, step, 9 * world.rank + 1), teach="plain").requires_grad
+            elif step > 1:
+                model(draw(world.rank, step), teach="hidden")
+            wanted = average_alone(model.module, functools.partial(loss, step=step), 2)
+            loss(model, world.rank, step).backward()
+            check(world, model, wanted, step)
+        model.module.left.requires_grad_(True)
+        frozen = copy.deepcopy(model).requires_grad_(False)
+        for teacher in (frozen, model.requires_grad_(False)):
+            assert not teacher(draw(world.rank)).requires_grad
+        model.requires_grad_(True)
+        model.module.teacher.requires_grad_(False)
+        model.zero_grad()
+        wanted = average_alone(model.module, loss, 2)
+        loss(model, world.rank).backward()
+        check(world, model, wanted)
+
+
+@pytest.mark.parametrize("average", ["ranks", "samples"])
+def test_a_frozen_teacher_inside_and_beside_the_model(job, average):
+    job(2, distil, average)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import paceline
 from paceline import ConfigError
 from paceline.parallel import DataParallel
+from paceline.parallel.channel import Channel
 from tests.dist.wrapped import RUNGS, STEPS, Net, average_alone, check, check_equal, error_of, loss
 
 SOON_S = 15
@@ -355,3 +357,62 @@ def test_sparse_gradients_are_a_clear_error_on_all_ranks(job):
     for kind, text in first:
         assert kind in ("ConfigError", "CollectiveError"), (kind, text)
         assert "sparse" in text.lower() and "words.weight" in text, text
+
+
+# -- a peer that has gone ---------------------------------------------------------------------------------------------
+
+
+def talk_to_the_gone(what: str) -> tuple[str, str]:
+    with paceline.init(announce=None, timeout_s=SOON_S) as world:
+        assert dist.group.WORLD is not None
+        channel = Channel(dist.group.WORLD, torch.device("cpu"))
+        assert channel.share(world.rank) == [0, 1, 2]
+        channel.broadcast([torch.zeros(3)], source=1)
+        if world.rank == 1:
+            return "", ""
+        if what == "share":
+            return error_of(lambda: channel.share(7))
+        return error_of(lambda: channel.broadcast([torch.zeros(3)], source=1))
+
+
+@pytest.mark.parametrize("what", ["share", "broadcast"])
+def test_a_peer_that_has_gone_is_named_whatever_was_to_be_exchanged(job, what):
+    results = job(3, talk_to_the_gone, what)
+    for kind, text in (results[0], results[2]):
+        assert kind == "LostPeerError", (kind, text)
+        assert "rank 1 closed its world" in text
+
+
+class Meeting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), paceline.SyncBatchNorm(4)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise KeyError("no such word")
+        return self.norm(self.first(x))
+
+
+def fail_before_others_meet(at_step: int) -> tuple[str, str, float]:
+    began = time.monotonic()
+    kind = text = ""
+    try:
+        with paceline.init(announce=None) as world:
+            model = DataParallel(Meeting())
+            for step in range(at_step + 1):
+                fails = step == at_step and world.rank == 1
+                loss(model, world.rank, step, fails=fails).backward()
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    return kind, text, time.monotonic() - began
+
+
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_a_rank_that_fails_while_others_wait_for_it_in_forward_is_named_when_it_leaves(job, at_step):
+    results = job(3, fail_before_others_meet, at_step)
+    assert results[1][:2] == ("KeyError", "'no such word'")
+    for kind, text, _ in (results[0], results[2]):
+        assert kind == "LostPeerError"
+        assert "rank 1 failed with KeyError: 'no such word'" in text
+    assert all(seconds < SOON_S for *_, seconds in results)

@@ -130,3 +130,27 @@ def inspect(backend: str) -> str:
 @pytest.mark.parametrize(("backend", "ranks"), WORLDS)
 def test_a_report_has_the_times_of_the_device(on_ranks, backend, ranks):
     assert "backward over at" in on_ranks(ranks, inspect, backend, timeout_s=120)[0]
+
+
+def write_on_one_rank() -> None:
+    """Words are read late here: that only one rank's statistics are in the sum is known on the GPU alone."""
+    with paceline.init("gloo", "cuda", announce=None) as world:
+        model = DataParallel(Net().to(world.device))
+        norm = model.module.norm
+        mine = norm.running_mean.clone()
+        for step in range(2 * STEPS):
+            if step == STEPS and world.rank == 1:
+                norm.eval()
+            model(draw(world.rank, step, world.device)).square().mean().backward()
+            model.zero_grad()
+            means = world.share(norm.running_mean.tolist())
+            assert means[0] == means[1], step
+            if step >= STEPS and world.rank == 0:
+                torch.testing.assert_close(norm.running_mean, mine)
+            with torch.no_grad():  # what the next step makes of rank 0's statistics
+                hidden = model.module.wide(draw(0, step + 1, world.device))
+                mine = 0.9 * norm.running_mean + 0.1 * hidden.mean(0)
+
+
+def test_statistics_are_those_of_the_ranks_that_wrote(on_ranks):
+    on_ranks(2, write_on_one_rank)

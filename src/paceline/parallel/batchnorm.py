@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.errors import ConfigError
+from paceline.parallel.channel import naming_the_lost
 
 __all__ = ["SyncBatchNorm"]
 
@@ -50,7 +51,8 @@ def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
         message[:channels], message[-1] = mean, x.numel() // channels
         message[channels:-1] = (x - _per_channel(mean, x)).square_().sum(axes)
     gathered = message.new_empty(dist.get_world_size(group) * message.numel())
-    _all_gather(gathered, message, group)
+    with naming_the_lost("the statistics of a SyncBatchNorm cannot be gathered"):
+        _all_gather(gathered, message, group)
     means, squares, counts = gathered.view(-1, message.numel()).double().split([channels, channels, 1], dim=1)
     total = counts.sum()
     # Chan's formula for many parts: deviations are taken from means, so a large mean does not cancel the variance.
@@ -86,7 +88,8 @@ class _Normalize(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             global_sums = sums.clone()
-            dist.all_reduce(global_sums, group=ctx.group)
+            with naming_the_lost("the gradient of a SyncBatchNorm cannot be reduced"):
+                dist.all_reduce(global_sums, group=ctx.group)
             mean_dy, mean_dy_xhat = global_sums / total
             scale = invstd if weight is None else invstd * weight
             grad_x = centered.mul_(_per_channel(-invstd * mean_dy_xhat, x)).sub_(_per_channel(mean_dy, x))

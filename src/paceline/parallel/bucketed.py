@@ -20,7 +20,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigError
 from paceline.parallel.arrivals import Arrivals
 from paceline.parallel.channel import Channel
-from paceline.parallel.comm_hooks import CommHook, HookedBucket, start_hook
+from paceline.parallel.comm_hooks import CommHook, Hooking, agree_on_hook, show_to_hook
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.ladder import Reducer, WriteTail, on_gradient
 from paceline.parallel.replicas import Members
@@ -55,7 +55,7 @@ class _Bucket:
         self.loose: list[int] = []
         self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
         self.version = 0  # of the range when backward began, later when it was sent
-        self.work: dist.Work | torch._C.Future | None = None
+        self.work: dist.Work | None = None  # with a communication hook, its Future
 
     def close(self, params: Sequence[torch.Tensor], views: dict[int, torch.Tensor]) -> None:
         self.params = [params[index] for index in self.gathered]
@@ -77,7 +77,8 @@ class Bucketed(Reducer):
         self, members: Members, channel: Channel, num_words: int, make_plan: MakePlan, comm_hook: CommHook | None = None
     ) -> None:
         super().__init__(members, channel, num_words)
-        self._make_plan, self._comm_hook = make_plan, comm_hook
+        self._make_plan = make_plan
+        self._hooking = None if comm_hook is None else Hooking(comm_hook, channel, self._on_hook_failure)
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # loose gradients that were there before backward: their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # placed and loose gradients, and their versions then
@@ -88,12 +89,20 @@ class Bucketed(Reducer):
         make_plan(members.gradients, list(range(len(members.params))))  # a plan that does not fit is refused now
         self._lay_out(plan_torch_start(members.gradients))
 
+    @property
+    def ready_order(self) -> list[int]:
+        """All parameters in the order of their gradients' arrival, when it was last recorded."""
+        return self._arrivals.ready_order()
+
     # -- backward begins ----------------------------------------------------------------------------------------------
 
     def begin(self, factor: float) -> None:
-        self._active, self._next, self.failure = True, 0, None
+        self._active, self._next, self.failure, self.failed_in = True, 0, None, "backward"
         # A communication hook divides by the number of ranks itself, as torch's do.
-        self._factor = factor if self._comm_hook is None else factor * self.channel.world_size
+        self._factor = factor
+        if self._hooking is not None:
+            self._factor *= self.channel.world_size
+            self._hooking.begin()
         self._taken.clear()
         self._look_before()
         if self._is_recording:
@@ -146,7 +155,7 @@ class Bucketed(Reducer):
         is_last = self._next == len(self._buckets)
         flat, take_part = zeros or self._flat, zeros is None
         span = flat.ranges[bucket.number]
-        message = flat.last if is_last and self._comm_hook is None else span
+        message = flat.last if is_last and self._hooking is None else span
         # NCCL averages as it reduces; the words must stay whole numbers, so the last bucket is scaled beforehand.
         can_fold = self.channel.is_nccl and not is_last and not bucket.placed
         folded = can_fold and self._factor == 1 / self.channel.world_size
@@ -165,8 +174,8 @@ class Bucketed(Reducer):
                 write_tail(flat.words)
         bucket.version = bucket.range._version
         average = folded and self.channel.world_size > 1
-        if self._comm_hook is not None:
-            bucket.work = start_hook(self._comm_hook, self._as_hooked(bucket, flat))
+        if self._hooking is not None:
+            bucket.work = self._hooking.start(show_to_hook(bucket.number, flat, self.plan, self.members.params))
         elif loose:
             bucket.work = self.channel.start_sums([message, *loose] if message.numel() else loose, average)
         elif message.numel():
@@ -263,6 +272,8 @@ class Bucketed(Reducer):
         return sorted(set(missing))
 
     def finish(self, write_tail: WriteTail, factor: float, take_part: bool) -> torch.Tensor:
+        if not self.is_planned:
+            agree_on_hook(self._hooking is not None, self.channel)
         if not self._active:
             self.begin(factor)
         self.timeline.backward_over()
@@ -271,14 +282,16 @@ class Bucketed(Reducer):
         for bucket in self._buckets[self._next : -1]:
             self._send(bucket, zeros)
         words = (zeros or self._flat).words
-        self._send(self._buckets[-1], zeros, write_tail)
+        self._send(self._buckets[-1], zeros, write_tail if self._hooking is None else None)
         self._active = False
         for bucket in self._buckets:
             self.timeline.waiting(bucket.number)
             self._wait(bucket, take_part)
             self.timeline.done(bucket.number)
-        if self._comm_hook is not None:
+        if self._hooking is not None:
             # A hook may compress or keep what it is given, and send more when it likes: the words go by themselves.
+            with torch.no_grad():
+                write_tail(words)
             self.channel.wait(self.channel.start_sum(words), "the tail")
         self._taken.clear()  # so that `zero_grad` can free them
         self.timeline.over()
@@ -286,13 +299,14 @@ class Bucketed(Reducer):
 
     def _wait(self, bucket: _Bucket, take_part: bool) -> None:
         work, bucket.work = bucket.work, None
-        if isinstance(work, torch._C.Future):
-            result = work.wait()
-            result = result[0] if isinstance(result, list | tuple) else result
-            if take_part and result.data_ptr() != bucket.range.data_ptr():
-                bucket.range.copy_(result.view_as(bucket.range))
+        if self._hooking is not None:
+            self._hooking.finish(work, bucket.range if take_part else None)
         elif work is not None:
             self.channel.wait(work, f"bucket {bucket.number} of {len(self._buckets)}")
+
+    def _on_hook_failure(self, error: Exception) -> None:
+        if self.failure is None:
+            self.failure, self.failed_in = error, "its communication hook"
 
     def multiply(self, factor: float) -> None:
         self._flat.multiply(factor)
@@ -339,7 +353,7 @@ class Bucketed(Reducer):
     def _agree_on_plan(self) -> None:
         """Everyone takes rank 0's plan, made from the order of arrival there."""
         gradients = self.members.gradients
-        mine = self._make_plan(gradients, self._arrivals.ready_order()).to_json() if self.channel.rank == 0 else ""
+        mine = self._make_plan(gradients, self.ready_order).to_json() if self.channel.rank == 0 else ""
         plan = Plan.from_json(self.channel.share(mine)[0])
         self.is_planned = True
         self._lay_out(Plan(gradients, plan.buckets, plan.rule))
@@ -351,11 +365,10 @@ class Bucketed(Reducer):
         split = {index for index, count in pieces.items() if count > 1}
         alone = {index for index, g in enumerate(plan.gradients) if g.num_bytes >= _ALONE_BYTES} | split
         # A communication hook wants a vector of everything, and a split gradient must be in one piece of memory.
-        takes_loose = self.channel.is_nccl and self._comm_hook is None
+        takes_loose = self.channel.is_nccl and self._hooking is None
         loose = alone - split if takes_loose else set()
         self._kinds = loose, alone
-        # Before the order is known, nothing lasts: memory that ranks share is made for the plan.
-        allocate = self.channel.allocate if self.is_planned else None
+        allocate = self.channel.allocate if self.is_planned else None  # shared memory is made for what lasts
         self._flat = FlatGradients(self.members, plan, self.num_words, loose, alone, allocate)
         self._loose_strides = {index: torch.empty_like(self.members.params[index]).stride() for index in loose}
         self._buckets: list[_Bucket] = []
@@ -380,15 +393,6 @@ class Bucketed(Reducer):
             last = self._arrivals.find_last(indices)
             if last is not None:  # after the hook that places it, if there is one
                 self._handles.append(on_gradient(params[last], self._on_trigger))
-
-    def _as_hooked(self, bucket: _Bucket, flat: FlatGradients) -> HookedBucket:
-        # Its own version counter: what the hook writes must not be taken for a gradient that came too late.
-        buffer = flat.alias(flat.ranges[bucket.number])
-        indices = self.plan.partition[bucket.number]
-        views = [flat.views[index] for index in indices]
-        views = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
-        params = [self.members.params[index] for index in indices]
-        return HookedBucket(bucket.number, len(self._buckets), buffer, views, params)
 
 
 def _is_shared(grad: torch.Tensor) -> bool:

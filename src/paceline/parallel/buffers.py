@@ -18,6 +18,8 @@ from paceline.parallel.channel import Channel
 
 __all__ = ["SharedBuffers"]
 
+_MANY_RANKS = 1 << 20  # more than there are
+
 
 class SharedBuffers:
     """The running statistics of BatchNorm layers, to be averaged, and all other buffers, to be rank 0's."""
@@ -52,7 +54,9 @@ class SharedBuffers:
     def num_words(self, words_are_precise: bool) -> int:
         """How many words the statistics take in the tail; 0 where they need a message of their own, or none."""
         self._ride = self._ride and words_are_precise
-        return sum(s.numel() for s in self._statistics) if self._ride and self.every else 0
+        # And a word that counts the ranks which wrote theirs.
+        rides = self._ride and self.every and self._statistics
+        return sum(s.numel() for s in self._statistics) + 1 if rides else 0
 
     @property
     def need_message(self) -> bool:
@@ -61,19 +65,35 @@ class SharedBuffers:
 
     def are_due(self, step: int) -> bool:
         """Whether statistics change here and their turn has come."""
-        return bool(self.every) and step % self.every == 0 and any(layer.training for layer in self._layers)
+        return self.have_turn(step) and any(layer.training for layer in self._layers)
+
+    def have_turn(self, step: int) -> bool:
+        return bool(self.every) and step % self.every == 0
 
     def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(words, [statistic.numel() for statistic in self._statistics])
         return [part.view_as(statistic) for part, statistic in zip(parts, self._statistics, strict=True)]
 
-    def write(self, words: torch.Tensor) -> None:
-        torch._foreach_copy_(self._split(words), self._statistics)
+    def write(self, words: torch.Tensor, take_part: bool, hold: bool) -> None:
+        """This rank's statistics, counted as one; or zeros, and with `hold` a count that spoils the sum."""
+        if take_part:
+            torch._foreach_copy_(self._split(words[:-1]), self._statistics)
+            words[-1:].fill_(1)
+        else:
+            words.zero_()
+            if hold:
+                words[-1:].fill_(-_MANY_RANKS)
 
-    def read(self, words: torch.Tensor, num_ranks: int) -> None:
+    def read(self, sums: torch.Tensor, num_ranks: int) -> None:
         """The average over the ranks that wrote theirs."""
-        words.div_(num_ranks)
-        torch._foreach_copy_(self._statistics, self._split(words))
+        sums.div_(num_ranks)
+        torch._foreach_copy_(self._statistics, self._split(sums))
+
+    def read_unseen(self, words: torch.Tensor) -> None:
+        """The same by the count in the words, where the host does not wait for a GPU to know it."""
+        sums, count = words[:-1], words[-1]
+        own = torch.cat([statistic.reshape(-1) for statistic in self._statistics])
+        torch._foreach_copy_(self._statistics, self._split(torch.where(count > 0, sums / count, own)))
 
     def average(self, channel: Channel, take_part: bool, num_ranks: int) -> None:
         """In a message of its own, where the statistics could not ride. Collective: every rank must call this."""

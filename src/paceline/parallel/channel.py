@@ -6,7 +6,8 @@ What is sent, and when, does not belong here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError
+from paceline.parallel.placement import destroy_group, open_group
 from paceline.runtime.world import find_departed
 from paceline.transport.group import PacelineGroup
 
-__all__ = ["Channel", "LostPeerError"]
+__all__ = ["Channel", "LostPeerError", "naming_the_lost"]
 
 _BROADCAST_BYTES = 64 << 20
 
@@ -29,8 +31,8 @@ class LostPeerError(CollectiveError):
 class Channel:
     """A process group, and the device on which its messages live."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, is_own: bool = False) -> None:
+        self.group, self.device, self._is_own = group, device, is_own
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
         # NCCL takes many tensors in one launch and averages as it reduces; elsewhere a message is one tensor.
@@ -54,6 +56,31 @@ class Channel:
         if device.type == "cpu" and isinstance(self.group, PacelineGroup) and self.group.shares_memory:
             return self.group.allocate(numel * dtype.itemsize).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    def separate(self) -> None:
+        """From now on use a group that nobody else does, where torch can make one.
+
+        Collective: every rank must call this.
+        """
+        if not self._is_own and (group := open_group(self.group, self.backend)) is not None:
+            self.group, self._is_own = group, True
+            weakref.finalize(self, destroy_group, group).atexit = False
+
+    @property
+    def _alarms(self) -> dist.Store:
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"paceline-alarms-{self.group.group_name}", store)
+
+    def alarm(self, step: int) -> None:
+        """Tell ranks that wait for something else than a message of ours that it may never come in this step."""
+        with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
+            self._alarms.set(str(step), "")
+
+    def is_alarmed(self, step: int) -> bool:
+        try:
+            return self._alarms.check([str(step)])
+        except RuntimeError:
+            return True
 
     def start_sum(self, tensor: torch.Tensor, average: bool = False) -> dist.Work:
         """Start the sum over all ranks (or the average, where the backend folds it in), in place."""
@@ -80,23 +107,14 @@ class Channel:
             else:
                 work.wait(timedelta(seconds=self.patience_s))
         except RuntimeError as error:
-            raise self.explain(error, what) from error
-
-    def explain(self, error: RuntimeError, what: str) -> LostPeerError:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        departed = find_departed()
-        if departed:
-            who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
-            hint = ": where ranks have different numbers of batches, train inside `with model.join():`"
-            hint = hint if any("closed" in how for how in departed.values()) else ""
-            return LostPeerError(f"{what} cannot be reduced: {who}{hint}")
-        return LostPeerError(f"{what} cannot be reduced, another rank has gone or is stuck: {first_line}")
+            raise _explain(error, f"{what} cannot be reduced") from error
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective: every rank must call this."""
         values: list[Any] = [None] * self.world_size
         # Object collectives use the current GPU under NCCL, and hang on a wrong one.
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        here = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+        with here, naming_the_lost("the ranks cannot tell each other what they hold"):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -106,7 +124,7 @@ class Channel:
         families: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             families.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-        with torch.no_grad():
+        with torch.no_grad(), naming_the_lost(f"the values of rank {source} cannot be broadcast"):
             for family in families.values():
                 for batch in _batches(family):
                     flat = torch.cat([tensor.reshape(-1) for tensor in batch])
@@ -116,6 +134,26 @@ class Channel:
                     if self.rank != source:
                         for tensor, part in zip(batch, torch.split(flat, [t.numel() for t in batch]), strict=True):
                             tensor.copy_(part.view(tensor.shape))
+
+
+@contextlib.contextmanager
+def naming_the_lost(what: str) -> Iterator[None]:
+    """An error of the backend in here becomes one that begins with `what` and says who has left."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _explain(error, what) from error
+
+
+def _explain(error: RuntimeError, what: str) -> LostPeerError:
+    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    departed = find_departed()
+    if departed:
+        who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
+        hint = ": where ranks have different numbers of batches, train inside `with model.join():`"
+        hint = hint if any("closed" in how for how in departed.values()) else ""
+        return LostPeerError(f"{what}: {who}{hint}")
+    return LostPeerError(f"{what}, another rank has gone or is stuck: {first_line}")
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Communication hooks in torch's form, `hook(state, bucket) -> Future`, and the bucket object that they work on.
+"""Communication hooks in torch's form, `hook(state, bucket) -> Future`: their buckets, their results, their failures.
 
 The hooks themselves are torch's, or the user's.
 """
@@ -6,6 +6,7 @@ The hooks themselves are torch's, or the user's.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,14 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.parallel.channel import Channel
+from paceline.parallel.flat import FlatGradients
+from paceline.plan import Plan
 
-__all__ = ["CommHook", "HookedBucket", "check_hook", "start_hook"]
+__all__ = ["CommHook", "HookedBucket", "Hooking", "agree_on_hook", "check_hook", "show_to_hook"]
+
+# How often a rank that waits for a hook's result looks whether another rank's hook has failed.
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -81,10 +88,95 @@ def check_hook(hook: object) -> None:
         raise ConfigError(f"a communication hook's bucket is a GradBucket, not {parameters[1].annotation!r}")
 
 
-def start_hook(hook: CommHook, bucket: HookedBucket) -> torch.futures.Future[Any]:
-    future = hook.call(hook.state, bucket)
-    if isinstance(future, torch.Tensor):
-        raise ConfigError("a communication hook must return a Future of a tensor, and this one returned the tensor")
-    if not hasattr(future, "wait"):
-        raise ConfigError(f"a communication hook must return a Future of a tensor, not {type(future).__name__}")
-    return future
+def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
+    """Before the first message of all: every rank has a hook, or none has.
+
+    With hooks, the words get a group apart from what these send, which nobody knows. Collective: every rank must call
+    this, with a hook or without.
+    """
+    if channel.world_size == 1:
+        return
+    marks = torch.zeros(channel.world_size, device=channel.device)
+    marks[channel.rank] = is_hooked
+    # A sum is a gather here, and can be waited for with the patience of a rank that has failed.
+    channel.wait(channel.start_sum(marks), "whether there are communication hooks")
+    ranks_of: dict[bool, list[str]] = {True: [], False: []}
+    for rank, theirs in enumerate(marks.tolist()):
+        ranks_of[bool(theirs)].append(str(rank))
+    if ranks_of[True] and ranks_of[False]:
+        with_hook, without = (f"rank{'s' if len(r) > 1 else ''} {', '.join(r)}" for r in ranks_of.values())
+        raise ConfigError(
+            f"a communication hook is registered on {with_hook} and not on {without}: call register_comm_hook on all "
+            "ranks, before the first step"
+        )
+    if ranks_of[True]:
+        channel.separate()
+
+
+def show_to_hook(number: int, flat: FlatGradients, plan: Plan, params: Sequence[torch.Tensor]) -> HookedBucket:
+    """A bucket of the plan, as a hook is given it."""
+    # Its own version counter: what the hook writes must not be taken for a gradient that came too late.
+    buffer = flat.alias(flat.ranges[number])
+    views = [flat.views[index] for index in plan.partition[number]]
+    views = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
+    return HookedBucket(number, len(plan.buckets), buffer, views, [params[i] for i in plan.partition[number]])
+
+
+class Hooking:
+    """Calls the hook for each bucket of a step and waits for its results; a failure is kept until all can be told.
+
+    A hook that fails has perhaps not sent what the others wait for. So a rank whose hook fails raises an alarm, and a
+    rank that waits long looks for one.
+    """
+
+    def __init__(self, hook: CommHook, channel: Channel, on_failure: Callable[[Exception], None]) -> None:
+        self._hook, self._channel, self._on_failure = hook, channel, on_failure
+        self._step = 0
+        self._is_over = False  # in this step: it has failed, here or on another rank
+
+    def begin(self) -> None:
+        self._step += 1
+        self._is_over = False
+
+    def start(self, bucket: HookedBucket) -> Any:
+        """Call the hook. After a failure no more: what it sent next would be taken for what it failed to send."""
+        if self._is_over:
+            return None
+        try:
+            future = self._hook.call(self._hook.state, bucket)
+            if not isinstance(future, torch._C.Future):
+                kind = type(future).__name__
+                raise ConfigError(f"a communication hook must return a Future of a tensor, not {kind}")
+        except Exception as error:
+            self._fail(error)
+            return None
+        return future
+
+    def finish(self, future: Any, into: torch.Tensor | None) -> None:
+        """Wait for a result and copy it where it belongs; return without it where this or another rank has failed."""
+        if future is None or self._is_over:
+            return
+        try:
+            if not self._await(future):
+                self._is_over = True
+                return
+            result = future.wait()
+            result = result[0] if isinstance(result, list | tuple) else result
+            if into is not None and result.data_ptr() != into.data_ptr():
+                into.copy_(result.view_as(into))
+        except Exception as error:
+            self._fail(error)
+
+    def _await(self, future: Any) -> bool:
+        if not future.done():
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+            while not done.wait(_LOOK_S):
+                if self._channel.is_alarmed(self._step):
+                    return False
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        self._is_over = True
+        self._on_failure(error)
+        self._channel.alarm(self._step)

@@ -37,6 +37,7 @@ class Reducer:
         self.members, self.channel, self.num_words = members, channel, num_words
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.failure: Exception | None = None  # what a hook raised; kept until the other ranks can be told
+        self.failed_in = "backward"
 
     def begin(self, factor: float) -> None:
         """A backward starts whose gradients are to be summed after each rank has multiplied its own by `factor`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, LostPeerError
-from paceline.parallel.inputs import find_tensors
+from paceline.parallel.forwards import Forwards
 from paceline.parallel.ladder import Reducer, on_gradient
 from paceline.parallel.passes import is_nested, will_accumulate
 from paceline.parallel.replicas import Members, digest_replica, locate_drift
@@ -29,8 +29,9 @@ __all__ = ["StepOptions", "Steps"]
 _engine = torch.autograd.Variable._execution_engine
 # On a GPU, reading the words makes the host wait: done at once in the first steps, and at the next step later on.
 _EAGER_STEPS = 10
-# How long a rank that has failed waits for the others to hear of it.
-_FAREWELL_S = 60.0
+# How long a rank that has failed waits for the others to hear of it; and where they may wait for it inside forward,
+# so that they hear only when it leaves.
+_FAREWELL_S, _SHORT_FAREWELL_S = 60.0, 5.0
 _ALARMS = Status.MISSING | Status.FAILED | Status.CHANGED
 
 
@@ -42,13 +43,7 @@ class StepOptions:
     allow_missing: bool = False
     check_every: int = 100
     manual: bool = False
-
-
-class _Forward:
-    """A forward whose backward has not begun, and how many samples it had."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
+    meets_in_forward: bool = False  # layers have messages of their own there
 
 
 class Steps:
@@ -68,12 +63,12 @@ class Steps:
         self.num_steps = 0
         self.do_sync = True
         self.is_pending = False  # gradients were accumulated that no step has synchronised
-        self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
-        self._last_samples = 0  # in the last step: for another backward through the same graph
         self.divide_by_world = True  # in `join`, as torch: divide by all ranks, not by those that still have data
         self.throw_early = False
         self.is_joining = False
-        self.last_active: list[int] = []
+        self._announce: Callable[[], object] | None = None  # in torch's Join: tell those who are done of a step
+        self._is_announced = False
+        self._last_active: list[int] = []
         self._expected_total: int | None = None
         self._step_weight = 1
         self._task: int | None = None
@@ -84,17 +79,18 @@ class Steps:
         self._warned = False
         self._all_finished = False
         self._is_stopped = False
-        self._open_forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._forwards = Forwards()
+        self._broken = ""  # by what: a failure after which the ranks cannot match their messages any more
         # Where a forward's output hides its tensors, these two tell that a backward has begun.
         ends = {id(param): param for param in (members.params[0], members.params[-1])}
         own = weakref.ref(self)
 
-        def begin(_: torch.Tensor) -> None:
+        def begin(is_certain: bool = False) -> None:
             if (me := own()) is not None:
-                me._on_backward(is_certain=True)
+                me._on_backward(is_certain)
 
-        self._begin_by_parameter = begin
-        self._handles = [on_gradient(param, begin) for param in ends.values()]
+        self._begin = begin
+        self._handles = [on_gradient(param, lambda _: begin(True)) for param in ends.values()]
 
     def stop(self) -> None:
         """From now on nothing is synchronised, not even the backward of a forward that was."""
@@ -108,6 +104,8 @@ class Steps:
 
     def before_forward(self) -> None:
         """Settle what the last step left open, and notice a backward that never came to its end."""
+        if self._broken:
+            raise CollectiveError(f"{self._broken}; messages no longer match since then: start the ranks anew")
         if self._unread is not None:
             self._read_unread()
         if self._task is not None and torch._C._current_graph_task_id() == -1:
@@ -123,32 +121,15 @@ class Steps:
             event.synchronize()
             self._act_on(self.tail.read_slots(words.tolist()), missing)
 
-    def after_forward(self, output: Any, samples: int) -> None:
+    def after_forward(self, output: Any, samples: int, is_training: bool) -> None:
         """Be told when a backward passes through the output."""
-        own, forward = weakref.ref(self), _Forward(samples)
-        # It lives as long as the graph that holds the hook: a forward whose output is dropped does not count.
-        self._open_forwards.add(forward)
-
-        def begin(_: Any) -> None:
-            if (me := own()) is not None:
-                me._on_backward()
-                if forward in me._open_forwards:
-                    me._open_forwards.discard(forward)
-                    me._samples = (me._samples or 0) + forward.samples
-
-        nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(begin)
-        if not nodes:
-            self._samples = (self._samples or 0) + samples
-            self._watch_all()
-
-    def _watch_all(self) -> None:
-        """The output hides its tensors: any parameter may be the first that is heard of a backward."""
-        if len(self._handles) < len(self.members.params):
+        is_seen = self._forwards.watch(output, samples, is_training, self._begin)
+        # Where the output hides its tensors, any parameter may be the first that is heard of a backward.
+        if not is_seen and len(self._handles) < len(self.members.params):
             for handle in self._handles:
                 handle.remove()
-            self._handles = [on_gradient(param, self._begin_by_parameter) for param in self.members.params]
+            begin, trained = self._begin, [param for param in self.members.params if param.requires_grad]
+            self._handles = [on_gradient(param, lambda _: begin(True)) for param in trained]
 
     def note_structure(self, change: str) -> None:
         """A change that would leave gradients out; every rank is told in the next step."""
@@ -162,11 +143,12 @@ class Steps:
         if self.channel.world_size == 1:
             return
         self._forward_error = error
-        self.channel.patience_s = _FAREWELL_S
+        self.channel.patience_s = _SHORT_FAREWELL_S if self.options.meets_in_forward else _FAREWELL_S
         try:
+            self._open_step()
             self._synchronize(Notice(Status.FAILED, 0), take_part=False)
         except LostPeerError:
-            return
+            self._broken = f"{type(error).__name__} on this rank, of which the others did not hear: {error}"
         finally:
             self._forward_error, self.channel.patience_s = None, None
 
@@ -191,8 +173,10 @@ class Steps:
                 "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen; "
                 "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields"
             )
-        self._task = task
-        self._syncing = self.do_sync and not self.options.manual
+        syncing = self.do_sync and not self.options.manual
+        if syncing:
+            self._open_step()
+        self._task, self._syncing = task, syncing
         if torch.is_grad_enabled() and not self._warned and self._syncing:
             self._warned = True
             warnings.warn(
@@ -215,13 +199,7 @@ class Steps:
             self.is_pending = True
 
     def _weight(self) -> int:
-        """The samples of all forwards since the last step, those whose backward is still to come in it included."""
-        if self.options.average == "ranks":
-            return 1
-        still = [forward.samples for forward in self._open_forwards]
-        if self._samples is None and not still:
-            return self._last_samples
-        return (self._samples or 0) + sum(still)
+        return 1 if self.options.average == "ranks" else self._forwards.count_samples()
 
     def _factor(self) -> float:
         """What this rank's gradients are multiplied by, so that the sum is the average if the total is as expected."""
@@ -230,6 +208,7 @@ class Steps:
 
     def synchronize(self) -> None:
         """Average the gradients now. Collective: every rank must call this."""
+        self._open_step()
         self._step_weight = self._weight()
         self._end_step()
 
@@ -250,7 +229,7 @@ class Steps:
             status |= Status.MISSING
         if self._structure_changed:
             status |= Status.CHANGED
-        if self._open_forwards:
+        if self._forwards.need_buffers:
             status |= Status.HOLD
         else:
             if self.buffers.are_due(self.num_steps):
@@ -267,46 +246,63 @@ class Steps:
         self._synchronize(Notice(Status.FINISHED, 0), take_part=False)
         return self._all_finished
 
+    def mirror(self) -> None:
+        """The same in torch's Join, where the averaged gradients are left here, too: others may step with them."""
+        for param in self.members.params:
+            param.grad = None
+        self._synchronize(Notice(Status.FINISHED, 0), take_part=True)
+
+    def even_out(self) -> None:
+        """Give all ranks the values of one that had data to the end. Collective: every rank must call this."""
+        self.channel.broadcast(self.members.tensors(), self._last_active[0] if self._last_active else 0)
+
     @contextlib.contextmanager
-    def joining(self, divide_by_world: bool, throw_early: bool) -> Iterator[None]:
+    def joining(
+        self, divide_by_world: bool, throw_early: bool = False, announce: Callable[[], object] | None = None
+    ) -> Iterator[None]:
         self.is_joining, self.divide_by_world, self.throw_early = True, divide_by_world, throw_early
-        self.last_active = []
+        self._announce, self._last_active = announce, []
         try:
             yield
         finally:
             self.is_joining, self.divide_by_world, self.throw_early = False, True, False
+            self._announce = None
+
+    def _open_step(self) -> None:
+        if self._announce is not None and not self._is_announced:
+            self._announce()
+            self._is_announced = True
 
     def _synchronize(self, notice: Notice, take_part: bool, missing: Iterable[int] = ()) -> None:
         missing = list(missing)
+        has_data = take_part and not notice.status & Status.FINISHED
+        absent = missing if has_data else list(range(len(self.members.params)))
         self._read_unread()
 
         def write(region: torch.Tensor) -> None:
             failed = Status.FAILED if self.reducer.failure is not None else Status.FINE
             self.tail.write_slots(region, replace(notice, status=notice.status | failed))
             if self.tail.num_used:
-                self.tail.write_used(region, missing if take_part else range(self.tail.num_used))
+                self.tail.write_used(region, absent)
             if self.tail.num_statistics:
-                statistics = self.tail.statistics(region)
-                if notice.status & Status.STATISTICS:
-                    self.buffers.write(statistics)
-                else:
-                    statistics.zero_()
+                wrote, hold = (bool(notice.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
+                self.buffers.write(self.tail.statistics(region), wrote, hold)
 
         try:
             region = self.reducer.finish(write, self._factor(), take_part)
             self.num_steps += 1
             self.is_pending = False
             if take_part:
-                self._samples, self._last_samples = None, self._step_weight
+                self._forwards.settle(self._step_weight)
             if region.device.type != "cuda" or self._must_read_now(notice):
                 peers = self.tail.read_slots(region[: self.tail.num_slots].tolist())
                 if not self._act_on(peers, missing):
                     return
-                self._complete(peers, region, missing, take_part)
+                self._complete(peers, region, absent, take_part)
             else:
                 self._read_later(region, notice, missing)
         finally:
-            self.reducer.failure = None
+            self.reducer.failure, self._is_announced = None, False
         self.reducer.settle()
 
     # -- what the words say -------------------------------------------------------------------------------------------
@@ -322,9 +318,9 @@ class Steps:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._unread = words, event, missing
-        if notice.status & Status.STATISTICS and self.tail.num_statistics:
+        if self.tail.num_statistics and self.buffers.have_turn(self.num_steps - 1) and not notice.status & Status.HOLD:
             with torch.no_grad():
-                self.buffers.read(self.tail.statistics(region), self.channel.world_size)
+                self.buffers.read_unseen(self.tail.statistics(region))
 
     def _act_on(self, peers: list[Notice], missing: list[int]) -> bool:
         """Raise on every rank what any of them has found; and make changed buffers equal again.
@@ -336,7 +332,7 @@ class Steps:
             together |= peer.status
         active = [rank for rank, peer in enumerate(peers) if not peer.status & Status.FINISHED]
         self._all_finished = not active
-        self.last_active = active or self.last_active
+        self._last_active = active or self._last_active
         if together & _ALARMS:
             self._raise_together(missing)
             return False
@@ -349,20 +345,20 @@ class Steps:
             self.buffers.broadcast(self.channel, active[0])
         return True
 
-    def _complete(self, peers: list[Notice], region: torch.Tensor, missing: list[int], take_part: bool) -> None:
+    def _complete(self, peers: list[Notice], region: torch.Tensor, absent: list[int], take_part: bool) -> None:
         """Weigh by the true total, drop gradients that no rank has, and take the averaged statistics."""
         with torch.no_grad():
             writers = sum(bool(peer.status & Status.STATISTICS) for peer in peers)
             if any(peer.status & Status.HOLD for peer in peers):
                 writers = 0
             if writers and self.tail.num_statistics:
-                self.buffers.read(self.tail.statistics(region), writers)
+                self.buffers.read(self.tail.statistics(region)[:-1], writers)
             elif writers:
                 mine = bool(peers[self.channel.rank].status & Status.STATISTICS)
                 self.buffers.average(self.channel, mine, writers)
-            if self.tail.num_used and take_part and missing:
+            if self.tail.num_used and take_part and absent:
                 used = self.tail.used(region).tolist()
-                for index in missing:
+                for index in absent:
                     if not used[index]:
                         self.members.params[index].grad = None
             total = sum(peer.samples for peer in peers)
@@ -377,13 +373,15 @@ class Steps:
     def _raise_together(self, missing: list[int]) -> None:
         """Collect from every rank what is wrong there, and raise one error with the same text everywhere."""
         error = self._forward_error or self.reducer.failure
-        place = "forward" if self._forward_error is not None else "backward"
+        place = "forward" if self._forward_error is not None else self.reducer.failed_in
         params = self.members.params
         mine = Finding(
-            error=f"{place}: {type(error).__name__}: {error}" if error is not None else "",
+            # Without the traceback that a Future's error brings along.
+            error=f"{place}: {type(error).__name__}: {error}".partition("\n\n")[0] if error is not None else "",
             change=self._structure_changed,
             missing=tuple(missing),
             frozen=tuple(index for index in missing if not params[index].requires_grad),
+            in_hook=error is not None and "hook" in place,
         )
         for index in missing:
             params[index].grad = None
@@ -393,4 +391,7 @@ class Steps:
             if self._forward_error is None:
                 raise error
             return
-        raise judge(findings, self.num_steps, self.members) from error
+        verdict = judge(findings, self.num_steps, self.members)
+        if any(finding.in_hook for finding in findings):
+            self._broken = str(verdict)
+        raise verdict from error

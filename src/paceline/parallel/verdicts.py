@@ -19,12 +19,13 @@ _LISTED = 8
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank has to say: an error in words, a change of the module, and which gradients are missing."""
+    """What one rank has to say: an error in words (and whether of a communication hook), a change, what is missing."""
 
     error: str = ""
     change: str = ""
     missing: tuple[int, ...] = ()
     frozen: tuple[int, ...] = ()
+    in_hook: bool = False
 
 
 def judge(findings: Sequence[Finding], step: int, members: Members) -> PacelineError:

@@ -32,6 +32,7 @@ from paceline.parallel.replicas import check_alike, find_members, verify
 from paceline.parallel.report import Report, build_report
 from paceline.parallel.steps import StepOptions, Steps
 from paceline.parallel.structure import StructureWatch
+from paceline.parallel.torch_names import TorchNames
 from paceline.parallel.words import Tail
 from paceline.plan import Plan
 
@@ -44,7 +45,7 @@ _MEETING = (SyncBatchNorm, nn.SyncBatchNorm)
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-class DataParallel(nn.Module):
+class DataParallel(TorchNames):
     """Wraps a module; after each backward its gradients are the average over all ranks.
 
     The arguments up to `forward_sync_buffers` are those of torch's DistributedDataParallel, and mean the same here
@@ -112,7 +113,9 @@ class DataParallel(nn.Module):
         self.device_ids = settle_devices(module, device_ids)
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.broadcast_buffers = gradient_as_bucket_view, sync_buffers
-        self._ignored = frozenset(ignore) | set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        # torch does not mind names in its attribute that the module does not have.
+        known = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]}
+        self._ignored = frozenset(ignore) | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._samples_of = samples_of or count_samples
         self._comm_hook: CommHook | None = None
         self._options = Options(
@@ -143,10 +146,9 @@ class DataParallel(nn.Module):
             raise ConfigError("rebuild() inside join(): ranks that are done cannot take part in it")
         members = find_members(self.module, self._ignored)
         channel = self._open_channel()
-        meets = any(isinstance(layer, _MEETING) for layer in self.module.modules())
         # Among some ranks only, torch can make but one group more: whoever needs several passes them.
         crowded = self._group is None and any(other is not self for other in _wrappers)
-        if self._gradient_group is None and any(channel.share(meets or crowded)):
+        if self._gradient_group is None and any(channel.share(self._meets() or crowded)):
             # Where a bucket leaves may differ from rank to rank: messages of others must not come in between.
             self._gradient_group = open_group(channel.group, channel.backend)
             if self._gradient_group is not None:
@@ -160,6 +162,9 @@ class DataParallel(nn.Module):
         self._take_down()
         self._set_up()
         _wrappers.add(self)
+
+    def _meets(self) -> bool:
+        return any(isinstance(layer, _MEETING) for layer in self.module.modules())
 
     def _open_channel(self) -> Channel:
         group = self._gradient_group or (dist.group.WORLD if self._group is None else self._group)
@@ -198,6 +203,7 @@ class DataParallel(nn.Module):
             # A hook may keep replicas apart on purpose, as local SGD does.
             check_every=options.check_every if self._comm_hook is None else 0,
             manual=options.manual,
+            meets_in_forward=self._meets(),
         )
         do_sync = self._steps.do_sync if self._steps is not None else True
         self._steps = Steps(members, channel, reducer, tail, buffers, step_options)
@@ -226,8 +232,9 @@ class DataParallel(nn.Module):
             args, kwargs = move_inputs((args, kwargs), torch.device("cuda", self.device_ids[0]))
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._steps is None and not any(param.requires_grad for param in self.module.parameters()):
-            return self.module(*args, **kwargs)  # a copy that was frozen: there is nothing to synchronise
+        known = self._steps.members.params if self._steps is not None else ()
+        if not any(param.requires_grad for params in (known, self.module.parameters()) for param in params):
+            return self.module(*args, **kwargs)  # all is frozen, as in a teacher: there is nothing to synchronise
         steps = self._ready
         steps.before_forward()
         steps.note_structure(self._watch.find_change(self.module))
@@ -241,7 +248,7 @@ class DataParallel(nn.Module):
             if self.training:
                 steps.fail(error)
             raise
-        steps.after_forward(output, samples)
+        steps.after_forward(output, samples, self.module.training)
         return output
 
     # -- which backwards are synchronised -----------------------------------------------------------------------------
@@ -250,15 +257,6 @@ class DataParallel(nn.Module):
     def do_sync(self) -> bool:
         """Whether the next backward is synchronised. Read when backward begins, not in forward."""
         return self._ready.do_sync
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """torch's name for `do_sync`, which other libraries set."""
-        return self._ready.do_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._ready.do_sync = value
 
     def enable_grad_sync(self) -> None:
         """Synchronise from the next backward on."""
@@ -309,18 +307,19 @@ class DataParallel(nn.Module):
             yield
             while not steps.shadow():
                 pass
-            source = steps.last_active[0] if steps.last_active else 0
-            steps.channel.broadcast(steps.members.tensors(), source)
+            steps.even_out()
 
     # -- plans, hooks and what happened -------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, as torch's does. Call it on all ranks, before training."""
+        """Let `hook(state, bucket)` reduce each bucket, as torch's does. All ranks call it, before the first step."""
         check_hook(hook)
         if self._options.reducer != "bucketed":
             raise ConfigError(f"a communication hook needs buckets, and reducer={self._options.reducer!r} has none")
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is registered already: a wrapper takes one")
+        if self.plan is not None:  # another rank may be sending buckets by it already
+            raise ConfigError("a communication hook comes too late after a synchronised step: call rebuild() first")
         if self._options.plan is not None and self._options.plan.is_split:
             raise ConfigError("the plan splits a gradient over buckets, and a communication hook needs whole ones")
         self._take_down()
@@ -344,18 +343,23 @@ class DataParallel(nn.Module):
 
     # -- being a module -----------------------------------------------------------------------------------------------
 
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        return self._ready.channel.group
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module" or name.startswith("_"):
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):  # a copy in the making, or a question of Python's own
                 raise
-            # Methods and attributes of the user's own model.
-            return getattr(self.module, name)
+        advice = f"nor has its module, {type(module).__name__}"
+        try:
+            value = getattr(module, name)  # methods and attributes of the user's own model
+            if not name.startswith("_"):
+                return value
+            advice = f"but its module, {type(module).__name__}, has: write .module.{name}"
+            raise AttributeError(name)
+        except AttributeError as error:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}, {advice}"
+            raise AttributeError(text, name=name, obj=self) from error
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes the keys of the wrapper and those of the module alike."""

@@ -1,0 +1,33 @@
+"""Running statistics in the words: whoever reads the sum gets the average over those that wrote, or keeps its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.parallel.buffers import SharedBuffers
+
+
+@pytest.mark.parametrize(
+    ("writers", "holders", "wanted"),
+    [((0, 1, 2), (), 2.0), ((0, 2), (), 2.0), ((1,), (), 2.0), ((), (), None), ((0, 1), (2,), None)],
+)
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_statistics_are_averaged_over_the_ranks_that_wrote(writers, holders, wanted, is_seen):
+    ranks, total = [], None
+    for rank in range(3):
+        layer = nn.BatchNorm1d(4)
+        layer.running_mean.fill_(rank + 1)
+        buffers = SharedBuffers(layer, (), torch.device("cpu"), 1)
+        words = torch.full((buffers.num_words(words_are_precise=True),), 7.0)
+        assert words.numel() == 4 + 4 + 1
+        buffers.write(words, rank in writers, rank in holders)
+        total = words if total is None else total + words
+        ranks.append((layer, buffers))
+    if is_seen and wanted is None:
+        return  # who knows the count does not read
+    for rank, (layer, buffers) in enumerate(ranks):
+        buffers.read(total[:-1].clone(), len(writers)) if is_seen else buffers.read_unseen(total)
+        assert torch.equal(layer.running_mean, torch.full((4,), rank + 1.0 if wanted is None else wanted))
+        assert torch.equal(layer.running_var, torch.ones(4))
