@@ -73,10 +73,10 @@ class PacelineGroup(_TorchGroup):
         mine = [rank for rank in range(self._size) if hosts[rank] == hosts[self._rank]]
         pids = [places[rank]["pid"] for rank in mine]
         self._circle = Circle(self._store, mine, pids, self._rank, timeout_s)
-        segment = self._circle.share(-(-native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES) // len(mine)))
-        self._segment = segment[0]
+        wanted = native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES)
+        segment, _ = self._circle.share(-(-wanted // len(mine)))
         self._native = native.NativeGroup(
-            self._segment.address, _SLOT_BYTES, mine.index(self._rank), [names[rank] for rank in mine], pids,
+            segment, _SLOT_BYTES, mine.index(self._rank), [names[rank] for rank in mine], pids,
             timeout_s, _STOPPED_S,
         )  # fmt: skip
         leaders = sorted({hosts.index(host) for host in hosts})
@@ -127,9 +127,9 @@ class PacelineGroup(_TorchGroup):
         self.shutdown()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self._native.close()
-            self._circle.close()
+        for name in ("_native", "_circle"):  # whichever there is, if making it failed half-way
+            if hasattr(self, name):
+                getattr(self, name).close()
 
     # -- collectives in shared memory ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import subprocess
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.errors import CollectiveError, ConfigError
 
@@ -80,6 +80,7 @@ def load_library() -> ctypes.CDLL:
         "pln_segment_bytes": (size, [number, size]),
         "pln_open": (pointer, [pointer, size, number, number, pointer, pointer, seconds, seconds]),
         "pln_close": (None, [pointer]),
+        "pln_free": (None, [pointer]),
         "pln_add_arena": (number, [pointer, number, pointer, size]),
         "pln_remove_arena": (number, [pointer, number]),
         "pln_submit": (ctypes.c_int64, operation),
@@ -111,12 +112,18 @@ def why_not() -> str:
     return ""
 
 
+class Segment(Protocol):
+    """Memory that stays mapped as long as this object."""
+
+    address: int
+
+
 class NativeGroup:
     """Ranks that share a segment. The addresses that are passed must stay valid until the operation is over."""
 
     def __init__(
         self,
-        address: int,
+        segment: Segment,
         slot_bytes: int,
         rank: int,
         names: Sequence[int],
@@ -126,10 +133,10 @@ class NativeGroup:
     ) -> None:
         self._library, size = load_library(), len(names)
         c_names, c_pids = (ctypes.c_int32 * size)(*names), (ctypes.c_int64 * size)(*pids)
-        handle = self._library.pln_open(address, slot_bytes, rank, size, c_names, c_pids, timeout_s, stopped_s)
+        handle = self._library.pln_open(segment.address, slot_bytes, rank, size, c_names, c_pids, timeout_s, stopped_s)
         if not handle:
             raise ConfigError(f"{size} ranks cannot share one segment")
-        self._handle: int | None = handle
+        self._handle, self._segment, self._is_closed = handle, segment, False
         # Bound once: a small message takes a few microseconds.
         self._run, self._submit, self._wait = self._library.pln_run, self._library.pln_submit, self._library.pln_wait
 
@@ -161,13 +168,17 @@ class NativeGroup:
         return bool(self._library.pln_add_arena(self._handle, serial, address, part_bytes) == OK)
 
     def remove_arena(self, serial: int) -> None:
-        if self._handle:
+        if not self._is_closed:
             self._library.pln_remove_arena(self._handle, serial)
 
     def close(self) -> None:
-        handle, self._handle = self._handle, None
-        if handle:
-            self._library.pln_close(handle)
+        """Leave. Threads that wait get an error; the memory goes when none of them is left."""
+        self._is_closed = True
+        self._library.pln_close(self._handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.pln_free(self._handle)
 
     def _explain(self, code: int) -> TransportError:
         if code == FORKED:
@@ -175,7 +186,7 @@ class NativeGroup:
                 "this process was forked from a rank, and the rank's process group is not its own: "
                 "start processes with `spawn`, or open a group here"
             )
-        if not self._handle or code == CLOSED:
+        if code == CLOSED:
             return TransportError("the process group is closed")
         if code == BAD:
             return TransportError("the shared-memory transport was asked for something that it does not know")

@@ -118,6 +118,10 @@ class Promises:
 
     def promise(self, work: NativeWork, tensors: list[torch.Tensor]) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
+        if self._thread is threading.current_thread():
+            # Asked for by a callback, which may wait for it, and nobody else would complete it.
+            _complete(work, future, tensors)
+            return future
         if self._thread is None:
             self._thread = threading.Thread(target=self._keep, name="paceline-promises", daemon=True)
             self._thread.start()
@@ -132,10 +136,13 @@ class Promises:
 
     def _keep(self) -> None:
         while (entry := self._waiting.get()) is not None:
-            work, future, tensors = entry
-            try:
-                work.wait()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(tensors)
+            _complete(*entry)
+
+
+def _complete(work: NativeWork, future: torch.futures.Future, tensors: list[torch.Tensor]) -> None:
+    try:
+        work.wait()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(tensors)

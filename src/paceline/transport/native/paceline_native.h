@@ -37,8 +37,10 @@ uint64_t pln_segment_bytes(int size, uint64_t slot_bytes);
 /* Join as `rank` of `size`. `names` and `pids` say what to call the ranks in errors and how to see that they live. */
 pln_group *pln_open(void *segment, uint64_t slot_bytes, int rank, int size, const int32_t *names, const int64_t *pids,
                     double timeout_s, double stopped_s);
-/* Leave: who still waits for this rank is told so. Ends the worker; the memory is the caller's again. */
+/* Leave: who still waits for this rank is told so, and nothing runs any more. Calls say PLN_CLOSED from then on. */
 void pln_close(pln_group *group);
+/* Nobody may be inside a call any more; the segment is the caller's again. */
+void pln_free(pln_group *group);
 
 /* Memory in which all ranks have a part of `part_bytes`, one after the other: vectors in it are reduced where they lie.
  * `serial`, above 0, is what all ranks call it. Returns 0, or PLN_BAD if there are too many. */

@@ -68,20 +68,27 @@ pln_group *pln_open(void *shared, uint64_t slot_bytes, int rank, int size, const
 
 void pln_close(pln_group *g)
 {
-    if (getpid() == g->owner) {
-        pln_say_farewell(g);
-        pthread_mutex_lock(&g->lock);
-        atomic_store(&g->is_closing, 1);
-        pthread_cond_broadcast(&g->has_work);
-        pthread_cond_broadcast(&g->has_result);
-        pthread_mutex_unlock(&g->lock);
-        if (g->has_worker)
-            pthread_join(g->worker, NULL);
-        /* Who runs an operation on its own thread, or waits for one, leaves before the memory goes. */
-        pthread_mutex_lock(&g->lock);
-        while (g->is_busy)
-            pthread_cond_wait(&g->has_result, &g->lock);
-        pthread_mutex_unlock(&g->lock);
+    if (getpid() != g->owner || atomic_load(&g->is_closing))
+        return;
+    pln_say_farewell(g);
+    pthread_mutex_lock(&g->lock);
+    atomic_store(&g->is_closing, 1);
+    pthread_cond_broadcast(&g->has_work);
+    pthread_cond_broadcast(&g->has_result);
+    pthread_mutex_unlock(&g->lock);
+    if (g->has_worker)
+        pthread_join(g->worker, NULL);
+    /* Nobody runs an operation any more, on whichever thread. */
+    pthread_mutex_lock(&g->lock);
+    while (g->is_busy)
+        pthread_cond_wait(&g->has_result, &g->lock);
+    pthread_mutex_unlock(&g->lock);
+}
+
+void pln_free(pln_group *g)
+{
+    if (getpid() == g->owner) { /* a forked child has a copy of locks that nobody will open */
+        pln_close(g);
         pthread_cond_destroy(&g->has_work);
         pthread_cond_destroy(&g->has_result);
         pthread_mutex_destroy(&g->lock);
