@@ -18,8 +18,8 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Up to this many bytes every rank adds up everything by itself: one meeting instead of two. */
-#define ALONE_BYTES (32 << 10)
+/* While all ranks' vectors together are not larger, every rank adds up everything by itself: one meeting instead of two. */
+#define ALONE_BYTES (16 << 10)
 /* How long a rank looks for the others before it sleeps, if each has a core. */
 #define SPIN_S 20e-6
 /* How long it sleeps before it looks whether they live. */
@@ -396,7 +396,7 @@ static int reduce_through_slots(pln_group *g, const cut *c, int is_staged)
 static int all_reduce(pln_group *g, const request *o)
 {
     const size_t bytes = o->count * pln_element_bytes(o->dtype);
-    if (bytes <= ALONE_BYTES && bytes <= g->slot_bytes)
+    if (bytes * (size_t)g->size <= ALONE_BYTES && bytes <= g->slot_bytes)
         return reduce_alone(g, o, bytes);
     const cut c = cut_up(g, o);
     if (o->arena == 0)
