@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline import machine
 from paceline.errors import CollectiveError, LaunchError
 
 __all__ = ["Circle", "Mapping", "identify_host", "look_around"]
@@ -40,8 +41,10 @@ def identify_host() -> str:
 
 
 def look_around(store: dist.Store, rank: int, size: int) -> list[dict[str, Any]]:
-    """Every rank's host and process, in rank order. Collective: every rank must call this."""
-    store.set(f"place/{rank}", json.dumps({"host": identify_host(), "pid": os.getpid()}))
+    """Every rank's host, process and number of cores, in rank order. Collective: every rank must call this."""
+    store.set(
+        f"place/{rank}", json.dumps({"host": identify_host(), "pid": os.getpid(), "cores": machine.count_cores()})
+    )
     return [json.loads(store.get(f"place/{other}")) for other in range(size)]
 
 

@@ -20,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 from paceline.transport import native
 from paceline.transport.circle import Circle, look_around
 from paceline.transport.hierarchy import TwoLevels
+from paceline.transport.lanes import Lanes, choose_lanes
 from paceline.transport.works import FinishedWork, NativeWork, Promises
 
 __all__ = ["PacelineGroup"]
@@ -73,12 +74,13 @@ class PacelineGroup(_TorchGroup):
         mine = [rank for rank in range(self._size) if hosts[rank] == hosts[self._rank]]
         pids = [places[rank]["pid"] for rank in mine]
         self._circle = Circle(self._store, mine, pids, self._rank, timeout_s)
+        index, here = mine.index(self._rank), [names[rank] for rank in mine]
         wanted = native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES)
-        segment, _ = self._circle.share(-(-wanted // len(mine)))
-        self._native = native.NativeGroup(
-            segment, _SLOT_BYTES, mine.index(self._rank), [names[rank] for rank in mine], pids,
-            timeout_s, _STOPPED_S,
-        )  # fmt: skip
+        lanes = []
+        for _ in range(choose_lanes([places[rank]["cores"] for rank in mine])):
+            segment, _ = self._circle.share(-(-wanted // len(mine)))
+            lanes.append(native.NativeGroup(segment, _SLOT_BYTES, index, here, pids, timeout_s, _STOPPED_S))
+        self._native = Lanes(lanes)
         leaders = sorted({hosts.index(host) for host in hosts})
         self._levels = None
         if len(leaders) > 1:

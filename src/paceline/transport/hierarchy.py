@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Work
 
 from paceline.transport import native
+from paceline.transport.lanes import Lanes
 
 __all__ = ["TwoLevels"]
 
@@ -78,7 +79,7 @@ class TwoLevels:
     def __init__(
         self,
         store: dist.Store,
-        inside: native.NativeGroup,
+        inside: Lanes,
         leaders: Sequence[int],
         rank: int,
         mine: Sequence[int],

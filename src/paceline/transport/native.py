@@ -24,6 +24,7 @@ __all__ = ["COMPILE_FLAGS", "NativeGroup", "TransportError", "build_library", "f
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER = range(5)
 F32, F64, BF16, F16, I32, I64, BYTES = range(7)
 SUM, AVG, MIN, MAX = range(4)
+ITEM_BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, BYTES: 1}
 OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED = range(9)
 
 # An operation: kind, type, reduction, root, addresses of input and output, number of elements.

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Work
 
-from paceline.transport.native import NativeGroup
+from paceline.transport.lanes import Lanes
 
 __all__ = ["FinishedWork", "NativeWork", "Promises"]
 
@@ -54,8 +54,8 @@ class NativeWork(Work):
 
     def __init__(
         self,
-        native: NativeGroup,
-        ticket: int,
+        native: Lanes,
+        ticket: tuple[int, ...],
         tensors: Sequence[torch.Tensor],
         promises: Promises,
         after: Callable[[], None] | None = None,
