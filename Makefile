@@ -14,7 +14,7 @@ help: ## Show this list
 install: $(STAMP) ## Make .venv with torch and Paceline in it (the other targets do this by themselves)
 
 # torch first and by its exact version, so that no other package pulls another one.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/native/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch and paceline into $(VENV) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'

@@ -33,6 +33,7 @@ Asked = tuple[int, int, int, int, int, int, int]
 SOURCES = Path(__file__).parent / "native"
 # No contraction of products and sums: every kind of processor must round alike.
 COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]
+# Of the interface; PLN_VERSION in paceline_native.h is the same.
 _VERSION = 1
 
 
@@ -107,10 +108,10 @@ def why_not() -> str:
     if path is None:
         return "its C core is not built: install Paceline again where a C compiler is"
     try:
-        ctypes.CDLL(str(path))
-    except OSError as error:
+        version = ctypes.CDLL(str(path)).pln_version()
+    except (OSError, AttributeError) as error:
         return f"its C core does not load: {error}"
-    return ""
+    return "" if version == _VERSION else "its C core is of another version: install Paceline again"
 
 
 class Segment(Protocol):

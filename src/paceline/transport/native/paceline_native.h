@@ -19,6 +19,8 @@ enum { PLN_OK, PLN_DEAD, PLN_STOPPED, PLN_LEFT, PLN_TIMEOUT, PLN_MISMATCH, PLN_C
 
 typedef struct pln_group pln_group;
 
+int pln_version(void); /* PLN_VERSION of the sources that were compiled */
+
 /* -- kernels.c -- */
 
 /* Reduce `count` elements of `num_src` vectors, in their order, and write the result to each of `num_dst` vectors, which

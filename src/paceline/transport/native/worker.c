@@ -8,6 +8,8 @@
 #include <time.h>
 #include <unistd.h>
 
+int pln_version(void) { return PLN_VERSION; }
+
 static void conclude(pln_group *g, int code)
 {
     g->finished++;
