@@ -287,7 +287,8 @@ def _check_gpu_memory(settings: WrapperSettings, group: Group, model: str) -> No
     if group.device.type != "cuda":
         return
     sharing = math.ceil(group.world_size / torch.cuda.device_count())  # too many where there are several hosts
-    need = settings.replica_bytes(model) * sharing
+    on_gpu = sum(settings.device_of(backend) == "cuda" for backend in settings.backends)
+    need = settings.replica_bytes(model, on_gpu) * sharing
     free = -agree_on_max(-float(torch.cuda.mem_get_info(group.device)[0]), group.control)
     if need > free:
         raise ConfigError(
