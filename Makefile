@@ -36,9 +36,10 @@ check: $(STAMP) ## Lint, format and type-check
 
 bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/python benchmarks/engine_against_loop.py
-	$(BIN)/paceline bench allreduce --ranks 2,4 --sizes 4KiB,64KiB,1MiB,10MiB,100MiB
-	$(BIN)/paceline bench chunks
-	$(BIN)/paceline bench wrappers
+	$(BIN)/paceline bench allreduce --backend gloo,paceline --memory ordinary,shared --limit --ranks 2,4 \
+	  --sizes 4KiB,64KiB,1MiB,10MiB,100MiB
+	$(BIN)/paceline bench chunks --backend gloo,paceline
+	$(BIN)/paceline bench wrappers --backend gloo,paceline --wrapper bare,torch,torch-tuned,paceline
 
 clean: ## Remove .venv and caches (runs/ stays)
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

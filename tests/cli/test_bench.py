@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from paceline import load_run
-from paceline.records import CollectiveRecord, Samples
+from paceline.records import CollectiveRecord, MemoryRecord, Samples
 from paceline.records.exchange import load_table
 from tests.conftest import descendants, wait_until
 
@@ -89,6 +89,54 @@ def test_a_person_gets_a_table_the_fit_and_the_folder(command, tmp_path):
     (folder,) = (tmp_path / "here").iterdir()
     assert f"run: {folder}" in answer.out
     assert "2 of 2 cells" in answer.err
+
+
+def test_memories_and_the_limit_are_told_everywhere(command, tmp_path):
+    asked = (*SMALL, "--backend", "gloo,paceline", "--memory", "shared,ordinary", "--limit")
+    answer = command(*asked, "--json", "--out", str(tmp_path))
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    rows = check_document(document)
+    turns = [("gloo", "ordinary"), ("paceline", "ordinary"), ("paceline", "shared")]
+    assert [(row["num_bytes"], (row["backend"], row["memory"])) for row in rows] == [
+        (size, turn) for size in (4096, 2**20) for turn in turns
+    ]
+    folder = Path(document["run"])
+    run = load_run(folder)
+    passes = [r for r in run.records if isinstance(r, MemoryRecord)]
+    assert [(r.num_bytes, r.operation, r.source) for r in passes] == [
+        (size, operation, "measured") for size in (4096, 2**20) for operation in ("add", "copy")
+    ]
+    # Derived from the records of the run, each by its size.
+    for row in rows:
+        bound_s = min(r.timing.median_s for r in passes if r.num_bytes == row["num_bytes"])
+        assert (row["memory_bound_s"], row["nwrong"]) == (bound_s, 0)
+        assert row["fraction_of_memory"] == pytest.approx(bound_s / row["median_s"])
+    assert all({"memory", "backend"} <= set(fit) for fit in document["fits"])
+    table = (folder / "table.md").read_text()
+    assert "| memory |" in table and "| of memory |" in table
+    svg = (folder / "time.svg").read_text()
+    assert "paceline, shared memory, 2 ranks (measured)" in svg and "memory bound, 2 ranks (measured)" in svg
+    assert [(r.backend, r.memory) for r in load_table(folder / "table.csv")] == turns * 2
+    assert [(r.backend, r.memory) for r in load_table(folder / "allreduce-times.csv")] == turns * 2
+
+
+def test_both_is_another_word_and_only_like_memory_stands_beside_like(command, tmp_path):
+    small = ("bench", "allreduce", "--backend", "paceline", "--sizes", "4KiB", "--iters", "5", "--warmup", "1")
+    first = json.loads(command(*small, "--memory", "both", "--json", "--out", str(tmp_path)).out)
+    assert [row["memory"] for row in first["rows"]] == ["ordinary", "shared"]
+    assert {row["fraction_of_memory"] for row in first["rows"]} == {None}
+    answer = command(*small, "--memory", "shared", "--compare", first["run"], "--json", "--out", str(tmp_path / "b"))
+    pairs = json.loads(answer.out)["comparison"]
+    told = [tuple(p[side] and p[side]["memory"] for side in ("here", "there")) for p in pairs]
+    assert told == [(None, "ordinary"), ("shared", "shared")]
+
+
+def test_a_person_is_told_the_fraction_of_memory(command, tmp_path):
+    answer = command(*SMALL, "--backend", "paceline", "--memory", "shared", "--limit", "--out", str(tmp_path))
+    assert answer.code == 0, answer.err
+    assert "all_reduce (paceline, shared, cpu" in answer.out
+    assert re.search(r"bound \(ms\)\s+of memory", answer.out) and re.search(r"\s\d+%\s", answer.out)
 
 
 def test_a_range_of_sizes_as_nccl_tests_has_it(command, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -53,6 +54,29 @@ def test_a_person_gets_a_table_with_all_wrappers_at_world_size_1(command, tmp_pa
     for words in (*WRAPPERS, "step (ms)", "/ torch", "/ tuned", "/ bare", "than torch", "fastest of"):
         assert words in answer.out
     assert "1 rank, 2 samples each (cnn, gloo, cpu, float32" in answer.out
+
+
+def test_torch_and_ours_on_both_backends_in_one_run(command, tmp_path):
+    asked = ("bench", "wrappers", "--model", "cnn", "--wrapper", "torch,paceline", "--backend", "gloo,paceline")
+    answer = command(*asked, "--batch", "2", "--iters", "3", "--json", "--out", str(tmp_path))
+    assert answer.code == 0, answer.err
+    rows = json.loads(answer.out)["rows"]
+    assert [(row["backend"], row["wrapper"], row["nwrong"]) for row in rows] == [
+        ("gloo", "torch", 0), ("gloo", "paceline", 0), ("paceline", "torch", 0), ("paceline", "paceline", 0),
+    ]  # fmt: skip
+    records = load_run(next(tmp_path.iterdir())).records
+    for row, record in zip(rows, records, strict=True):
+        assert isinstance(record, WrapperRecord)
+        for name, other in (
+            ("ratio_to_torch_on_gloo", records[0]),
+            ("ratio_to_torch", records[rows.index(row) // 2 * 2]),
+        ):
+            pairs = zip(record.timing.reduced_s, other.timing.reduced_s, strict=True)
+            assert row[name] == pytest.approx(statistics.median(here / there for here, there in pairs))
+    assert rows[0]["ratio_to_torch_on_gloo"] == rows[2]["ratio_to_torch"] == 1.0
+    folder = next(tmp_path.iterdir())
+    assert "| / torch on gloo |" in (folder / "table.md").read_text()
+    assert "paceline on paceline" in (folder / "wrappers.svg").read_text()
 
 
 DIVERGING = """

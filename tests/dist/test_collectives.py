@@ -15,7 +15,7 @@ from paceline.measure.chunks import measure_chunks
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import Measured
 from paceline.measure.settings import ChunkSettings, CollectiveSettings
-from paceline.records import Samples
+from paceline.records import CollectiveRecord, MemoryRecord, Samples
 from paceline.units import MIB
 
 KIB = 2**10
@@ -45,6 +45,90 @@ def test_every_collective_delivers_what_it_must(on_ranks, collective, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 def test_every_reduction_is_checked_against_its_own_answer(on_ranks, op, dtype):
     assert on_ranks(3, measure_collectives, settings(op=op, dtype=dtype, ranks=(3,)))[0].records[0].num_wrong == 0
+
+
+BOTH = {"backends": ("gloo", "paceline"), "memories": ("ordinary", "shared"), "limit": True}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_memories_and_the_limit_take_turns_in_one_cell(on_ranks, dtype):
+    wanted = settings(**BOTH, dtype=dtype, ranks=(2, 3), sizes=(4 * KIB, MIB + 24))
+    answers = on_ranks(3, measure_collectives, wanted)
+    assert answers[0].records == answers[1].records == answers[2].records
+    told = [
+        (r.world_size, r.num_bytes, r.operation if isinstance(r, MemoryRecord) else (r.backend, r.memory))
+        for r in answers[0].records
+    ]
+    turns = [("gloo", "ordinary"), ("paceline", "ordinary"), ("paceline", "shared"), "add", "copy"]
+    assert told == [(n, size, turn) for n in (2, 3) for size in (4 * KIB, MIB + 24) for turn in turns]
+    for record in answers[0].records:
+        assert isinstance(record, CollectiveRecord | MemoryRecord) and isinstance(record.timing, Samples)
+        elements = record.num_bytes // wanted.item_bytes
+        assert (record.num_wrong, record.num_checked) == (0, elements * record.world_size * 4)
+        assert (record.timing.count, record.timing.num_ranks) == (3, record.world_size)
+
+
+def watch_vectors(wanted: CollectiveSettings) -> list[bool]:
+    """For each all-reduce of paceline's in order: whether its vector lay in memory that the group gave out."""
+    from paceline.transport.group import PacelineGroup
+
+    places: list[tuple[int, int]] = []
+    seen: list[bool] = []
+    allocate, reduce = PacelineGroup.allocate, dist.all_reduce
+
+    def remember(self: PacelineGroup, num_bytes: int) -> torch.Tensor:
+        given = allocate(self, num_bytes)
+        places.append((given.data_ptr(), given.data_ptr() + num_bytes))
+        return given
+
+    def look(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if isinstance(group, PacelineGroup):
+            seen.append(any(begin <= tensor.data_ptr() < end for begin, end in places))
+        return reduce(tensor, op, group, async_op)
+
+    PacelineGroup.allocate, dist.all_reduce = remember, look
+    try:
+        measure_collectives(wanted)
+    finally:
+        PacelineGroup.allocate, dist.all_reduce = allocate, reduce
+    return seen
+
+
+def test_shared_is_memory_of_the_group_and_ordinary_is_not(on_ranks):
+    wanted = settings(**BOTH, ranks=(2,), iters=2, warmup=1)
+    assert on_ranks(2, watch_vectors, wanted) == [[False, True] * 3] * 2
+
+
+def spoil_a_pass(wanted: CollectiveSettings, how: str) -> Measured:
+    """Rank 1 leaves out the last element of every add, or of every copy."""
+    from paceline.measure import memory_passes
+    from paceline.measure.engine import Contestant
+
+    real = memory_passes.build_pass
+
+    def build(operation, group, rank, elements, dtype, allocate) -> Contestant:
+        made = real(operation, group, rank, elements, dtype, allocate)
+        vector, target = (allocate(name, elements, dtype, group.device) for name in ("vector", "target"))
+
+        def call() -> None:
+            part = slice(0, elements - 1)
+            vector[part].add_(1) if operation == "add" else target[part].copy_(vector[part])
+
+        return dataclasses.replace(made, call=call) if rank == 1 and operation == how else made
+
+    from paceline.measure import collectives
+
+    collectives.build_pass = build
+    try:
+        return measure_collectives(wanted)
+    finally:
+        collectives.build_pass = real
+
+
+@pytest.mark.parametrize(("how", "wrong"), [("add", [0, 4, 0]), ("copy", [0, 0, 4])])
+def test_a_pass_that_leaves_an_element_out_is_no_bound(on_ranks, how, wrong):
+    records = on_ranks(2, spoil_a_pass, settings(limit=True), how)[0].records
+    assert [record.num_wrong for record in records] == wrong  # one element, four repetitions
 
 
 def test_samples_hold_every_repetition_of_every_rank_with_warm_ups_apart(on_ranks):

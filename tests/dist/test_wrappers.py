@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import paceline
 from paceline.measure.wrapper_settings import WrapperSettings
 from paceline.measure.wrappers import count_wrong_parameters, measure_wrappers
 from paceline.records import WrapperRecord
+from paceline.records.pairs import compare_wrappers
 
 SHAPES = ((4, 3), (5,), ())
 STEPS = 10
@@ -94,6 +97,24 @@ def test_a_measurement_is_equal_on_every_rank_and_has_every_phase(on_ranks):
             assert (record.num_wrong, record.num_checked) == (0, 8 * record.world_size)
     tuned = records[0]
     assert tuned.configuration.startswith("bucket view, static graph") and "fastest of" in tuned.note
+
+
+def test_backends_step_in_turns_and_each_is_tuned_for_itself(on_ranks):
+    wrappers = ("torch", "torch-tuned", "paceline")
+    wanted = WrapperSettings(
+        backends=("gloo", "paceline"), models=("cnn",), wrappers=wrappers, batch_size=2, iters=3, warmup=1
+    )
+    first, second = on_ranks(2, measure_wrappers, wanted, timeout_s=100)
+    assert first.records == second.records
+    assert [(r.backend, r.wrapper) for r in first.records] == [(b, w) for b in ("gloo", "paceline") for w in wrappers]
+    assert [(r.num_wrong, r.num_checked, r.timing.count) for r in first.records] == [(0, 16, 3)] * 6
+    standings = compare_wrappers(first.records)
+    for standing in standings:
+        ratio = standing.to_torch_on_gloo
+        pairs = zip(standing.record.timing.reduced_s, first.records[0].timing.reduced_s, strict=True)
+        assert ratio is not None and ratio.value == statistics.median(here / there for here, there in pairs)
+    tuned = [r for r in first.records if r.wrapper == "torch-tuned"]
+    assert len({r.note for r in tuned}) == 2 and all("fastest of" in r.note for r in tuned)
 
 
 def build_on_two_ranks(wrapper: str) -> list[float]:

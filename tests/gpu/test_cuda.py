@@ -78,6 +78,13 @@ def test_bench_interleaves_nccl_and_gloo(command, tmp_path):
     assert [(row["backend"], row["device"], row["nwrong"]) for row in rows] == [("nccl", "cuda", 0), ("gloo", "cpu", 0)]
 
 
+def test_the_limit_is_measured_where_the_messages_are(command, tmp_path):
+    asked = ("--backend", "gloo", "--device", "cuda", "--ranks", "2", "--sizes", "4MiB", "--limit")
+    answer = command("bench", "allreduce", *asked, "--json", "--out", str(tmp_path))
+    (row,) = json.loads(answer.out)["rows"]
+    assert (row["device"], row["nwrong"]) == ("cuda", 0) and row["fraction_of_memory"] > 0
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("backend", "ranks"), [("nccl", 1), ("gloo", 2)])
 def test_wrappers_are_timed_in_phases_and_their_memory_is_counted(command, tmp_path, backend, ranks):

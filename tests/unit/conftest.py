@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.records import ChunksRecord, CollectiveRecord, Environment, Samples, WrapperRecord
+from paceline.records import ChunksRecord, CollectiveRecord, Environment, MemoryRecord, Samples, WrapperRecord
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +24,21 @@ def build_collective(build_samples):
         }  # fmt: skip
         fields["timing"] = build_samples(ranks=changes.get("world_size", 2))
         return CollectiveRecord(**{**fields, **changes})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_pass(build_samples):
+    """A pass over memory in which every rank takes the given time."""
+
+    def build(operation="add", time_s=1e-4, **changes):
+        fields = {
+            "operation": operation, "device": "cpu", "world_size": 2, "num_bytes": 2**20, "dtype": "float32",
+            "num_wrong": 0, "num_checked": 2**18,
+        }  # fmt: skip
+        fields["timing"] = build_samples(*(time_s,) * 10, ranks=changes.get("world_size", 2))
+        return MemoryRecord(**{**fields, **changes})
 
     return build
 

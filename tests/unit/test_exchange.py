@@ -290,3 +290,31 @@ def test_markdown_without_the_table_is_refused(write, text, reason):
     with pytest.raises(RecordError, match=reason) as caught:
         load_table(write(text, "report.md"))
     assert "report.md" in str(caught.value)
+
+
+def test_shared_memory_survives_both_of_our_tables(write, build_collective, build_samples):
+    records = [
+        build_collective(backend="paceline", memory=memory, timing=build_samples(t))
+        for memory, t in (("ordinary", 0.002), ("shared", 0.001))
+    ]
+    ours = load_table(write(render_csv([collective_row(record) for record in records])))
+    text = export_allreduce_times(records)
+    theirs = load_table(write(text, "allreduce-times.csv"))
+    assert "\npaceline-shared,2," in text
+    for loaded in (ours, theirs):
+        assert [(r.backend, r.memory, r.time_s) for r in loaded] == [
+            ("paceline", "ordinary", 0.002), ("paceline", "shared", 0.001),
+        ]  # fmt: skip
+
+
+def test_our_table_of_before_there_was_shared_memory_is_read(write, build_collective):
+    row = collective_row(build_collective())
+    for name in ("memory", "memory_bound_s", "fraction_of_memory"):
+        del row[name]
+    assert [r.memory for r in load_table(write(render_csv([row])))] == ["ordinary"]
+
+
+def test_a_pass_over_memory_is_no_row_of_a_table(tmp_path, build_collective, build_pass, build_environment):
+    save_run(Run("bench", {}, build_environment(), (build_collective(), build_pass())), tmp_path / "run.json")
+    assert [r.kind for r in load_table(tmp_path)] == ["collective"]
+    assert export_allreduce_times([build_pass()]).count("\n") == 1

@@ -11,11 +11,13 @@ from paceline.records.kinds import (
     COLLECTIVES,
     ITEM_BYTES,
     KINDS,
+    MEMORIES,
     SOURCES,
     ChunksRecord,
     CollectiveRecord,
     LayerSizeRecord,
     LayerTimeRecord,
+    MemoryRecord,
     WrapperRecord,
     bus_factor,
     record_from_json,
@@ -70,7 +72,7 @@ def test_rates_of_chunks_are_of_the_total(build_chunks, build_samples):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("collective", "broadcast"), ("backend", "mpi"), ("device", "cuda"), ("world_size", 3), ("dtype", "int8"),
-     ("op", "max")],
+     ("op", "max"), ("memory", "shared")],
 )  # fmt: skip
 def test_records_of_another_curve_have_another_key(build_collective, field, value):
     assert build_collective(**{field: value}).key != build_collective().key
@@ -78,11 +80,26 @@ def test_records_of_another_curve_have_another_key(build_collective, field, valu
 
 
 @pytest.mark.parametrize(
-    "changes", [{"num_bytes": 0}, {"world_size": 0}, {"collective": "unheard"}, {"source": "guessed"}]
+    "changes",
+    [{"num_bytes": 0}, {"world_size": 0}, {"collective": "unheard"}, {"source": "guessed"}, {"memory": "virtual"}],
 )
 def test_an_impossible_collective_is_refused(build_collective, changes):
     with pytest.raises(RecordError):
         build_collective(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_bytes": 0}, {"world_size": 0}, {"operation": "triad"}, {"time_s": 0.0}, {"source": "guessed"}]
+)
+def test_an_impossible_pass_over_memory_is_refused(build_pass, changes):
+    with pytest.raises(RecordError):
+        build_pass(**changes)
+
+
+def test_a_record_of_an_older_file_lies_in_ordinary_memory(build_collective):
+    document = record_to_json(build_collective())
+    del document["memory"]
+    assert record_from_json(document) == build_collective()
 
 
 @pytest.mark.parametrize("changes", [{"chunk_bytes": 0}, {"total_bytes": 0}, {"world_size": 0}, {"source": "guessed"}])
@@ -129,13 +146,18 @@ WRAPPERS = st.tuples(st.integers(1, 3), st.integers(1, 4)).flatmap(
 )
 RECORDS = {
     "collective": st.builds(
-        CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT, **TIMED
+        CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT,
+        memory=st.sampled_from(MEMORIES), **TIMED,
+    ),
+    "memory": st.builds(
+        MemoryRecord, operation=st.sampled_from(["add", "copy"]), num_bytes=COUNT,
+        **{name: value for name, value in TIMED.items() if name != "backend"} | {"timing": samples()},
     ),
     "chunks": st.builds(ChunksRecord, total_bytes=st.just(2**50), chunk_bytes=COUNT, **TIMED),
     "layer_size": st.builds(LayerSizeRecord, layer=TEXT, num_params=COUNT, **SHARED),
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
     "wrapper": WRAPPERS,
-}
+}  # fmt: skip
 
 
 def test_every_kind_is_round_tripped_here():
@@ -181,15 +203,16 @@ def test_a_wrapper_with_a_broken_phase_is_refused(build_wrapper, value, reason):
         record_from_json({**record_to_json(build_wrapper()), "backward": value})
 
 
-def test_derived_numbers_are_not_stored(build_collective, build_chunks):
+def test_derived_numbers_are_not_stored(build_collective, build_chunks, build_pass):
     fields = {"kind", "source", "note", "backend", "device", "world_size", "dtype", "samples", "num_wrong"}
     fields |= {"num_checked"}
     record = build_collective()
     assert record.busbw_bytes_per_s > 0  # and what was computed before writing is not written either
     document = record_to_json(record)
-    assert set(document) == fields | {"collective", "num_bytes", "op"}
+    assert set(document) == fields | {"collective", "num_bytes", "op", "memory"}
     assert set(document["samples"]) == {"seconds", "warmup_seconds", "arrivals_s", "reducer"}
     assert set(record_to_json(build_chunks())) == fields | {"total_bytes", "chunk_bytes"}
+    assert set(record_to_json(build_pass())) == fields - {"backend"} | {"operation", "num_bytes"}
 
 
 LAYER = {"kind": "layer_size", "layer": "a", "num_params": 1}

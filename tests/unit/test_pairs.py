@@ -95,3 +95,33 @@ def test_added_memory_is_the_peak_above_the_bare_modules_peak(build_wrapper):
     ]
     assert [s.added_bytes for s in compare_wrappers(records)] == [0, 1100]
     assert [s.added_bytes for s in compare_wrappers([build_wrapper("bare"), build_wrapper("torch")])] == [None, None]
+
+
+def test_across_backends_torch_on_gloo_is_the_measure(build_wrapper):
+    records = [
+        build_wrapper("torch", (2.0, 4.0)), build_wrapper("paceline", (1.0, 2.0)),
+        build_wrapper("torch", (1.0, 2.0), backend="paceline"),
+        build_wrapper("paceline", (0.5, 1.0), backend="paceline"),
+        build_wrapper("paceline", (8.0, 8.0), backend="paceline", model="mlp"),
+    ]  # fmt: skip
+    on_gloo, ours_on_gloo, there, ours, alone = compare_wrappers(records)
+    assert [s.to_torch_on_gloo.value for s in (on_gloo, ours_on_gloo, there, ours)] == [1.0, 0.5, 0.5, 0.25]
+    assert [s.to_torch.value for s in (on_gloo, ours_on_gloo, there, ours)] == [1.0, 0.5, 1.0, 0.5]
+    assert (alone.to_torch_on_gloo, alone.to_torch) == (None, None)  # another model
+
+
+def test_across_backends_a_slow_spell_hits_both(build_wrapper):
+    records = [
+        build_wrapper("torch", (1.0, 10.0, 10.0, 1.0, 1.0, 1.0)),
+        build_wrapper("torch", (0.5, 5.0, 5.0, 5.0, 0.5, 0.5), backend="paceline"),
+    ]
+    ratio = compare_wrappers(records)[1].to_torch_on_gloo
+    assert ratio.value == pytest.approx(0.5)
+    assert records[1].timing.median_s / records[0].timing.median_s != pytest.approx(0.5)
+
+
+def test_another_device_is_another_job(build_wrapper):
+    records = [build_wrapper("torch"), build_wrapper("torch", backend="nccl", device="cuda")]
+    assert compare_wrappers(records)[1].to_torch_on_gloo is None
+    with pytest.raises(RecordError, match="were not timed in turns"):
+        compare_steps(*records)

@@ -122,3 +122,55 @@ def test_wrappers_have_a_panel_for_each_model_and_ranks(build_wrapper):
     assert list(spread.get_xdata()) == pytest.approx([3.2, 4.8])
     svg = plots.render_svg(figure).decode()
     assert ">torch<" in svg and ">paceline<" in svg and "box" in svg
+
+
+def test_memories_are_told_apart_and_the_bound_is_a_line_of_its_own(curve, build_pass, build_samples):
+    records = [*curve(), *curve(backend="paceline"), *curve(backend="paceline", memory="shared")]
+    bounds = [build_pass(num_bytes=n, time_s=t) for n, t in ((2**20, 3e-4), (2**10, 1e-6))]
+    figure = plots.plot_time(records, "box", bounds)
+    lines = _lines(figure)
+    assert list(lines) == [
+        "gloo, 2 ranks (measured)", "paceline, ordinary memory, 2 ranks (measured)",
+        "paceline, shared memory, 2 ranks (measured)", "memory bound, 2 ranks (measured)",
+    ]  # fmt: skip
+    assert len({line.get_color() for line in lines.values()}) == 4
+    bound = lines["memory bound, 2 ranks (measured)"]
+    assert (list(bound.get_xdata()), list(bound.get_ydata())) == ([2**10, 2**20], pytest.approx([1e-3, 0.3]))
+    (axes,) = figure.axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert "memory bound" not in plots.render_svg(plots.plot_bandwidth(records, "box")).decode()
+
+
+def test_a_backend_in_ordinary_memory_alone_does_not_say_so(curve):
+    assert set(_lines(plots.plot_time(curve(backend="paceline"), "box"))) == {"paceline, 2 ranks (measured)"}
+
+
+def test_a_long_legend_stands_beside_the_lines(curve):
+    few, many = (
+        plots.plot_time([r for n in range(2, 2 + count) for r in curve(world_size=n)], "box") for count in (4, 5)
+    )
+    assert many.get_size_inches()[0] > few.get_size_inches()[0]
+    for figure, is_beside in ((few, False), (many, True)):
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        assert bool(axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1) is is_beside
+
+
+@pytest.mark.parametrize(("least_s", "labels"), [(1e-6, {"0.001", "0.01", "1"}), (0.3e-3, {"0.5", "1"})])
+def test_times_are_written_out_beside_the_axis(build_collective, build_samples, least_s, labels):
+    times = {2**10: least_s, 2**20: 1.1e-3}
+    records = [build_collective(num_bytes=n, timing=build_samples(*(t,) * 5)) for n, t in times.items()]
+    svg = plots.render_svg(plots.plot_time(records, "box")).decode()
+    assert all(f">{label}<" in svg for label in labels)
+
+
+def test_wrappers_on_several_backends_share_a_panel(build_wrapper):
+    records = [build_wrapper(w, backend=b) for b in ("gloo", "paceline") for w in ("torch", "paceline")]
+    figure = plots.plot_wrappers(records, "box")
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "cnn (2 ranks, measured)"
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "torch on gloo", "torch on paceline", "paceline on gloo", "paceline on paceline",
+    ]  # fmt: skip
+    colors = [line.get_color() for line in axes.get_lines()[1::2]]
+    assert colors == [colors[0], colors[1]] * 2 and colors[0] != colors[1]

@@ -6,7 +6,7 @@ import pytest
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.measure.settings import ChunkSettings, CollectiveSettings
+from paceline.measure.settings import SHARED_DTYPES, SHARED_OPS, ChunkSettings, CollectiveSettings
 from paceline.runtime.launch import RANK_BYTES
 
 
@@ -24,6 +24,10 @@ def host(monkeypatch):
 
 def build(**changes):
     return CollectiveSettings(**{"sizes": (1024, 4096), **changes})
+
+
+BOTH = ("ordinary", "shared")
+SHARED = {"memories": ("shared",), "backends": ("paceline",)}
 
 
 def build_chunked(**changes):
@@ -86,6 +90,16 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
         ({"collective": "all_gather", "sizes": (12,), "ranks": (2, 4)}, "less than one element for each of 4 ranks"),
         ({"collective": "reduce_scatter", "sizes": (12,), "ranks": (4,)}, "which reduce_scatter needs"),
         ({"sizes": (0,)}, "size"),
+        ({"memories": ()}, "no memory given: known are ordinary, shared"),
+        ({"memories": ("share",)}, "memory 'share' is unknown: did you mean shared?"),
+        ({"memories": ("shared",)}, "--memory shared: backend gloo has none, only paceline"),
+        ({"memories": BOTH, "backends": ("gloo", "nccl")}, "backend gloo and nccl has none"),
+        ({"memories": ("shared",), "backends": ("gloo", "paceline")}, "leaves nothing to measure on gloo"),
+        ({**SHARED, "collective": "broadcast"}, "--memory shared is for all_reduce: broadcast copies"),
+        ({**SHARED, "device": "cuda"}, "--memory shared is memory of the host"),
+        ({**SHARED, "dtype": "uint8"}, "--dtype uint8 is not reduced in shared memory"),
+        ({**SHARED, "op": "prod"}, "--op prod is not reduced in shared memory"),
+        ({"limit": True, "collective": "all_gather"}, "--limit is the bound of an all_reduce"),
     ],
 )
 def test_a_benchmark_of_collectives_refuses(host, changes, reason):
@@ -116,6 +130,9 @@ def test_a_benchmark_of_chunks_refuses(host, changes, reason):
         (0, build(collective="broadcast", ranks=(1, 64))),
         (0, build(collective="all_gather", sizes=(16,), ranks=(2, 4))),
         (0, build_chunked(chunks=(4096, 4))),
+        (0, build(**SHARED, dtype="bfloat16", op="avg", limit=True)),
+        (0, build(backends=("gloo", "paceline"), memories=BOTH)),
+        (1, build(backends=("nccl", "paceline"), memories=BOTH, ranks=(1,))),
         (2, build(backends=("nccl", "gloo"), ranks=(1, 2), op="avg")),
         (1, build(device="cuda", ranks=(4,))),  # gloo's ranks can share a GPU
     ],
@@ -185,6 +202,30 @@ def test_shared_vectors_are_cut_to_a_multiple_of_the_ranks(collective, dtype, nu
 )
 def test_memory_per_rank_counts_the_share_and_gloos_own_copy(collective, num_bytes):
     assert build(collective=collective, sizes=(8192, 1024), ranks=(4, 2)).bytes_per_rank == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("memories", "limit", "vectors"),
+    [
+        (("ordinary",), False, 1), (("shared",), False, 1), (BOTH, False, 2),
+        (("ordinary",), True, 2), (("shared",), True, 3), (BOTH, True, 3),
+    ],
+)  # fmt: skip
+def test_memory_per_rank_counts_each_memory_and_what_the_limit_copies_to(memories, limit, vectors):
+    settings = build(backends=("paceline",), memories=memories, limit=limit, sizes=(8192,))
+    assert settings.bytes_per_rank == vectors * 8192
+
+
+def test_only_our_backend_has_shared_memory():
+    settings = build(backends=("gloo", "paceline"), memories=BOTH)
+    assert (settings.memories_of("gloo"), settings.memories_of("paceline")) == (("ordinary",), BOTH)
+
+
+def test_what_is_reduced_in_shared_memory_is_what_the_transport_says():
+    from paceline.transport import group
+
+    assert set(SHARED_DTYPES) == {str(dtype).removeprefix("torch.") for dtype in group._DTYPES}
+    assert set(SHARED_OPS) == {op.name.lower() for op in group._OPS}
 
 
 def test_memory_per_rank_of_chunks_is_the_total():

@@ -4,6 +4,7 @@ import datetime
 import errno
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,7 +39,7 @@ def test_a_run_without_records_is_loaded_as_it_was_saved(run, tmp_path, build_en
 
 def test_the_file_says_its_format_and_keeps_one_record_per_line(run, saved):
     document = json.loads(saved.read_text())
-    assert (document["format"], document["version"]) == ("paceline-run", 1)
+    assert (document["format"], document["version"]) == ("paceline-run", 2)
     assert sum(line.lstrip().startswith('{"kind"') for line in saved.read_text().splitlines()) == len(run.records)
 
 
@@ -95,7 +96,7 @@ def _with(**changes):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (_with(version=2), "has version 2 and this Paceline reads version 1"),
+        (_with(version=3), "has version 3 and this Paceline reads versions 1 and 2"),
         (_without("version"), "has version None"),
         (_with(format="other"), "is not a run of Paceline"),
         (_without("format"), "is not a run of Paceline"),
@@ -197,3 +198,22 @@ def test_a_place_that_cannot_hold_a_folder_is_refused_before_the_work(tmp_path, 
         RunFolder.create(tmp_path / "file" / below, "bench"),
     ):
         pytest.fail("the work has begun")
+
+
+RESULTS = sorted((Path(__file__).parents[2] / "results").glob("*/*/run.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parts[-3]}/{path.parts[-2]}")
+def test_the_published_runs_can_be_read_whatever_their_version(path):
+    document, run = json.loads(path.read_text()), load_run(path)
+    assert len(run.records) == len(document["records"]) > 0
+    if document["version"] == 1:
+        assert {getattr(record, "memory", "ordinary") for record in run.records} == {"ordinary"}
+
+
+def test_a_run_of_version_1_is_read(run, saved):
+    document = json.loads(saved.read_text())
+    document["version"] = 1
+    del document["records"][0]["memory"]
+    saved.write_text(json.dumps(document))
+    assert load_run(saved) == run

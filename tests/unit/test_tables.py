@@ -8,11 +8,12 @@ import pytest
 import rich.console
 
 from paceline.records import Samples, Summary
+from paceline.records.bounds import MemoryBounds
 from paceline.report import tables
 
 ROW_KEYS = {
     "collective", "backend", "device", "world_size", "num_bytes", "dtype", "median_s", "p10_s", "p90_s", "algbw_gbps",
-    "busbw_gbps", "nwrong", "iters",
+    "busbw_gbps", "nwrong", "iters", "memory", "memory_bound_s", "fraction_of_memory",
 }  # fmt: skip
 
 
@@ -46,13 +47,19 @@ def test_a_json_row_has_every_key_in_plain_values(record):
 def test_a_json_row_of_an_import_says_what_nobody_knows(imported):
     row = tables.collective_row(imported)
     assert set(row) >= ROW_KEYS
-    assert [name for name, value in row.items() if value is None] == ["p10_s", "p90_s", "nwrong", "iters", "skew_s"]
+    assert [name for name, value in row.items() if value is None] == [
+        "p10_s", "p90_s", "nwrong", "iters", "skew_s", "memory_bound_s", "fraction_of_memory",
+    ]  # fmt: skip
     assert (row["median_s"], row["source"]) == (0.002, "imported")
 
 
 def test_a_json_row_of_chunks(build_chunks, build_samples):
     row = tables.chunk_row(build_chunks(total_bytes=4000, chunk_bytes=1500, timing=build_samples(2e-6)))
-    assert set(row) >= (ROW_KEYS - {"collective", "num_bytes"}) | {"total_bytes", "chunk_bytes", "num_messages"}
+    assert set(row) >= (ROW_KEYS - {"collective", "num_bytes", "memory", "memory_bound_s", "fraction_of_memory"}) | {
+        "total_bytes",
+        "chunk_bytes",
+        "num_messages",
+    }
     assert (row["num_messages"], row["algbw_gbps"], row["busbw_gbps"]) == (3, pytest.approx(2.0), pytest.approx(2.0))
 
 
@@ -151,3 +158,46 @@ def test_a_table_without_records_has_a_header_alone():
     table = tables.render_terminal(tables.collective_table, [], "nothing", 200)
     assert (table.title, table.row_count) == ("nothing", 0)
     assert len(tables.render_markdown(tables.collective_table, []).splitlines()) == 2
+
+
+@pytest.fixture
+def bounded(build_collective, build_pass, build_samples):
+    """gloo in 1 ms and paceline's shared memory in 0.25 ms, where memory allows 0.2 ms."""
+    records = [
+        build_collective(),
+        build_collective(backend="paceline", memory="shared", timing=build_samples(*(2.5e-4,) * 10)),
+    ]
+    return records, MemoryBounds.of([build_pass("add", 3e-4), build_pass("copy", 2e-4)])
+
+
+def test_a_row_tells_its_memory_and_what_memory_allows(bounded):
+    records, bounds = bounded
+    rows = [tables.collective_row(record, bounds) for record in records]
+    assert [(row["backend"], row["memory"]) for row in rows] == [("gloo", "ordinary"), ("paceline", "shared")]
+    assert [row["fraction_of_memory"] for row in rows] == pytest.approx([0.2, 0.8])
+    assert [row["memory_bound_s"] for row in rows] == pytest.approx([2e-4, 2e-4])
+    lines = list(csv.DictReader(io.StringIO(tables.render_csv(rows))))
+    assert [(line["memory"], float(line["fraction_of_memory"])) for line in lines] == [
+        ("ordinary", pytest.approx(0.2)), ("shared", pytest.approx(0.8)),
+    ]  # fmt: skip
+
+
+def test_the_columns_of_memory_appear_where_there_is_something_to_tell(bounded):
+    records, bounds = bounded
+    header, _, *rows = _cells(tables.render_markdown(tables.choose_columns(records, bounds), records))
+    cells = [dict(zip(header, row, strict=True)) for row in rows]
+    assert [(row["memory"], row["bound (ms)"], row["of memory"]) for row in cells] == [
+        ("ordinary", "0.2000", "20%"), ("shared", "0.2000", "80%"),
+    ]  # fmt: skip
+    plain, nothing = list(tables.collective_table), MemoryBounds(())
+    assert list(tables.choose_columns(records[:1], nothing)) == plain
+    assert len(tables.choose_columns(records, nothing)) == len(plain) + 1
+    assert len(tables.choose_columns(records[:1], bounds)) == len(plain) + 2
+    alone = tables.render_terminal(tables.choose_columns(records[1:], nothing), records[1:], "all_reduce", 200)
+    assert alone.title == "all_reduce (paceline, shared, cpu, float32, sum, measured)"
+
+
+def test_a_comparison_names_the_memory_that_is_not_ordinary(bounded):
+    (here, ours), _ = bounded
+    header, _, *rows = _cells(tables.render_markdown(tables.compare_table, [(here, None), (ours, None)]))
+    assert [row[header.index("backend")] for row in rows] == ["gloo", "paceline (shared)"]

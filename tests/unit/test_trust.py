@@ -107,3 +107,21 @@ def test_doubts_are_gathered_per_backend_and_ranks_with_the_gravest_first(
 
 def test_strict_fails_on_noise_alone():
     assert set(NOISY) == {"unstable", "drifting", "few"}
+
+
+def test_a_row_faster_than_memory_is_doubted(build_collective, build_pass, build_environment, build_samples):
+    ours = build_collective(backend="paceline", memory="shared", timing=build_samples(*(1e-4,) * 10))
+    (doubt,) = find_doubts([build_collective(), ours, build_pass(time_s=2e-4)], build_environment())
+    assert doubt.kind == "above" and doubt.kind not in NOISY
+    assert doubt.text.startswith(
+        "paceline, 2 ranks: faster than the memory bound at 1 MiB in shared memory (2.00 of memory)"
+    )
+    assert find_doubts([build_collective(), ours, build_pass(time_s=1e-4)], build_environment()) == []
+
+
+def test_a_noisy_bound_is_doubted_by_its_pass_but_waits_for_nobody(build_pass, build_environment, build_samples):
+    (unstable,) = find_doubts([build_pass(timing=build_samples(*_swinging(0.7, 1.3)))], build_environment())
+    assert unstable.kind == "unstable" and unstable.text.startswith("memory, 2 ranks: unstable at 1 MiB (add) (")
+    assert find_doubts([build_pass(timing=_late(0.9))], build_environment()) == []
+    (wrong,) = find_doubts([build_pass("copy", num_wrong=4)], build_environment())
+    assert "memory, 2 ranks: WRONG DATA at 1 MiB (copy) (4 of" in wrong.text

@@ -57,6 +57,12 @@ def test_a_model_too_large_for_the_memory_is_refused_with_advice(monkeypatch):
     assert tuned.bytes_per_rank == (2 * MAX_CANDIDATES + 2) * 4 * MODELS["mlp"].num_elements
 
 
+@pytest.mark.parametrize(("wrappers", "replicas"), [(("torch", "paceline"), 4), (("torch-tuned",), MAX_CANDIDATES)])
+def test_backends_hold_their_replicas_at_once_and_their_candidates_in_turn(wrappers, replicas):
+    settings = WrapperSettings(models=("mlp",), wrappers=wrappers, backends=("gloo", "paceline"))
+    assert settings.bytes_per_rank == (2 * replicas + 2) * 4 * MODELS["mlp"].num_elements
+
+
 @pytest.mark.parametrize("count", range(1, 9))
 def test_in_turns_each_follows_every_other_equally_often(count):
     orders = [order_turns(count, repetition) for repetition in range(2 * count)]

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.records.pairs import compare_wrappers
 from paceline.report import tables
-from paceline.report.wrapper_tables import wrapper_row, wrapper_table
+from paceline.report.wrapper_tables import choose_columns, wrapper_row, wrapper_table
 
 ROW_KEYS = {
     "model", "wrapper", "world_size", "backend", "step_median_s", "backward_median_s", "ratio_to_torch",
@@ -78,3 +78,25 @@ def test_a_difference_inside_the_noise_is_marked(standings):
 def test_one_repetition_is_no_verdict(build_wrapper):
     cells = _cells(compare_wrappers([build_wrapper("torch", (1.0,)), build_wrapper("paceline", (2.0,))]))
     assert (cells["paceline"]["/ torch"], cells["paceline"]["than torch"]) == ("2.000 ?", "one repetition")
+
+
+def test_several_backends_are_compared_with_torch_on_gloo(build_wrapper):
+    records = [
+        build_wrapper("torch"),
+        build_wrapper("torch", (0.8e-3,) * 10, backend="paceline"),
+        build_wrapper("paceline", (0.4e-3,) * 10, backend="paceline"),
+    ]
+    standings = compare_wrappers(records)
+    rows = [wrapper_row(standing) for standing in standings]
+    assert [row["backend"] for row in rows] == ["gloo", "paceline", "paceline"]
+    assert [row["ratio_to_torch_on_gloo"] for row in rows] == pytest.approx([1.0, 0.8, 0.4])
+    assert [row["ratio_to_torch"] for row in rows] == pytest.approx([1.0, 1.0, 0.5])
+    assert [row["noise_to_torch_on_gloo"] for row in rows] == pytest.approx([0.0] * 3)
+    (column,) = [c for c in choose_columns(standings) if c.name == "/ torch on gloo"]
+    assert [column.cell(standing) for standing in standings] == ["1", "0.800 ± 0.000", "0.400 ± 0.000"]
+
+
+def test_one_backend_has_no_column_across_backends(standings, build_wrapper):
+    assert list(choose_columns(standings)) == list(wrapper_table)
+    (alone,) = compare_wrappers([build_wrapper("paceline", backend="paceline")])
+    assert wrapper_row(alone)["ratio_to_torch_on_gloo"] is None

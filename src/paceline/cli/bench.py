@@ -11,52 +11,34 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.options import (
+    Backend,
+    Device,
+    Dtype,
+    Iters,
+    Json,
+    Out,
+    Ranks,
+    Strict,
+    Warmup,
+    group_options,
+    split_names,
+)
 from paceline.errors import ConfigError
-from paceline.units import parse_counts, parse_size, parse_sizes, size_range
+from paceline.units import parse_size, parse_sizes, size_range
 
 if TYPE_CHECKING:
     from paceline.cli.session import Session
     from paceline.predict.costs import AlphaBeta
     from paceline.records import ChunksRecord, CollectiveRecord, Run
 
-__all__ = ["allreduce", "app", "chunks", "read_ranks", "split_names"]
+__all__ = ["allreduce", "app", "chunks"]
 
 app = typer.Typer(help="Measure collectives and wrappers on this machine or cluster.", no_args_is_help=True)
 
 _DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 _MAX_IMPORTED = 6  # curves beside the measured ones, before a chart becomes a thicket
 _DEFAULT_CHUNK_ELEMENTS = (10**4, 3 * 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7)
-
-# Flags that several verbs share have one name and one meaning.
-Backend = Annotated[str, typer.Option("--backend", help="Backends, measured in turns: gloo,nccl")]
-Ranks = Annotated[
-    str | None, typer.Option("--ranks", help="Numbers of ranks: 2,4,6. Default: 2, or the launched world's.")
-]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, int64, ...")]
-Device = Annotated[str, typer.Option("--device", help="auto (cuda for nccl, else cpu), cpu or cuda")]
-Iters = Annotated[
-    int | None, typer.Option("--iters", "-n", help="Timed repetitions. Default: as the time allows, up to 100.")
-]
-Warmup = Annotated[
-    int | None, typer.Option("--warmup", "-w", help="Repetitions before. Default: as the time allows, up to 3.")
-]
-Out = Annotated[Path, typer.Option("--out", help="Folder in which the run gets its own folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Exit 1 when a result is too noisy to be believed.")]
-
-
-def split_names(names: str) -> tuple[str, ...]:
-    """The names of a comma-separated list, without repeats."""
-    return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-
-
-def read_ranks(ranks: str | None) -> tuple[int, ...]:
-    """The numbers of ranks that were asked for, or else the launched world's."""
-    from paceline.runtime.environment import is_launched, read_place
-
-    if ranks is not None:
-        return parse_counts(ranks, "--ranks")
-    return (read_place().world_size,) if is_launched() else (2,)
 
 
 def _read_sizes(
@@ -69,6 +51,12 @@ def _read_sizes(
     if first is None or last is None:
         raise ConfigError("a range of sizes needs --min-size (-b) and --max-size (-e)")
     return size_range(parse_size(first), parse_size(last), 2.0 if factor is None else factor, item_bytes)
+
+
+def _read_memories(memory: str) -> tuple[str, ...]:
+    """The kinds of memory that were asked for, ordinary first."""
+    names = split_names(memory)
+    return ("ordinary", "shared") if "both" in names else tuple(sorted(names))
 
 
 @app.command()
@@ -85,6 +73,15 @@ def allreduce(
     dtype: Dtype = "float32",
     op: Annotated[str, typer.Option("--op", help="sum, avg, min, max or prod")] = "sum",
     device: Device = "auto",
+    memory: Annotated[
+        str,
+        typer.Option(
+            "--memory", help="Where vectors lie: ordinary, shared (backend paceline's own), or both, in turns."
+        ),
+    ] = "ordinary",
+    limit: Annotated[
+        bool, typer.Option("--limit", help="Measure what memory could do, too, and print each row's fraction of it.")
+    ] = False,
     iters: Iters = None,
     warmup: Warmup = None,
     compare: Annotated[
@@ -103,8 +100,8 @@ def allreduce(
 
     num_bytes = _read_sizes(sizes, min_size, max_size, factor, ITEM_BYTES.get(dtype, 1))
     settings = CollectiveSettings(
-        backends=split_names(backend), ranks=read_ranks(ranks), sizes=num_bytes,
-        collective=collective, dtype=dtype, op=op, device=device, iters=iters, warmup=warmup,
+        sizes=num_bytes, collective=collective, op=op, memories=_read_memories(memory), limit=limit,
+        **group_options(backend, ranks, dtype, device, iters, warmup),
     )  # fmt: skip
     settings.check()
     theirs = load_table(compare) if compare is not None else []
@@ -140,15 +137,16 @@ def _report_collectives(
 ) -> None:
     from paceline.cli.session import describe_machine, print_json, stdout
     from paceline.predict.costs import fit_collectives
+    from paceline.records import CollectiveRecord
+    from paceline.records.bounds import MemoryBounds
     from paceline.records.exchange import export_allreduce_times
     from paceline.report import plots, tables
 
     assert session.folder is not None
-    records: Sequence[CollectiveRecord] = run.records  # type: ignore[assignment]
+    records, bounds = [r for r in run.records if isinstance(r, CollectiveRecord)], MemoryBounds.of(run.records)
     folder, fits = session.folder, fit_collectives(records)
-    rows = [tables.collective_row(record) for record in records]
-    folder.write("table.csv", tables.render_csv(rows))
-    folder.write("table.md", tables.render_markdown(tables.collective_table, records))
+    rows, columns = [tables.collective_row(r, bounds) for r in records], tables.choose_columns(records, bounds)
+    session.write_tables(columns, records, rows)
     if records[0].collective == "all_reduce":
         folder.write("allreduce-times.csv", export_allreduce_times(records))
     pairs = _pair_up(records, theirs)
@@ -156,10 +154,8 @@ def _report_collectives(
         folder.write("comparison.md", tables.render_markdown(tables.compare_table, pairs))
     subtitle = f"{describe_machine()}; {records[0].dtype}, {records[0].op}"
     drawn = [*records, *_choose_drawn(records, theirs)]
-    for name, plot in (("time", plots.plot_time), ("bandwidth", plots.plot_bandwidth)):
-        figure = plot(drawn, subtitle)
-        folder.write(f"{name}.png", plots.render_png(figure))
-        folder.write(f"{name}.svg", plots.render_svg(figure))
+    session.write_figure("time", plots.plot_time(drawn, subtitle, bounds.records))
+    session.write_figure("bandwidth", plots.plot_bandwidth(drawn, subtitle))
 
     if json:
         document: dict[str, Any] = {
@@ -171,7 +167,7 @@ def _report_collectives(
         if theirs:
             document["comparison"] = [
                 {
-                    "here": here and tables.collective_row(here),
+                    "here": here and tables.collective_row(here, bounds),
                     "there": there and tables.collective_row(there),
                 }
                 for here, there in pairs
@@ -179,7 +175,7 @@ def _report_collectives(
         print_json(document)
         return
     console = stdout()
-    console.print(tables.render_terminal(tables.collective_table, records, records[0].collective, console.width))
+    console.print(tables.render_terminal(columns, records, records[0].collective, console.width))
     for record, fit in fits:
         console.print(_fit_line(record, fit))
     if theirs:
@@ -192,6 +188,7 @@ def _fit_row(record: CollectiveRecord, fit: AlphaBeta) -> dict[str, Any]:
     return {
         "collective": record.collective,
         "backend": record.backend,
+        "memory": record.memory,
         "device": record.device,
         "world_size": record.world_size,
         "alpha_s": fit.alpha_s,
@@ -207,11 +204,12 @@ def _fit_line(record: CollectiveRecord, fit: AlphaBeta) -> str:
     from paceline.units import format_bytes, format_duration, format_rate
 
     n = record.world_size
+    backend = record.backend if record.memory == "ordinary" else f"{record.backend} in {record.memory} memory"
     check = (
         f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "through two sizes, so unchecked,"
     )
     return (
-        f"fit: {record.backend}, {n} rank{'s' if n > 1 else ''}: time = {format_duration(fit.alpha_s)} + size / "
+        f"fit: {backend}, {n} rank{'s' if n > 1 else ''}: time = {format_duration(fit.alpha_s)} + size / "
         f"{format_rate(fit.beta_bytes_per_s)} GB/s, {check} "
         f"from {format_bytes(fit.min_bytes)} to {format_bytes(fit.max_bytes)}"
     )
@@ -219,7 +217,10 @@ def _fit_line(record: CollectiveRecord, fit: AlphaBeta) -> str:
 
 def _choose_drawn(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:
     """The imported curves that a chart can hold: all of a few, else those of a backend and ranks that we measured."""
-    if len({(record.backend, record.device, record.world_size, record.note) for record in theirs}) <= _MAX_IMPORTED:
+    if (
+        len({(record.backend, record.memory, record.device, record.world_size, record.note) for record in theirs})
+        <= _MAX_IMPORTED
+    ):
         return theirs
     known = {(record.backend, record.world_size) for record in ours}
     return [record for record in theirs if (record.backend, record.world_size) in known]
@@ -233,7 +234,7 @@ def _pair_up(
     def is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
         # What an imported table does not say ("unknown") is taken to agree.
         same_type = here.dtype == there.dtype or "unknown" in (here.dtype, there.dtype)
-        exact = ("collective", "backend", "device", "world_size", "num_bytes", "op")
+        exact = ("collective", "backend", "memory", "device", "world_size", "num_bytes", "op")
         return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
 
     pairs: list[tuple[CollectiveRecord | None, CollectiveRecord | None]] = []
@@ -242,10 +243,10 @@ def _pair_up(
         pairs += [(here, there) for there in matches] or [(here, None)]
     pairs += [(None, there) for there in theirs if not any(is_same(here, there) for here in ours)]
 
-    def place(pair: tuple[CollectiveRecord | None, CollectiveRecord | None]) -> tuple[str, int, int]:
+    def place(pair: tuple[CollectiveRecord | None, CollectiveRecord | None]) -> tuple[str, str, int, int]:
         record = pair[0] or pair[1]
         assert record is not None
-        return record.backend, record.world_size, record.num_bytes
+        return record.backend, record.memory, record.world_size, record.num_bytes
 
     return sorted(pairs, key=place)
 
@@ -279,9 +280,8 @@ def chunks(
         steps = [count * ITEM_BYTES.get(dtype, 4) for count in _DEFAULT_CHUNK_ELEMENTS]
         sizes = (*(step for step in steps if step < total_bytes), total_bytes)
     settings = ChunkSettings(
-        backends=split_names(backend), ranks=read_ranks(ranks), total_bytes=total_bytes, chunks=sizes,
-        dtype=dtype, device=device, iters=iters, warmup=warmup,
-    )  # fmt: skip
+        total_bytes=total_bytes, chunks=sizes, **group_options(backend, ranks, dtype, device, iters, warmup)
+    )
 
     def load() -> Callable[..., Any]:
         from paceline.measure.chunks import measure_chunks
@@ -302,11 +302,8 @@ def _report_chunks(session: Session, run: Run, json: bool) -> None:
     assert session.folder is not None
     records: Sequence[ChunksRecord] = run.records  # type: ignore[assignment]
     rows = [tables.chunk_row(record) for record in records]
-    session.folder.write("table.csv", tables.render_csv(rows))
-    session.folder.write("table.md", tables.render_markdown(tables.chunk_table, records))
-    figure = plots.plot_chunks(records, f"{describe_machine()}; {records[0].dtype}, sum")
-    session.folder.write("chunks.png", plots.render_png(figure))
-    session.folder.write("chunks.svg", plots.render_svg(figure))
+    session.write_tables(tables.chunk_table, records, rows)
+    session.write_figure("chunks", plots.plot_chunks(records, f"{describe_machine()}; {records[0].dtype}, sum"))
     if json:
         print_json({"rows": rows, "run": str(session.folder.path), "warnings": list(run.warnings)})
         return

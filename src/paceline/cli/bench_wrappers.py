@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.bench import (
+from paceline.cli.options import (
     Backend,
     Device,
     Dtype,
@@ -18,7 +18,7 @@ from paceline.cli.bench import (
     Ranks,
     Strict,
     Warmup,
-    read_ranks,
+    group_options,
     split_names,
 )
 
@@ -58,9 +58,9 @@ def wrappers(
     settings = WrapperSettings(
         models=DEFAULT_MODELS if model is None else split_names(",".join(model)),
         wrappers=WRAPPERS if wrapper is None else split_names(",".join(wrapper)),
-        backends=split_names(backend), ranks=read_ranks(ranks), batch_size=batch,
-        dtype=dtype, device=device, iters=iters, warmup=warmup,
-    )  # fmt: skip
+        batch_size=batch,
+        **group_options(backend, ranks, dtype, device, iters, warmup),
+    )
 
     def load() -> Callable[..., Any]:
         from paceline.measure.wrappers import measure_wrappers
@@ -77,30 +77,28 @@ def _report(session: Session, run: Run, json: bool) -> None:
     from paceline.cli.session import describe_machine, print_json, stdout
     from paceline.records.pairs import compare_wrappers
     from paceline.report import plots, tables
-    from paceline.report.wrapper_tables import wrapper_row, wrapper_table
+    from paceline.report.wrapper_tables import choose_columns, wrapper_row
 
     assert session.folder is not None
     records: Sequence[WrapperRecord] = run.records  # type: ignore[assignment]
     standings = compare_wrappers(records)
-    rows = [wrapper_row(standing) for standing in standings]
-    session.folder.write("table.csv", tables.render_csv(rows))
-    session.folder.write("table.md", tables.render_markdown(wrapper_table, standings))
-    figure = plots.plot_wrappers(records, f"{describe_machine()}; {records[0].dtype}")
-    session.folder.write("wrappers.png", plots.render_png(figure))
-    session.folder.write("wrappers.svg", plots.render_svg(figure))
+    rows, columns = [wrapper_row(standing) for standing in standings], choose_columns(standings)
+    session.write_tables(columns, standings, rows)
+    session.write_figure("wrappers", plots.plot_wrappers(records, f"{describe_machine()}; {records[0].dtype}"))
     if json:
         print_json({"rows": rows, "run": str(session.folder.path), "warnings": list(run.warnings)})
         return
     console = stdout()
-    for cell in dict.fromkeys(record.cell for record in records):
-        mine = [standing for standing in standings if standing.record.cell == cell]
+    for job in dict.fromkeys(record.job for record in records):
+        mine = [standing for standing in standings if standing.record.job == job]
         n = mine[0].record.world_size
         title = f"{n} rank{'s' if n > 1 else ''}, {mine[0].record.batch_size} samples each"
         told = ("ranks", "batch")  # in the title
-        filled = [c for c in wrapper_table if c.name not in told and any(c.cell(standing) for standing in mine)]
+        filled = [c for c in columns if c.name not in told and any(c.cell(standing) for standing in mine)]
         console.print(tables.render_terminal(filled, mine, title, console.width))
         for standing in mine:
             if standing.record.wrapper == "torch-tuned":
-                console.print(f"torch-tuned: {standing.record.configuration}; {standing.record.note}\n")
+                where = f" on {standing.record.backend}" if len({s.record.backend for s in mine}) > 1 else ""
+                console.print(f"torch-tuned{where}: {standing.record.configuration}; {standing.record.note}\n")
     console.print("[dim]ratios are medians of step / step in the same repetition, ± 95 %; = is 1 within that[/]")
     session.print_closing(run.warnings)

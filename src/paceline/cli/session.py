@@ -27,7 +27,10 @@ from paceline.runtime.worker import listen
 from paceline.units import format_memory
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from paceline.measure.engine import Measured
+    from paceline.report.tables import Column
 
 __all__ = ["Session", "describe_machine", "print_json", "run_measurement", "stderr", "stdout"]
 
@@ -111,6 +114,22 @@ class Session:
         config = dataclasses.asdict(self.settings)
         warnings = (*self.notes, *(doubt.text for doubt in doubts))
         return Run(self.verb, config, environment, tuple(records), warnings, complete), doubts
+
+    def write_tables(self, columns: Sequence[Column], records: Sequence[Any], rows: Sequence[dict[str, Any]]) -> None:
+        """The table for people as Markdown, and its rows as CSV, into the run's folder."""
+        from paceline.report import tables
+
+        assert self.folder is not None
+        self.folder.write("table.csv", tables.render_csv(rows))
+        self.folder.write("table.md", tables.render_markdown(columns, records))
+
+    def write_figure(self, name: str, figure: Figure) -> None:
+        """A picture as PNG and SVG, into the run's folder."""
+        from paceline.report import plots
+
+        assert self.folder is not None
+        self.folder.write(f"{name}.png", plots.render_png(figure))
+        self.folder.write(f"{name}.svg", plots.render_svg(figure))
 
     def print_closing(self, warnings: Sequence[str]) -> None:
         """What comes under the table for people: warnings, and where everything is."""

@@ -51,4 +51,4 @@ def measure_chunks(settings: ChunkSettings) -> Measured:
             **measured,
         )
 
-    return measure_cells(settings, settings.chunks, build_contestant, build_record)
+    return measure_cells(settings, settings.chunks, list, build_contestant, build_record)

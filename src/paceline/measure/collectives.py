@@ -5,17 +5,20 @@ A collective is a record of functions; `engine` times them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline.errors import ConfigError
 from paceline.measure.engine import Allocator, Contestant, Group, Measured, measure_cells
+from paceline.measure.memory_passes import PASSES, build_pass
 from paceline.measure.pattern import Pattern
 from paceline.measure.settings import REDUCING, CollectiveSettings
-from paceline.records import CollectiveRecord
+from paceline.records import CollectiveRecord, MemoryRecord, Record
+from paceline.transport.group import PacelineGroup
 
 __all__ = ["COLLECTIVES", "Buffers", "Collective", "measure_collectives"]
 
@@ -104,15 +107,48 @@ _OPS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """Who takes a turn: a collective on a group with its vector in one kind of memory, or else a pass over memory."""
+
+    group: Group
+    memory: str = "ordinary"
+    operation: str | None = None
+
+
+def _list_turns(settings: CollectiveSettings, groups: Sequence[Group]) -> list[_Turn]:
+    turns = [_Turn(group, memory) for group in groups for memory in settings.memories_of(group.backend)]
+    if settings.limit:
+        first_on: dict[torch.device, Group] = {}
+        for group in groups:
+            first_on.setdefault(group.device, group)
+        turns += [_Turn(group, operation=operation) for group in first_on.values() for operation in PASSES]
+    return turns
+
+
+def _share_vector(group: Group, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A vector in memory that the ranks share. Collective: every rank of the group must call this."""
+    assert isinstance(group.data, PacelineGroup)
+    if not group.data.shares_memory:
+        raise ConfigError("--memory shared needs all ranks on one host: use --memory ordinary")
+    vector: torch.Tensor = group.data.allocate(elements * dtype.itemsize).view(dtype)
+    return vector
+
+
 def measure_collectives(settings: CollectiveSettings) -> Measured:
     """Time and check every cell of the settings. Collective: every rank of the launched world must call this."""
     collective, dtype = COLLECTIVES[settings.collective], getattr(torch, settings.dtype)
 
-    def build_contestant(group: Group, rank: int, num_bytes: int, allocate: Allocator) -> Contestant:
+    def build_contestant(turn: _Turn, rank: int, num_bytes: int, allocate: Allocator) -> Contestant:
+        group = turn.group
         elements = settings.num_elements(num_bytes, group.world_size)
+        if turn.operation is not None:
+            return build_pass(turn.operation, group, rank, elements, dtype, allocate)
         share = elements // group.world_size if collective.needs_share else 0
+        is_shared = turn.memory == "shared"
         buffers = Buffers(
-            allocate("vector", elements, dtype, group.device), allocate("share", share, dtype, group.device)
+            _share_vector(group, elements, dtype) if is_shared else allocate("vector", elements, dtype, group.device),
+            allocate("share", share, dtype, group.device),
         )
         pattern = Pattern(group.world_size, dtype, settings.op, group.device)
         return Contestant(
@@ -123,16 +159,25 @@ def measure_collectives(settings: CollectiveSettings) -> Measured:
             num_elements=collective.output(buffers).numel(),
         )
 
-    def build_record(group: Group, num_bytes: int, **measured: Any) -> CollectiveRecord:
+    def build_record(turn: _Turn, num_bytes: int, **measured: Any) -> Record:
+        group = turn.group
+        measured |= {
+            "device": group.device.type,
+            "world_size": group.world_size,
+            "num_bytes": settings.num_elements(num_bytes, group.world_size) * settings.item_bytes,
+            "dtype": settings.dtype,
+        }
+        if turn.operation is not None:
+            return MemoryRecord(operation=turn.operation, **measured)
         return CollectiveRecord(
             collective=settings.collective,
             backend=group.backend,
-            device=group.device.type,
-            world_size=group.world_size,
-            num_bytes=settings.num_elements(num_bytes, group.world_size) * settings.item_bytes,
-            dtype=settings.dtype,
+            memory=turn.memory,
             op=settings.op if settings.collective in REDUCING else "none",
             **measured,
         )
 
-    return measure_cells(settings, settings.sizes, build_contestant, build_record)
+    def list_turns(groups: Sequence[Group]) -> list[_Turn]:
+        return _list_turns(settings, groups)
+
+    return measure_cells(settings, settings.sizes, list_turns, build_contestant, build_record)

@@ -5,10 +5,8 @@ What is called and what its data must be comes from the benchmark that uses it; 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.measure.rounds import Pace, run_rounds
 from paceline.measure.settings import GroupSettings, Progress
 from paceline.records import Record, Samples
 from paceline.runtime.worker import post
@@ -29,21 +28,18 @@ __all__ = [
     "Group",
     "Measured",
     "Timing",
-    "agree_on_max",
     "measure_cells",
     "merge_timings",
-    "no_garbage_collection",
     "run_cells",
     "synchronize",
     "time_interleaved",
 ]
 
+Turn = TypeVar("Turn")
 Point = TypeVar("Point")
 Answer = TypeVar("Answer")
 
-# Repetitions by default: as many as fit this time, within these bounds.
-_BUDGET_S, _MIN_ITERS, _MAX_ITERS = 2.0, 5, 100
-_WARMUP_S, _MAX_WARMUP = 2.0, 3
+_PACE = Pace(budget_s=2.0, min_iters=5, max_iters=100, warmup=3, warmup_s=2.0)
 # Idle ranks wait for a cell that they are not part of; a cell on a slow network may take long.
 _PATIENCE_S = 24 * 3600.0
 
@@ -92,31 +88,33 @@ class Contestant:
 def measure_cells(
     settings: GroupSettings,
     points: Sequence[int],
-    build_contestant: Callable[[Group, int, int, Allocator], Contestant],
+    list_turns: Callable[[Sequence[Group]], Sequence[Turn]],
+    build_contestant: Callable[[Turn, int, int, Allocator], Contestant],
     build_record: Callable[..., Record],
 ) -> Measured:
-    """Time and check every cell: each number of ranks x each point (a size in bytes), all backends in turns.
+    """Time and check every cell: each number of ranks x each point (a size in bytes), all that take turns in turns.
 
-    `build_contestant(group, rank, point, allocate)` makes what is timed; `build_record(group, point, timing=,
-    num_wrong=, num_checked=)` makes the record. Worlds smaller than the launched one are its first n ranks, and the
-    others wait. Collective: every rank of the launched world must call this.
+    `list_turns(groups)` says who takes turns, given one group per backend; `build_contestant(turn, rank, point,
+    allocate)` makes what is timed; `build_record(turn, point, timing=, num_wrong=, num_checked=)` makes the record.
+    Worlds smaller than the launched one are its first n ranks, and the others wait. Collective: every rank of the
+    launched world must call this.
     """
 
     def measure(groups: Sequence[Group], rank: int, point: int, tell: Callable[[float], None] | None) -> list[Timing]:
         allocate = Allocator()  # one per cell, so that the memory of the last cell is free again
-        contestants = [build_contestant(group, rank, point, allocate) for group in groups]
+        contestants = [build_contestant(turn, rank, point, allocate) for turn in list_turns(groups)]
         return time_interleaved(contestants, groups[0].control, settings.iters, settings.warmup, tell)
 
     def build_records(groups: Sequence[Group], point: int, timings: list[list[Timing]], clock: bool) -> list[Record]:
         return [
             build_record(
-                group,
+                turn,
                 point,
-                timing=merge_timings([timing[turn] for timing in timings], clock),
-                num_wrong=sum(timing[turn].num_wrong for timing in timings),
-                num_checked=sum(timing[turn].num_checked for timing in timings),
+                timing=merge_timings([timing[place] for timing in timings], clock),
+                num_wrong=sum(timing[place].num_wrong for timing in timings),
+                num_checked=sum(timing[place].num_checked for timing in timings),
             )
-            for turn, group in enumerate(groups)
+            for place, turn in enumerate(list_turns(groups))
         ]
 
     return run_cells(settings, points, format_bytes, measure, build_records)
@@ -204,25 +202,11 @@ def time_interleaved(
             slowest_s = max(slowest_s, timing.seconds[-1])
         return slowest_s
 
-    with no_garbage_collection():
-        done, warm_s = 0, []
-        while done < (_MAX_WARMUP if warmup is None else warmup):
-            warm_s.append(agree_on_max(run_once(done), control))
-            done += 1
-            if warmup is None and sum(warm_s) > _WARMUP_S:
-                break
+    def end_warmup(num_warmup: int) -> None:
         for timing in timings:
-            timing.num_warmup = done
-        if iters is None:
-            # By the quickest warm-up: a hiccup in one of them must not cost repetitions.
-            fitting = int(_BUDGET_S / min(warm_s)) if warm_s else _MIN_ITERS
-            iters = min(_MAX_ITERS, max(_MIN_ITERS, fitting))
-        last_told_s = time.perf_counter()
-        for repetition in range(iters):
-            run_once(done + repetition)
-            if tell is not None and time.perf_counter() - last_told_s > 0.2:
-                tell((repetition + 1) / iters)
-                last_told_s = time.perf_counter()
+            timing.num_warmup = num_warmup
+
+    run_rounds(run_once, control, _PACE, iters, warmup, tell, end_warmup)
     return timings
 
 
@@ -283,22 +267,3 @@ def synchronize(device: torch.device) -> None:
     """Wait for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def agree_on_max(value: float, control: dist.ProcessGroup) -> float:
-    """The largest of the ranks' values. Collective: every rank of `control` must call this."""
-    tensor = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX, control)
-    return float(tensor)
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """No collection inside, where it would fall into somebody's time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

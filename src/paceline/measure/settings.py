@@ -13,7 +13,7 @@ from typing import ClassVar
 from paceline import machine
 from paceline.errors import ConfigError
 from paceline.records import Record
-from paceline.records.kinds import COLLECTIVES, ITEM_BYTES
+from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
 from paceline.units import format_bytes
 
@@ -21,6 +21,8 @@ __all__ = [
     "BACKENDS",
     "OPS",
     "REDUCING",
+    "SHARED_DTYPES",
+    "SHARED_OPS",
     "ChunkSettings",
     "CollectiveSettings",
     "GroupSettings",
@@ -31,6 +33,9 @@ __all__ = [
 BACKENDS = ("gloo", "nccl", "paceline")
 OPS = ("sum", "avg", "min", "max", "prod")
 REDUCING = ("all_reduce", "reduce_scatter")
+# What the backend paceline reduces in shared memory; the rest goes to gloo under it.
+SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
+SHARED_OPS = ("sum", "avg", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -120,11 +125,17 @@ class GroupSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSettings(GroupSettings):
-    """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are nccl-tests' sizes, in bytes."""
+    """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are nccl-tests' sizes, in bytes.
+
+    `memories` says where the vectors lie; only the backend paceline has `shared`. With `limit`, what memory could do is
+    measured too.
+    """
 
     sizes: tuple[int, ...]
     collective: str = "all_reduce"
     op: str = "sum"
+    memories: tuple[str, ...] = ("ordinary",)
+    limit: bool = False
 
     def check(self) -> None:
         check_name("collective", self.collective, COLLECTIVES)
@@ -134,6 +145,9 @@ class CollectiveSettings(GroupSettings):
             raise ConfigError(f"--op {self.op} contradicts --collective {self.collective}, which reduces nothing")
         if self.op == "avg" and "int" in self.dtype:
             raise ConfigError(f"--op avg of {self.dtype} is not defined: use a floating-point dtype")
+        self._check_memories()
+        if self.limit and self.collective != "all_reduce":
+            raise ConfigError(f"--limit is the bound of an all_reduce: leave it out for --collective {self.collective}")
         for size in self.sizes:
             if size % self.item_bytes or size < self.item_bytes:
                 raise ConfigError(
@@ -146,6 +160,35 @@ class CollectiveSettings(GroupSettings):
                     f"which {self.collective} needs"
                 )
 
+    def _check_memories(self) -> None:
+        if not self.memories:
+            raise ConfigError(f"no memory given: known are {', '.join(MEMORIES)}")
+        for memory in self.memories:
+            check_name("memory", memory, MEMORIES)
+        if "shared" not in self.memories:
+            return
+        if "paceline" not in self.backends:
+            raise ConfigError(
+                f"--memory shared: backend {' and '.join(self.backends)} has none, only paceline: "
+                "leave it out, or add paceline to --backend"
+            )
+        if self.memories == ("shared",) and self.backends != ("paceline",):
+            others = " and ".join(backend for backend in self.backends if backend != "paceline")
+            raise ConfigError(f"--memory shared leaves nothing to measure on {others}: use --memory ordinary,shared")
+        if self.collective != "all_reduce":
+            raise ConfigError(
+                f"--memory shared is for all_reduce: {self.collective} copies its parts whatever memory they are in"
+            )
+        if self.device_of("paceline") != "cpu":
+            raise ConfigError("--memory shared is memory of the host: leave out --device cuda")
+        for what, value, known in (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS)):
+            if value not in known:
+                raise ConfigError(f"--{what} {value} is not reduced in shared memory: known are {', '.join(known)}")
+
+    def memories_of(self, backend: str) -> tuple[str, ...]:
+        """The memories that are measured on this backend."""
+        return self.memories if backend == "paceline" else ("ordinary",)
+
     def num_elements(self, num_bytes: int, world_size: int) -> int:
         """Elements of the full vector; for all_gather and reduce_scatter cut to a multiple of the ranks."""
         elements = num_bytes // self.item_bytes
@@ -155,9 +198,13 @@ class CollectiveSettings(GroupSettings):
 
     @property
     def bytes_per_rank(self) -> int:
-        """One vector in place; for all_gather and reduce_scatter also a share, and gloo's own copy of both."""
+        """One vector in place for each memory, and another to copy to for the limit; for all_gather and reduce_scatter
+        a share, and gloo's own copy of both."""
         in_place = self.collective in ("all_reduce", "broadcast")
-        return max(self.sizes) if in_place else 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
+        if in_place:
+            vectors = {*self.memories, "ordinary", "target"} if self.limit else set(self.memories)
+            return len(vectors) * max(self.sizes)
+        return 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

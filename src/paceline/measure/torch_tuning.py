@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
-from paceline.measure.engine import agree_on_max, no_garbage_collection
 from paceline.measure.replicas import Replica, Wrapping, wrap_by_paceline, wrap_by_torch
+from paceline.measure.rounds import Pace, agree_on_max, run_rounds
 from paceline.measure.wrapper_settings import MAX_CANDIDATES
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
 from paceline.units import MIB, format_duration
@@ -24,8 +24,8 @@ from paceline.units import MIB, format_duration
 __all__ = ["ask_for_plan", "build_candidates", "choose_fastest"]
 
 _CAPS_MIB = (1, 5, 10, 25, 50)
-# Steps before timing: torch cuts its buckets anew at the second forward.
-_WARMUP, _MIN_ROUNDS, _MAX_ROUNDS, _BUDGET_S = 2, 5, 15, 8.0
+# Warm-ups: torch cuts its buckets anew at the second forward.
+_PACE = Pace(budget_s=8.0, min_iters=5, max_iters=15, warmup=2)
 _OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters)
 # What a user who tunes torch's wrapper would set, whatever the buckets are.
 _TUNED: dict[str, Any] = {
@@ -103,10 +103,11 @@ def choose_fastest(
 def _time_rounds(replicas: list[Replica], control: dist.ProcessGroup) -> list[list[float]]:
     """For each round the seconds of every replica's step, on the slowest rank."""
 
-    def run_round() -> list[float]:
-        return [agree_on_max(replica.take_step(control), control) for replica in replicas]
+    rounds: list[list[float]] = []
 
-    with no_garbage_collection():
-        warm_s = min(sum(run_round()) for _ in range(_WARMUP))
-        num_rounds = min(_MAX_ROUNDS, max(_MIN_ROUNDS, int(_BUDGET_S / warm_s)))
-        return [run_round() for _ in range(num_rounds)]
+    def run_round(repetition: int) -> float:
+        rounds.append([agree_on_max(replica.take_step(control), control) for replica in replicas])
+        return sum(rounds[-1])
+
+    run_rounds(run_round, control, _PACE)
+    return rounds[_PACE.warmup :]

@@ -56,14 +56,14 @@ class WrapperSettings(GroupSettings):
         """Samples per rank in one step of this model."""
         return MODELS[model].batch_size if self.batch_size is None else self.batch_size
 
-    def replica_bytes(self, model: str) -> int:
-        """What all replicas of one model take on one rank and one backend: for each its parameters and its wrapper's
-        buffers; for the one that steps also its gradients, and what a reduction copies. Activations come on top."""
-        replicas = len(self.wrappers)
-        if "torch-tuned" in self.wrappers:
+    def replica_bytes(self, model: str, num_backends: int) -> int:
+        """What all replicas of one model take on one rank: for each its parameters and its wrapper's buffers; for the
+        one that steps also its gradients, and what a reduction copies. Activations come on top."""
+        replicas = num_backends * len(self.wrappers)
+        if "torch-tuned" in self.wrappers:  # its candidates are tried before, on one backend after the other
             replicas = max(replicas, MAX_CANDIDATES)
         return (2 * replicas + 2) * 4 * MODELS[model].num_elements
 
     @property
     def bytes_per_rank(self) -> int:
-        return len(self.backends) * max(self.replica_bytes(model) for model in self.models)
+        return max(self.replica_bytes(model, len(self.backends)) for model in self.models)

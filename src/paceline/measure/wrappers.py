@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,9 +19,7 @@ from paceline.measure.engine import (
     Group,
     Measured,
     Timing,
-    agree_on_max,
     merge_timings,
-    no_garbage_collection,
     run_cells,
 )
 from paceline.measure.replicas import (
@@ -34,6 +31,7 @@ from paceline.measure.replicas import (
     build_replica,
     find_wrapping,
 )
+from paceline.measure.rounds import Pace, agree_on_max, run_rounds
 from paceline.measure.torch_tuning import ask_for_plan, build_candidates, choose_fastest
 from paceline.measure.wrapper_settings import WrapperSettings
 from paceline.records import Record, Samples, WrapperRecord
@@ -43,10 +41,9 @@ from paceline.workloads.catalog import MODELS
 __all__ = ["count_wrong_parameters", "measure_wrappers", "order_turns"]
 
 _SEED = 1
-# Repetitions by default: as many as fit this time for all wrappers of a cell, within these bounds.
-_BUDGET_S, _MIN_ITERS, _MAX_ITERS = 30.0, 10, 100
-# torch cuts its buckets anew in its second step, and Paceline plans in its first.
-_WARMUP = 3
+# The budget is for all wrappers of a cell. Warm-ups: torch cuts its buckets anew in its second step, and Paceline plans
+# in its first.
+_PACE = Pace(budget_s=30.0, min_iters=10, max_iters=100, warmup=3)
 # How far a parameter's way from its start may be from the way under torch's wrapper, as a share of that way. Rounding
 # gives 1e-6 on a CPU, and much more where matrices are multiplied in bfloat16 or TF32; a division forgotten, or ranks
 # that were not averaged, about 1.
@@ -167,22 +164,12 @@ def _step_in_turns(
     def run_round(repetition: int) -> float:
         return sum(replicas[index].take_step(control) for index in order_turns(len(replicas), repetition))
 
-    with no_garbage_collection():
-        warmup = _WARMUP if settings.warmup is None else settings.warmup
-        warm_s = [agree_on_max(run_round(repetition), control) for repetition in range(warmup)]
+    def end_warmup(num_warmup: int) -> None:
         for replica in replicas:
-            replica.timing.num_warmup = warmup
+            replica.timing.num_warmup = num_warmup
         compare()
-        iters = settings.iters
-        if iters is None:
-            fitting = int(_BUDGET_S / min(warm_s)) if warm_s else _MIN_ITERS
-            iters = min(_MAX_ITERS, max(_MIN_ITERS, fitting))
-        last_told_s = time.perf_counter()
-        for repetition in range(iters):
-            run_round(warmup + repetition)
-            if tell is not None and time.perf_counter() - last_told_s > 0.2:
-                tell((repetition + 1) / iters)
-                last_told_s = time.perf_counter()
+
+    run_rounds(run_round, control, _PACE, settings.iters, settings.warmup, tell, end_warmup)
 
 
 def _compare_with_torch(
@@ -300,7 +287,8 @@ def _check_gpu_memory(settings: WrapperSettings, group: Group, model: str) -> No
     if group.device.type != "cuda":
         return
     sharing = math.ceil(group.world_size / torch.cuda.device_count())  # too many where there are several hosts
-    need = settings.replica_bytes(model) * sharing
+    on_gpu = sum(settings.device_of(backend) == "cuda" for backend in settings.backends)
+    need = settings.replica_bytes(model, on_gpu) * sharing
     free = -agree_on_max(-float(torch.cuda.mem_get_info(group.device)[0]), group.control)
     if need > free:
         raise ConfigError(

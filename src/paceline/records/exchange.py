@@ -34,6 +34,8 @@ ALLREDUCE_HEADER = ["backend", "world_size", "total_elements", "total_bytes", "a
 LAYER_SIZES_HEADER = ["", "Name", "No. Params"]
 LAYER_TIMES_HEADER = ["Name", "min", "max", "mean", "std", "median"]
 _PUBLISHED_COLUMNS = {"source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"}
+# The format has no column for the memory; its backends have a suffix instead.
+_SHARED = "-shared"
 _FLOAT_BYTES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
 
 Row = dict[str, str]
@@ -89,7 +91,8 @@ def _parse_allreduce_time(row: Row) -> CollectiveRecord:
     num_bytes, elements = int(row["total_bytes"]), int(row["total_elements"])
     return CollectiveRecord(
         collective="all_reduce",
-        backend=row["backend"].strip(),
+        backend=row["backend"].strip().removesuffix(_SHARED),
+        memory="shared" if row["backend"].strip().endswith(_SHARED) else "ordinary",
         device="cuda" if row["backend"].strip() == "nccl" else "cpu",
         world_size=int(row["world_size"]),
         num_bytes=num_bytes,
@@ -129,6 +132,7 @@ def _parse_paceline_row(row: Row) -> CollectiveRecord:
         num_bytes=int(row["num_bytes"]),
         dtype=row["dtype"],
         op=row["op"],
+        memory=row.get("memory") or "ordinary",
         timing=Summary(median_s=float(row["median_s"]), count=int(row["iters"]) if row["iters"] else None),
         num_wrong=int(row["nwrong"]) if row["nwrong"] else None,
         source="imported",
@@ -266,7 +270,8 @@ def export_allreduce_times(records: Iterable[Record]) -> str:
         if isinstance(r, CollectiveRecord) and r.collective == "all_reduce":
             mean_s = r.time_s if r.timing.mean_s is None else r.timing.mean_s
             times = [f"{mean_s:.9f}", f"{r.timing.stdev_s or 0:.9f}"]
-            rows.append([r.backend, r.world_size, r.num_elements, r.num_bytes, *times])
+            backend = r.backend + (_SHARED if r.memory == "shared" else "")
+            rows.append([backend, r.world_size, r.num_elements, r.num_bytes, *times])
     return _to_csv(ALLREDUCE_HEADER, rows)
 
 

@@ -17,11 +17,13 @@ __all__ = [
     "COLLECTIVES",
     "ITEM_BYTES",
     "KINDS",
+    "MEMORIES",
     "SOURCES",
     "ChunksRecord",
     "CollectiveRecord",
     "LayerSizeRecord",
     "LayerTimeRecord",
+    "MemoryRecord",
     "Record",
     "WrapperRecord",
     "bus_factor",
@@ -35,6 +37,10 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 SOURCES = ("measured", "simulated", "emulated", "imported")
+# Where a message lies: in a tensor of the rank's own, or in memory that the ranks share and reduce in.
+MEMORIES = ("ordinary", "shared")
+# What a rank does to a vector to read it once and write it once.
+_PASSES = ("add", "copy")
 
 # busbw = algbw * factor(n), as nccl-tests defines it: what the slowest link must carry per byte of the message.
 COLLECTIVES = {
@@ -69,6 +75,7 @@ class Record:
 class CollectiveRecord(Record):
     """One collective at one size. `num_bytes` is nccl-tests' size: the full vector, not one rank's share of it.
 
+    `memory` says where the vector lies: `ordinary`, or `shared` where the ranks reduce it without copying it first.
     `num_wrong` counts the wrong elements over all ranks and repetitions (warm-ups too) out of `num_checked`;
     both are None where nobody checked.
     """
@@ -82,12 +89,15 @@ class CollectiveRecord(Record):
     dtype: str
     op: str
     timing: Samples | Summary
+    memory: str = "ordinary"
     num_wrong: int | None = None
     num_checked: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         bus_factor(self.collective, 1)
+        if self.memory not in MEMORIES:
+            raise RecordError(f"unknown memory {self.memory!r}: known are {', '.join(MEMORIES)}")
         if self.world_size < 1 or self.num_bytes < 1:
             raise RecordError(f"a collective of {self.num_bytes} bytes on {self.world_size} ranks cannot be")
         if self.time_s <= 0:
@@ -111,9 +121,41 @@ class CollectiveRecord(Record):
         return self.algbw_bytes_per_s * bus_factor(self.collective, self.world_size)
 
     @property
-    def key(self) -> tuple[str, str, str, int, str, str]:
+    def key(self) -> tuple[str, str, str, str, int, str, str]:
         """What two records must share to stand on one curve."""
-        return self.collective, self.backend, self.device, self.world_size, self.dtype, self.op
+        return self.collective, self.backend, self.memory, self.device, self.world_size, self.dtype, self.op
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRecord(Record):
+    """One pass over memory: every rank at once reads a vector of `num_bytes` of its own once and writes one once.
+
+    `operation` is `add` (a number is added in place) or `copy` (into another vector). What an all-reduce has of it is
+    derived in `bounds`.
+    """
+
+    kind: ClassVar[str] = "memory"
+    operation: str
+    device: str
+    world_size: int
+    num_bytes: int
+    dtype: str
+    timing: Samples
+    num_wrong: int | None = None
+    num_checked: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.operation not in _PASSES:
+            raise RecordError(f"unknown pass over memory {self.operation!r}: known are {', '.join(_PASSES)}")
+        if self.world_size < 1 or self.num_bytes < 1 or self.time_s <= 0:
+            raise RecordError(
+                f"a pass over {self.num_bytes} bytes on {self.world_size} ranks in {self.time_s} s cannot be"
+            )
+
+    @property
+    def time_s(self) -> float:
+        return self.timing.center_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,13 +273,19 @@ class WrapperRecord(Record):
                 raise RecordError(f"{self.wrapper}: the {name} has other repetitions or ranks than the step")
 
     @property
+    def job(self) -> tuple[str, str, int, str, int]:
+        """What two records must share to be of the same work, and so of steps that were taken in turns."""
+        return self.model, self.device, self.world_size, self.dtype, self.batch_size
+
+    @property
     def cell(self) -> tuple[str, str, str, int, str, int]:
-        """What two wrappers must share to be compared."""
-        return self.model, self.backend, self.device, self.world_size, self.dtype, self.batch_size
+        """The same work on the same backend."""
+        return self.backend, *self.job
 
 
 KINDS: dict[str, type[Record]] = {
-    cls.kind: cls for cls in (CollectiveRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord, WrapperRecord)
+    cls.kind: cls
+    for cls in (CollectiveRecord, MemoryRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord, WrapperRecord)
 }
 
 

@@ -43,9 +43,9 @@ def _median_interval(values: Sequence[float]) -> tuple[float, float]:
 def compare_steps(record: WrapperRecord, reference: WrapperRecord) -> Ratio:
     """Step time over the reference's in the same repetition: neighbours in time, so a slow spell hits both."""
     mine, theirs = record.timing.reduced_s, reference.timing.reduced_s
-    if record.cell != reference.cell or len(mine) != len(theirs):
+    if record.job != reference.job or len(mine) != len(theirs):
         raise RecordError(
-            f"{record.wrapper} ({record.cell}) and {reference.wrapper} ({reference.cell}) were not timed in turns"
+            f"{record.wrapper} ({record.job}) and {reference.wrapper} ({reference.job}) were not timed in turns"
         )
     ratios = [here / there for here, there in zip(mine, theirs, strict=True) if there > 0]
     if not ratios:
@@ -59,12 +59,14 @@ def compare_steps(record: WrapperRecord, reference: WrapperRecord) -> Ratio:
 
 @dataclass(frozen=True)
 class Standing:
-    """A wrapper beside torch's, torch's tuned and the bare module; each None where that one did not run."""
+    """A wrapper beside torch's, torch's tuned and the bare module on its own backend, and beside torch's on gloo,
+    which is what one has without us; each None where that one did not run."""
 
     record: WrapperRecord
     torch: WrapperRecord | None
     tuned: WrapperRecord | None
     bare: WrapperRecord | None
+    torch_on_gloo: WrapperRecord | None = None
 
     @property
     def to_torch(self) -> Ratio | None:
@@ -77,6 +79,10 @@ class Standing:
     @property
     def to_bare(self) -> Ratio | None:
         return compare_steps(self.record, self.bare) if self.bare else None
+
+    @property
+    def to_torch_on_gloo(self) -> Ratio | None:
+        return compare_steps(self.record, self.torch_on_gloo) if self.torch_on_gloo else None
 
     @property
     def added_s(self) -> float | None:
@@ -105,10 +111,13 @@ class Standing:
 
 
 def compare_wrappers(records: Sequence[WrapperRecord]) -> list[Standing]:
-    """Each record, in the given order, with those of its cell that it is compared with."""
-    known = {(record.cell, record.wrapper): record for record in records}
+    """Each record of a run, in the given order, with those that it is compared with."""
+    known = {(record.wrapper, record.backend, record.job): record for record in records}
 
-    def beside(record: WrapperRecord, wrapper: str) -> WrapperRecord | None:
-        return known.get((record.cell, wrapper))
+    def beside(record: WrapperRecord, wrapper: str, backend: str | None = None) -> WrapperRecord | None:
+        return known.get((wrapper, backend or record.backend, record.job))
 
-    return [Standing(r, beside(r, "torch"), beside(r, "torch-tuned"), beside(r, "bare")) for r in records]
+    return [
+        Standing(r, beside(r, "torch"), beside(r, "torch-tuned"), beside(r, "bare"), beside(r, "torch", "gloo"))
+        for r in records
+    ]

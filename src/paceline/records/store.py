@@ -24,7 +24,8 @@ from paceline.records.kinds import Record, record_from_json, record_to_json
 
 __all__ = ["FORMAT", "RUN_FILE", "VERSION", "Run", "RunFolder", "load_run", "save_run", "write_new"]
 
-FORMAT, VERSION = "paceline-run", 1
+FORMAT, VERSION = "paceline-run", 2
+_READABLE = (1, 2)  # version 1 lacks what version 2 added, and all of that has a default
 RUN_FILE = "run.json"
 
 
@@ -102,9 +103,10 @@ def load_run(path: str | Path) -> Run:
         raise RecordError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RecordError(f'{file} is not a run of Paceline: it lacks "format": "{FORMAT}"')
-    if document.get("version") != VERSION:
+    if document.get("version") not in _READABLE:
         raise RecordError(
-            f"{file} has version {document.get('version')!r} and this Paceline reads version {VERSION}: "
+            f"{file} has version {document.get('version')!r} and this Paceline reads versions "
+            f"{' and '.join(map(str, _READABLE))}: "
             "read it with the Paceline that wrote it"
         )
     try:

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.records.bounds import MemoryBounds
 from paceline.records.environment import Environment
-from paceline.records.kinds import ChunksRecord, CollectiveRecord, Record, WrapperRecord
+from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryRecord, Record, WrapperRecord
 from paceline.records.samples import Samples
 from paceline.units import format_bytes, format_duration
 
@@ -32,40 +33,56 @@ class Doubt:
     text: str
 
 
-def _name(record: CollectiveRecord | ChunksRecord | WrapperRecord) -> str:
+_Timed = CollectiveRecord | MemoryRecord | ChunksRecord | WrapperRecord
+
+
+def _name(record: _Timed) -> str:
     """What tells this record from the others on the same backend and ranks."""
-    if isinstance(record, WrapperRecord):
-        return f"{record.model} in {record.wrapper}"
-    return format_bytes(record.num_bytes if isinstance(record, CollectiveRecord) else record.chunk_bytes)
+    match record:
+        case WrapperRecord():
+            return f"{record.model} in {record.wrapper}"
+        case MemoryRecord():
+            return f"{format_bytes(record.num_bytes)} ({record.operation})"
+        case ChunksRecord():
+            return format_bytes(record.chunk_bytes)
+        case CollectiveRecord():
+            where = " in shared memory" if record.memory == "shared" else ""
+            return format_bytes(record.num_bytes) + where
+
+
+def _backend(record: _Timed) -> str:
+    return "memory" if isinstance(record, MemoryRecord) else record.backend
 
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
     """Everything that speaks against the measured records, the gravest first."""
-    timed = [
-        r
-        for r in records
-        if isinstance(r, CollectiveRecord | ChunksRecord | WrapperRecord) and isinstance(r.timing, Samples)
-    ]
+    timed: list[_Timed] = [r for r in records if isinstance(r, _Timed) and isinstance(r.timing, Samples)]
+    bounds = MemoryBounds.of(records)
     found: dict[tuple[str, str, int], list[str]] = defaultdict(list)
     for r in timed:
         assert isinstance(r.timing, Samples)
-        name = _name(r)
+        name, backend = _name(r), _backend(r)
         if r.num_wrong and isinstance(r, WrapperRecord):
-            found["astray", r.backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} parameters)")
+            found["astray", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} parameters)")
         elif r.num_wrong:
-            found["wrong", r.backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} elements)")
+            found["wrong", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} elements)")
+        fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
+        if fraction is not None and fraction > 1:
+            found["above", backend, r.world_size].append(f"{name} ({fraction:.2f} of memory)")
         if r.timing.count < _FEW:
-            found["few", r.backend, r.world_size].append(name)
+            found["few", backend, r.world_size].append(name)
         elif r.timing.noise > _MAX_NOISE:
             spread = f"{format_duration(r.timing.p10_s)} to {format_duration(r.timing.p90_s)}"
-            found["unstable", r.backend, r.world_size].append(f"{name} ({spread})")
+            found["unstable", backend, r.world_size].append(f"{name} ({spread})")
         elif abs(r.timing.drift) > _MAX_DRIFT:
-            found["drifting", r.backend, r.world_size].append(f"{name} ({r.timing.drift:+.0%})")
-        if r.timing.skew_s is not None and r.timing.skew_s > _MAX_SKEW * r.timing.median_s:
-            found["skewed", r.backend, r.world_size].append(name)
+            found["drifting", backend, r.world_size].append(f"{name} ({r.timing.drift:+.0%})")
+        skew_s = None if isinstance(r, MemoryRecord) else r.timing.skew_s  # a pass over memory waits for nobody
+        if skew_s is not None and skew_s > _MAX_SKEW * r.timing.median_s:
+            found["skewed", backend, r.world_size].append(name)
     words = {
         "wrong": "WRONG DATA at {}: do not use this backend for these messages",
         "astray": "WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper",
+        "above": "faster than the memory bound at {}: the bound was disturbed, so believe neither",
         "unstable": "unstable at {} (p10 to p90): repeat on a quiet machine or with more --iters",
         "drifting": "not settled at {} (second half against first): raise --warmup",
         "few": "fewer than 5 repetitions at {}: a median of so few says little",
@@ -89,7 +106,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
                 f"{which} ranks share {environment.cores} cores: their times include waiting for a core",
             )
         )
-    if any(r.world_size == 1 and not isinstance(r, WrapperRecord) for r in timed):
+    if any(r.world_size == 1 and isinstance(r, CollectiveRecord | ChunksRecord) for r in timed):
         doubts.append(Doubt("alone", "1 rank: nothing is sent, so busbw is 0 and the time is the call's own cost"))
     if environment.load_average is not None and environment.load_average > 0.5 * environment.cores:
         doubts.append(

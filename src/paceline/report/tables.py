@@ -12,6 +12,7 @@ import rich.box
 import rich.table
 
 from paceline.records import ChunksRecord, CollectiveRecord
+from paceline.records.bounds import MemoryBounds
 from paceline.records.samples import Samples
 from paceline.units import GB, format_bytes, format_count, format_ms, format_rate
 
@@ -19,6 +20,7 @@ __all__ = [
     "Column",
     "chunk_row",
     "chunk_table",
+    "choose_columns",
     "collective_row",
     "collective_table",
     "compare_table",
@@ -42,6 +44,10 @@ def _maybe(value: float | None, render: Callable[[float], str]) -> str:
     return "" if value is None else render(value)
 
 
+def _name_backend(record: CollectiveRecord) -> str:
+    return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
+
+
 # nccl-tests' column names where it has them; `ranks`, `backend`, `iters` and `source` are ours.
 collective_table: Sequence[Column] = (
     Column("backend", lambda r: r.backend, False),
@@ -60,6 +66,22 @@ collective_table: Sequence[Column] = (
     Column("iters", lambda r: _maybe(r.timing.count, str), is_optional=True),
     Column("source", lambda r: r.source, False),
 )
+
+
+def choose_columns(records: Sequence[CollectiveRecord], bounds: MemoryBounds) -> Sequence[Column]:
+    """The columns for these records: `collective_table`, with the memory of each where not all is ordinary, and with
+    what memory allows where that was measured."""
+    columns = list(collective_table)
+    if any(record.memory != "ordinary" for record in records):
+        columns.insert(1, Column("memory", lambda r: r.memory, False))
+    if bounds.records:
+        names = [column.name for column in columns]
+        columns[names.index("#wrong") : names.index("#wrong")] = [
+            Column("bound (ms)", lambda r: _maybe(bounds.bound_s(r), format_ms), is_optional=True),
+            Column("of memory", lambda r: _maybe(bounds.fraction_of(r), lambda fraction: f"{fraction:.0%}")),
+        ]
+    return columns
+
 
 chunk_table: Sequence[Column] = (
     Column("backend", lambda r: r.backend, False),
@@ -80,7 +102,7 @@ chunk_table: Sequence[Column] = (
 Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
 
 compare_table: Sequence[Column] = (
-    Column("backend", lambda p: (p[0] or p[1]).backend, False),
+    Column("backend", lambda p: _name_backend(p[0] or p[1]), False),
     Column("ranks", lambda p: str((p[0] or p[1]).world_size)),
     Column("size", lambda p: format_bytes((p[0] or p[1]).num_bytes)),
     Column("here (ms)", lambda p: _maybe(p[0] and p[0].time_s, format_ms)),
@@ -110,17 +132,22 @@ def _measured_fields(record: CollectiveRecord | ChunksRecord) -> dict[str, Any]:
     }
 
 
-def collective_row(record: CollectiveRecord) -> dict[str, Any]:
-    """One row of `bench allreduce --json` and of table.csv. Rates are in GB/s (10^9 bytes)."""
+def collective_row(record: CollectiveRecord, bounds: MemoryBounds | None = None) -> dict[str, Any]:
+    """One row of `bench allreduce --json` and of table.csv. Rates are in GB/s (10^9 bytes). What memory allows is null
+    where nobody measured it."""
+    bounds = bounds or MemoryBounds(())
     return {
         "collective": record.collective,
         "backend": record.backend,
+        "memory": record.memory,
         "device": record.device,
         "world_size": record.world_size,
         "num_bytes": record.num_bytes,
         "dtype": record.dtype,
         "op": record.op,
         **_measured_fields(record),
+        "memory_bound_s": bounds.bound_s(record),
+        "fraction_of_memory": bounds.fraction_of(record),
     }
 
 

@@ -9,7 +9,7 @@ from paceline.records.pairs import Ratio, Standing
 from paceline.report.tables import Column
 from paceline.units import format_bytes, format_ms
 
-__all__ = ["wrapper_row", "wrapper_table"]
+__all__ = ["choose_columns", "wrapper_row", "wrapper_table"]
 
 
 def _ratio(ratio: Ratio | None) -> str:
@@ -62,6 +62,18 @@ wrapper_table: Sequence[Column] = (
 )
 
 
+def choose_columns(standings: Sequence[Standing]) -> Sequence[Column]:
+    """`wrapper_table` and, where several backends took turns, the ratio across them."""
+    columns = list(wrapper_table)
+    if len({standing.record.backend for standing in standings}) > 1:
+        place = [column.name for column in columns].index("/ torch") + 1
+        columns.insert(
+            place,
+            Column("/ torch on gloo", lambda s: _against(s.to_torch_on_gloo, s.torch_on_gloo is s.record)),
+        )
+    return columns
+
+
 def _host_us(standing: Standing) -> str:
     seconds = standing.host_s_per_parameter
     return "" if seconds is None else f"{seconds * 1e6:.2f}"
@@ -95,6 +107,8 @@ def wrapper_row(standing: Standing) -> dict[str, Any]:
         "optimizer_median_s": record.optimizer.median_s,
         "ratio_to_torch": _value(standing.to_torch),
         "noise": _noise(standing.to_torch),
+        "ratio_to_torch_on_gloo": _value(standing.to_torch_on_gloo),
+        "noise_to_torch_on_gloo": _noise(standing.to_torch_on_gloo),
         "ratio_to_torch_tuned": _value(standing.to_tuned),
         "noise_to_torch_tuned": _noise(standing.to_tuned),
         "ratio_to_bare": _value(standing.to_bare),

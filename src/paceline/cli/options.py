@@ -1,0 +1,64 @@
+"""The options that several verbs share: one name and one meaning each, and how what was typed is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paceline.units import parse_counts
+
+__all__ = [
+    "Backend",
+    "Device",
+    "Dtype",
+    "Iters",
+    "Json",
+    "Out",
+    "Ranks",
+    "Strict",
+    "Warmup",
+    "group_options",
+    "split_names",
+]
+
+Backend = Annotated[str, typer.Option("--backend", help="Backends, measured in turns: gloo,paceline,nccl")]
+Ranks = Annotated[
+    str | None, typer.Option("--ranks", help="Numbers of ranks: 2,4,6. Default: 2, or the launched world's.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, int64, ...")]
+Device = Annotated[str, typer.Option("--device", help="auto (cuda for nccl, else cpu), cpu or cuda")]
+Iters = Annotated[
+    int | None, typer.Option("--iters", "-n", help="Timed repetitions. Default: as the time allows, up to 100.")
+]
+Warmup = Annotated[
+    int | None, typer.Option("--warmup", "-w", help="Repetitions before. Default: as the time allows, up to 3.")
+]
+Out = Annotated[Path, typer.Option("--out", help="Folder in which the run gets its own folder.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit 1 when a result is too noisy to be believed.")]
+
+
+def split_names(names: str) -> tuple[str, ...]:
+    """The names of a comma-separated list, without repeats."""
+    return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+
+
+def _read_ranks(ranks: str | None) -> tuple[int, ...]:
+    """The numbers of ranks that were asked for, or else the launched world's."""
+    from paceline.runtime.environment import is_launched, read_place
+
+    if ranks is not None:
+        return parse_counts(ranks, "--ranks")
+    return (read_place().world_size,) if is_launched() else (2,)
+
+
+def group_options(
+    backend: str, ranks: str | None, dtype: str, device: str, iters: int | None, warmup: int | None
+) -> dict[str, Any]:
+    """What was typed, as the arguments that the settings of every benchmark of a process group share."""
+    return {
+        "backends": split_names(backend), "ranks": _read_ranks(ranks), "dtype": dtype, "device": device,
+        "iters": iters, "warmup": warmup,
+    }  # fmt: skip
