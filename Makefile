@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench check install clean
+.PHONY: help demo test test-gloo bench check install clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
 
 install: $(STAMP) ## Make .venv with torch and Paceline in it (the other targets do this by themselves)
 
@@ -28,6 +28,9 @@ demo: $(STAMP) ## Look at this machine, measure all-reduce, train on two ranks (
 
 test: $(STAMP) ## Run the tests (minutes on two cores)
 	$(BIN)/python -m pytest
+
+test-gloo: $(STAMP) ## Run the tests with real ranks once more, all on gloo
+	PACELINE_TEST_BACKEND=gloo $(BIN)/python -m pytest tests/dist
 
 check: $(STAMP) ## Lint, format and type-check
 	$(BIN)/ruff check .
