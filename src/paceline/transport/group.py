@@ -177,7 +177,7 @@ class PacelineGroup(_TorchGroup):
 
         def spread() -> None:
             for out, part in zip(into, everything, strict=True):
-                out.detach().copy_(part.view(out.shape))
+                out.data.copy_(part.view(out.shape))
 
         asked = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), everything.data_ptr(), run.nbytes
         return self._start(asked, opts, into, spread, run)
@@ -289,13 +289,14 @@ def _as_run(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of one whose elements do not follow each other: another rank's may, so the way is one."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
 
 
 def _as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any] | None]:
     """The same for a tensor that is written: with what brings the result from the copy to it, if there is one."""
     run = _as_run(tensor)
-    return run, None if run is tensor else functools.partial(tensor.detach().copy_, run)
+    # Through `data`: as with every backend, what a collective writes does not count as a change that autograd sees.
+    return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
 
 
 def _as_list(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
