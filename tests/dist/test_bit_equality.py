@@ -19,7 +19,7 @@ from paceline.transport import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
 
-STEPS = 4  # in the first the order is learnt; from the third on buckets leave during backward
+STEPS = 3  # in the first the order is learnt; from the second on buckets leave during backward
 CAPS_BYTES = (1, 1000, 20_000, 200_000, 10_000_000)
 
 
@@ -28,7 +28,7 @@ class Layers(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        sizes = (37, 3001, 5, 1)
+        sizes = (11, 5001, 3, 1)
         layers = [nn.Linear(*pair, dtype=dtype) for pair in zip(sizes, sizes[1:], strict=False)]
         self.layers, self.scale = nn.ModuleList(layers), nn.Parameter(torch.ones((), dtype=dtype))
 
@@ -72,7 +72,7 @@ def find_bits(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> list[st
     for step in range(STEPS):
         torch.manual_seed(100 * step + rank)
         model.zero_grad()
-        model(torch.randn(8, 37, dtype=dtype)).square().mean().backward()
+        model(torch.randn(2, 11, dtype=dtype)).square().mean().backward()
         grads = [param.grad.contiguous().reshape(-1).view(torch.uint8) for param in model.parameters()]
         bits.append(hashlib.sha256(torch.cat(grads).numpy().tobytes()).hexdigest())
     model.stop()
@@ -89,8 +89,10 @@ def collect(dtype: torch.dtype) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"),
+    [(2, torch.float32), (3, torch.float32), (3, torch.bfloat16), (4, torch.bfloat16)],
+)
 def test_averages_are_equal_to_the_bit(on_ranks, num_ranks, dtype):
     runs = [found for _ in range(2) for found in on_ranks(num_ranks, collect, dtype)]
     wanted = runs[0]["default"]
