@@ -252,7 +252,7 @@ def test_the_order_of_the_sources_counts():
 
 
 def test_how_the_calling_thread_rounds_does_not_matter():
-    """A rank may have set `torch.set_flush_denormal` or a rounding mode of its own; the ranks must agree all the same."""
+    """A rank may have called `torch.set_flush_denormal`, or round in its own way; the ranks must agree all the same."""
     libm = ctypes.CDLL("libm.so.6")
     before = libm.fegetround()
     sources = [draw(native.F32, 300, seed) for seed in range(3)]
