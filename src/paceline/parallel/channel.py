@@ -16,7 +16,6 @@ import torch.distributed as dist
 from paceline.errors import CollectiveError
 from paceline.runtime.world import find_departed
 from paceline.transport.group import PacelineGroup
-from paceline.transport.native import TransportError
 
 __all__ = ["Channel", "LostPeerError"]
 
@@ -91,8 +90,6 @@ class Channel:
             hint = ": where ranks have different numbers of batches, train inside `with model.join():`"
             hint = hint if any("closed" in how for how in departed.values()) else ""
             return LostPeerError(f"{what} cannot be reduced: {who}{hint}")
-        if isinstance(error, TransportError):  # it names the rank
-            return LostPeerError(f"{what} cannot be reduced: {first_line}")
         return LostPeerError(f"{what} cannot be reduced, another rank has gone or is stuck: {first_line}")
 
     def share(self, value: Any) -> list[Any]:
