@@ -83,7 +83,7 @@ class PacelineGroup(_TorchGroup):
         leaders = sorted({hosts.index(host) for host in hosts})
         self._levels = None
         if len(leaders) > 1:
-            self._levels = TwoLevels(self._store, self._native, leaders, self._rank, mine, self._size, self._timeout)
+            self._levels = TwoLevels(self._store, self._native, leaders, self._rank, mine, names, self._timeout)
 
     # -- what others ask of a group -----------------------------------------------------------------------------------
 

@@ -88,7 +88,8 @@ class _Job(Work):
 class TwoLevels:
     """`leaders` are the first ranks of each host, `mine` this one's ranks, who share memory in `inside`.
 
-    Collective: every rank must make one. Operations go one after the other on a thread that starts with the first.
+    `names` are what errors call the ranks. Operations go one after the other, on a thread that starts with the first.
+    Collective: every rank must make one.
     """
 
     def __init__(
@@ -98,10 +99,11 @@ class TwoLevels:
         leaders: Sequence[int],
         rank: int,
         mine: Sequence[int],
-        size: int,
+        names: Sequence[int],
         timeout: timedelta,
     ) -> None:
-        self._inside, self._size = inside, size
+        self._inside, self._size = inside, len(names)
+        self._others = " or ".join(str(names[leader]) for leader in leaders if leader != mine[0])
         # A connection of its own: another thread may be waiting for something on the group's.
         apart: Any = store
         self._notes = dist.PrefixStore("hosts", apart.clone())
@@ -199,8 +201,8 @@ class TwoLevels:
             deadline = time.monotonic() + _HEARSAY_S
             while not (reason := self._read_reason()) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S / 5)
-            first_line = str(error).splitlines()[0]
-            raise native.TransportError(reason or f"the connection to another host failed: {first_line}") from error
+            lost = f"the connection to the host of rank {self._others} failed: {str(error).splitlines()[0]}"
+            raise native.TransportError(reason or lost) from error
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
