@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench check install clean
+.PHONY: help demo test test-gloo bench check sanitize install clean
 
 help: ## Show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
 
 install: $(STAMP) ## Make .venv with torch and Paceline in it (the other targets do this by themselves)
 
@@ -29,10 +29,24 @@ demo: $(STAMP) ## Look at this machine, measure all-reduce, train on two ranks (
 test: $(STAMP) ## Run the tests (minutes on two cores)
 	$(BIN)/python -m pytest
 
+test-gloo: $(STAMP) ## Run the tests with real ranks once more, all on gloo
+	PACELINE_TEST_BACKEND=gloo $(BIN)/python -m pytest tests/dist
+
 check: $(STAMP) ## Lint, format and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# What a sanitizer finds ends the program. Forked ranks for the one that knows memory, threads for the one that knows them.
+CORE := src/paceline/transport/native
+FUZZ = $(CC) -std=gnu11 -O2 -g -Wall -Wextra -Werror -ffp-contract=off -pthread -I$(CORE) tests/native/fuzz.c $(CORE)/*.c -lm
+sanitize: ## Fuzz the C core under AddressSanitizer, UBSan and ThreadSanitizer (a minute)
+	@mkdir -p build
+	$(FUZZ) -fsanitize=address,undefined -fno-sanitize-recover=all -o build/fuzz-address
+	build/fuzz-address processes 15
+	build/fuzz-address threads 10
+	$(FUZZ) -fsanitize=thread -o build/fuzz-thread
+	TSAN_OPTIONS=halt_on_error=1 build/fuzz-thread threads 20
 
 bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	$(BIN)/python benchmarks/engine_against_loop.py

@@ -16,9 +16,14 @@ import psutil
 import pytest
 
 from paceline.runtime.launch import RankPool
+from paceline.transport import why_not
 
 # Enough ranks for a 2 x 2 mesh; a test takes as many of them as it needs.
 MAX_RANKS = 4
+ASKED_BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "")
+assert ASKED_BACKEND in ("", "gloo", "paceline"), f"PACELINE_TEST_BACKEND={ASKED_BACKEND}: gloo or paceline"
+# What several ranks on the CPU of this host get that ask for none.
+BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "paceline")
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +34,29 @@ def warm_pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def on_ranks(warm_pool: RankPool) -> Callable[..., list[Any]]:
-    """`on_ranks(num_ranks, fn, *args)`: run a function of the test's module on warm ranks, in time."""
+    """`on_ranks(num_ranks, fn, *args)`: run a function of the test's module on warm ranks, in time.
+
+    With PACELINE_TEST_BACKEND=gloo, or paceline, worlds on the CPU that name no backend are opened on that one.
+    """
 
     def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        if ASKED_BACKEND:
+            fn, args = run_on_backend, (ASKED_BACKEND, fn, *args)
         return warm_pool.run(fn, args, num_ranks=num_ranks, timeout_s=timeout_s)
 
     return run
+
+
+def run_on_backend(backend: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a rank where `auto` means this backend on the CPU."""
+    from paceline.runtime import world
+
+    choose = world._choose_backend
+    world._choose_backend = lambda device, *rest: backend if device.type == "cpu" else choose(device, *rest)
+    try:
+        return fn(*args)
+    finally:
+        world._choose_backend = choose
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.records import CollectiveRecord, Run, Samples, capture_environment, save_run
+from tests.conftest import BACKEND
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -33,7 +34,7 @@ def test_train_by_hand(start, prefix):
     out = run_example(start, "train_by_hand.py", prefix=prefix)
     first, *report = out.splitlines()
     assert first.startswith("loss 0.0") and first.endswith("after training on 2 ranks")
-    assert report[0].startswith("rank 0 of 2 on gloo") and "bucket" in report[1]
+    assert report[0].startswith(f"rank 0 of 2 on {BACKEND}") and "bucket" in report[1]
 
 
 def test_who_am_i(start):

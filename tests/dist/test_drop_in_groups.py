@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import paceline
 from paceline import ConfigError
 from paceline.parallel import DataParallel
+from tests.conftest import BACKEND
 from tests.dist.wrapped import RUNGS, STEPS, Net, average_alone, check, check_close, draw, error_of, gradients, loss
 
 
@@ -155,7 +156,7 @@ def report() -> dict[str, Any]:
 
 def test_a_report_tells_the_buckets_times_and_advice(job):
     for rank, found in enumerate(job(2, report)):
-        assert found["who"] == (rank, 2, "gloo", 6)
+        assert found["who"] == (rank, 2, BACKEND, 6)
         model_bytes = sum(param.numel() * 4 for param in Net().parameters())
         assert found["planned"] == [model_bytes, len(found["bytes"])]
         assert sum(found["bytes"]) == model_bytes and len(found["bytes"]) > 1
@@ -166,7 +167,7 @@ def test_a_report_tells_the_buckets_times_and_advice(job):
             assert 0 <= waited_s <= over_s
         launches = [launch_s for _, launch_s, _, _ in found["buckets"]]
         assert launches == sorted(launches)
-        for word in (f"rank {rank} of 2", "gloo", "6 synchronised steps", "ready", "exposed", found["advice"]):
+        for word in (f"rank {rank} of 2", BACKEND, "6 synchronised steps", "ready", "exposed", found["advice"]):
             assert word in found["text"]
         assert found["advice"]
         assert found["refusal"][0] == "ConfigError"

@@ -19,8 +19,10 @@ from torch import nn
 import paceline
 from paceline.parallel.replicas import find_members
 from paceline.plan import Plan, plan_by_cap, plan_shaped
+from tests.conftest import ASKED_BACKEND, BACKEND
 from tests.dist.parity_models import CASES, Batch, Case, measure_loss
 
+BACKENDS = [ASKED_BACKEND] if ASKED_BACKEND else sorted({"gloo", BACKEND})
 Record = dict[str, torch.Tensor | None]
 KIB = 1 / 1024  # in MiB, as caps are
 TOLERANCES = {
@@ -214,16 +216,16 @@ def find_far(record: Record, wanted: Record) -> list[str]:
     return far
 
 
-def run_case(name: str) -> list[str]:
+def run_case(name: str, backend: str) -> list[str]:
     """One case on all rungs: what is wrong, with the rung."""
     case = CASES[name]
-    with paceline.init("gloo", "cpu", announce=None, timeout_s=20) as world:
+    with paceline.init(backend, "cpu", announce=None, timeout_s=20) as world:
         starts = world.share([digest(tensor.detach()) for tensor in build(case, world.rank).parameters()])
         assert all(start != starts[0] for start in starts[1:]), "the ranks start alike: no missing broadcast would show"
         wanted = train_alone(case, world.world_size) if world.rank == 0 else None
         found = []
         for rung in RUNGS:
-            label = f"[{rung.name}] x [{name}] on {world.world_size} ranks"
+            label = f"[{rung.name}] x [{name}] on {world.world_size} ranks, {backend}"
             record, error = {}, ""
             try:
                 record = train_together(case, rung, world)
@@ -241,8 +243,9 @@ def run_case(name: str) -> list[str]:
         return found
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_every_rung_trains_as_one_process_does(on_ranks, name, world_size):
-    found = [line for lines in on_ranks(world_size, run_case, name, timeout_s=40) for line in lines]
+def test_every_rung_trains_as_one_process_does(on_ranks, name, world_size, backend):
+    found = [line for lines in on_ranks(world_size, run_case, name, backend, timeout_s=40) for line in lines]
     assert not found, "\n".join(["", *dict.fromkeys(found)])

@@ -15,7 +15,7 @@ from paceline import ConfigError, LaunchError, get
 
 
 def ask_everything() -> dict:
-    with paceline.init("gloo", "cpu", announce=None) as world:
+    with paceline.init(device="cpu", announce=None) as world:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         flat = DeviceMesh("cpu", [[0, 1, 2, 3]])
         pair = DeviceMesh("cpu", [3, 1])  # written backwards; the group counts upwards all the same
@@ -55,7 +55,7 @@ def test_get_on_a_mesh_of_two_dimensions(on_ranks):
 
 
 def ask_after_another_world() -> int:
-    with paceline.init("gloo", "cpu", announce=None):
+    with paceline.init(device="cpu", announce=None):
         return get("ws")
 
 
@@ -65,7 +65,7 @@ def test_a_registered_mesh_does_not_outlive_its_world(on_ranks):
 
 
 def ask_for_the_group_of_a_part() -> str:
-    with paceline.init("gloo", "cpu", announce=None):
+    with paceline.init(device="cpu", announce=None):
         mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))
         assert get("pg", mesh["a"]).size() == 2
         pair = DeviceMesh("cpu", [0, 1])
@@ -90,7 +90,7 @@ def test_without_a_world_there_is_nothing_to_get(what):
 
 
 def draw(per_rank: bool) -> tuple[float, float, float]:
-    with paceline.init("gloo", "cpu", announce=None):
+    with paceline.init(device="cpu", announce=None):
         paceline.set_seed(42, per_rank=per_rank)
         return random.random(), float(numpy.random.rand()), float(torch.rand(1))
 

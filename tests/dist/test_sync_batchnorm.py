@@ -45,7 +45,7 @@ def train(layer: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> dict[str
 
 
 def train_part(parts: list[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype, options: dict) -> dict[str, Any]:
-    with paceline.init("gloo", "cpu", announce=None) as world:
+    with paceline.init(device="cpu", announce=None) as world:
         x, upstream = (torch.from_numpy(array).to(dtype) for array in parts[world.rank])
         layer = SyncBatchNorm(CHANNELS, **options)
         return train(layer.double() if dtype == torch.float64 else layer, x, upstream)
@@ -122,7 +122,7 @@ def test_low_precision_has_statistics_in_float32(on_ranks, dtype):
 
 
 def train_in_half(parts: list, autocast: bool) -> tuple:
-    with paceline.init("gloo", "cpu", announce=None) as world:
+    with paceline.init(device="cpu", announce=None) as world:
         x = torch.from_numpy(parts[world.rank][0]).float()
         layers = nn.Sequential(nn.Linear(CHANNELS, CHANNELS, bias=False), SyncBatchNorm(CHANNELS))
         nn.init.eye_(layers[0].weight)
@@ -148,7 +148,7 @@ def test_autocast_and_low_precision_parameters(on_ranks, autocast):
 
 
 def follow_layout(parts: list, layout: torch.memory_format) -> tuple[bool, bool]:
-    with paceline.init("gloo", "cpu", announce=None) as world:
+    with paceline.init(device="cpu", announce=None) as world:
         x = torch.from_numpy(parts[world.rank][0]).to(memory_format=layout).requires_grad_()
         out = SyncBatchNorm(CHANNELS).double()(x)
         (grad,) = torch.autograd.grad(out.square().sum(), x)
@@ -165,7 +165,7 @@ def test_the_memory_format_is_kept(on_ranks, image, layout):
 
 
 def evaluate_alone() -> tuple:
-    with paceline.init("gloo", "cpu", announce=None) as world:
+    with paceline.init(device="cpu", announce=None) as world:
         torch.manual_seed(world.rank)
         x = torch.randn(4, CHANNELS)
         tracking, free = SyncBatchNorm(CHANNELS).eval(), SyncBatchNorm(CHANNELS, track_running_stats=False).eval()
@@ -181,7 +181,7 @@ def test_evaluation_needs_no_other_rank(on_ranks):
 
 
 def count_messages() -> list[int]:
-    with paceline.init("gloo", "cpu", announce=None):
+    with paceline.init(device="cpu", announce=None):
         sent = dist.group.WORLD._get_sequence_number_for_group
         layer, counts = SyncBatchNorm(CHANNELS), []
         for x in (torch.randn(4, CHANNELS, requires_grad=True), torch.randn(4, CHANNELS)):
@@ -199,7 +199,7 @@ def test_one_message_forward_and_one_backward_if_the_input_needs_a_gradient(on_r
 
 def test_a_world_of_one_is_torchs_and_sends_nothing():
     x, upstream = draw(4, CHANNELS, 2).float(), draw(4, CHANNELS, 2, seed=1).float()
-    with paceline.init("gloo", "cpu", announce=None):
+    with paceline.init(device="cpu", announce=None):
         before = dist.group.WORLD._get_sequence_number_for_group()
         found = train(SyncBatchNorm(CHANNELS), x, upstream)
         assert dist.group.WORLD._get_sequence_number_for_group() == before
@@ -208,7 +208,7 @@ def test_a_world_of_one_is_torchs_and_sends_nothing():
 
 
 def train_on(sizes: tuple[int, ...]) -> tuple[str, list, int]:
-    with paceline.init("gloo", "cpu", announce=None) as world:
+    with paceline.init(device="cpu", announce=None) as world:
         layer = SyncBatchNorm(CHANNELS)
         text = ""
         try:
@@ -235,7 +235,7 @@ def test_nothing_on_any_rank_moves_nothing(on_ranks):
 
 
 def stop_tracking() -> tuple[list, int]:
-    with paceline.init("gloo", "cpu", announce=None):
+    with paceline.init(device="cpu", announce=None):
         layer = SyncBatchNorm(CHANNELS)
         layer.track_running_stats = False
         layer(torch.randn(4, CHANNELS))
@@ -247,7 +247,7 @@ def test_tracking_can_be_switched_off_later(on_ranks):
 
 
 def train_in_pairs(parts: list) -> Any:
-    with paceline.init("gloo", "cpu", announce=None) as world:
+    with paceline.init(device="cpu", announce=None) as world:
         groups = [dist.new_group([0, 2]), dist.new_group([1])]
         layer = SyncBatchNorm(CHANNELS, process_group=groups[0]).double()
         x, upstream = (torch.from_numpy(array) for array in parts[world.rank])
@@ -269,7 +269,7 @@ def test_a_group_of_some_ranks(on_ranks):
 
 
 def differentiate_twice() -> None:
-    with paceline.init("gloo", "cpu", announce=None):
+    with paceline.init(device="cpu", announce=None):
         x = torch.randn(4, CHANNELS, requires_grad=True)
         (grad,) = torch.autograd.grad(SyncBatchNorm(CHANNELS)(x).pow(3).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -293,7 +293,7 @@ def train_network(network: nn.Module, x: torch.Tensor) -> list[np.ndarray]:
 
 
 def train_converted(parts: list) -> list[np.ndarray]:
-    with paceline.init("gloo", "cpu", announce=None) as world:
+    with paceline.init(device="cpu", announce=None) as world:
         return train_network(SyncBatchNorm.convert(build_network()), torch.from_numpy(parts[world.rank][0]))
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import paceline
 from paceline import ConfigError, LaunchError, machine
 from paceline.runtime.world import current_world
+from tests.conftest import BACKEND
 
 FORGET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PACELINE_LAUNCHER", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -40,7 +41,7 @@ def test_a_world_of_two_on_the_cpu(on_ranks):
     assert (first["rank"], second["rank"]) == (0, 1)
     assert first["size"] == second["size"] == 2
     if not torch.cuda.is_available():
-        assert first["backend"] == "gloo" and first["device"] == "cpu"
+        assert first["backend"] == BACKEND and first["device"] == "cpu"
     assert first["control"] == "gloo"
     assert first["threads"] == second["threads"] == threads
     assert first["shared"] == second["shared"] == ["from 0", "from 1"]

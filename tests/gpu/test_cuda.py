@@ -12,6 +12,7 @@ import paceline
 from paceline import ConfigError, machine
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.settings import CollectiveSettings
+from paceline.transport import register, why_not
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -31,6 +32,33 @@ def test_nccl_in_a_world_of_one_is_what_auto_chooses(on_ranks):
 
 def test_a_list_of_backends_is_accepted(on_ranks):
     assert on_ranks(1, describe, "cpu:gloo,cuda:nccl", "auto")[0][1:3] == ("cuda:0", [1.0] * 4)
+
+
+def reduce_on_both(backend: str, names_gpu: bool) -> tuple:
+    """One group for tensors in both memories, as a torch program opens it."""
+    register()
+    dist.init_process_group(backend)
+    torch.cuda.set_device(0)
+    here, there, told = torch.ones(4), torch.ones(4, device="cuda"), torch.full((3,), 7.0, device="cuda")
+    dist.all_reduce(here)
+    dist.all_reduce(there)
+    dist.broadcast(told, 0)
+    parts = [torch.zeros(3, device="cuda") for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, told)
+    torch.cuda.synchronize()
+    dist.barrier(device_ids=[0] if names_gpu else None)
+    dist.destroy_process_group()
+    return here.tolist(), there.tolist(), torch.stack(parts).sum().item()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "names_gpu"),
+    [("cpu:paceline,cuda:nccl", 1, True), ("cuda:nccl,cpu:paceline", 1, False), ("paceline", 2, False)],
+)
+def test_paceline_on_the_cpu_beside_a_backend_for_the_gpu(on_ranks, backend, num_ranks, names_gpu):
+    wanted = [float(num_ranks)] * 4, [float(num_ranks)] * 4, 21.0 * num_ranks
+    assert on_ranks(num_ranks, reduce_on_both, backend, names_gpu) == [wanted] * num_ranks
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there is a GPU for each rank")

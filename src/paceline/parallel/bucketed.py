@@ -199,7 +199,9 @@ class Bucketed(Reducer):
         else:
             torch._foreach_copy_(bucket.views, grads)
             if factor != 1.0:
-                torch._foreach_mul_(bucket.views, factor) if bucket.placed else bucket.range.mul_(factor)
+                # One by one: for many at once torch rounds the factor to bfloat16 first, if that is their type.
+                for part in bucket.views if bucket.placed else [bucket.range]:
+                    part.mul_(factor)
         for param, view in zip(bucket.params, bucket.views, strict=True):
             param.grad = view
 

@@ -60,7 +60,9 @@ class Reducer:
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients, after `finish`."""
-        torch._foreach_mul_([param.grad for param in self.members.params if param.grad is not None], factor)
+        for param in self.members.params:
+            if param.grad is not None:
+                param.grad.mul_(factor)
 
     def settle(self) -> None:
         """A step went well on every rank: learn from it. Collective: every rank must call this."""

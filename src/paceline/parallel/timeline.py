@@ -81,7 +81,7 @@ class Timeline:
         begin_s = self._begin_s
 
         def note(_: Any) -> None:
-            times.done_s = time.perf_counter() - begin_s
+            times.done_s = times.done_s or time.perf_counter() - begin_s
 
         future.add_done_callback(note)
 
@@ -94,9 +94,13 @@ class Timeline:
         self._now.buckets[number].waited_s = -time.perf_counter()
 
     def done(self, number: int) -> None:
-        self._now.buckets[number].waited_s += time.perf_counter()
+        times, now_s = self._now.buckets[number], time.perf_counter()
+        times.waited_s += now_s
         if self._now.is_sampled and self._on_gpu:
             self._mark(f"done {number}")
+        elif self._now.is_sampled:
+            # Whoever waited may know before the thread that completes Futures.
+            times.done_s = times.done_s or now_s - self._begin_s
 
     def over(self) -> None:
         self._now.over_s = time.perf_counter() - self._begin_s

@@ -230,7 +230,7 @@ class RankPool:
     def _blame(self, num_ranks: int, failures: Mapping[int, Failure], values: Mapping[int, Any]) -> PacelineError:
         """The error of the rank that failed first; ranks that only lost their peer do not count if another did not."""
         first = min(failures.values(), key=lambda failure: (failure.is_secondary, failure.when_s))
-        if first.error is not None:
+        if first.error is not None and not (first.is_secondary and values):
             first.error.add_note(f"(on rank {first.rank} of {num_ranks})")
             return first.error
         message = f"rank {first.rank} of {num_ranks} {first.summary}"

@@ -33,6 +33,10 @@ _SECONDARY = (
     "Application timeout caused pair closure",
     "Socket closed",
     "Timed out waiting",
+    "has died",
+    "is stopped",
+    "has closed its group",
+    "did not come within the time limit",
 )
 
 
@@ -134,11 +138,11 @@ def _describe_failure(rank: int, error: BaseException) -> Failure:
         pickle.loads(pickle.dumps(ours))
     except Exception:  # an error that cannot travel is told by its traceback alone
         ours = None
-    # The user's own words may sound alike; what torch says of a lost peer names its source.
-    from_torch = isinstance(error, RuntimeError) and any(
-        word in str(error) for word in ("gloo", "c10d", "NCCL", "Store")
+    # The user's own words may sound alike; what a backend says of a lost peer names its source.
+    from_backend = isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("gloo", "c10d", "NCCL", "Store", "in shared memory")
     )
-    secondary = from_torch and any(word in str(error) for word in _SECONDARY)
+    secondary = from_backend and any(word in str(error) for word in _SECONDARY)
     return Failure(rank, time.monotonic(), summary, trace, ours, secondary)
 
 

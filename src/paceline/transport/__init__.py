@@ -5,6 +5,9 @@ Importing this registers the backend; torch does so by itself where Paceline is 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from datetime import timedelta
 from typing import Any
 
 from paceline.transport.native import load_library, why_not
@@ -13,13 +16,17 @@ __all__ = ["describe_kernels", "register", "why_not"]
 
 
 def register() -> None:
-    """Make `paceline` known to torch.distributed; does nothing the second time. The core is loaded when first used."""
-    import torch.distributed as dist
+    """Make `paceline` known to torch.distributed; does nothing the second time. The core is loaded when first used.
 
-    if not dist.is_available() or "PACELINE" in dist.Backend._plugins:
-        return
-    dist.Backend.register_backend("paceline", _make_group, extended_api=True, devices=["cpu"])
-    _let_in_monitored_barrier(dist)
+    torch calls this at its own import (entry point `torch.backends`), which must go on whatever happens here: a torch
+    that works otherwise then does not know the backend, and says so to whoever asks for it.
+    """
+    with contextlib.suppress(Exception):
+        import torch.distributed as dist
+
+        if dist.is_available() and "PACELINE" not in dist.Backend._plugins:
+            dist.Backend.register_backend("paceline", _make_group, extended_api=True, devices=["cpu"])
+            _let_in_monitored_barrier(dist)
 
 
 def describe_kernels() -> str:
@@ -40,11 +47,12 @@ def _let_in_monitored_barrier(dist: Any) -> None:
 
     original = distributed_c10d.monitored_barrier
 
+    @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         chosen: Any = distributed_c10d._get_default_group() if group is None else group
-        if getattr(chosen, "getBackendName", str)() == "paceline":
-            return chosen.monitored_barrier(timeout, wait_all_ranks)
+        if isinstance(chosen, dist.ProcessGroup) and chosen.name() == "paceline":
+            limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+            return chosen.monitored_barrier(limit, wait_all_ranks)
         return original(group, timeout, wait_all_ranks)
 
-    monitored_barrier.__doc__ = original.__doc__
     distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier

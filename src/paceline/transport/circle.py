@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -72,13 +73,22 @@ class Circle:
 
     def __init__(self, store: dist.Store, members: Sequence[int], pids: Sequence[int], rank: int, timeout_s: float):
         self.size, self.index, self.pids = len(members), list(members).index(rank), list(pids)
-        self._names, self._timeout_s = list(members), timeout_s
+        self._names, self._timeout_s, self._owner = list(members), timeout_s, os.getpid()
         self._peers: dict[int, socket.socket] = {}
         if self.size > 1:
-            self._meet(store, f"circle/{members[0]}")
+            try:
+                self._meet(store, f"circle/{members[0]}")
+            except BaseException:
+                self.close()  # or who has come already would wait until its time is up
+                raise
 
     def share(self, part_bytes: int) -> tuple[Mapping, int]:
         """Memory with a part for each rank, all zero, and the bytes of a part, which are whole pages. Collective."""
+        if os.getpid() != self._owner:
+            raise CollectiveError(
+                "this process was forked from a rank, and the memory that the rank shares is not its own: "
+                "start processes with `spawn`, or open a group here"
+            )
         part_bytes = max(_PAGE, -(-part_bytes // _PAGE) * _PAGE)
         total = part_bytes * self.size
         mapping = Mapping(self._exchange(total), total)
@@ -100,44 +110,67 @@ class Circle:
     # -- meeting ------------------------------------------------------------------------------------------------------
 
     def _meet(self, store: dist.Store, key: str) -> None:
-        """Connect everyone to the first rank. Only processes of this user that know the secret are let in."""
+        """Connect everyone to the first rank. Only the processes of its peers that know the secret are let in."""
         if self.index:
             address, secret = json.loads(_get(store, key, self._timeout_s, self._names[0]))
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            link.settimeout(self._timeout_s)
-            link.connect("\0" + address)
-            link.sendall(json.dumps([secret, self.index]).encode())
-            self._peers[0] = link
-            if link.recv(64) != _WELCOME:
-                raise LaunchError(f"rank {self._names[0]} did not let this process into its shared memory")
+            self._knock(address, secret)
             return
         address, secret = f"paceline-{secrets.token_hex(16)}", secrets.token_hex(16)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
             door.bind("\0" + address)
-            door.listen(self.size)
+            door.listen(max(64, self.size))
             store.set(key, json.dumps([address, secret]))
-            deadline = time.monotonic() + self._timeout_s
-            while len(self._peers) < self.size - 1:
-                door.settimeout(max(0.01, deadline - time.monotonic()))
-                try:
-                    link, _ = door.accept()
-                except TimeoutError:
-                    missing = [self._names[i] for i in range(1, self.size) if i not in self._peers]
-                    raise LaunchError(
-                        f"rank {missing[0]} did not come to share memory within {self._timeout_s:g} s"
-                    ) from None
-                self._admit(link, secret)
+            self._let_in(door, secret)
         for link in self._peers.values():
             link.sendall(_WELCOME)
 
-    def _admit(self, link: socket.socket, secret: str) -> None:
-        """Take in a process, if it is the one that it says it is."""
+    def _knock(self, address: str, secret: str) -> None:
+        link = self._peers[0] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.settimeout(self._timeout_s)
-        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, user, _ = struct.unpack("3i", credentials)
+        try:
+            link.connect("\0" + address)
+            link.sendall(json.dumps([secret, self.index]).encode())
+            answer = link.recv(64)
+        except OSError as error:
+            raise LaunchError(f"rank {self._names[0]} went, or did not share its memory in time: {error}") from error
+        if answer != _WELCOME:
+            raise LaunchError(f"rank {self._names[0]} did not let this process into its shared memory")
+
+    def _let_in(self, door: socket.socket, secret: str) -> None:
+        """Take in all peers. Who else comes, or comes and says nothing, does not keep them from coming."""
+        deadline = time.monotonic() + self._timeout_s
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(door, selectors.EVENT_READ)
+            try:
+                while len(self._peers) < self.size - 1:
+                    ready = waiting.select(max(0.0, deadline - time.monotonic()))
+                    if not ready and time.monotonic() > deadline:
+                        missing = next(i for i in range(1, self.size) if i not in self._peers)
+                        raise LaunchError(
+                            f"rank {self._names[missing]} did not come to share memory within {self._timeout_s:g} s"
+                        )
+                    for key, _ in ready:
+                        if key.fileobj is door:
+                            link, _ = door.accept()
+                            if _pid_of(link) in self.pids:
+                                waiting.register(link, selectors.EVENT_READ)
+                            else:
+                                link.close()
+                        elif isinstance(key.fileobj, socket.socket):
+                            waiting.unregister(key.fileobj)
+                            self._admit(key.fileobj, secret)
+            finally:
+                for key in list(waiting.get_map().values()):
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not door:
+                        key.fileobj.close()
+
+    def _admit(self, link: socket.socket, secret: str) -> None:
+        """Take in a process that has spoken, if it is the one that it says it is."""
+        link.settimeout(self._timeout_s)
         try:
             said, index = json.loads(link.recv(256))
-            is_right = user == os.geteuid() and secrets.compare_digest(str(said), secret) and pid == self.pids[index]
+            is_right = 0 < index < self.size and index not in self._peers and _pid_of(link) == self.pids[index]
+            is_right = is_right and secrets.compare_digest(str(said), secret)
         except (ValueError, TypeError, IndexError, OSError):
             is_right = False
         if is_right:
@@ -151,7 +184,7 @@ class Circle:
         """The first rank's new anonymous file, as a descriptor of this process."""
         try:
             if self.index:
-                message, descriptors, _, _ = socket.recv_fds(self._peers[0], 64, 1)
+                message, descriptors, _, _ = socket.recv_fds(self._peers[0], 64, 1, socket.MSG_CMSG_CLOEXEC)
                 if not descriptors:
                     raise CollectiveError(f"rank {self._names[0]} has left while memory was being shared")
                 if int(message) != total:
@@ -168,6 +201,12 @@ class Circle:
             return descriptor
         except (BrokenPipeError, ConnectionError, TimeoutError) as error:
             raise CollectiveError(f"another rank went, or did not answer, while sharing memory: {error}") from error
+
+
+def _pid_of(link: socket.socket) -> int:
+    """The process at the other end, if it is this user's; the kernel vouches for it."""
+    pid, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid) if user == os.geteuid() else -1
 
 
 def _advise(mapping: Mapping, begin: int, num_bytes: int, advice: int) -> int:

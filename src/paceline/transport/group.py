@@ -7,6 +7,7 @@ from how one of them calls it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -63,8 +64,8 @@ class PacelineGroup(_TorchGroup):
         self._gloo._set_sequence_number_for_group()
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._cuda: Any = None
-        self._promises, self._pending = Promises(), deque[NativeWork]()
-        self._serial = 0
+        self._promises, self._pending = Promises(), deque[Any]()
+        self._serial = self._num_started = 0
         self._open(names)
 
     def _open(self, names: Sequence[int]) -> None:
@@ -84,7 +85,7 @@ class PacelineGroup(_TorchGroup):
         leaders = sorted({hosts.index(host) for host in hosts})
         self._levels = None
         if len(leaders) > 1:
-            self._levels = TwoLevels(self._store, self._native, leaders, self._rank, mine, self._size, self._timeout)
+            self._levels = TwoLevels(self._store, self._native, leaders, self._rank, mine, names, self._timeout)
 
     # -- what others ask of a group -----------------------------------------------------------------------------------
 
@@ -114,11 +115,11 @@ class PacelineGroup(_TorchGroup):
 
     def shutdown(self) -> None:
         """Leave; who still waits for this rank gets an error that says so."""
+        if self._levels is not None:
+            self._levels.close()
         self._native.close()
         self._promises.close()
         self._pending.clear()
-        if self._levels is not None:
-            self._levels.close()
         self._circle.close()
         for backend in (self._gloo, self._cuda):
             if backend is not None:
@@ -137,73 +138,78 @@ class PacelineGroup(_TorchGroup):
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.AllreduceOptions, opts, timeout)
-        tensor, op = tensors[0], _OPS.get(opts.reduceOp.op)
-        if len(tensors) > 1 or op is None or not _is_plain(tensor):
-            return self._backend(tensor).allreduce(tensors, opts)
-        if self._levels is not None:
-            return self._levels.start_all_reduce(tensor, _DTYPES[tensor.dtype], op, _is_asynchronous(opts))
-        address = tensor.data_ptr()
-        asked = native.ALL_REDUCE, _DTYPES[tensor.dtype], op, 0, address, address, tensor.numel()
-        return self._start(asked, opts, tensors)
+        if len(tensors) > 1 or opts.reduceOp.op not in _OPS or not _is_reducible(tensors[0]):
+            return self._backend(tensors[0]).allreduce(tensors, opts)
+        return self._all_reduce(tensors[0], opts, tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if not all(map(_is_plain, tensors)) or opts.reduceOp.op not in _OPS:
-            return self._backend(tensors[0]).allreduce_coalesced(tensors, opts)
-        one = c10d.AllreduceOptions()
-        one.reduceOp, one.timeout, one.asyncOp = opts.reduceOp, opts.timeout, _is_asynchronous(opts)
-        works = [self.allreduce([tensor], one) for tensor in tensors]
-        return works[-1]  # they are done in order
+        if not tensors or not all(map(_is_reducible, tensors)) or opts.reduceOp.op not in _OPS:
+            return self._backend(_first_tensor(tensors)).allreduce_coalesced(tensors, opts)
+        return [self._all_reduce(tensor, opts, tensors) for tensor in tensors][-1]  # they are done in order
+
+    def _all_reduce(self, tensor: torch.Tensor, opts: Any, result: Sequence[torch.Tensor]) -> Any:
+        run, after = _as_run_in_place(tensor)
+        dtype, op = _DTYPES[tensor.dtype], _OPS[opts.reduceOp.op]
+        if self._levels is not None:
+            self._num_started += 1
+            work = self._levels.start_all_reduce(run, dtype, op, opts.timeout, result, self._promises, after)
+            if not _is_asynchronous(opts):
+                work.wait()
+            return work
+        asked = native.ALL_REDUCE, dtype, op, 0, run.data_ptr(), run.data_ptr(), run.numel()
+        return self._start(asked, opts, result, after)
 
     def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.BroadcastOptions, opts, timeout)
-        tensor = tensors[0]
-        if len(tensors) > 1 or self._levels is not None or not _is_dense(tensor):
-            return self._backend(tensor).broadcast(tensors, opts)
-        address = tensor.data_ptr()
-        asked = native.BROADCAST, native.BYTES, 0, opts.rootRank, address, address, tensor.nbytes
-        return self._start(asked, opts, tensors)
+        if len(tensors) > 1 or self._levels is not None or not _is_movable(tensors[0]):
+            return self._backend(tensors[0]).broadcast(tensors, opts)
+        run, after = _as_run_in_place(tensors[0])
+        asked = native.BROADCAST, native.BYTES, 0, opts.rootRank, run.data_ptr(), run.data_ptr(), run.nbytes
+        return self._start(asked, opts, tensors, after)
 
     def allgather(self, outputs: list[Any], inputs: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         outputs, inputs = ([outputs], [inputs]) if isinstance(inputs, torch.Tensor) else (outputs, inputs)
         into, tensor = outputs[0], inputs[0]
         is_even = all(out.numel() == tensor.numel() and out.dtype == tensor.dtype for out in into)
-        if len(inputs) > 1 or self._levels is not None or not (is_even and _is_dense(tensor)):
+        if len(inputs) > 1 or self._levels is not None or not (is_even and _is_movable(tensor)):
             return self._backend(tensor).allgather(outputs, inputs, opts)
-        flat = tensor.new_empty(self._size * tensor.numel())
+        run, everything = _as_run(tensor), tensor.new_empty(self._size, tensor.numel())
 
         def spread() -> None:
-            for out, part in zip(into, flat.chunk(self._size) if flat.numel() else [flat] * self._size, strict=True):
-                out.copy_(part.view_as(out))
+            for out, part in zip(into, everything, strict=True):
+                out.data.copy_(part.view(out.shape))
 
-        asked = native.ALL_GATHER, native.BYTES, 0, 0, tensor.data_ptr(), flat.data_ptr(), tensor.nbytes
-        return self._start(asked, opts, [flat, tensor, *into], spread)
+        asked = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), everything.data_ptr(), run.nbytes
+        return self._start(asked, opts, into, spread, run)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         fits = output.numel() == self._size * tensor.numel() and output.dtype == tensor.dtype
-        if self._levels is not None or not (fits and _is_dense(output) and _is_dense(tensor)):
+        if self._levels is not None or not (fits and _is_movable(output) and _is_movable(tensor)):
             return self._backend(tensor)._allgather_base(output, tensor, opts)
-        asked = native.ALL_GATHER, native.BYTES, 0, 0, tensor.data_ptr(), output.data_ptr(), tensor.nbytes
-        return self._start(asked, opts, [output, tensor])
+        (into, after), run = _as_run_in_place(output), _as_run(tensor)
+        asked = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), into.data_ptr(), run.nbytes
+        return self._start(asked, opts, [output], after, run)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         fits = tensor.numel() == self._size * output.numel() and output.dtype == tensor.dtype
         op = _OPS.get(opts.reduceOp.op)
-        if self._levels is not None or op is None or not (fits and _is_plain(output) and _is_plain(tensor)):
+        if self._levels is not None or op is None or not (fits and _is_reducible(output) and _is_reducible(tensor)):
             return self._backend(tensor)._reduce_scatter_base(output, tensor, opts)
-        addresses = tensor.data_ptr(), output.data_ptr()
-        asked = native.REDUCE_SCATTER, _DTYPES[tensor.dtype], op, 0, *addresses, output.numel()
-        return self._start(asked, opts, [output, tensor])
+        (into, after), run = _as_run_in_place(output), _as_run(tensor)
+        addresses = run.data_ptr(), into.data_ptr()
+        asked = native.REDUCE_SCATTER, _DTYPES[tensor.dtype], op, 0, *addresses, into.numel()
+        return self._start(asked, opts, [output], after, run)
 
     def reduce_scatter(self, outputs: list[torch.Tensor] | torch.Tensor, inputs: list[Any], opts: Any = None) -> Any:
         opts = _as_options(c10d.ReduceScatterOptions, opts, None)
         outputs, inputs = ([outputs], [inputs]) if isinstance(outputs, torch.Tensor) else (outputs, inputs)
         output, parts = outputs[0], inputs[0]
         is_even = all(part.numel() == output.numel() and part.dtype == output.dtype for part in parts)
-        if len(outputs) > 1 or self._levels is not None or not (is_even and _is_plain(output)):
+        if len(outputs) > 1 or self._levels is not None or not (is_even and _is_reducible(output)):
             return self._backend(output).reduce_scatter(outputs, inputs, opts)
         return self._reduce_scatter_base(output, torch.cat([part.reshape(-1) for part in parts]), opts)
 
@@ -220,24 +226,31 @@ class PacelineGroup(_TorchGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
 
+    def _get_sequence_number_for_group(self) -> int:
+        number: int = self._gloo._get_sequence_number_for_group()
+        return number + self._num_started
+
     def _start(
         self,
         asked: native.Asked,
         opts: Any,
-        tensors: Sequence[torch.Tensor],
-        after: Callable[[], None] | None = None,
+        result: Sequence[torch.Tensor],
+        after: Callable[[], Any] | None = None,
+        kept: Any = None,
     ) -> Any:
+        """Run or start what is asked for, and then `after`; `kept` is memory that it needs besides the result."""
+        self._num_started += 1
         timeout_s = max(0.0, opts.timeout.total_seconds())  # below 0: the group's own
         if not _is_asynchronous(opts):
             self._native.run(asked, timeout_s)
             if after is not None:
                 after()
-            return FinishedWork(tensors)
-        work = NativeWork(self._native, self._native.submit(asked, timeout_s), tensors, self._promises, after)
+            return FinishedWork(result)
+        work = NativeWork(self._native, self._native.submit(asked, timeout_s), result, self._promises, after)
         # Nobody need keep a Work, but its tensors must stay until it is through.
-        while self._pending and self._pending[0].is_completed():
+        while self._pending and self._pending[0][0].is_completed():
             self._pending.popleft()
-        self._pending.append(work)
+        self._pending.append((work, kept))
         return work
 
     # -- the rest -----------------------------------------------------------------------------------------------------
@@ -264,14 +277,28 @@ class PacelineGroup(_TorchGroup):
         return self._cuda
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a run of bytes in this process's memory."""
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
+def _is_movable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has bytes in this process's memory."""
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a run of numbers that can be reduced in shared memory."""
-    return tensor.dtype in _DTYPES and _is_dense(tensor)
+def _is_reducible(tensor: torch.Tensor) -> bool:
+    """Whether the core can add up a tensor's numbers."""
+    return tensor.dtype in _DTYPES and _is_movable(tensor)
+
+
+def _as_run(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of one whose elements do not follow each other: another rank's may, so the way is one."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
+
+
+def _as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any] | None]:
+    """The same for a tensor that is written: with what brings the result from the copy to it, if there is one."""
+    run = _as_run(tensor)
+    # Through `data`: as with every backend, what a collective writes does not count as a change that autograd sees.
+    return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
 
 
 def _as_list(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:

@@ -1,12 +1,14 @@
 """All-reduce over several hosts: inside each in shared memory, between one leader per host over gloo, piece by piece.
 
 While the leaders exchange one piece, the next is reduced inside the hosts; the result comes back by a broadcast inside.
+Whoever fails leaves the reason in the store and its place inside, so that nobody waits for it on any host.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,33 +20,44 @@ from torch._C._distributed_c10d import Work
 
 from paceline.transport import native
 from paceline.transport.lanes import Lanes
+from paceline.transport.works import Promises
 
 __all__ = ["TwoLevels"]
 
 _PIECE_BYTES = 1 << 20
+# How often a leader that waits for other hosts asks whether one of them has given up.
+_LOOK_S = 0.25
+# How long a leader that lost its connection waits for somebody who knows the rank that is to blame.
+_HEARSAY_S = 1.0
+_CLOSED = "the process group is closed"
 _REDUCE: dict[int, Any] = {
     native.SUM: dist.ReduceOp.SUM, native.AVG: dist.ReduceOp.SUM, native.MIN: dist.ReduceOp.MIN,
     native.MAX: dist.ReduceOp.MAX,
 }  # fmt: skip
 
 
-class _ThreadWork(Work):
-    """An operation on the thread below."""
+class _Job(Work):
+    """An all-reduce for the thread below; `dtype` and `op` are the core's numbers."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        dtype: int,
+        op: int,
+        timeout: timedelta,
+        result: Sequence[torch.Tensor],
+        promises: Promises,
+        after: Callable[[], Any] | None,
+    ) -> None:
         super().__init__()
-        self._tensors = list(tensors)
-        self._future: torch.futures.Future = torch.futures.Future()
+        self.flat, self.dtype, self.op, self.timeout, self.after = flat, dtype, op, timeout, after
+        self._result, self._promises = list(result), promises
         self._is_over = threading.Event()
         self._error: Exception | None = None
 
     def conclude(self, error: Exception | None) -> None:
         self._error = error
         self._is_over.set()
-        if error is None:
-            self._future.set_result(self._tensors)
-        else:
-            self._future.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         limit_s = timeout.total_seconds() or None
@@ -67,14 +80,18 @@ class _ThreadWork(Work):
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        return self._tensors
+        return self._result
 
     def get_future(self) -> torch.futures.Future:
-        return self._future
+        return self._promises.promise(self, self._result)
 
 
 class TwoLevels:
-    """`leaders` are the first ranks of each host, `mine` this one's ranks. Collective: every rank must make one."""
+    """`leaders` are the first ranks of each host, `mine` this one's ranks, who share memory in `inside`.
+
+    `names` are what errors call the ranks. Operations go one after the other, on a thread that starts with the first.
+    Collective: every rank must make one.
+    """
 
     def __init__(
         self,
@@ -83,69 +100,129 @@ class TwoLevels:
         leaders: Sequence[int],
         rank: int,
         mine: Sequence[int],
-        size: int,
+        names: Sequence[int],
         timeout: timedelta,
     ) -> None:
-        self._inside, self._size = inside, size
+        self._inside, self._size = inside, len(names)
+        self._others = " or ".join(str(names[leader]) for leader in leaders if leader != mine[0])
+        # A connection of its own: another thread may be waiting for something on the group's.
+        apart: Any = store
+        self._notes = dist.PrefixStore("hosts", apart.clone())
         self._between: Any = None
         if rank == mine[0]:
             numbered = dist.PrefixStore("leaders", store)
             self._between = c10d.ProcessGroupGloo(numbered, list(leaders).index(rank), len(leaders), timeout=timeout)
-        self._jobs: queue.SimpleQueue[tuple[_ThreadWork, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._is_closing = False
 
-    def start_all_reduce(self, tensor: torch.Tensor, dtype: int, op: int, asynchronous: bool) -> Work:
+    def start_all_reduce(
+        self,
+        tensor: torch.Tensor,
+        dtype: int,
+        op: int,
+        timeout: timedelta,
+        result: Sequence[torch.Tensor],
+        promises: Promises,
+        after: Callable[[], Any] | None = None,
+    ) -> Work:
+        """Start to reduce a contiguous tensor in place, and then do what is to be done `after`."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._keep, name="paceline-hosts", daemon=True)
             self._thread.start()
-        work = _ThreadWork([tensor])
-        self._jobs.put((work, lambda: self._all_reduce(tensor.view(-1), dtype, op)))
-        if not asynchronous:
-            work.wait()
-        return work
+        job = _Job(tensor.view(-1), dtype, op, timeout, result, promises, after)
+        self._jobs.put(job)
+        return job
 
     def close(self) -> None:
-        if self._thread is not None:
+        """Leave; what has not been done fails."""
+        self._is_closing = True
+        self._inside.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._jobs.put(None)
             self._thread.join()
-            self._thread = None
-        if self._between is not None:
-            self._between.shutdown()
+        self._between = None
 
     def _keep(self) -> None:
         while (job := self._jobs.get()) is not None:
-            work, run = job
-            error: Exception | None = None
-            try:
-                run()
-            except Exception as caught:
-                error = caught
-                if self._between is not None:
-                    self._between.shutdown()  # or the other hosts would wait for this one until their time is up
-            work.conclude(error)
+            if self._failure is None:
+                try:
+                    self._all_reduce(job)
+                    if job.after is not None:
+                        job.after()
+                except Exception as error:
+                    self._failure = self._give_up(error)
+            job.conclude(self._failure)
 
-    def _all_reduce(self, flat: torch.Tensor, dtype: int, op: int) -> None:
+    # -- one all-reduce -----------------------------------------------------------------------------------------------
+
+    def _all_reduce(self, job: _Job) -> None:
         """Inside, between, inside; every rank of a host goes through the same operations inside, in the same order."""
-        inside = native.SUM if op == native.AVG else op
-        pieces = flat.split(max(1, _PIECE_BYTES // flat.element_size()))
-        between: list[Any] = []
-        for number, piece in enumerate(pieces):
-            self._on_piece(native.ALL_REDUCE, piece, dtype, inside)
-            if self._between is not None:
-                opts = c10d.AllreduceOptions()
-                opts.reduceOp = _REDUCE[op]
-                between.append(self._between.allreduce([piece], opts))
-            if number:
-                self._spread(pieces[number - 1], between, number - 1, op)
-        self._spread(pieces[-1], between, len(pieces) - 1, op)
+        inside = native.SUM if job.op == native.AVG else job.op
+        opts = c10d.AllreduceOptions()
+        opts.reduceOp, opts.timeout = _REDUCE[job.op], job.timeout
+        before: tuple[torch.Tensor, Any] | None = None
+        for piece in job.flat.split(max(1, _PIECE_BYTES // job.flat.element_size())):
+            self._run_inside(native.ALL_REDUCE, job.dtype, inside, piece, piece.numel(), job.timeout)
+            work = None if self._between is None else self._between.allreduce([piece], opts)
+            if before is not None:
+                self._spread(*before, job)
+            before = piece, work
+        assert before is not None  # even of nothing there is one piece
+        self._spread(*before, job)
 
-    def _spread(self, piece: torch.Tensor, between: Sequence[Any], number: int, op: int) -> None:
-        if between:
-            between[number].wait()
-            if op == native.AVG:
+    def _spread(self, piece: torch.Tensor, between: Any, job: _Job) -> None:
+        if between is not None:
+            self._await(between)
+            if job.op == native.AVG:
                 piece.div_(self._size, rounding_mode=None if piece.is_floating_point() else "trunc")
-        self._on_piece(native.BROADCAST, piece, native.BYTES, 0)
+        self._run_inside(native.BROADCAST, native.BYTES, 0, piece, piece.nbytes, job.timeout)
 
-    def _on_piece(self, kind: int, piece: torch.Tensor, dtype: int, op: int) -> None:
-        count = piece.nbytes if dtype == native.BYTES else piece.numel()
-        self._inside.run((kind, dtype, op, 0, piece.data_ptr(), piece.data_ptr(), count))
+    def _run_inside(self, kind: int, dtype: int, op: int, piece: torch.Tensor, count: int, timeout: timedelta) -> None:
+        if self._is_closing:
+            raise native.TransportError(_CLOSED)
+        asked = kind, dtype, op, 0, piece.data_ptr(), piece.data_ptr(), count
+        self._inside.run(asked, max(0.0, timeout.total_seconds()))
+
+    def _await(self, work: Any) -> None:
+        """Wait for the other hosts, as long as none of them has given up."""
+        while not work.is_completed():
+            try:
+                work.wait(timedelta(seconds=_LOOK_S))
+            except RuntimeError:
+                if self._is_closing:
+                    raise native.TransportError(_CLOSED) from None
+                if reason := self._read_reason():
+                    raise native.TransportError(reason) from None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            # gloo names an address; on the host of the lost rank somebody knows its number.
+            deadline = time.monotonic() + _HEARSAY_S
+            while not (reason := self._read_reason()) and time.monotonic() < deadline:
+                time.sleep(_LOOK_S / 5)
+            lost = f"the connection to the host of rank {self._others} failed: {str(error).splitlines()[0]}"
+            raise native.TransportError(reason or lost) from error
+
+    # -- failing ------------------------------------------------------------------------------------------------------
+
+    def _give_up(self, error: Exception) -> Exception:
+        """Tell all hosts why, and let nobody on this one wait for this rank; returns the error that counts."""
+        if self._is_closing:
+            return error
+        reason = self._read_reason()
+        if not reason:
+            try:
+                self._notes.set("reason", str(error))
+            except RuntimeError:  # the store went with the rank that kept it
+                pass
+        self._inside.close()
+        return native.TransportError(reason) if reason else error
+
+    def _read_reason(self) -> str:
+        """Why another rank has given up; empty if none has."""
+        try:
+            return self._notes.get("reason").decode() if self._notes.check(["reason"]) else ""
+        except RuntimeError:
+            return ""

@@ -25,7 +25,7 @@ ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER = range(5)
 F32, F64, BF16, F16, I32, I64, BYTES = range(7)
 SUM, AVG, MIN, MAX = range(4)
 ITEM_BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, BYTES: 1}
-OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED = range(9)
+OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range(10)
 
 # An operation: kind, type, reduction, root, addresses of input and output, number of elements.
 Asked = tuple[int, int, int, int, int, int, int]
@@ -33,8 +33,7 @@ Asked = tuple[int, int, int, int, int, int, int]
 SOURCES = Path(__file__).parent / "native"
 # No contraction of products and sums: every kind of processor must round alike.
 COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]
-# Of the interface; PLN_VERSION in paceline_native.h is the same.
-_VERSION = 1
+_VERSION = 2  # PLN_VERSION in the header
 
 
 class TransportError(CollectiveError, RuntimeError):
@@ -90,6 +89,7 @@ def load_library() -> ctypes.CDLL:
         "pln_wait": (number, [pointer, ctypes.c_int64, seconds]),
         "pln_is_done": (number, [pointer, ctypes.c_int64]),
         "pln_explain": (None, [pointer, ctypes.c_char_p, ctypes.c_size_t]),
+        "pln_reduce": (None, [number, number, pointer, number, pointer, number, ctypes.c_size_t, number]),
         "pln_cpu": (ctypes.c_char_p, []),
         "pln_use_cpu": (number, [ctypes.c_char_p]),
     }
@@ -108,10 +108,12 @@ def why_not() -> str:
     if path is None:
         return "its C core is not built: install Paceline again where a C compiler is"
     try:
-        version = ctypes.CDLL(str(path)).pln_version()
-    except (OSError, AttributeError) as error:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
         return f"its C core does not load: {error}"
-    return "" if version == _VERSION else "its C core is of another version: install Paceline again"
+    if not hasattr(library, "pln_version") or library.pln_version() != _VERSION:
+        return f"its C core ({path}) was built from other sources: install Paceline again"
+    return ""
 
 
 class Segment(Protocol):
@@ -121,7 +123,10 @@ class Segment(Protocol):
 
 
 class NativeGroup:
-    """Ranks that share a segment. The addresses that are passed must stay valid until the operation is over."""
+    """Ranks that share a segment, which must stay until `close`, and what operations are on until they are over.
+
+    The C side lives as long as this object and not only until `close`: another thread may be inside a call.
+    """
 
     def __init__(
         self,
@@ -133,12 +138,13 @@ class NativeGroup:
         timeout_s: float,
         stopped_s: float,
     ) -> None:
+        self._handle: int | None = None
         self._library, size = load_library(), len(names)
         c_names, c_pids = (ctypes.c_int32 * size)(*names), (ctypes.c_int64 * size)(*pids)
         handle = self._library.pln_open(segment.address, slot_bytes, rank, size, c_names, c_pids, timeout_s, stopped_s)
         if not handle:
             raise ConfigError(f"{size} ranks cannot share one segment")
-        self._handle, self._segment, self._is_closed = handle, segment, False
+        self._handle, self._segment = handle, segment
         # Bound once: a small message takes a few microseconds.
         self._run, self._submit, self._wait = self._library.pln_run, self._library.pln_submit, self._library.pln_wait
 
@@ -159,7 +165,7 @@ class NativeGroup:
         """Wait for a ticket; `TransportError` if it failed, or if it takes longer than `timeout_s`."""
         code = self._wait(self._handle, ticket, -1.0 if timeout_s is None else timeout_s)
         if code:
-            if code == TIMEOUT and timeout_s is not None and not self.is_done(ticket):
+            if code == RUNNING:
                 raise TransportError(f"Timed out waiting {timeout_s:g} s for an operation in shared memory")
             raise self._explain(code)
 
@@ -170,16 +176,14 @@ class NativeGroup:
         return bool(self._library.pln_add_arena(self._handle, serial, address, part_bytes) == OK)
 
     def remove_arena(self, serial: int) -> None:
-        if not self._is_closed:
-            self._library.pln_remove_arena(self._handle, serial)
+        self._library.pln_remove_arena(self._handle, serial)
 
     def close(self) -> None:
-        """Leave. Threads that wait get an error; the memory goes when none of them is left."""
-        self._is_closed = True
+        """Leave the group; what still runs or waits here, on any thread, ends with an error."""
         self._library.pln_close(self._handle)
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None):
+        if self._handle:
             self._library.pln_free(self._handle)
 
     def _explain(self, code: int) -> TransportError:

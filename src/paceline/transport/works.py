@@ -109,40 +109,74 @@ class NativeWork(Work):
 
 
 class Promises:
-    """Completes Futures in the order of their operations, on a thread that starts with the first one."""
+    """Completes Futures in the order of their operations.
+
+    One thread waits for operations. What was to follow a Future may itself wait for a later one, so while it runs
+    another thread waits; threads start when there is none to do so.
+    """
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[NativeWork, torch.futures.Future, list[torch.Tensor]] | None]
+        self._waiting: queue.SimpleQueue[tuple[Work, torch.futures.Future, list[torch.Tensor]] | None]
         self._waiting = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._num_free = 0  # threads that wait, or will when it is their turn
+        self._is_closed = False
 
-    def promise(self, work: NativeWork, tensors: list[torch.Tensor]) -> torch.futures.Future:
+    def promise(self, work: Work, tensors: list[torch.Tensor]) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
-        if self._thread is threading.current_thread():
-            # Asked for by a callback, which may wait for it, and nobody else would complete it.
-            _complete(work, future, tensors)
-            return future
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._keep, name="paceline-promises", daemon=True)
-            self._thread.start()
-        self._waiting.put((work, future, tensors))
+        with self._lock:
+            is_late = self._is_closed
+            if not is_late:
+                self._provide_thread()
+                self._waiting.put((work, future, tensors))
+        if is_late:  # so is the operation, one way or the other
+            _complete(future, tensors, _outcome(work))
         return future
 
     def close(self) -> None:
-        if self._thread is not None:
+        with self._lock:
+            threads, self._threads = self._threads, []
+            self._is_closed = True
             self._waiting.put(None)
-            self._thread.join()
-            self._thread = None
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _provide_thread(self) -> None:
+        if not self._num_free:
+            thread = threading.Thread(target=self._keep, name="paceline-promises", daemon=True)
+            self._threads.append(thread)
+            self._num_free += 1
+            thread.start()
 
     def _keep(self) -> None:
-        while (entry := self._waiting.get()) is not None:
-            _complete(*entry)
+        while True:
+            with self._turn:
+                entry = self._waiting.get()
+                if entry is None:
+                    self._waiting.put(None)  # for the next thread
+                    return
+                work, future, tensors = entry
+                error = _outcome(work)
+            with self._lock:
+                self._num_free -= 1
+                self._provide_thread()
+            _complete(future, tensors, error)
+            with self._lock:
+                self._num_free += 1
 
 
-def _complete(work: NativeWork, future: torch.futures.Future, tensors: list[torch.Tensor]) -> None:
+def _outcome(work: Work) -> Exception | None:
     try:
         work.wait()
     except Exception as error:
-        future.set_exception(error)
-    else:
+        return error
+    return None
+
+
+def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: Exception | None) -> None:
+    if error is None:
         future.set_result(tensors)
+    else:
+        future.set_exception(error)

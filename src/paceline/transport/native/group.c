@@ -12,6 +12,7 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -120,17 +121,27 @@ static int is_there(const seat *peer, uint32_t phase)
     return (int32_t)(atomic_load_explicit(&peer->progress, memory_order_acquire) - phase) >= 0;
 }
 
+/* The state of a peer's process; 0 if it is no more. */
+static char look_at_peer(const pln_group *g, int r)
+{
+    if (!g->sees_processes)
+        return kill((pid_t)g->pids[r], 0) != 0 && errno == ESRCH ? 0 : '?';
+    uint64_t start = 0;
+    const char state = pln_look_at_process(g->pids[r], &start);
+    return state == 'Z' || state == 'X' || (state != '?' && start != g->starts[r]) ? 0 : state;
+}
+
 /* Whether a peer that has not come can still come. */
-static int check_peer(pln_group *g, int r, uint32_t phase, double now, double *stopped_since)
+static int check_peer(pln_group *g, int r, uint32_t phase, double now)
 {
     const seat *peer = &g->shared->seats[r];
+    double *stopped_since = &g->stopped_since[r];
     if (atomic_load(&peer->has_left))
         return is_there(peer, phase) ? PLN_OK : pln_break(g, PLN_LEFT, r);
     if (g->pids[r] <= 0)
         return PLN_OK;
-    uint64_t start = 0;
-    const char state = pln_look_at_process(g->pids[r], &start);
-    if (state == 0 || state == 'Z' || state == 'X' || (state != '?' && start != g->starts[r]))
+    const char state = look_at_peer(g, r);
+    if (state == 0)
         return is_there(peer, phase) ? PLN_OK : pln_break(g, PLN_DEAD, r);
     if (state != 'T')
         *stopped_since = 0;
@@ -138,6 +149,24 @@ static int check_peer(pln_group *g, int r, uint32_t phase, double now, double *s
         *stopped_since = now;
     else if (now - *stopped_since > g->stopped_s)
         return pln_break(g, PLN_STOPPED, r);
+    return PLN_OK;
+}
+
+/* Look at all peers that have not come, not only at the one that is waited for: that one may be late for long, while
+ * another is dead already. */
+static int check_peers(pln_group *g, uint32_t phase, double now)
+{
+    if (g->last_look <= 0 || now - g->last_look > 10 * NAP_S) /* the first; or this process was itself stopped or starved */
+        memset(g->stopped_since, 0, sizeof g->stopped_since);
+    else if (now - g->last_look < NAP_S / 2)
+        return PLN_OK;
+    g->last_look = now;
+    for (int step = 1; step < g->size; step++) {
+        const int r = (g->rank + step) % g->size;
+        const int code = is_there(&g->shared->seats[r], phase) ? PLN_OK : check_peer(g, r, phase, now);
+        if (code != PLN_OK)
+            return code;
+    }
     return PLN_OK;
 }
 
@@ -152,7 +181,6 @@ static int await_peer(pln_group *g, int r, uint32_t phase)
             RELAX();
         }
     } while (pln_now() < spin_until);
-    double stopped_since = 0, last = began;
     while (!is_there(peer, phase)) {
         const uint32_t broken = atomic_load(&g->shared->broken);
         if (broken != 0)
@@ -166,14 +194,9 @@ static int await_peer(pln_group *g, int r, uint32_t phase)
             futex_wait(&peer->progress, seen, NAP_S);
         atomic_fetch_sub(&peer->sleepers, 1);
         const double now = pln_now();
-        if (now - last > 10 * NAP_S)
-            stopped_since = 0; /* this process was itself stopped, or starved: begin anew */
-        if (now - last > NAP_S / 2) {
-            const int code = check_peer(g, r, phase, now, &stopped_since);
-            if (code != PLN_OK)
-                return code;
-            last = now;
-        }
+        const int code = now - began > NAP_S / 2 ? check_peers(g, phase, now) : PLN_OK;
+        if (code != PLN_OK)
+            return code;
         if (now - g->began > g->limit_s && !is_there(peer, phase))
             return pln_break(g, PLN_TIMEOUT, r);
     }
@@ -183,6 +206,7 @@ static int await_peer(pln_group *g, int r, uint32_t phase)
 /* Wait until every rank has finished a phase. */
 static int await(pln_group *g, uint32_t phase)
 {
+    g->last_look = 0;
     for (int step = 1; step < g->size; step++) {
         const int code = await_peer(g, (g->rank + step) % g->size, phase);
         if (code != PLN_OK)
@@ -517,7 +541,7 @@ int pln_execute(pln_group *g, request *o)
 
 /* -- what went wrong, in words -- */
 
-static void describe(const request *o, char *text, size_t bytes)
+static void describe(const pln_group *g, const request *o, char *text, size_t bytes)
 {
     static const char *const kinds[] = {"all-reduce", "reduce-scatter", "all-gather", "broadcast", "barrier"};
     static const char *const dtypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64", "bytes"};
@@ -525,7 +549,8 @@ static void describe(const request *o, char *text, size_t bytes)
     if (o->kind == PLN_BARRIER)
         snprintf(text, bytes, "a barrier");
     else if (o->kind == PLN_BROADCAST)
-        snprintf(text, bytes, "a broadcast of %llu %s from %d", (unsigned long long)o->count, dtypes[o->dtype], o->root);
+        snprintf(text, bytes, "a broadcast of %llu %s from rank %d", (unsigned long long)o->count, dtypes[o->dtype],
+                 g->names[o->root]);
     else if (o->kind == PLN_ALL_GATHER)
         snprintf(text, bytes, "an all-gather of %llu %s", (unsigned long long)o->count, dtypes[o->dtype]);
     else
@@ -533,7 +558,7 @@ static void describe(const request *o, char *text, size_t bytes)
                  (unsigned long long)o->count, dtypes[o->dtype]);
 }
 
-void pln_explain(pln_group *g, char *text, size_t bytes)
+void pln_put_in_words(pln_group *g, char *text, size_t bytes)
 {
     const uint32_t broken = atomic_load(&g->shared->broken);
     const int code = (int)(broken & 0xff), culprit = (int)(broken >> 8);
@@ -557,8 +582,8 @@ void pln_explain(pln_group *g, char *text, size_t bytes)
         snprintf(text, bytes, "rank %d (process %lld) did not come within the time limit", name, pid);
         break;
     case PLN_MISMATCH:
-        describe(asked_by(g, 0), here, sizeof here);
-        describe(asked_by(g, culprit), there, sizeof there);
+        describe(g, asked_by(g, 0), here, sizeof here);
+        describe(g, asked_by(g, culprit), there, sizeof there);
         snprintf(text, bytes, "ranks ask for different things: rank %d for %s, rank %d for %s", g->names[0], here, name,
                  there);
         break;

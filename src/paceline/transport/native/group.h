@@ -43,7 +43,7 @@ struct pln_group {
     segment *shared;
     char *slots;
     uint64_t slot_bytes;
-    int rank, size;
+    int rank, size, sees_processes;
     int32_t names[PLN_MAX_RANKS];
     int64_t pids[PLN_MAX_RANKS];
     uint64_t starts[PLN_MAX_RANKS];
@@ -55,6 +55,7 @@ struct pln_group {
     uint64_t stage, num_ops;
     arena where; /* its vector lies, if in any */
     double began, limit_s;
+    double last_look, stopped_since[PLN_MAX_RANKS]; /* in the wait for one phase */
 
     /* The queue: tickets 1, 2, ... are submitted, then finished, in order; those from `first_failed` on have failed. */
     pid_t owner;
@@ -65,6 +66,8 @@ struct pln_group {
     int64_t submitted, finished, first_failed;
     int failure, is_busy, has_worker;
     _Atomic int is_closing;
+    char last_words[512]; /* what there was to explain when the group was closed */
+    int has_last_words;
 };
 
 double pln_now(void);
@@ -73,5 +76,6 @@ void pln_settle(pln_group *g, void *shared, uint64_t slot_bytes);
 int pln_break(pln_group *g, int code, int culprit);
 void pln_say_farewell(pln_group *g);
 int pln_execute(pln_group *g, request *o);
+void pln_put_in_words(pln_group *g, char *text, size_t bytes);
 
 #endif

@@ -94,6 +94,27 @@ __attribute__((constructor)) static void choose(void)
 
 const char *pln_cpu(void) { return chosen_name; }
 
+/* How the caller's thread rounds, and whether it keeps subnormal numbers, is its own affair: here all ranks do alike. */
+#if defined(__x86_64__)
+#define PLAIN_MODE 0x1f80
+static uint64_t read_mode(void) { return _mm_getcsr() & 0xffc0; } /* the rest are flags */
+static void write_mode(uint64_t mode) { _mm_setcsr((unsigned)mode); }
+#else
+#define PLAIN_MODE 0
+#if defined(__aarch64__)
+static uint64_t read_mode(void)
+{
+    uint64_t mode;
+    __asm__ __volatile__("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+static void write_mode(uint64_t mode) { __asm__ __volatile__("msr fpcr, %0" : : "r"(mode)); }
+#else
+static uint64_t read_mode(void) { return PLAIN_MODE; }
+static void write_mode(uint64_t mode) { (void)mode; }
+#endif
+#endif
+
 size_t pln_element_bytes(int dtype)
 {
     static const size_t bytes[PLN_NUM_DTYPES] = {4, 8, 2, 2, 4, 8, 1};
@@ -104,5 +125,10 @@ void pln_reduce(int dtype, int op, void *const *dst, int num_dst, const void *co
                 int divisor)
 {
     const int how = op == PLN_AVG && (divisor & (divisor - 1)) == 0 ? SCALED : op;
+    const uint64_t mode = read_mode();
+    if (mode != PLAIN_MODE)
+        write_mode(PLAIN_MODE);
     chosen[dtype][how](dst, num_dst, src, num_src, count * pln_element_bytes(dtype), divisor);
+    if (mode != PLAIN_MODE)
+        write_mode(mode);
 }

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PLN_VERSION 1
+#define PLN_VERSION 2 /* of this interface; native.py wants the same */
 #define PLN_MAX_RANKS 256
 #define PLN_MAX_ARENAS 64
 
@@ -14,8 +14,8 @@ enum { PLN_ALL_REDUCE, PLN_REDUCE_SCATTER, PLN_ALL_GATHER, PLN_BROADCAST, PLN_BA
 enum { PLN_F32, PLN_F64, PLN_BF16, PLN_F16, PLN_I32, PLN_I64, PLN_U8, PLN_NUM_DTYPES };
 enum { PLN_SUM, PLN_AVG, PLN_MIN, PLN_MAX, PLN_NUM_OPS };
 
-/* What a call returns: 0, or why the group can be used no more. */
-enum { PLN_OK, PLN_DEAD, PLN_STOPPED, PLN_LEFT, PLN_TIMEOUT, PLN_MISMATCH, PLN_CLOSED, PLN_BAD, PLN_FORKED };
+/* What a call returns: 0, or why the group can be used no more; the last says that an operation still runs. */
+enum { PLN_OK, PLN_DEAD, PLN_STOPPED, PLN_LEFT, PLN_TIMEOUT, PLN_MISMATCH, PLN_CLOSED, PLN_BAD, PLN_FORKED, PLN_RUNNING };
 
 typedef struct pln_group pln_group;
 
@@ -39,9 +39,9 @@ uint64_t pln_segment_bytes(int size, uint64_t slot_bytes);
 /* Join as `rank` of `size`. `names` and `pids` say what to call the ranks in errors and how to see that they live. */
 pln_group *pln_open(void *segment, uint64_t slot_bytes, int rank, int size, const int32_t *names, const int64_t *pids,
                     double timeout_s, double stopped_s);
-/* Leave: who still waits for this rank is told so, and nothing runs any more. Calls say PLN_CLOSED from then on. */
+/* Leave: who still waits for this rank is told so. Ends the worker and what runs on other threads; the memory is the
+ * caller's again. Every later call says that the group is closed, until `pln_free`, after which there is no group. */
 void pln_close(pln_group *group);
-/* Nobody may be inside a call any more; the segment is the caller's again. */
 void pln_free(pln_group *group);
 
 /* Memory in which all ranks have a part of `part_bytes`, one after the other: vectors in it are reduced where they lie.
@@ -55,7 +55,7 @@ int64_t pln_submit(pln_group *group, int kind, int dtype, int op, int root, cons
                    double timeout_s);
 int pln_run(pln_group *group, int kind, int dtype, int op, int root, const void *in, void *out, uint64_t count,
             double timeout_s);
-/* Wait for a ticket; PLN_TIMEOUT if it takes longer than `timeout_s` (below 0: as long as it takes). */
+/* Wait for a ticket; PLN_RUNNING if it takes longer than `timeout_s` (below 0: as long as it takes). */
 int pln_wait(pln_group *group, int64_t ticket, double timeout_s);
 int pln_is_done(pln_group *group, int64_t ticket);
 /* What went wrong, in words. */

@@ -3,12 +3,11 @@
 #define _GNU_SOURCE
 #include "group.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
-
-int pln_version(void) { return PLN_VERSION; }
 
 static void conclude(pln_group *g, int code)
 {
@@ -41,6 +40,15 @@ static void *work(void *argument)
     return NULL;
 }
 
+/* Whether /proc is there, and of this process's own name space. */
+static int sees_processes(void)
+{
+    char own[24] = {0};
+    return readlink("/proc/self", own, sizeof own - 1) > 0 && strtoll(own, NULL, 10) == getpid();
+}
+
+int pln_version(void) { return PLN_VERSION; }
+
 pln_group *pln_open(void *shared, uint64_t slot_bytes, int rank, int size, const int32_t *names, const int64_t *pids,
                     double timeout_s, double stopped_s)
 {
@@ -51,6 +59,7 @@ pln_group *pln_open(void *shared, uint64_t slot_bytes, int rank, int size, const
         return NULL;
     memset(g, 0, sizeof *g);
     g->rank = rank, g->size = size, g->timeout_s = timeout_s, g->stopped_s = stopped_s, g->owner = getpid();
+    g->sees_processes = sees_processes();
     for (int r = 0; r < size; r++) {
         g->names[r] = names[r];
         g->pids[r] = pids[r];
@@ -68,28 +77,36 @@ pln_group *pln_open(void *shared, uint64_t slot_bytes, int rank, int size, const
     return g;
 }
 
+/* A process that was forked from a rank has the rank's group without its threads, and its lock as it was: no use. */
+static int is_foreign(const pln_group *g) { return getpid() != g->owner; }
+
 void pln_close(pln_group *g)
 {
-    if (getpid() != g->owner || atomic_load(&g->is_closing))
+    if (is_foreign(g))
         return;
-    pln_say_farewell(g);
     pthread_mutex_lock(&g->lock);
+    if (!atomic_load(&g->is_closing))
+        pln_say_farewell(g);
     atomic_store(&g->is_closing, 1);
+    const int is_mine_to_join = g->has_worker;
+    g->has_worker = 0;
     pthread_cond_broadcast(&g->has_work);
     pthread_cond_broadcast(&g->has_result);
     pthread_mutex_unlock(&g->lock);
-    if (g->has_worker)
+    if (is_mine_to_join)
         pthread_join(g->worker, NULL);
-    /* Nobody runs an operation any more, on whichever thread. */
     pthread_mutex_lock(&g->lock);
-    while (g->is_busy)
+    while (g->is_busy) /* on a thread that called `pln_run` */
         pthread_cond_wait(&g->has_result, &g->lock);
+    if (!g->has_last_words)
+        pln_put_in_words(g, g->last_words, sizeof g->last_words);
+    g->has_last_words = 1;
     pthread_mutex_unlock(&g->lock);
 }
 
 void pln_free(pln_group *g)
 {
-    if (getpid() == g->owner) { /* a forked child has a copy of locks that nobody will open */
+    if (!is_foreign(g)) {
         pln_close(g);
         pthread_cond_destroy(&g->has_work);
         pthread_cond_destroy(&g->has_result);
@@ -98,9 +115,25 @@ void pln_free(pln_group *g)
     free(g);
 }
 
+void pln_explain(pln_group *g, char *text, size_t bytes)
+{
+    if (is_foreign(g)) {
+        snprintf(text, bytes, "this process was forked from a rank");
+        return;
+    }
+    pthread_mutex_lock(&g->lock);
+    if (g->has_last_words)
+        snprintf(text, bytes, "%s", g->last_words);
+    else
+        pln_put_in_words(g, text, bytes);
+    pthread_mutex_unlock(&g->lock);
+}
+
 int pln_add_arena(pln_group *g, int serial, void *base, uint64_t part_bytes)
 {
     int code = PLN_BAD;
+    if (is_foreign(g))
+        return PLN_FORKED;
     pthread_mutex_lock(&g->lock);
     for (int a = 0; a < PLN_MAX_ARENAS && code != PLN_OK; a++)
         if (g->arenas[a].serial == 0) {
@@ -114,6 +147,8 @@ int pln_add_arena(pln_group *g, int serial, void *base, uint64_t part_bytes)
 int pln_remove_arena(pln_group *g, int serial)
 {
     int code = PLN_BAD;
+    if (is_foreign(g))
+        return PLN_FORKED;
     pthread_mutex_lock(&g->lock);
     for (int a = 0; a < PLN_MAX_ARENAS; a++)
         if (g->arenas[a].serial == serial) {
@@ -126,7 +161,7 @@ int pln_remove_arena(pln_group *g, int serial)
 
 static int check(pln_group *g, int kind, int dtype, int op, int root)
 {
-    if (getpid() != g->owner)
+    if (is_foreign(g))
         return PLN_FORKED;
     if (kind < 0 || kind >= PLN_NUM_KINDS || dtype < 0 || dtype >= PLN_NUM_DTYPES || op < 0 || op >= PLN_NUM_OPS ||
         root < 0 || root >= g->size)
@@ -203,7 +238,7 @@ int pln_run(pln_group *g, int kind, int dtype, int op, int root, const void *in,
 
 int pln_wait(pln_group *g, int64_t ticket, double timeout_s)
 {
-    if (getpid() != g->owner)
+    if (is_foreign(g))
         return PLN_FORKED;
     const double until = pln_now() + timeout_s;
     const struct timespec deadline = {(time_t)until, (long)((until - (double)(time_t)until) * 1e9)};
@@ -217,15 +252,18 @@ int pln_wait(pln_group *g, int64_t ticket, double timeout_s)
     }
     int code = status_of(g, ticket);
     if (g->finished < ticket)
-        code = atomic_load(&g->is_closing) ? PLN_CLOSED : PLN_TIMEOUT;
+        code = atomic_load(&g->is_closing) ? PLN_CLOSED : PLN_RUNNING;
     pthread_mutex_unlock(&g->lock);
     return code;
 }
 
+/* What a group that is closed has not finished, it never will. */
 int pln_is_done(pln_group *g, int64_t ticket)
 {
+    if (is_foreign(g))
+        return 1;
     pthread_mutex_lock(&g->lock);
-    const int done = g->finished >= ticket;
+    const int done = g->finished >= ticket || atomic_load(&g->is_closing);
     pthread_mutex_unlock(&g->lock);
     return done;
 }

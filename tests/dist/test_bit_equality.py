@@ -1,0 +1,101 @@
+"""On paceline a gradient's average is the same to the bit on every rank, in every run and for every plan of buckets."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.parallel.channel import Channel
+from paceline.parallel.replicas import find_members
+from paceline.plan import plan_by_cap, plan_shaped
+from paceline.transport import why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
+
+STEPS = 3  # in the first the order is learnt; from the second on buckets leave during backward
+CAPS_BYTES = (1, 1000, 20_000, 200_000, 10_000_000)
+
+
+class Layers(nn.Module):
+    """Tensors from one element to some that every rank reduces in several parts."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = (11, 5001, 3, 1)
+        layers = [nn.Linear(*pair, dtype=dtype) for pair in zip(sizes, sizes[1:], strict=False)]
+        self.layers, self.scale = nn.ModuleList(layers), nn.Parameter(torch.ones((), dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+
+def list_plans(module: nn.Module) -> dict[str, dict[str, Any]]:
+    gradients = find_members(module).gradients
+    backwards = range(len(gradients) - 1, -1, -1)
+    caps: dict[str, Any] = {f"cap of {cap} bytes": {"bucket_cap_mb": cap / 2**20} for cap in CAPS_BYTES}
+    return caps | {
+        "default": {},
+        "in 7 KB": {"plan": plan_shaped(gradients, backwards, cap_bytes=7000, tail_bytes=20)},
+        "in 50 KB": {"plan": plan_shaped(gradients, backwards, cap_bytes=50_000, tail_bytes=5000)},
+        "in forward order": {"plan": plan_by_cap(gradients, range(len(gradients)), cap_bytes=20_000)},
+        "per parameter": {"reducer": "per_parameter"},
+        "flat": {"reducer": "flat"},
+        "overlap": {"reducer": "overlap"},
+    }
+
+
+@contextlib.contextmanager
+def buckets_elsewhere() -> Iterator[None]:
+    """In this process's own memory, where the transport has to fetch what it reduces."""
+    allocate = Channel.allocate
+    Channel.allocate = lambda self, numel, dtype, device: torch.zeros(numel, dtype=dtype, device=device)
+    try:
+        yield
+    finally:
+        Channel.allocate = allocate
+
+
+def find_bits(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
+    """The bits of all gradients, by step; every rank draws its own numbers, in which the order of a sum shows."""
+    torch.manual_seed(1)
+    model = paceline.DataParallel(Layers(dtype), **options)
+    bits = []
+    for step in range(STEPS):
+        torch.manual_seed(100 * step + rank)
+        model.zero_grad()
+        model(torch.randn(2, 11, dtype=dtype)).square().mean().backward()
+        grads = [param.grad.contiguous().reshape(-1).view(torch.uint8) for param in model.parameters()]
+        bits.append(hashlib.sha256(torch.cat(grads).numpy().tobytes()).hexdigest())
+    model.stop()
+    return bits
+
+
+def collect(dtype: torch.dtype) -> dict[str, list[str]]:
+    found = {}
+    with paceline.init("paceline", "cpu", announce=None, threads=1, timeout_s=20) as world:
+        for name, options in list_plans(Layers(dtype)).items():
+            found[name] = find_bits(world.rank, dtype, options)
+            with buckets_elsewhere():
+                found[f"{name}, not in shared memory"] = find_bits(world.rank, dtype, options)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"),
+    [(2, torch.float32), (3, torch.float32), (3, torch.bfloat16), (4, torch.bfloat16)],
+)
+def test_averages_are_equal_to_the_bit(on_ranks, num_ranks, dtype):
+    runs = [found for _ in range(2) for found in on_ranks(num_ranks, collect, dtype)]
+    wanted = runs[0]["default"]
+    assert len(set(wanted)) == STEPS
+    different = {name for found in runs for name, bits in found.items() if bits != wanted}
+    assert not different

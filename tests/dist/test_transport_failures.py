@@ -1,0 +1,277 @@
+"""What survivors are told when a rank is killed, stops, does not come, leaves or differs; and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from paceline.transport import native
+from tests.dist.forked_ranks import Ranks, own_sockets
+
+if native.why_not():
+    pytest.skip(f"NOT TESTED: {native.why_not()}", allow_module_level=True)
+
+HERE = "tests.dist.test_transport_failures:"
+SOON_S = 2.0  # after the death, or after the limit that was set
+STOPPED_S = 1.2  # the transport's own limit
+SIZES = (1, 1_000, 40_000, 300_000, 1_500_000)
+
+
+def all_reduce(tensor: torch.Tensor, timeout_s: float) -> Any:
+    """With a time limit of its own, which torch's function does not take."""
+    options = c10d.AllreduceOptions()
+    options.timeout = timedelta(seconds=timeout_s)
+    return dist.group.WORLD.allreduce([tensor], options)
+
+
+def catch(call: Any) -> dict[str, Any]:
+    try:
+        while True:
+            call()
+    except RuntimeError as error:
+        return {"when_s": time.monotonic(), "error": str(error), "kind": type(error).__name__}
+
+
+def work_until_it_fails(rank: int, say: Any, seed: int, timeout_s: float) -> dict[str, Any]:
+    """All-reduces of mixed sizes, some waited for at once, in the same order on all ranks."""
+    draw = random.Random(seed)
+    tensors = {size: torch.ones(size) for size in SIZES}
+    shared = dist.group.WORLD.allocate(4 * 300_000).view(torch.float32)
+    pending: list[Any] = []
+
+    def step() -> None:
+        tensor = shared if draw.random() < 0.2 else tensors[draw.choice(SIZES)]
+        pending.append(all_reduce(tensor, timeout_s))
+        if draw.random() < 0.5 or len(pending) > 10:
+            while pending:
+                pending.pop(0).wait()
+
+    for _ in range(3):
+        step()
+    say(own_sockets())
+    told = catch(step)
+    again = catch(lambda: dist.all_reduce(tensors[1]))
+    assert again["error"] == told["error"]  # it stays so
+    return told
+
+
+def harm(trials: int, seed: int, number: int, timeout_s: float, words: str, limit_s: float) -> list[float]:
+    """Send a signal to one of three ranks, again and again; the seconds until the last survivor was told."""
+    draw, took = random.Random(seed), []
+    for trial in range(trials):
+        with Ranks(3, work_until_it_fails, draw.random(), timeout_s) as ranks:
+            sockets = {name for names in ranks.hear_all() for name in names}
+            assert sockets, "nothing to look for"
+            victim = draw.randrange(3)
+            time.sleep(draw.random() * 0.05)
+            harmed = time.monotonic()
+            os.kill(ranks.pids[victim], number)
+            for rank, told in ranks.conclude(victim).items():
+                late = told["when_s"] - harmed
+                about = f"trial {trial} (seed {seed}): rank {rank} was told {told} after {late:.2f} s"
+                assert f"rank {victim} (process {ranks.pids[victim]}) {words}" in told["error"], about
+                assert told["kind"] == "TransportError" and late < limit_s + SOON_S, about
+                took.append(late)
+        known = Path("/proc/net/unix").read_text()
+        assert not [name for name in sockets if name in known], "sockets left behind"
+    return took
+
+
+def in_shared_folder() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "paceline" in name}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_rank_is_named_by_every_survivor(forked, seed):
+    before = in_shared_folder()
+    took = forked(HERE + "harm", 8, seed, signal.SIGKILL, 30.0, "has died", 0.0)
+    assert len(took) == 16
+    assert in_shared_folder() <= before
+
+
+def test_a_stopped_rank_is_named_by_every_survivor(forked):
+    took = forked(HERE + "harm", 4, 10, signal.SIGSTOP, 30.0, "is stopped", STOPPED_S)
+    assert min(took) > STOPPED_S  # or a rank that is stopped for a moment would be lost
+
+
+def test_a_stopped_rank_is_named_at_a_shorter_limit(forked):
+    took = forked(HERE + "harm", 6, 20, signal.SIGSTOP, 0.5, "did not come within the time limit", 0.5)
+    assert min(took) < STOPPED_S
+
+
+def stop_for_a_moment() -> None:
+    with Ranks(2, work_until_it_fails, 5, 30.0) as ranks:
+        ranks.hear_all()
+        for _ in range(3):
+            os.kill(ranks.pids[1], signal.SIGSTOP)
+            time.sleep(STOPPED_S / 3)
+            os.kill(ranks.pids[1], signal.SIGCONT)
+            time.sleep(0.1)
+        os.kill(ranks.pids[1], signal.SIGKILL)  # and not before
+        assert "has died" in ranks.conclude(1)[0]["error"]
+
+
+def test_a_rank_that_is_stopped_for_a_moment_is_not_given_up(forked):
+    forked(HERE + "stop_for_a_moment")
+
+
+def not_come(missing: int) -> None:
+    with Ranks(3, stay_away_asleep, missing) as ranks:
+        answers = ranks.conclude()
+        for rank in {0, 1, 2} - {missing}:
+            assert f"rank {missing} (process {ranks.pids[missing]}) did not come within" in answers[rank]["error"]
+            assert 0.5 <= answers[rank]["took_s"] < 0.5 + SOON_S, answers
+
+
+def stay_away_asleep(rank: int, say: Any, missing: int) -> dict[str, Any]:
+    dist.barrier()
+    began = time.monotonic()
+    if rank == missing:
+        time.sleep(1.5)
+        # Late, it hears that the others have given it up, and does not wait for them.
+        told = catch(lambda: all_reduce(torch.ones(50_000), 30.0).wait())
+        assert time.monotonic() - began < 1.5 + SOON_S and f"rank {missing}" in told["error"], told
+        return told
+    told = catch(lambda: all_reduce(torch.ones(50_000), 0.5).wait())
+    return told | {"took_s": told["when_s"] - began}
+
+
+@pytest.mark.parametrize("missing", range(3))
+def test_a_rank_that_does_not_come_is_named(forked, missing):
+    forked(HERE + "not_come", missing)
+
+
+def wait_for_two(rank: int, say: Any) -> dict[str, Any]:
+    """Rank 0 waits for both others, of which the first sleeps and the second will be dead."""
+    dist.barrier()
+    say("ready")
+    if rank == 0:
+        return catch(lambda: dist.all_reduce(torch.ones(9)))
+    time.sleep(30)
+    return {}
+
+
+def kill_behind_a_sleeper() -> None:
+    with Ranks(3, wait_for_two) as ranks:
+        ranks.hear_all()
+        killed = time.monotonic()
+        os.kill(ranks.pids[2], signal.SIGKILL)
+        told = ranks.conclude(1, 2)[0]
+        assert f"rank 2 (process {ranks.pids[2]}) has died" in told["error"]
+        assert told["when_s"] - killed < SOON_S
+
+
+def test_a_death_is_seen_behind_a_rank_that_sleeps(forked):
+    forked(HERE + "kill_behind_a_sleeper")
+
+
+def leave_or_wait(rank: int, say: Any, size: int) -> dict[str, Any]:
+    dist.barrier()
+    if rank != 1:
+        time.sleep(0.2)
+    else:
+        group: Any = dist.group.WORLD
+        waiting = group.allreduce([torch.ones(size)])  # to which the others come too late
+        later = threading.Thread(target=lambda: say(catch(waiting.wait)["error"]))
+        later.start()
+        dist.destroy_process_group()
+        later.join()
+        # What outlives the group says so, and does not crash.
+        told = [catch(call)["error"] for call in (waiting.wait, lambda: group.allreduce([torch.ones(3)]))]
+        assert waiting.is_completed() and not waiting.is_success(), told
+        assert told == ["the process group is closed"] * 2, told
+        return {}
+    # A small one may still be met, since everything that is needed of rank 1 has been put out; the next one is not.
+    return catch(lambda: dist.all_reduce(torch.ones(size)))
+
+
+def leave(size: int) -> None:
+    with Ranks(3, leave_or_wait, size) as ranks:
+        assert ranks.hear(1) == "the process group is closed"
+        answers = ranks.conclude()
+    told = {answers[rank]["error"] for rank in (0, 2)}
+    assert len(told) == 1 and "rank 1 (process" in min(told) and "has closed its group" in min(told), told
+
+
+@pytest.mark.parametrize("size", [4, 500_000])
+def test_a_rank_that_leaves_is_named(forked, size):
+    forked(HERE + "leave", size)
+
+
+def differ(rank: int, say: Any, how: str) -> str:
+    tensor, op = torch.ones(20), dist.ReduceOp.SUM
+    if rank == 1:
+        match how:
+            case "count":
+                tensor = torch.ones(21)
+            case "dtype":
+                tensor = torch.ones(20, dtype=torch.float64)
+            case "op":
+                op = dist.ReduceOp.MAX
+            case "kind":
+                return str(catch(lambda: dist.broadcast(tensor, 2))["error"])
+    return str(catch(lambda: dist.all_reduce(tensor, op))["error"])
+
+
+def differ_in(how: str) -> list[str]:
+    with Ranks(3, differ, how) as ranks:
+        return list(ranks.conclude().values())
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("count", "rank 0 for an all-reduce (sum) of 20 float32, rank 1 for an all-reduce (sum) of 21 float32"),
+        ("dtype", "rank 0 for an all-reduce (sum) of 20 float32, rank 1 for an all-reduce (sum) of 20 float64"),
+        ("op", "rank 0 for an all-reduce (sum) of 20 float32, rank 1 for an all-reduce (max) of 20 float32"),
+        ("kind", "rank 0 for an all-reduce (sum) of 20 float32, rank 1 for a broadcast of 80 bytes from rank 2"),
+    ],
+)
+def test_ranks_that_differ_are_all_told_the_same(forked, how, words):
+    told = forked(HERE + "differ_in", how)
+    assert len(told) == 3 and len(set(told)) == 1 and words in told[0], told
+
+
+def fork_in_between(rank: int, say: Any) -> list[float]:
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor, async_op=True).wait()  # a worker thread runs
+    link, far = os.pipe()
+    child = os.fork()
+    if child == 0:
+        group: Any = dist.group.WORLD
+        calls = [
+            lambda: dist.all_reduce(tensor), lambda: dist.all_reduce(tensor, async_op=True), lambda: dist.barrier(),
+            lambda: group.allocate(100),
+        ]  # fmt: skip
+        told = [catch(call)["error"] for call in calls]
+        group.shutdown()  # which is not the parent's leaving
+        os.write(far, "\n".join(told).encode())
+        os._exit(0)
+    os.close(far)
+    with os.fdopen(link) as reader:
+        told = reader.read().splitlines()
+    os.waitpid(child, 0)
+    assert len(told) == 4 and all("this process was forked from a rank" in line for line in told), told
+    dist.all_reduce(tensor)
+    assert dist.group.WORLD.allocate(100).sum() == 0
+    return [tensor.min().item(), tensor.max().item()]
+
+
+def fork_children() -> list[list[float]]:
+    with Ranks(2, fork_in_between) as ranks:
+        return list(ranks.conclude().values())
+
+
+def test_a_forked_child_is_refused_and_disturbs_nobody(forked):
+    assert forked(HERE + "fork_children") == [[4.0, 4.0]] * 2

@@ -1,0 +1,276 @@
+"""The transport in narrow places: few cores, a small /dev/shm, several groups and jobs at once, uninvited guests."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import socket
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.transport import native
+from paceline.transport.circle import Circle
+from tests.dist.forked_ranks import Ranks
+
+if native.why_not():
+    pytest.skip(f"NOT TESTED: {native.why_not()}", allow_module_level=True)
+
+HERE = "tests.dist.test_transport_places:"
+MIB = 2**20
+
+
+def exercise(rank: int, say: Any, base: int = 0, rounds: int = 5) -> None:
+    """Every collective, small and large; `base` makes one job's numbers differ from another's."""
+    size = dist.get_world_size()
+    total = sum(base + r for r in range(size))
+    say("ready")
+    for step in range(rounds):
+        for count in (1, 5_000, 300_000):
+            mine = torch.full((count,), float(base + rank))
+            works = [dist.all_reduce(mine.clone(), async_op=True) for _ in range(3)]
+            whole = mine.clone()
+            dist.all_reduce(whole)
+            assert (whole == total).all(), (step, count, whole[0], total)
+            for work in works:
+                work.wait()
+                assert (work.result()[0] == total).all()
+            every = torch.empty(size * count)
+            dist.all_gather_into_tensor(every, mine)
+            assert (every.view(size, count) == torch.arange(base, base + size).unsqueeze(1)).all()
+            part = torch.empty(count)
+            dist.reduce_scatter_tensor(part, every * (rank + 1))
+            assert (part == (base + rank) * (size * (size + 1) // 2)).all()
+            dist.broadcast(mine, size - 1)
+            assert (mine == base + size - 1).all()
+        dist.barrier()
+
+
+def on_one_core() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with Ranks(2, exercise) as ranks:
+        ranks.hear_all()
+        ranks.conclude()
+
+
+def test_two_ranks_on_one_core(forked):
+    forked(HERE + "on_one_core")
+
+
+def many_on_few_cores() -> None:
+    os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:2]))
+    with Ranks(8, exercise, 0, 2) as ranks:
+        ranks.hear_all()
+        ranks.conclude()
+
+
+def test_eight_ranks_on_two_cores(forked):
+    forked(HERE + "many_on_few_cores")
+
+
+def two_jobs() -> None:
+    with Ranks(2, exercise, 100) as one, Ranks(3, exercise, 5000) as other:
+        one.hear_all()
+        other.hear_all()
+        one.conclude()
+        other.conclude()
+
+
+def test_two_jobs_at_once(forked):
+    forked(HERE + "two_jobs")
+
+
+def reduce_in_groups(rank: int, say: Any) -> list[str]:
+    members = [[0, 1], [1, 2], [0, 1, 2]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    failed: list[str] = []
+
+    def use(number: int) -> None:
+        group, ranks = groups[number], members[number]
+        for step in range(40):
+            tensor = torch.full((1 + 3001 * (step % 5),), float(10**number * (rank + 1)))
+            work = dist.all_reduce(tensor, group=group, async_op=bool(step % 2))
+            if work is not None:
+                work.wait()
+            wanted = 10**number * sum(r + 1 for r in ranks)
+            if not (tensor == wanted).all():
+                failed.append(f"group {ranks}, step {step}: {tensor[0]}, not {wanted}")
+
+    threads = [threading.Thread(target=use, args=(n,)) for n, ranks in enumerate(members) if rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failed
+
+
+def overlapping_groups() -> list[list[str]]:
+    with Ranks(3, reduce_in_groups) as ranks:
+        return list(ranks.conclude().values())
+
+
+def test_overlapping_groups_on_several_threads(forked):
+    assert forked(HERE + "overlapping_groups") == [[], [], []]
+
+
+# -- little room in /dev/shm ------------------------------------------------------------------------------------------
+
+
+def reduce_more_than_fits(rank: int, say: Any) -> None:
+    count = 65 * MIB // 4
+    ordinary = torch.full((count,), float(rank + 1))
+    dist.all_reduce(ordinary)
+    assert (ordinary == 3).all()
+    shared = dist.group.WORLD.allocate(4 * count).view(torch.float32)
+    shared.fill_(rank + 1)
+    dist.all_reduce(shared)
+    assert (shared == 3).all()
+
+
+def with_a_small_shm() -> str:
+    """In a name space of this process's own; what forbids that, or nothing."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, new_user, private, recursive = 0x20000, 0x10000000, 1 << 18, 1 << 14
+    if libc.unshare(new_mounts) and libc.unshare(new_mounts | new_user):
+        return f"mount name spaces: {os.strerror(ctypes.get_errno())}"
+    mounts = [(b"none", b"/", None, private | recursive, None), (b"small", b"/dev/shm", b"tmpfs", 0, b"size=8m")]
+    for source, target, kind, flags, options in mounts:
+        if libc.mount(source, target, kind, ctypes.c_ulong(flags), options):
+            return f"mounting at {target.decode()}: {os.strerror(ctypes.get_errno())}"
+    room = os.statvfs("/dev/shm")
+    assert room.f_blocks * room.f_frsize == 8 * MIB
+    with Ranks(2, reduce_more_than_fits) as ranks:
+        ranks.conclude()
+    assert os.listdir("/dev/shm") == []
+    return ""
+
+
+def test_a_message_larger_than_dev_shm(forked):
+    forbidden = forked(HERE + "with_a_small_shm")
+    if forbidden:
+        pytest.skip(f"NOT TESTED: a small /dev/shm cannot be made here ({forbidden})")
+
+
+# -- who is let in ----------------------------------------------------------------------------------------------------
+
+
+def knock(address: str, said: bytes) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.settimeout(20)
+    link.connect("\0" + address)
+    if said:
+        with contextlib.suppress(OSError):  # the door may be shut already
+            link.sendall(said)
+    return link
+
+
+def is_shut(link: socket.socket) -> bool:
+    try:
+        return link.recv(64) == b""
+    except ConnectionError:
+        return True
+
+
+def meet_among_strangers() -> dict[str, Any]:
+    """Two processes make a Circle, while this one, and one of them before it behaves, try to get in."""
+    meeting = tempfile.mkdtemp(prefix="meeting-") + "/store"
+    gate, open_gate = os.pipe()
+    answers, answer = os.pipe()
+    pids: list[int] = []
+
+    def join(rank: int) -> None:
+        store: Any = dist.FileStore(meeting, 2)
+        pids_of_both = json.loads(store.get("pids"))
+        held = []
+        if rank == 1:
+            os.read(gate, 1)
+            address, secret = json.loads(store.get("circle/0"))
+            held.append(knock(address, b""))  # the right process, which says nothing
+            for said in (["wrong", 1], [secret, 0], [secret, -1], [secret, 7], [secret, "1"], [secret], "nonsense"):
+                held.append(knock(address, json.dumps(said).encode()))
+                assert is_shut(held[-1]), said
+        circle = Circle(store, [0, 1], pids_of_both, rank, 30.0)
+        mapping, part_bytes = circle.share(100)
+        mapping.memory[rank * part_bytes] = rank + 1
+        os.write(answer, f"{rank} met\n".encode())
+        circle.close()
+
+    for rank in range(2):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                join(rank)
+            except BaseException as error:
+                os.write(answer, f"{rank} failed: {error!r}\n".encode())
+            os._exit(0)
+    store: Any = dist.FileStore(meeting, 2)
+    store.set("pids", json.dumps(pids))
+    address, secret = json.loads(store.get("circle/0"))
+    strangers = [knock(address, said) for said in (b"", b"[]", json.dumps([secret, 1]).encode(), b"x" * 1000)]
+    result = {"shut": [is_shut(link) for link in strangers], "met": []}
+    os.write(open_gate, b"x")
+    for pid in pids:
+        os.waitpid(pid, 0)
+    os.close(answer)
+    with os.fdopen(answers) as reader:
+        result["met"] = sorted(reader.read().splitlines())
+    Path(meeting).unlink(missing_ok=True)
+    Path(meeting).parent.rmdir()
+    result["door"] = address in Path("/proc/net/unix").read_text()
+    return result
+
+
+def test_strangers_are_not_let_in_and_do_not_keep_the_ranks_from_meeting(forked):
+    found = forked(HERE + "meet_among_strangers")
+    assert found == {"shut": [True] * 4, "met": ["0 met", "1 met"], "door": False}
+
+
+# -- memory that was asked for ----------------------------------------------------------------------------------------
+
+
+def mapped_bytes() -> int:
+    lines = re.findall(r"^(\w+)-(\w+) .*memfd:paceline", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    return sum(int(end, 16) - int(begin, 16) for begin, end in lines)
+
+
+def allocate_and_free(rank: int, say: Any) -> None:
+    group: Any = dist.group.WORLD
+    before, descriptors = mapped_bytes(), len(os.listdir("/proc/self/fd"))
+    library, handle = native.load_library(), group._native._handle
+    for serial in range(1, 80):  # more than there are places for at once
+        memory = group.allocate(MIB + serial)
+        assert memory.numel() == MIB + serial and not memory.any()
+        assert mapped_bytes() >= before + 2 * MIB
+        part = memory[: 4 * (MIB // 4)].view(torch.float32)
+        part.fill_(rank + serial)
+        work = dist.all_reduce(part, async_op=True)
+        del memory, part
+        work.wait()
+        assert (work.result()[0] == 2 * serial + 1).all()
+        del work
+        for _ in range(2):  # the group keeps a Work until the next one comes and finds it done
+            dist.barrier(async_op=True).wait()
+        assert mapped_bytes() == before and len(os.listdir("/proc/self/fd")) == descriptors
+        assert library.pln_remove_arena(handle, serial) == native.BAD  # it was removed with the memory
+    kept = [group.allocate(4096).view(torch.float32) for _ in range(70)]
+    for tensor in kept:
+        tensor.fill_(rank)
+        dist.all_reduce(tensor)
+        assert (tensor == 1).all()
+
+
+def free_memory() -> None:
+    with Ranks(2, allocate_and_free) as ranks:
+        ranks.conclude()
+
+
+def test_freed_memory_is_given_back(forked):
+    forked(HERE + "free_memory")

@@ -1,0 +1,155 @@
+"""Programs written for gloo run unchanged on paceline: in warm ranks, under torchrun, in debug mode, and they agree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tomllib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.transport import register, why_not
+from tests.dist import gloo_programs
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = [
+    "ddp", "ddp_with_hooks", "ddp_with_uneven_inputs", "zero_redundancy", "fully_shard", "checkpoint", "objects",
+    "reductions", "rooted", "all_to_all", "point_to_point", "gathering", "asynchronous", "coalesced", "functional",
+    "kinds", "empty", "scattered_in_memory", "groups", "meshes", "reopened",
+]  # fmt: skip
+
+
+def run_program(backend: str, name: str, debug: str = "OFF") -> Any:
+    register()
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = debug
+    dist.set_debug_level_from_env()
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=30))
+        return getattr(gloo_programs, name)()
+    finally:
+        dist.destroy_process_group()
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def compare(found: Any, wanted: Any, where: str) -> None:
+    """A dictionary may hold more than was wanted: what gloo cannot do."""
+    if isinstance(wanted, torch.Tensor):
+        torch.testing.assert_close(found, wanted, msg=lambda text: f"{where}: {text}")
+    elif isinstance(wanted, list | tuple):
+        assert len(found) == len(wanted), where
+        for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            compare(one, other, f"{where}[{number}]")
+    elif isinstance(wanted, dict):
+        for key in wanted:
+            compare(found[key], wanted[key], f"{where}[{key!r}]")
+    else:
+        assert found == wanted, where
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_finds_on_paceline_what_it_finds_on_gloo(on_ranks, name):
+    num_ranks = 4 if name in ("groups", "meshes") else 2
+    wanted = on_ranks(num_ranks, run_program, "gloo", name)
+    compare(on_ranks(num_ranks, run_program, "paceline", name), wanted, name)
+
+
+@pytest.mark.parametrize("name", ["ddp", "objects", "asynchronous", "groups"])
+def test_in_torchs_debug_mode_too(on_ranks, name):
+    wanted = on_ranks(4 if name == "groups" else 2, run_program, "gloo", name)
+    compare(on_ranks(4 if name == "groups" else 2, run_program, "paceline", name, "DETAIL"), wanted, name)
+
+
+# -- what gloo gets wrong, and what is paceline's own ------------------------------------------------------------------
+
+
+def reduce_with_gaps() -> list[Any]:
+    """Tensors with gaps, and on one rank only: gloo adds up what lies in the gaps."""
+    register()
+    dist.init_process_group("cpu:paceline", timeout=timedelta(seconds=30))
+    rank, memory = dist.get_rank(), torch.arange(8.0)
+    value, told = (memory[::2] if rank else memory[::2].clone()), (memory[1::2] if rank else torch.zeros(4))
+    version = value._version
+    dist.all_reduce(value)
+    work = dist.broadcast(told, 1, async_op=True)
+    work.wait()
+    assert value._version == version  # autograd sees no change, as on every backend
+    mirrored = torch.tensor([1 + 2j, 3 - 1j]).conj().imag  # which torch negates when it is read
+    dist.all_reduce(mirrored)
+    assert mirrored.tolist() == [-4.0, 2.0]
+    names = [dist.get_backend(), dist.group.WORLD.name(), str(dist.get_backend_config())]
+    dist.destroy_process_group()
+    return [value.tolist(), told.tolist(), names]
+
+
+def test_elements_that_do_not_follow_each_other_are_reduced_as_they_are(on_ranks):
+    wanted = [[0.0, 4.0, 8.0, 12.0], [1.0, 3.0, 5.0, 7.0], ["cpu:paceline", "paceline", "cpu:paceline"]]
+    assert on_ranks(2, reduce_with_gaps) == [wanted] * 2
+
+
+def wait_in_callbacks() -> list[float]:
+    register()
+    dist.init_process_group("paceline", timeout=timedelta(seconds=30))
+
+    def go_on(future: torch.futures.Future) -> torch.Tensor:
+        return dist.all_reduce(future.value()[0], async_op=True).get_future().wait()[0]
+
+    value = torch.ones(3)
+    for _ in range(3):
+        future = dist.all_reduce(value, async_op=True).get_future().then(go_on)
+        value = future.wait()
+    sent = dist.group.WORLD._get_sequence_number_for_group()
+    late = dist.all_reduce(torch.ones(3), async_op=True)
+    late.wait()
+    assert dist.group.WORLD._get_sequence_number_for_group() == sent + 1
+    dist.destroy_process_group()
+    assert late.is_completed() and late.get_future().wait()[0].tolist() == [2.0] * 3
+    return value.tolist()
+
+
+def test_what_follows_a_future_may_wait_for_another(on_ranks):
+    assert on_ranks(2, wait_in_callbacks) == [[64.0] * 3] * 2
+
+
+# -- without importing Paceline ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """Variables of a process that finds this Paceline installed with its entry point, wherever it really is."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        declared = tomllib.load(file)["project"]["entry-points"]["torch.backends"]
+    info = tmp_path / "paceline_entry-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline-entry\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\npaceline_entry = {declared['paceline']}\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
+
+
+LOOK = """
+import sys, torch
+print(sorted(name for name in sys.modules if name.startswith("paceline")))
+print(torch.distributed.is_backend_available("paceline"))
+"""
+
+
+def test_torch_finds_the_backend_by_itself_and_in_silence(start, installed):
+    """Also where the core cannot be loaded: that is for the moment in which somebody wants it."""
+    job = start("-W", "error", "-c", LOOK, env=installed | {"PACELINE_NATIVE_LIBRARY": "/nowhere"})
+    out, err = job.communicate(timeout=90)
+    wanted = ["paceline", "paceline.errors", "paceline.transport", "paceline.transport.native"]
+    assert (out, err) == (f"{wanted}\nTrue\n", ""), err
+
+
+def test_a_program_that_knows_no_paceline_runs_on_it_under_torchrun(start, installed):
+    program = str(Path(__file__).with_name("program_for_gloo.py"))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    job = start(*launcher, program, "paceline", env=installed, stdin=subprocess.DEVNULL)
+    out, err = job.communicate(timeout=100)
+    assert (job.returncode, out) == (0, "all is well\n" * 2), err

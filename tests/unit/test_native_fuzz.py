@@ -1,0 +1,64 @@
+"""The C core against a plain reference: thousands of random operations, also under AddressSanitizer and UBSan."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from paceline.transport import native
+
+PROGRAM = Path(__file__).parents[1] / "native" / "fuzz.c"
+QUICK = ("-O0",)  # to compile: the kernels are long
+MEMORY = (*QUICK, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+@functools.cache
+def find_compiler() -> list[str]:
+    found = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not found:
+        pytest.skip("NOT TESTED: no C compiler is here to build the fuzz program with")
+    return found.split()
+
+
+def build(folder: Path, flags: tuple[str, ...] = (), core: Path = native.SOURCES) -> Path:
+    """The fuzz program with the core in that folder; skips where programs with these flags cannot be had."""
+    (folder / "probe.c").write_text("int main(void) { return 0; }\n")
+    for command in ([*find_compiler(), *flags, "probe.c", "-o", "probe"], ["./probe"]):
+        if subprocess.run(command, cwd=folder, capture_output=True).returncode:
+            pytest.skip(f"NOT TESTED: programs built with {' '.join(flags)} do not run here")
+    sources = [str(PROGRAM), *map(str, sorted(core.glob("*.c")))]
+    wanted = [*native.COMPILE_FLAGS, "-Werror", "-g", *flags, f"-I{core}"]
+    done = subprocess.run([*find_compiler(), *wanted, *sources, "-lm", "-o", "fuzz"], cwd=folder, capture_output=True)
+    assert not done.returncode, done.stderr.decode()
+    return folder / "fuzz"
+
+
+def fuzz(program: Path, ranks: str, seconds: int) -> subprocess.CompletedProcess[str]:
+    # Looking for leaks takes longer than the rest: `make sanitize` does.
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0"}
+    command = [str(program), ranks, str(seconds)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+
+
+@pytest.mark.parametrize("flags", [(), MEMORY], ids=["plain", "sanitized"])
+def test_random_operations_give_what_the_reference_gives(tmp_path, flags):
+    program = build(tmp_path, flags)
+    for ranks in ("threads", "processes"):
+        done = fuzz(program, ranks, 3)
+        assert not done.returncode, f"{done.stdout}{done.stderr[-6000:]}"
+        assert "none wrong" in done.stdout
+
+
+def test_a_core_that_rounds_otherwise_is_found(tmp_path):
+    core = shutil.copytree(native.SOURCES, tmp_path / "core")
+    kernels = (core / "kernels.inc").read_text()
+    broken = kernels.replace("half = vdupq_n_u32(0x7fff)", "half = vdupq_n_u32(0x7ffe)").replace("0x7fff +", "0x7ffe +")
+    assert broken != kernels
+    (core / "kernels.inc").write_text(broken)
+    done = fuzz(build(tmp_path, QUICK, core), "threads", 3)
+    assert done.returncode and "type 2" in done.stderr and "is wrong" in done.stderr  # bfloat16

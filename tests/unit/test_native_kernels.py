@@ -1,0 +1,282 @@
+"""Reductions one call at a time: every type, operation and kind of processor against torch and numpy, bit by bit."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.transport import native
+
+if native.why_not():
+    pytest.skip(f"NOT TESTED: {native.why_not()}", allow_module_level=True)
+
+DTYPES = {
+    native.F32: torch.float32, native.F64: torch.float64, native.BF16: torch.bfloat16, native.F16: torch.float16,
+    native.I32: torch.int32, native.I64: torch.int64,
+}  # fmt: skip
+OPS = {native.SUM: "sum", native.AVG: "avg", native.MIN: "min", native.MAX: "max"}
+REAL = [dtype for dtype in DTYPES if DTYPES[dtype].is_floating_point]
+HALVES = [native.BF16, native.F16]
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Around the bytes of a vector of every kind of processor, and around the groups of vectors that a loop takes at once.
+EDGES = sorted({0, 1, 2, 3, *(unit + d for unit in (4, 8, 16, 32, 64, 128, 256) for d in (-1, 0, 1)), 1000, 4099})
+
+library = native.load_library()
+CPUS = [name for name in ("neon", "sse2", "portable", "avx2", "avx512") if not library.pln_use_cpu(name.encode())]
+
+
+@pytest.fixture(autouse=True)
+def _best_kernels() -> Iterator[None]:
+    """Each test begins and ends with those that were chosen when the core was loaded: the last of the list."""
+    library.pln_use_cpu(CPUS[-1].encode())
+    yield
+    library.pln_use_cpu(CPUS[-1].encode())
+
+
+def reduce(dtype: int, op: int, out: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], divisor: int = 0) -> None:
+    def addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array:
+        return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+    count = sources[0].numel()
+    divisor = divisor or len(sources)
+    library.pln_reduce(dtype, op, addresses(out), len(out), addresses(sources), len(sources), count, divisor)
+
+
+def expected(op: int, sources: Sequence[torch.Tensor], divisor: int = 0) -> torch.Tensor:
+    """In the order of the sources; two-byte types in float32, rounded once. Written with torch's single operations."""
+    dtype, divisor = sources[0].dtype, divisor or len(sources)
+    wide = [source.float() if dtype in (torch.bfloat16, torch.float16) else source for source in sources]
+    # Of two zeros the later one stays; torch's own minimum leaves their signs to the processor.
+    lower, higher = (
+        (lambda a, b: torch.where((a < b) | (a != a), a, b)),
+        (lambda a, b: torch.where((a > b) | (a != a), a, b)),
+    )
+    step = {native.MIN: lower, native.MAX: higher}.get(op, torch.add)
+    total = functools.reduce(step, wide)
+    if op == native.AVG:
+        total = total / divisor if dtype.is_floating_point else torch.div(total, divisor, rounding_mode="trunc")
+    return total.to(dtype)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """As whole numbers, with every NaN alike: which one comes out is the processor's affair."""
+    if tensor.dtype.is_floating_point:
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
+    return tensor.view(BITS[tensor.element_size()])
+
+
+def assert_same(found: torch.Tensor, wanted: torch.Tensor, *what: object) -> None:
+    differ = (bits(found) != bits(wanted)).nonzero().flatten()
+    if differ.numel():
+        at = int(differ[0])
+        raise AssertionError(f"{what}: element {at} of {found.numel()} is {found[at]}, not {wanted[at]}")
+
+
+def draw(dtype: int, count: int, seed: int, special: bool = True) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    kind = DTYPES[dtype]
+    if not kind.is_floating_point:
+        limits = torch.iinfo(kind)
+        made = torch.randint(limits.min, limits.max, (count,), generator=random, dtype=torch.int64).to(kind)
+        made[::7] = limits.max
+        made[3::11] = limits.min
+        return made
+    made = (torch.randn(count, generator=random, dtype=torch.float64) * 3).to(kind)
+    if special:
+        info = torch.finfo(kind)
+        values = [float("inf"), -float("inf"), float("nan"), 0.0, -0.0, info.max, -info.max, info.tiny]
+        values += [-info.tiny, info.tiny / 4, info.smallest_normal * info.eps]  # the last two are subnormal
+        # Every other element, so that each value meets every other one in some pair of sources.
+        where = torch.randint(0, 2 * len(values), (count,), generator=random)
+        for number, value in enumerate(values):
+            made[where == number] = value
+    return made
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(DTYPES[dtype]).split(".")[1])
+@pytest.mark.parametrize("op", OPS, ids=OPS.get)
+def test_every_length_and_number_of_sources(cpu, dtype, op):
+    library.pln_use_cpu(cpu.encode())
+    counts = itertools.cycle([1, 2, 3, 5, 8, 17])
+    for count in EDGES:
+        for num_sources in {next(counts), next(counts), 2}:
+            sources = [draw(dtype, count, seed) for seed in range(num_sources)]
+            wanted = expected(op, sources)
+            for num_out in (1, 2, 3):
+                out = [torch.empty_like(wanted) for _ in range(num_out)]
+                reduce(dtype, op, out, sources)
+                for place in out:
+                    assert_same(place, wanted, cpu, OPS[op], count, num_sources, num_out)
+            copies = [source.clone() for source in sources]
+            reduce(dtype, op, copies, copies)  # in place, everywhere
+            for place in copies:
+                assert_same(place, wanted, cpu, OPS[op], count, num_sources, "in place")
+            mixed = [source.clone() for source in sources]
+            out = [torch.empty_like(wanted), mixed[-1]]  # as a rank does: its own vector, and its place for the others
+            reduce(dtype, op, out, mixed)
+            for place in out:
+                assert_same(place, wanted, cpu, OPS[op], count, num_sources, "into the last source")
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("num_sources", range(1, 18))
+def test_every_number_of_sources_for_float32(cpu, num_sources):
+    library.pln_use_cpu(cpu.encode())
+    sources = [draw(native.F32, 333, seed) for seed in range(num_sources)]
+    for op in OPS:
+        out = torch.empty(333)
+        reduce(native.F32, op, [out], sources)
+        assert_same(out, expected(op, sources), OPS[op])
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(DTYPES[dtype]).split(".")[1])
+def test_any_address_and_nothing_beside_it(cpu, dtype):
+    library.pln_use_cpu(cpu.encode())
+    wide = DTYPES[dtype].itemsize
+    for offset, count in itertools.product((1, 2, 3, 5, 7, 9, 15, 31, 33), (1, 31, 66, 517)):
+        sources = [draw(dtype, count, seed) for seed in (1, 2, 3)]
+        places = [np.full(offset + n + count * wide + 64, 0xA5, dtype=np.uint8) for n in range(3)]
+        for n, (place, source) in enumerate(zip(places, sources, strict=True)):
+            begin = offset + n
+            place[begin : begin + count * wide] = source.view(torch.uint8).numpy()
+        addresses = (ctypes.c_void_p * 3)(*(place.ctypes.data + offset + n for n, place in enumerate(places)))
+        library.pln_reduce(dtype, native.SUM, addresses, 3, addresses, 3, count, 3)
+        wanted = expected(native.SUM, sources)
+        for n, place in enumerate(places):
+            begin, end = offset + n, offset + n + count * wide
+            found = torch.from_numpy(place[begin:end].copy()).view(DTYPES[dtype])
+            assert_same(found, wanted, offset, count, n)
+            assert (place[:begin] == 0xA5).all() and (place[end:] == 0xA5).all(), (offset, count, n)
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("dtype", REAL, ids=lambda dtype: str(DTYPES[dtype]).split(".")[1])
+@pytest.mark.parametrize("op", OPS, ids=OPS.get)
+def test_a_nan_stays_wherever_it_comes_from(cpu, dtype, op):
+    library.pln_use_cpu(cpu.encode())
+    kind = DTYPES[dtype]
+    for num_sources, where in [(1, 0), (2, 0), (2, 1), (5, 0), (5, 2), (5, 4)]:
+        for nan_bits in (-1, torch.tensor(float("nan"), dtype=kind).view(BITS[kind.itemsize]).item()):
+            sources = [torch.ones(77, dtype=kind) for _ in range(num_sources)]
+            sources[where][13] = torch.tensor(nan_bits, dtype=BITS[kind.itemsize]).view(kind)
+            out = torch.empty(77, dtype=kind)
+            reduce(dtype, op, [out], sources)
+            assert out[13].isnan() and out.isnan().sum() == 1, (num_sources, where)
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
+def test_every_number_of_two_bytes_is_kept(cpu, dtype):
+    library.pln_use_cpu(cpu.encode())
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
+    for op in (native.SUM, native.MIN, native.MAX):
+        out = torch.empty_like(every)
+        reduce(dtype, op, [out], [every])
+        assert_same(out, every, OPS[op])
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("dtype", HALVES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("op", [native.SUM, native.AVG], ids=["sum", "avg"])
+def test_sums_of_two_bytes_round_as_torch_does(cpu, dtype, op):
+    """Every number with others near and far: ties, overflow to infinity and subnormal results are all among them."""
+    library.pln_use_cpu(cpu.encode())
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(DTYPES[dtype])
+    found: set[str] = set()
+    for shift in (1, 2, 3, 77, 128, 513, 1024, 1025, 2**14, 2**15):
+        sources = [every, every.roll(shift)]
+        wanted = expected(op, sources)
+        out = torch.empty_like(every)
+        reduce(dtype, op, [out], sources)
+        assert_same(out, wanted, shift)
+        found |= describe_rounding(sources[0].double() + sources[1].double(), wanted)
+    if op == native.SUM:
+        assert found >= {"up", "down", "subnormal", "to infinity"}
+
+
+def describe_rounding(exact: torch.Tensor, rounded: torch.Tensor) -> set[str]:
+    """What a conversion had to do, so that a test knows whether it tested it."""
+    tiny = (rounded != 0) & (rounded.abs() < torch.finfo(rounded.dtype).tiny)
+    up, down = rounded.double().abs() > exact.abs(), rounded.double().abs() < exact.abs()
+    cases = {"up": up & rounded.isfinite(), "down": down, "subnormal": tiny, "to infinity": up & rounded.isinf()}
+    return {name for name, where in cases.items() if where.any()}
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+def test_bfloat16_overflows_to_infinity_by_rounding(cpu):
+    library.pln_use_cpu(cpu.encode())
+    largest = torch.full((40,), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    half_a_step = torch.full((40,), 2.0**119, dtype=torch.bfloat16)  # the sum is a tie that float32 holds
+    out = torch.empty_like(largest)
+    reduce(native.BF16, native.SUM, [out], [largest, half_a_step])
+    assert out.isinf().all()
+    reduce(native.BF16, native.SUM, [out], [largest, half_a_step / 2])
+    assert (out == largest).all()
+
+
+def test_integers_wrap_around():
+    for dtype in (native.I32, native.I64):
+        limits = torch.iinfo(DTYPES[dtype])
+        sources = [torch.full((9,), limits.max, dtype=DTYPES[dtype]), torch.full((9,), 2, dtype=DTYPES[dtype])]
+        out = torch.empty_like(sources[0])
+        reduce(dtype, native.SUM, [out], sources)
+        assert (out == limits.min + 1).all()
+
+
+@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(DTYPES[dtype]).split(".")[1])
+def test_averages_divide_by_what_they_are_told(cpu, dtype):
+    library.pln_use_cpu(cpu.encode())
+    for divisor in (1, 2, 3, 4, 5, 6, 7, 10, 64, 100, 256):
+        sources = [draw(dtype, 200, seed) for seed in (4, 5)]
+        out = torch.empty_like(sources[0])
+        reduce(dtype, native.AVG, [out], sources, divisor)
+        assert_same(out, expected(native.AVG, sources, divisor), divisor)
+
+
+def test_the_order_of_the_sources_counts():
+    one, large = torch.full((50,), 1.0), torch.full((50,), 2.0**24)
+    out = torch.empty(50)
+    reduce(native.F32, native.SUM, [out], [one, one, large])
+    assert (out == 2.0**24 + 2).all()
+    reduce(native.F32, native.SUM, [out], [large, one, one])
+    assert (out == 2.0**24).all()
+
+
+def test_how_the_calling_thread_rounds_does_not_matter():
+    """A rank may have called `torch.set_flush_denormal`, or round in its own way; the ranks must agree all the same."""
+    libm = ctypes.CDLL("libm.so.6")
+    before = libm.fegetround()
+    sources = [draw(native.F32, 300, seed) for seed in range(3)]
+    small = [source.to(torch.bfloat16) for source in sources]
+    tiny = torch.full((40,), 1e-40)
+    wanted_tiny = tiny + tiny
+    wanted, wanted_small, out, out_small = expected(0, sources), expected(0, small), torch.empty(300), small[0].clone()
+    sum_of_tiny = torch.empty(40)
+    upward = 0x400000 if "neon" in CPUS else 0x800  # FE_UPWARD
+    is_flushing = torch.set_flush_denormal(True)
+    try:
+        assert libm.fesetround(upward) == 0 and libm.fegetround() == upward
+        reduce(native.F32, native.SUM, [out], sources)
+        reduce(native.BF16, native.SUM, [out_small], small)
+        reduce(native.F32, native.SUM, [sum_of_tiny], [tiny, tiny])
+        assert libm.fegetround() == upward  # and stays as it was
+    finally:
+        libm.fesetround(before)
+        torch.set_flush_denormal(False)
+    assert_same(out, wanted)
+    assert_same(out_small, wanted_small)
+    assert_same(sum_of_tiny, wanted_tiny, is_flushing)
+
+
+def test_an_unknown_processor_is_refused():
+    assert library.pln_use_cpu(b"abacus") != 0
+    assert library.pln_cpu().decode() in CPUS
