@@ -45,6 +45,7 @@ def wrappers(
     ] = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
+    threads: Annotated[int, typer.Option("--threads", help="Torch's threads per rank, on the CPU.")] = 1,
     iters: Iters = None,
     warmup: Warmup = None,
     out: Out = Path("runs"),
@@ -59,6 +60,7 @@ def wrappers(
         models=DEFAULT_MODELS if model is None else split_names(",".join(model)),
         wrappers=WRAPPERS if wrapper is None else split_names(",".join(wrapper)),
         batch_size=batch,
+        threads=threads,
         **group_options(backend, ranks, dtype, device, iters, warmup),
     )
 

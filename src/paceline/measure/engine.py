@@ -222,11 +222,11 @@ def merge_timings(timings: list[Timing], shares_clock: bool) -> Samples:
 def _open_world(settings: GroupSettings) -> World:
     """A world whose own group is gloo, for control; the measured groups are made inside it.
 
-    One thread per rank: with more, filling and checking the data wakes OpenMP's threads, which then spin on the cores
-    that the timed call needs (`engine_against_loop.py --threads 8` shows it).
+    One thread per rank unless asked otherwise: with more, filling and checking the data wakes OpenMP's threads, which
+    then spin on the cores that the timed call needs (`engine_against_loop.py --threads 8` shows it).
     """
     device = "cuda" if any(settings.device_of(backend) == "cuda" for backend in settings.backends) else "cpu"
-    return init("gloo", device, threads=1, timeout_s=_PATIENCE_S, announce=None)
+    return init("gloo", device, threads=settings.threads, timeout_s=_PATIENCE_S, announce=None)
 
 
 def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group]]:

@@ -68,6 +68,7 @@ class GroupSettings:
     ranks: tuple[int, ...] = (2,)
     dtype: str = "float32"
     device: str = "auto"
+    threads: int = 1
     iters: int | None = None
     warmup: int | None = None
 
@@ -89,6 +90,8 @@ class GroupSettings:
             check_name("backend", backend, BACKENDS)
         check_name("dtype", self.dtype, ITEM_BYTES)
         check_name("device", self.device, ("auto", "cpu", "cuda"))
+        if self.threads < 1:
+            raise ConfigError(f"--threads {self.threads}: a rank needs at least 1")
         for name, value, least in (("iters", self.iters, 1), ("warmup", self.warmup, 0)):
             if value is not None and value < least:
                 raise ConfigError(f"--{name} {value}: at least {least}, or leave it out to fit the time")

@@ -12,13 +12,12 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.parallel.arrivals import Arrivals
+from paceline.parallel.bucket import LiveBucket
 from paceline.parallel.channel import Channel
 from paceline.parallel.comm_hooks import CommHook, Hooking, agree_on_hook, show_to_hook
 from paceline.parallel.flat import FlatGradients
@@ -32,42 +31,11 @@ __all__ = ["Bucketed"]
 _get_grad = operator.attrgetter("grad")
 MakePlan = Callable[[Sequence[Gradient], Sequence[int]], Plan]
 
-# Below this mean size, one fused copy and one pass for the factor beat a call per gradient.
-_LARGE_BYTES = 64 << 10
 # From this size on a gradient is handled by itself when it arrives, while it is in the cache: copied into its view,
 # which frees its memory for the next one, or on NCCL, which takes many tensors in one message, not copied at all.
 _ALONE_BYTES = 256 << 10
 # How often the order of arrival is recorded in all; a graph that changes at every step is not worth more.
 _MAX_RECORDS = 5
-
-
-class _Bucket:
-    """One bucket of the plan at run time, by indices of parameters.
-
-    `gathered` ones are copied together when all are there, `placed` ones by themselves as they arrive; `loose` ones are
-    reduced where autograd left them.
-    """
-
-    def __init__(self, number: int, span: torch.Tensor) -> None:
-        self.number, self.range = number, span
-        self.gathered: list[int] = []
-        self.placed: list[int] = []
-        self.loose: list[int] = []
-        self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
-        self.version = 0  # of the range when backward began, later when it was sent
-        self.work: dist.Work | None = None  # with a communication hook, its Future
-
-    def close(self, params: Sequence[torch.Tensor], views: dict[int, torch.Tensor]) -> None:
-        self.params = [params[index] for index in self.gathered]
-        self.views = [views[index] for index in self.gathered]
-        self.alone = self.placed + self.loose
-        self.seen: list[Any] = []
-        self.is_large = sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
-
-    def look(self) -> list[Any]:
-        """The gradients of the gathered parameters, kept until they are gathered: asking costs for each one."""
-        self.seen = list(map(_get_grad, self.params))
-        return self.seen
 
 
 class Bucketed(Reducer):
@@ -130,7 +98,7 @@ class Bucketed(Reducer):
         while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
             self._send(self._buckets[self._next])
 
-    def _is_complete(self, bucket: _Bucket) -> bool:
+    def _is_complete(self, bucket: LiveBucket) -> bool:
         if bucket.in_parts or not all(map(self._has_arrived, bucket.alone)):
             return False
         grads = bucket.look()
@@ -148,7 +116,9 @@ class Bucketed(Reducer):
 
     # -- a bucket leaves ----------------------------------------------------------------------------------------------
 
-    def _send(self, bucket: _Bucket, zeros: FlatGradients | None = None, write_tail: WriteTail | None = None) -> None:
+    def _send(
+        self, bucket: LiveBucket, zeros: FlatGradients | None = None, write_tail: WriteTail | None = None
+    ) -> None:
         """Gather one bucket and start its message; or send from `zeros`, where `.grad` is to be left alone."""
         self._next = bucket.number + 1
         self.timeline.ready(bucket.number)
@@ -182,7 +152,7 @@ class Bucketed(Reducer):
             bucket.work = self.channel.start_sum(message, average)
         self.timeline.launched(bucket.number, bucket.work)
 
-    def _gather(self, bucket: _Bucket, factor: float) -> None:
+    def _gather(self, bucket: LiveBucket, factor: float) -> None:
         """Copy what autograd left elsewhere into the range, multiply by the factor, and make `.grad` the view."""
         for index in bucket.placed:
             if index not in self._taken:  # it never arrived in this backward, or in parts
@@ -222,7 +192,7 @@ class Bucketed(Reducer):
         param.grad = view
         self._taken[index] = view, view._version
 
-    def _take_loose(self, bucket: _Bucket, factor: float) -> list[torch.Tensor]:
+    def _take_loose(self, bucket: LiveBucket, factor: float) -> list[torch.Tensor]:
         """The gradients as they are, after making sure that nothing else shares their memory."""
         taken = []
         for index in bucket.loose:
@@ -299,7 +269,7 @@ class Bucketed(Reducer):
         self.timeline.over()
         return words
 
-    def _wait(self, bucket: _Bucket, take_part: bool) -> None:
+    def _wait(self, bucket: LiveBucket, take_part: bool) -> None:
         work, bucket.work = bucket.work, None
         if self._hooking is not None:
             self._hooking.finish(work, bucket.range if take_part else None)
@@ -373,9 +343,9 @@ class Bucketed(Reducer):
         allocate = self.channel.allocate if self.is_planned else None  # shared memory is made for what lasts
         self._flat = FlatGradients(self.members, plan, self.num_words, loose, alone, allocate)
         self._loose_strides = {index: torch.empty_like(self.members.params[index]).stride() for index in loose}
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[LiveBucket] = []
         for number, planned in enumerate(plan.buckets):
-            bucket = _Bucket(number, self._flat.ranges[number])
+            bucket = LiveBucket(number, self._flat.ranges[number])
             for piece in planned.pieces:
                 into = bucket.placed if piece.gradient in alone else bucket.gathered
                 (bucket.loose if piece.gradient in loose else into).append(piece.gradient)
