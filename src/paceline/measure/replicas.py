@@ -30,6 +30,8 @@ __all__ = [
 
 PHASES = ("forward", "backward", "optimizer")
 LEARNING_RATE = 1e-3
+# In the first steps of a replica its memory is counted; NCCL's watchdog looks every tenth of a second.
+_SETTLING_STEPS, _WATCHDOG_S = 3, 0.25
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ class Replica:
     def take_step(self, control: dist.ProcessGroup) -> float:
         """One timed step, begun by all ranks together. Collective: every rank of `control` must call this."""
         marks = self._marks
-        before = self._allocated()
+        # A wrapper may make its buffers in its first steps; only this replica works between two barriers.
+        is_settling = len(self.timing.seconds) < _SETTLING_STEPS
+        before = _count_allocated(self.device, is_settling)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         synchronize(self.device)
@@ -141,18 +145,25 @@ class Replica:
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - before
             self.peak_step_bytes = max(self.peak_step_bytes, peak)
-            # A wrapper may make its buffers in its first steps; only this replica works between two barriers.
-            self.held_bytes += self._allocated() - before
+            if is_settling:
+                self.held_bytes += _count_allocated(self.device, is_settling) - before
         return seconds
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def close(self) -> None:
         """Let go of the wrapper's hooks; Paceline's own are removed by name, torch's go with the module."""
         stop = getattr(self.model, "stop", None)
         if callable(stop):
             stop()
+
+
+def _count_allocated(device: torch.device, settle: bool) -> int:
+    """What tensors take on a GPU, after giving NCCL's watchdog the time to let go of those of messages that are over."""
+    if device.type != "cuda":
+        return 0
+    if settle:
+        torch.cuda.synchronize(device)
+        time.sleep(_WATCHDOG_S)
+    return torch.cuda.memory_allocated(device)
 
 
 def build_module(model: str, seed: int, device: torch.device) -> nn.Module:
@@ -169,9 +180,9 @@ def build_replica(
     """A fresh replica in its wrapper. Ranks begin with different parameters: a wrapper that does not broadcast rank 0's
     is found out. Collective: every rank of the group must call this."""
     workload, device = MODELS[model], group.device
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    before = _count_allocated(device, True)
     module = wrapping.wrap(build_module(model, seed + rank, device), group.data)
-    held = torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0
+    held = _count_allocated(device, True) - before
     return Replica(
         wrapping=wrapping,
         workload=workload,
