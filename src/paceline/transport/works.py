@@ -115,27 +115,37 @@ class Promises:
         self._waiting: queue.SimpleQueue[tuple[NativeWork, torch.futures.Future, list[torch.Tensor]] | None]
         self._waiting = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._lock, self._is_closed = threading.Lock(), False
 
     def promise(self, work: NativeWork, tensors: list[torch.Tensor]) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._keep, name="paceline-promises", daemon=True)
-            self._thread.start()
-        self._waiting.put((work, future, tensors))
+        with self._lock:
+            if not self._is_closed:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._keep, name="paceline-promises", daemon=True)
+                    self._thread.start()
+                self._waiting.put((work, future, tensors))
+                return future
+        _complete(work, future, tensors)  # in a closed group nothing runs that would have to be waited for
         return future
 
     def close(self) -> None:
-        if self._thread is not None:
+        with self._lock:
+            self._is_closed, thread, self._thread = True, self._thread, None
+        if thread is not None:
             self._waiting.put(None)
-            self._thread.join()
-            self._thread = None
+            if thread is not threading.current_thread():  # a callback of a Future may close the group
+                thread.join()
 
     def _keep(self) -> None:
         while (entry := self._waiting.get()) is not None:
-            work, future, tensors = entry
-            try:
-                work.wait()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(tensors)
+            _complete(*entry)
+
+
+def _complete(work: NativeWork, future: torch.futures.Future, tensors: list[torch.Tensor]) -> None:
+    try:
+        work.wait()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(tensors)
