@@ -146,6 +146,7 @@ def _complete(work: NativeWork, future: torch.futures.Future, tensors: list[torc
     try:
         work.wait()
     except Exception as error:
-        future.set_exception(error)
+        # Without its traceback, whose frames hold this Future and the caller's group: nobody could ever free them.
+        future.set_exception(error.with_traceback(None))
     else:
         future.set_result(tensors)
