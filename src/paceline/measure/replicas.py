@@ -157,7 +157,7 @@ class Replica:
 
 
 def _count_allocated(device: torch.device, settle: bool) -> int:
-    """What tensors take on a GPU, after giving NCCL's watchdog the time to let go of those of messages that are over."""
+    """What tensors take on a GPU, once NCCL's watchdog has had the time to let go of messages that are over."""
     if device.type != "cuda":
         return 0
     if settle:

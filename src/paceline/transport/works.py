@@ -179,4 +179,5 @@ def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: 
     if error is None:
         future.set_result(tensors)
     else:
-        future.set_exception(error)
+        # Without its traceback, whose frames hold this Future and the caller's group: nobody could ever free them.
+        future.set_exception(error.with_traceback(None))
