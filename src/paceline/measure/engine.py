@@ -20,6 +20,7 @@ from paceline.measure.settings import GroupSettings, Progress
 from paceline.records import Record, Samples
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend, init
+from paceline.transport import why_not
 from paceline.units import format_bytes
 
 __all__ = [
@@ -236,7 +237,9 @@ def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group
         if n > world.world_size:
             raise ConfigError(f"{n} ranks asked of a world of {world.world_size}")
         members = list(range(n))
-        control = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=_PATIENCE_S))
+        # Ranks leave a barrier in shared memory within microseconds of each other, and one of gloo's far apart.
+        meeting = "paceline" if world.shares_clock and not why_not() else "gloo"
+        control = dist.new_group(members, backend=meeting, timeout=timedelta(seconds=_PATIENCE_S))
         groups[n] = []
         for backend in settings.backends:
             kind = settings.device_of(backend)
