@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -108,17 +109,40 @@ class NativeWork(Work):
                     after()
 
 
+class _Promise(torch.futures.Future):
+    """A Future on which one may wait in the callback of another, on the very thread that completes them."""
+
+    def __init__(self, promises: Promises) -> None:
+        super().__init__()
+        self._promises = promises
+
+    def wait(self) -> Any:
+        self._promises.help(self)
+        return super().wait()
+
+    def fail(self, error: Exception) -> None:
+        """As `set_exception`, but each who asks gets an error of its own: the frames in the traceback of a shared one
+        would hold this Future and the caller's group, and nobody could ever free them."""
+        kind, words = type(error), str(error)
+
+        def raise_anew(_: Any) -> None:
+            raise kind(words)
+
+        self._set_unwrap_func(raise_anew)
+        self.set_result([])
+
+
 class Promises:
     """Completes Futures in the order of their operations, on a thread that starts with the first one."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[NativeWork, torch.futures.Future, list[torch.Tensor]] | None]
+        self._waiting: queue.SimpleQueue[tuple[NativeWork, _Promise, list[torch.Tensor]] | None]
         self._waiting = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock, self._is_closed = threading.Lock(), False
 
     def promise(self, work: NativeWork, tensors: list[torch.Tensor]) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
+        future = _Promise(self)
         with self._lock:
             if not self._is_closed:
                 if self._thread is None:
@@ -131,22 +155,31 @@ class Promises:
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed, thread, self._thread = True, self._thread, None
+            self._is_closed, thread = True, self._thread
         if thread is not None:
             self._waiting.put(None)
             if thread is not threading.current_thread():  # a callback of a Future may close the group
                 thread.join()
+
+    def help(self, future: torch.futures.Future) -> None:
+        """On the thread that completes Futures: go on with that, in order, until this one is done."""
+        if threading.current_thread() is self._thread:
+            while not future.done():
+                entry = self._waiting.get()
+                if entry is None:
+                    self._waiting.put(None)  # for `_keep`
+                    return
+                _complete(*entry)
 
     def _keep(self) -> None:
         while (entry := self._waiting.get()) is not None:
             _complete(*entry)
 
 
-def _complete(work: NativeWork, future: torch.futures.Future, tensors: list[torch.Tensor]) -> None:
+def _complete(work: NativeWork, future: _Promise, tensors: list[torch.Tensor]) -> None:
     try:
         work.wait()
     except Exception as error:
-        # Without its traceback, whose frames hold this Future and the caller's group: nobody could ever free them.
-        future.set_exception(error.with_traceback(None))
+        future.fail(error)
     else:
         future.set_result(tensors)
