@@ -48,7 +48,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., A
         requests.write(json.dumps([function, args]) + "\n")
         requests.flush()
         line = answers.readline()
-        assert line, "the process that forks ranks has died"
+        assert line and answers.readline() == "gone\n", "the process that forks ranks has died"
         answer = json.loads(line)
         if "trace" in answer:
             pytest.fail(answer["trace"], pytrace=False)
@@ -81,6 +81,7 @@ def serve() -> None:
             os.write(1, (json.dumps(answer) + "\n").encode())
             os._exit(0)
         os.waitpid(pid, 0)
+        os.write(1, b"gone\n")  # no test ends before its processes
 
 
 class Ranks:

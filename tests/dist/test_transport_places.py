@@ -10,6 +10,7 @@ import re
 import socket
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,25 @@ def overlapping_groups() -> list[list[str]]:
 
 def test_overlapping_groups_on_several_threads(forked):
     assert forked(HERE + "overlapping_groups") == [[], [], []]
+
+
+def wait_in_a_callback(rank: int, say: Any) -> float:
+    """As torch's PowerSGD hook does. On rank 0 the callback comes before the result, and so runs on another thread."""
+    first, second = torch.ones(3), torch.ones(50_000)
+    if rank == 1:
+        time.sleep(0.3)
+    future = dist.all_reduce(first, async_op=True).get_future()
+    chained = future.then(lambda _: dist.all_reduce(second, async_op=True).get_future().wait()[0].sum().item())
+    return chained.wait()
+
+
+def callbacks() -> list[float]:
+    with Ranks(2, wait_in_a_callback) as ranks:
+        return list(ranks.conclude().values())
+
+
+def test_a_callback_may_wait_for_another_operation(forked):
+    assert forked(HERE + "callbacks") == [100_000.0] * 2
 
 
 # -- little room in /dev/shm ------------------------------------------------------------------------------------------

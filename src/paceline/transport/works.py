@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -179,5 +180,16 @@ def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: 
     if error is None:
         future.set_result(tensors)
     else:
-        # Without its traceback, whose frames hold this Future and the caller's group: nobody could ever free them.
-        future.set_exception(error.with_traceback(None))
+        _fail(future, error)
+
+
+def _fail(future: torch.futures.Future, error: Exception) -> None:
+    """As `set_exception`, but each who asks gets an error of its own: the frames in the traceback of a shared one would
+    hold this Future and the caller's group, and nobody could ever free them."""
+    kind, words = type(error), str(error)
+
+    def raise_anew(_: Any) -> None:
+        raise kind(words)
+
+    future._set_unwrap_func(raise_anew)  # type: ignore[attr-defined]
+    future.set_result([])
