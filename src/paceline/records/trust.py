@@ -16,6 +16,8 @@ __all__ = ["NOISY", "Doubt", "find_doubts"]
 
 # Half of p90 - p10 over the median, and second half over first half, above which a median is not to be believed.
 _MAX_NOISE, _MAX_DRIFT = 0.25, 0.25
+# Of the memory bound; a little more is the noise of both.
+_MAX_FRACTION = 1.1
 # The wait for the last rank as a share of the time, above which the time is mostly that wait.
 _MAX_SKEW = 0.5
 _FEW = 5
@@ -67,7 +69,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
         elif r.num_wrong:
             found["wrong", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} elements)")
         fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
-        if fraction is not None and fraction > 1:
+        if fraction is not None and fraction > _MAX_FRACTION:
             found["above", backend, r.world_size].append(f"{name} ({fraction:.2f} of memory)")
         if r.timing.count < _FEW:
             found["few", backend, r.world_size].append(name)
@@ -82,7 +84,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
     words = {
         "wrong": "WRONG DATA at {}: do not use this backend for these messages",
         "astray": "WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper",
-        "above": "faster than the memory bound at {}: the bound was disturbed, so believe neither",
+        "above": "faster than one core per rank passes over memory at {}: several did it, or the bound was disturbed",
         "unstable": "unstable at {} (p10 to p90): repeat on a quiet machine or with more --iters",
         "drifting": "not settled at {} (second half against first): raise --warmup",
         "few": "fewer than 5 repetitions at {}: a median of so few says little",
