@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import paceline
 from paceline.transport import register, why_not
 from tests.dist import gloo_programs
 
@@ -153,3 +154,48 @@ def test_a_program_that_knows_no_paceline_runs_on_it_under_torchrun(start, insta
     job = start(*launcher, program, "paceline", env=installed, stdin=subprocess.DEVNULL)
     out, err = job.communicate(timeout=100)
     assert (job.returncode, out) == (0, "all is well\n" * 2), err
+
+
+def allocate_unevenly() -> str:
+    with paceline.init(backend="paceline", announce=None) as world:
+        try:
+            dist.group.WORLD.allocate(100 + world.rank)  # type: ignore[union-attr]
+        except RuntimeError as error:
+            return str(error)
+    return "nothing was found"
+
+
+def test_ranks_that_share_different_amounts_are_told_so_all_of_them(on_ranks):
+    first, second = on_ranks(2, allocate_unevenly)
+    assert first == second
+    assert "rank 0 for 100 bytes to share, rank 1 for 101 bytes to share" in first
+
+
+def average_a_long_vector(lanes: int) -> list[torch.Tensor]:
+    register()
+    os.environ["PACELINE_LANES"] = str(lanes)
+    dist.init_process_group("paceline", timeout=timedelta(seconds=30))
+    try:
+        rank, group = dist.get_rank(), dist.group.WORLD
+        results = []
+        for numel in (262_144, 700_001, 3_000_001):  # up to, around and far above what one lane takes
+            torch.manual_seed(rank)
+            ordinary = torch.randn(numel)
+            shared = group.allocate(4 * numel).view(torch.float32).copy_(ordinary)  # type: ignore[union-attr]
+            dist.all_reduce(ordinary, dist.ReduceOp.AVG)
+            works = [dist.all_reduce(shared, async_op=True), dist.all_reduce(torch.ones(3), async_op=True)]
+            for work in works:
+                work.wait()
+            results += [ordinary, shared / dist.get_world_size()]
+        assert len(group._native._groups) == lanes  # type: ignore[union-attr]
+        return [result.clone() for result in results]
+    finally:
+        dist.destroy_process_group()
+        del os.environ["PACELINE_LANES"]
+
+
+def test_lanes_change_no_bit(on_ranks):
+    one = on_ranks(2, average_a_long_vector, 1)
+    three = on_ranks(2, average_a_long_vector, 3)
+    for here, there in zip(one[0], three[1], strict=True):
+        assert torch.equal(here, there)

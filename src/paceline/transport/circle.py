@@ -42,9 +42,17 @@ def identify_host() -> str:
 
 
 def look_around(store: dist.Store, rank: int, size: int) -> list[dict[str, Any]]:
-    """Every rank's host, process and number of cores, in rank order. Collective: every rank must call this."""
+    """Every rank's host, process, cores and wish for lanes, in rank order. Collective: every rank must call this."""
     store.set(
-        f"place/{rank}", json.dumps({"host": identify_host(), "pid": os.getpid(), "cores": machine.count_cores()})
+        f"place/{rank}",
+        json.dumps(
+            {
+                "host": identify_host(),
+                "pid": os.getpid(),
+                "cores": machine.count_cores(),
+                "lanes": os.environ.get("PACELINE_LANES", ""),
+            }
+        ),
     )
     return [json.loads(store.get(f"place/{other}")) for other in range(size)]
 

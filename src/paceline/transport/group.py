@@ -78,7 +78,7 @@ class PacelineGroup(_TorchGroup):
         index, here = mine.index(self._rank), [names[rank] for rank in mine]
         wanted = native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES)
         lanes = []
-        for _ in range(choose_lanes([places[rank]["cores"] for rank in mine])):
+        for _ in range(choose_lanes([places[rank]["cores"] for rank in mine], places[mine[0]]["lanes"])):
             segment, _ = self._circle.share(-(-wanted // len(mine)))
             lanes.append(native.NativeGroup(segment, _SLOT_BYTES, index, here, pids, timeout_s, _STOPPED_S))
         self._native = Lanes(lanes)
@@ -104,6 +104,7 @@ class PacelineGroup(_TorchGroup):
         """
         if self._levels is not None:
             return torch.zeros(num_bytes, dtype=torch.uint8)
+        self._native.run((native.BARRIER, 0, 0, 0, 0, 0, num_bytes))  # all ranks learn if one wants something else
         mapping, part_bytes = self._circle.share(num_bytes)
         self._serial += 1
         self._native.run((native.BARRIER, 0, 0, 0, 0, 0, 0))  # everyone has its own part nearby

@@ -9,18 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.errors import ConfigError
 from paceline.transport import native
 
 __all__ = ["Lanes", "choose_lanes"]
 
-_MOST = 4
+_MOST, _ALLOWED = 4, 16
 # Waking another thread costs tens of microseconds.
 _PIECE_BYTES = 512 << 10
 _LINE_BYTES = 128
 
 
-def choose_lanes(cores: Sequence[int]) -> int:
-    """How many lanes ranks with so many cores each, on one host, should have: one where cores are not spare."""
+def choose_lanes(cores: Sequence[int], asked: str = "") -> int:
+    """How many lanes ranks with so many cores each, on one host, should have: one where cores are not spare.
+
+    `asked` is what PACELINE_LANES says on the first of them, which counts for all.
+    """
+    if asked:
+        if not asked.isdigit() or not 1 <= int(asked) <= _ALLOWED:
+            raise ConfigError(f"PACELINE_LANES={asked!r}: a number from 1 to {_ALLOWED}")
+        return int(asked)
     return max(1, min(_MOST, min(cores) // len(cores)))
 
 

@@ -546,8 +546,10 @@ static void describe(const pln_group *g, const request *o, char *text, size_t by
     static const char *const kinds[] = {"all-reduce", "reduce-scatter", "all-gather", "broadcast", "barrier"};
     static const char *const dtypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64", "bytes"};
     static const char *const ops[] = {"sum", "avg", "min", "max"};
-    if (o->kind == PLN_BARRIER)
+    if (o->kind == PLN_BARRIER && o->count == 0)
         snprintf(text, bytes, "a barrier");
+    else if (o->kind == PLN_BARRIER)
+        snprintf(text, bytes, "%llu bytes to share", (unsigned long long)o->count);
     else if (o->kind == PLN_BROADCAST)
         snprintf(text, bytes, "a broadcast of %llu %s from rank %d", (unsigned long long)o->count, dtypes[o->dtype],
                  g->names[o->root]);

@@ -50,7 +50,8 @@ int pln_add_arena(pln_group *group, int serial, void *base, uint64_t part_bytes)
 int pln_remove_arena(pln_group *group, int serial);
 
 /* Start an operation and return its ticket (above 0), or run it to its end. Counts are elements: of the whole vector, or
- * for reduce-scatter and all-gather of one rank's part. `timeout_s` of 0 is the group's. */
+ * for reduce-scatter and all-gather of one rank's part; a barrier's need only be the same on all ranks. `timeout_s` of 0
+ * is the group's. */
 int64_t pln_submit(pln_group *group, int kind, int dtype, int op, int root, const void *in, void *out, uint64_t count,
                    double timeout_s);
 int pln_run(pln_group *group, int kind, int dtype, int op, int root, const void *in, void *out, uint64_t count,
