@@ -82,7 +82,7 @@ def watch_vectors(wanted: CollectiveSettings) -> list[bool]:
         return given
 
     def look(tensor: torch.Tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        if isinstance(group, PacelineGroup):
+        if isinstance(group, PacelineGroup) and tensor.numel() > 1:  # one element is ranks that agree on a time
             seen.append(any(begin <= tensor.data_ptr() < end for begin, end in places))
         return reduce(tensor, op, group, async_op)
 
