@@ -214,9 +214,23 @@ class PacelineGroup(_TorchGroup):
             return self._backend(output).reduce_scatter(outputs, inputs, opts)
         return self._reduce_scatter_base(output, torch.cat([part.reshape(-1) for part in parts]), opts)
 
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        return _last_of([self._allgather_base(output, tensor, opts) for output, tensor in pairs])
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        return _last_of([self._reduce_scatter_base(output, tensor, opts) for output, tensor in pairs])
+
     # Newer names of the same.
     all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
@@ -318,6 +332,14 @@ def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
     if timeout is not None:
         made.timeout = timeout
     return made
+
+
+def _last_of(works: Sequence[Any]) -> Any:
+    """What is to be waited for after several operations: ours are done in order, others are waited for here."""
+    if not all(isinstance(work, NativeWork | FinishedWork) for work in works):
+        for work in works[:-1]:
+            work.wait()
+    return works[-1]
 
 
 def _is_asynchronous(opts: Any) -> bool:
