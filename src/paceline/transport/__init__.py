@@ -1,6 +1,6 @@
 """Shared memory between the ranks of one host, as a torch.distributed backend named `paceline`.
 
-Importing this registers the backend; torch does so by itself where Paceline is installed.
+torch registers it by itself where Paceline is installed; elsewhere `register` does.
 """
 
 from __future__ import annotations

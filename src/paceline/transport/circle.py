@@ -151,7 +151,7 @@ class Circle:
             waiting.register(door, selectors.EVENT_READ)
             try:
                 while len(self._peers) < self.size - 1:
-                    ready = waiting.select(max(0.0, deadline - time.monotonic()))
+                    ready = waiting.select(min(1.0, max(0.0, deadline - time.monotonic())))
                     if not ready and time.monotonic() > deadline:
                         missing = next(i for i in range(1, self.size) if i not in self._peers)
                         raise LaunchError(

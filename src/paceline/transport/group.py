@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -63,8 +62,10 @@ class PacelineGroup(_TorchGroup):
         )
         self._gloo._set_sequence_number_for_group()
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._plain = c10d.ProcessGroup(self._store, rank, size)
+        self._plain._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._cuda: Any = None
-        self._promises, self._pending = Promises(), deque[Any]()
+        self._promises, self._pending = Promises(), dict[int, NativeWork]()
         self._serial = self._num_started = 0
         self._open(names)
 
@@ -103,7 +104,7 @@ class PacelineGroup(_TorchGroup):
         They are this rank's part of memory that the ranks of its host share, and live as long as a tensor in them.
         """
         if self._levels is not None:
-            return torch.zeros(num_bytes, dtype=torch.uint8)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         self._native.run((native.BARRIER, 0, 0, 0, 0, 0, num_bytes))  # all ranks learn if one wants something else
         mapping, part_bytes = self._circle.share(num_bytes)
         self._serial += 1
@@ -147,7 +148,15 @@ class PacelineGroup(_TorchGroup):
         opts = opts or c10d.AllreduceCoalescedOptions()
         if not tensors or not all(map(_is_reducible, tensors)) or opts.reduceOp.op not in _OPS:
             return self._backend(_first_tensor(tensors)).allreduce_coalesced(tensors, opts)
-        return [self._all_reduce(tensor, opts, tensors) for tensor in tensors][-1]  # they are done in order
+        if self._levels is not None:
+            return _last_of([self._all_reduce(tensor, opts, tensors) for tensor in tensors])
+        runs = [_as_run_in_place(tensor) for tensor in tensors]
+        op = _OPS[opts.reduceOp.op]
+        asked = [
+            (native.ALL_REDUCE, _DTYPES[run.dtype], op, 0, run.data_ptr(), run.data_ptr(), run.numel())
+            for run, _ in runs
+        ]
+        return self._start(asked, opts, tensors, [after for _, after in runs], runs)
 
     def _all_reduce(self, tensor: torch.Tensor, opts: Any, result: Sequence[torch.Tensor]) -> Any:
         run, after = _as_run_in_place(tensor)
@@ -159,7 +168,7 @@ class PacelineGroup(_TorchGroup):
                 work.wait()
             return work
         asked = native.ALL_REDUCE, dtype, op, 0, run.data_ptr(), run.data_ptr(), run.numel()
-        return self._start(asked, opts, result, after)
+        return self._start([asked], opts, result, [after], run)
 
     def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.BroadcastOptions, opts, timeout)
@@ -167,13 +176,14 @@ class PacelineGroup(_TorchGroup):
             return self._backend(tensors[0]).broadcast(tensors, opts)
         run, after = _as_run_in_place(tensors[0])
         asked = native.BROADCAST, native.BYTES, 0, opts.rootRank, run.data_ptr(), run.data_ptr(), run.nbytes
-        return self._start(asked, opts, tensors, after)
+        return self._start([asked], opts, tensors, [after], run)
 
     def allgather(self, outputs: list[Any], inputs: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         outputs, inputs = ([outputs], [inputs]) if isinstance(inputs, torch.Tensor) else (outputs, inputs)
         into, tensor = outputs[0], inputs[0]
-        is_even = all(out.numel() == tensor.numel() and out.dtype == tensor.dtype for out in into)
+        is_even = len(into) == self._size
+        is_even = is_even and all(out.numel() == tensor.numel() and out.dtype == tensor.dtype for out in into)
         if len(inputs) > 1 or self._levels is not None or not (is_even and _is_movable(tensor)):
             return self._backend(tensor).allgather(outputs, inputs, opts)
         run, everything = _as_run(tensor), tensor.new_empty(self._size, tensor.numel())
@@ -183,7 +193,7 @@ class PacelineGroup(_TorchGroup):
                 out.data.copy_(part.view(out.shape))
 
         asked = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), everything.data_ptr(), run.nbytes
-        return self._start(asked, opts, into, spread, run)
+        return self._start([asked], opts, into, [spread], run)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
@@ -192,7 +202,7 @@ class PacelineGroup(_TorchGroup):
             return self._backend(tensor)._allgather_base(output, tensor, opts)
         (into, after), run = _as_run_in_place(output), _as_run(tensor)
         asked = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), into.data_ptr(), run.nbytes
-        return self._start(asked, opts, [output], after, run)
+        return self._start([asked], opts, [output], [after], (run, into))
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
@@ -203,7 +213,7 @@ class PacelineGroup(_TorchGroup):
         (into, after), run = _as_run_in_place(output), _as_run(tensor)
         addresses = run.data_ptr(), into.data_ptr()
         asked = native.REDUCE_SCATTER, _DTYPES[tensor.dtype], op, 0, *addresses, into.numel()
-        return self._start(asked, opts, [output], after, run)
+        return self._start([asked], opts, [output], [after], (run, into))
 
     def reduce_scatter(self, outputs: list[torch.Tensor] | torch.Tensor, inputs: list[Any], opts: Any = None) -> Any:
         opts = _as_options(c10d.ReduceScatterOptions, opts, None)
@@ -236,7 +246,12 @@ class PacelineGroup(_TorchGroup):
         opts = opts or c10d.BarrierOptions()
         if self._levels is not None or self._is_on_cuda(opts):
             return (self._cuda_backend() if self._is_on_cuda(opts) else self._gloo).barrier(opts)
-        return self._start((native.BARRIER, 0, 0, 0, 0, 0, 0), opts, [])
+        if not _is_asynchronous(opts):
+            for work in list(
+                self._pending.values()
+            ):  # as with other backends, what was started before is there after it
+                work.exception() if work.is_through() else work.wait()
+        return self._start([(native.BARRIER, 0, 0, 0, 0, 0, 0)], opts, [], [], None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
@@ -247,30 +262,40 @@ class PacelineGroup(_TorchGroup):
 
     def _start(
         self,
-        asked: native.Asked,
+        asked: Sequence[native.Asked],
         opts: Any,
         result: Sequence[torch.Tensor],
-        after: Callable[[], Any] | None = None,
-        kept: Any = None,
+        after: Sequence[Callable[[], Any] | None],
+        memory: Any,
     ) -> Any:
-        """Run or start what is asked for, and then `after`; `kept` is memory that it needs besides the result."""
-        self._num_started += 1
+        """Run or start what is asked for, and then what comes `after`; `memory` is what it needs besides the result."""
+        self._num_started += len(asked)
         timeout_s = max(0.0, opts.timeout.total_seconds())  # below 0: the group's own
+        actions = [action for action in after if action is not None]
+        while self._pending and (oldest := next(iter(self._pending.values()))).is_through():
+            oldest.exception()  # nobody need keep a Work, or wait for it
         if not _is_asynchronous(opts):
-            self._native.run(asked, timeout_s)
-            if after is not None:
-                after()
+            for operation in asked:
+                self._native.run(operation, timeout_s)
+            for action in actions:
+                action()
             return FinishedWork(result)
-        work = NativeWork(self._native, self._native.submit(asked, timeout_s), result, self._promises, after)
-        # Nobody need keep a Work, but its tensors must stay until it is through.
-        while self._pending and self._pending[0][0].is_completed():
-            self._pending.popleft()
-        self._pending.append((work, kept))
+        tickets = list[tuple[int, ...]]()
+        work = NativeWork(self._native, tickets, result, self._promises, actions, (memory, result), self._pending)
+        try:
+            for operation in asked:
+                tickets.append(self._native.submit(operation, timeout_s))
+        except native.TransportError:
+            if not tickets:
+                self._pending.pop(id(work))
+            raise
         return work
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _backend(self, tensor: torch.Tensor) -> Any:
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return self._plain  # through torch's dispatcher, which knows what is inside
         return self._cuda_backend() if tensor.is_cuda else self._gloo
 
     def _is_on_cuda(self, opts: Any) -> bool:
@@ -293,8 +318,9 @@ class PacelineGroup(_TorchGroup):
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has bytes in this process's memory."""
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided
+    """Whether a tensor has bytes in this process's memory, and is not one that stands for another."""
+    has_own_ways = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not has_own_ways
 
 
 def _is_reducible(tensor: torch.Tensor) -> bool:
@@ -306,12 +332,14 @@ def _as_run(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of one whose elements do not follow each other: another rank's may, so the way is one."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.data)
 
 
 def _as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any] | None]:
     """The same for a tensor that is written: with what brings the result from the copy to it, if there is one."""
     run = _as_run(tensor)
+    if run is not tensor and torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError("a tensor whose elements share memory (expanded, say) cannot take a result: clone it first")
     # Through `data`: as with every backend, what a collective writes does not count as a change that autograd sees.
     return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
 

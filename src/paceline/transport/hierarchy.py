@@ -132,7 +132,10 @@ class TwoLevels:
             self._thread = threading.Thread(target=self._keep, name="paceline-hosts", daemon=True)
             self._thread.start()
         job = _Job(tensor.view(-1), dtype, op, timeout, result, promises, after)
-        self._jobs.put(job)
+        if self._is_closing:
+            job.conclude(native.TransportError(_CLOSED))
+        else:
+            self._jobs.put(job)
         return job
 
     def close(self) -> None:
@@ -142,6 +145,9 @@ class TwoLevels:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._jobs.put(None)
             self._thread.join()
+            while not self._jobs.empty():  # put there in between
+                if (job := self._jobs.get()) is not None:
+                    job.conclude(native.TransportError(_CLOSED))
         self._between = None
 
     def _keep(self) -> None:

@@ -7,6 +7,8 @@ in rank order wherever the cuts are.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 
 from paceline.errors import ConfigError
@@ -26,7 +28,7 @@ def choose_lanes(cores: Sequence[int], asked: str = "") -> int:
     `asked` is what PACELINE_LANES says on the first of them, which counts for all.
     """
     if asked:
-        if not asked.isdigit() or not 1 <= int(asked) <= _ALLOWED:
+        if asked not in map(str, range(1, _ALLOWED + 1)):
             raise ConfigError(f"PACELINE_LANES={asked!r}: a number from 1 to {_ALLOWED}")
         return int(asked)
     return max(1, min(_MOST, min(cores) // len(cores)))
@@ -41,21 +43,52 @@ class Lanes:
 
     def run(self, asked: native.Asked, timeout_s: float = 0.0) -> None:
         """One operation, from its beginning to its end. A time limit of 0 is the group's."""
-        pieces = self._cut(asked)
-        others = zip(self._groups[1:], pieces[1:], strict=False)
-        tickets = [(group, group.submit(piece, timeout_s)) for group, piece in others]
-        self._first.run(pieces[0], timeout_s)
-        for group, ticket in tickets:
-            group.wait(ticket)
+        first, *others = self._cut(asked)
+        started = self._submit(self._groups[1:], others, timeout_s)
+        try:
+            self._first.run(first, timeout_s)
+            for group, number in started:
+                group.wait(number)
+        except native.TransportError:
+            self._let_go(started)
+            raise
 
     def submit(self, asked: native.Asked, timeout_s: float = 0.0) -> tuple[int, ...]:
         """Start an operation behind those before it; its ticket."""
-        pieces = self._cut(asked)
-        return tuple(group.submit(piece, timeout_s) for group, piece in zip(self._groups, pieces, strict=False))
+        return tuple(number for _, number in self._submit(self._groups, self._cut(asked), timeout_s))
 
     def wait(self, ticket: Sequence[int], timeout_s: float | None = None) -> None:
-        for group, number in zip(self._groups, ticket, strict=False):
-            group.wait(number, timeout_s)
+        """Wait for a ticket; unless it only takes longer, nothing of it runs any more after an error, in any lane."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        started = list(zip(self._groups, ticket, strict=False))
+        try:
+            for group, number in started:
+                group.wait(number, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except native.TransportError:
+            if deadline is None or time.monotonic() < deadline:
+                self._let_go(started)
+            raise
+
+    def _submit(
+        self, groups: Sequence[native.NativeGroup], pieces: Sequence[native.Asked], timeout_s: float
+    ) -> list[tuple[native.NativeGroup, int]]:
+        started: list[tuple[native.NativeGroup, int]] = []
+        try:
+            for group, piece in zip(groups, pieces, strict=False):
+                started.append((group, group.submit(piece, timeout_s)))
+        except native.TransportError:
+            self._let_go(started)
+            raise
+        return started
+
+    def _let_go(self, started: Sequence[tuple[native.NativeGroup, int]]) -> None:
+        """One lane has failed, and so do the others: none may write later to memory that is somebody else's by then."""
+        for broken in self._groups:
+            for group in self._groups:
+                group.break_too(broken)
+        for group, number in started:
+            with contextlib.suppress(native.TransportError):
+                group.wait(number)
 
     def is_done(self, ticket: Sequence[int]) -> bool:
         return all(group.is_done(number) for group, number in zip(self._groups, ticket, strict=False))

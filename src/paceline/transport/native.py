@@ -33,7 +33,7 @@ Asked = tuple[int, int, int, int, int, int, int]
 SOURCES = Path(__file__).parent / "native"
 # No contraction of products and sums: every kind of processor must round alike.
 COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]
-_VERSION = 2  # PLN_VERSION in the header
+_VERSION = 3  # PLN_VERSION in the header
 
 
 class TransportError(CollectiveError, RuntimeError):
@@ -88,6 +88,7 @@ def load_library() -> ctypes.CDLL:
         "pln_run": (number, operation),
         "pln_wait": (number, [pointer, ctypes.c_int64, seconds]),
         "pln_is_done": (number, [pointer, ctypes.c_int64]),
+        "pln_break_too": (None, [pointer, pointer]),
         "pln_explain": (None, [pointer, ctypes.c_char_p, ctypes.c_size_t]),
         "pln_reduce": (None, [number, number, pointer, number, pointer, number, ctypes.c_size_t, number]),
         "pln_cpu": (ctypes.c_char_p, []),
@@ -177,6 +178,10 @@ class NativeGroup:
 
     def remove_arena(self, serial: int) -> None:
         self._library.pln_remove_arena(self._handle, serial)
+
+    def break_too(self, other: NativeGroup) -> None:
+        """Break this group for the reason for which another one is broken, if it is."""
+        self._library.pln_break_too(self._handle, other._handle)
 
     def close(self) -> None:
         """Leave the group; what still runs or waits here, on any thread, ends with an error."""

@@ -48,65 +48,88 @@ class FinishedWork(Work):
 
 
 class NativeWork(Work):
-    """A ticket. `after`, if any, is what is left to do here when it is through; whoever looks first does it.
+    """Tickets of operations that belong together. `after` is what is left to do here when they are through, which
+    whoever looks first does.
 
-    The tensors are kept until then, whether or not the caller keeps them.
+    `kept` holds this Work, and with it all memory that the operations need, until then, whether or not the caller does.
     """
 
     def __init__(
         self,
         native: Lanes,
-        ticket: tuple[int, ...],
-        tensors: Sequence[torch.Tensor],
+        tickets: Sequence[tuple[int, ...]],
+        result: Sequence[torch.Tensor],
         promises: Promises,
-        after: Callable[[], None] | None = None,
+        after: Sequence[Callable[[], Any]],
+        memory: Any,
+        kept: dict[int, NativeWork],
     ) -> None:
         super().__init__()
-        self._native, self._ticket, self._tensors, self._promises = native, ticket, list(tensors), promises
-        self._after, self._lock = after, threading.Lock()
+        self._native, self._tickets, self._result, self._promises = native, tickets, list(result), promises
+        self._after, self._memory, self._kept = list(after), memory, kept
+        self._finishing, self._promising = threading.Lock(), threading.Lock()
+        self._error: Exception | None = None
         self._future: torch.futures.Future | None = None
+        kept[id(self)] = self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._native.wait(self._ticket, timeout.total_seconds() or None)
+        limit_s = timeout.total_seconds() or None
+        try:
+            for ticket in self._tickets:
+                self._native.wait(ticket, limit_s)
+        except RuntimeError:
+            if self.is_through():
+                self._kept.pop(id(self), None)
+            raise
         self._finish()
+        if self._error is not None:
+            raise self._error
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
+    def is_through(self) -> bool:
+        """Whether the operations are over, well or not; what is to be done after them may be left."""
+        return all(self._native.is_done(ticket) for ticket in self._tickets)
+
     def is_completed(self) -> bool:
-        if not self._native.is_done(self._ticket):
+        if not self.is_through():
             return False
-        if self._after is not None and self.exception() is None:
-            self._finish()
+        self.exception()
         return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> Exception | None:
-        if self._native.is_done(self._ticket):
+        """What went wrong, if it is over."""
+        if self.is_through():
             try:
-                self._native.wait(self._ticket)
-            except RuntimeError as error:
+                self.wait()
+            except Exception as error:
                 return error
         return None
 
     def result(self) -> list[torch.Tensor]:
-        return self._tensors
+        return self._result
 
     def get_future(self) -> torch.futures.Future:
-        with self._lock:
+        with self._promising:
             if self._future is None:
-                self._future = self._promises.promise(self, self._tensors)
+                self._future = self._promises.promise(self, self._result)
         return self._future
 
     def _finish(self) -> None:
-        if self._after is not None:
-            with self._lock:
-                after, self._after = self._after, None
-                if after is not None:
-                    after()
+        """Do what is left, once; whoever comes meanwhile waits for it."""
+        with self._finishing:
+            after, self._after, self._memory = self._after, [], None
+            try:
+                for action in after:
+                    action()
+            except Exception as error:
+                self._error = error
+        self._kept.pop(id(self), None)
 
 
 class Promises:

@@ -116,6 +116,13 @@ int pln_break(pln_group *g, int code, int culprit)
     return (int)(told & 0xff);
 }
 
+void pln_break_too(pln_group *g, const pln_group *other)
+{
+    const uint32_t told = atomic_load(&other->shared->broken);
+    if (told != 0)
+        pln_break(g, (int)(told & 0xff), (int)(told >> 8));
+}
+
 static int is_there(const seat *peer, uint32_t phase)
 {
     return (int32_t)(atomic_load_explicit(&peer->progress, memory_order_acquire) - phase) >= 0;

@@ -9,7 +9,7 @@
 #include <sys/types.h>
 
 #define LINE_BYTES 128 /* processors fetch lines of 64 in pairs */
-#define QUEUE_LENGTH 1024
+#define QUEUE_LENGTH 64 /* at first; it grows */
 
 /* What one rank wants; the others read it at the first meeting. */
 typedef struct {
@@ -62,7 +62,8 @@ struct pln_group {
     pthread_t worker;
     pthread_mutex_t lock;
     pthread_cond_t has_work, has_result;
-    request queue[QUEUE_LENGTH];
+    request *queue;
+    int64_t queue_length;
     int64_t submitted, finished, first_failed;
     int failure, is_busy, has_worker;
     _Atomic int is_closing;

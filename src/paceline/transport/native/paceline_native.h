@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define PLN_VERSION 2 /* of this interface; native.py wants the same */
+#define PLN_VERSION 3 /* of this interface; native.py wants the same */
 #define PLN_MAX_RANKS 256
 #define PLN_MAX_ARENAS 64
 
@@ -59,6 +59,8 @@ int pln_run(pln_group *group, int kind, int dtype, int op, int root, const void 
 /* Wait for a ticket; PLN_RUNNING if it takes longer than `timeout_s` (below 0: as long as it takes). */
 int pln_wait(pln_group *group, int64_t ticket, double timeout_s);
 int pln_is_done(pln_group *group, int64_t ticket);
+/* Break a group for the reason for which another one is broken, if it is. */
+void pln_break_too(pln_group *group, const pln_group *other);
 /* What went wrong, in words. */
 void pln_explain(pln_group *group, char *text, size_t bytes);
 

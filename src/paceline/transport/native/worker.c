@@ -29,7 +29,7 @@ static void *work(void *argument)
             pthread_cond_wait(&g->has_work, &g->lock);
         if (atomic_load(&g->is_closing))
             break;
-        request next = g->queue[g->finished % QUEUE_LENGTH];
+        request next = g->queue[g->finished % g->queue_length];
         g->is_busy = 1;
         pthread_mutex_unlock(&g->lock);
         const int code = pln_execute(g, &next);
@@ -112,6 +112,7 @@ void pln_free(pln_group *g)
         pthread_cond_destroy(&g->has_result);
         pthread_mutex_destroy(&g->lock);
     }
+    free(g->queue);
     free(g);
 }
 
@@ -171,19 +172,35 @@ static int check(pln_group *g, int kind, int dtype, int op, int root)
     return PLN_OK;
 }
 
-/* With the lock held: take a number, once there is room in the queue. */
+/* With the lock held: room for one more. */
+static int make_room(pln_group *g)
+{
+    if (g->submitted - g->finished < g->queue_length)
+        return PLN_OK;
+    const int64_t length = g->queue_length == 0 ? QUEUE_LENGTH : 2 * g->queue_length;
+    request *queue = malloc((size_t)length * sizeof *queue);
+    if (queue == NULL)
+        return PLN_BAD;
+    for (int64_t i = g->finished; i < g->submitted; i++)
+        queue[i % length] = g->queue[i % g->queue_length];
+    free(g->queue);
+    g->queue = queue, g->queue_length = length;
+    return PLN_OK;
+}
+
+/* With the lock held: take a number. */
 static int64_t enqueue(pln_group *g, const request *wanted)
 {
-    while (g->submitted - g->finished >= QUEUE_LENGTH && !atomic_load(&g->is_closing))
-        pthread_cond_wait(&g->has_result, &g->lock);
     if (atomic_load(&g->is_closing))
         return -PLN_CLOSED;
+    if (make_room(g) != PLN_OK)
+        return -PLN_BAD;
     if (!g->has_worker) {
         if (pthread_create(&g->worker, NULL, work, g) != 0)
             return -PLN_BAD;
         g->has_worker = 1;
     }
-    g->queue[g->submitted % QUEUE_LENGTH] = *wanted;
+    g->queue[g->submitted % g->queue_length] = *wanted;
     pthread_cond_signal(&g->has_work);
     return ++g->submitted;
 }
@@ -244,7 +261,9 @@ int pln_wait(pln_group *g, int64_t ticket, double timeout_s)
     const struct timespec deadline = {(time_t)until, (long)((until - (double)(time_t)until) * 1e9)};
     pthread_mutex_lock(&g->lock);
     int expired = 0;
-    while (g->finished < ticket && !atomic_load(&g->is_closing) && !expired) {
+    /* In a closed group nothing is begun any more, but what runs still writes to the caller's memory. */
+    while (g->finished < ticket && !expired &&
+           (!atomic_load(&g->is_closing) || (g->is_busy && g->finished + 1 == ticket))) {
         if (timeout_s < 0)
             pthread_cond_wait(&g->has_result, &g->lock);
         else
