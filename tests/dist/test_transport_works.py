@@ -1,0 +1,129 @@
+"""What an operation in shared memory returns, and when its results are there: Works, Futures, lanes, barriers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.transport import register, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
+
+LONG = 3_000_001  # for every lane a piece
+
+
+def on_paceline(program: Callable[[], Any], lanes: int) -> Any:
+    """Run a program in a world on paceline with so many lanes."""
+    register()
+    os.environ["PACELINE_LANES"] = str(lanes)
+    dist.init_process_group("paceline", timeout=timedelta(seconds=20))
+    try:
+        return program()
+    finally:
+        dist.destroy_process_group()
+        del os.environ["PACELINE_LANES"]
+
+
+def all_of_several() -> None:
+    for _ in range(20):
+        scattered, long, short = torch.ones(6, 2).t(), torch.ones(LONG), torch.ones(3)
+        dist.all_reduce_coalesced([scattered, long, short], async_op=True).wait()
+        assert all((tensor == 2).all() for tensor in (scattered, long, short))
+
+
+def outputs_after_wait() -> None:
+    for _ in range(30):
+        parts = [torch.zeros(200_000) for _ in range(2)]
+        work = dist.all_gather(parts, torch.full((200_000,), 1.0 + dist.get_rank()), async_op=True)
+        work.get_future()  # another thread writes the outputs, too
+        work.wait()
+        assert (parts[0] == 1).all() and (parts[1] == 2).all()
+
+
+def results_after_a_barrier() -> None:
+    for _ in range(10):
+        long, scattered, parts = torch.ones(LONG), torch.ones(6, 2).t(), [torch.zeros(2) for _ in range(2)]
+        dist.all_reduce(long, async_op=True)
+        dist.all_reduce(scattered, async_op=True)
+        dist.all_gather(parts, torch.ones(2), async_op=True)
+        dist.barrier()
+        assert (long == 2).all() and (scattered == 2).all() and all((part == 1).all() for part in parts)
+
+
+def more_than_the_queue_holds() -> None:
+    works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(3000)]
+    assert all(work.wait() for work in works)
+    assert not dist.group.WORLD._pending  # type: ignore[union-attr]
+
+
+def tensors_that_stand_for_others() -> None:
+    from torch.distributed._functional_collectives import all_reduce
+
+    promised = all_reduce(torch.ones(5), "sum", dist.group.WORLD)
+    dist.all_reduce(promised)
+    assert (promised == 4).all()
+
+
+def results_that_have_no_room() -> None:
+    with pytest.raises(ValueError, match="share memory"):
+        dist.all_reduce(torch.ones(1).expand(4))
+    with pytest.raises(RuntimeError, match="expected length 2"):
+        dist.all_gather([torch.zeros(2)], torch.ones(2), async_op=True)
+    whole = torch.ones(2)
+    dist.all_reduce(whole)  # nobody has sent anything
+    assert (whole == 2).all()
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize(
+    "program",
+    [
+        all_of_several, outputs_after_wait, results_after_a_barrier, more_than_the_queue_holds,
+        tensors_that_stand_for_others, results_that_have_no_room,
+    ],
+)  # fmt: skip
+def test_results_are_there_when_they_are_said_to_be(on_ranks, program, lanes):
+    on_ranks(2, on_paceline, program, lanes)
+
+
+def disagree_and_go_on() -> tuple[str, bool]:
+    """One rank asks for something else; then memory of the failed operation belongs to somebody else."""
+    message = "nothing was found"
+    first = torch.ones(LONG)
+    try:
+        dist.all_reduce(first) if dist.get_rank() == 0 else dist.broadcast(torch.ones(3), 0)
+    except RuntimeError as error:
+        message = str(error)
+    del first
+    innocent = torch.full((LONG,), 7.0)
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(LONG))
+    return message, bool((innocent == 7).all())
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_failure_ends_all_lanes(on_ranks, lanes):
+    results = on_ranks(2, on_paceline, disagree_and_go_on, lanes)
+    assert all(unharmed and "ask for different things" in text for text, unharmed in results)
+
+
+def ask_for_a_future_late() -> list[torch.Tensor]:
+    register()
+    dist.init_process_group("paceline", timeout=timedelta(seconds=20))
+    parts = [torch.zeros(2) for _ in range(2)]
+    work = dist.all_gather(parts, torch.ones(2), async_op=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    result: list[torch.Tensor] = work.get_future().wait()
+    return result
+
+
+def test_a_future_may_be_asked_for_when_the_group_has_gone(on_ranks):
+    for parts in on_ranks(2, ask_for_a_future_late):
+        assert all((part == 1).all() for part in parts)
