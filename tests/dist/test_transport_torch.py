@@ -153,7 +153,8 @@ def test_a_program_that_knows_no_paceline_runs_on_it_under_torchrun(start, insta
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     job = start(*launcher, program, "paceline", env=installed, stdin=subprocess.DEVNULL)
     out, err = job.communicate(timeout=100)
-    assert (job.returncode, out) == (0, "all is well\n" * 2), err
+    # Both ranks write to one pipe, and the ends of lines may come late.
+    assert (job.returncode, out.replace("\n", "")) == (0, "all is well" * 2), err
 
 
 def allocate_unevenly() -> str:
