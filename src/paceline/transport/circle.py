@@ -2,6 +2,7 @@
 
 Memory has no name in any file system: it is an anonymous file whose descriptor the first rank hands to the others over
 a Unix socket, and it goes when the last of them goes, however that happens. It does not count against /dev/shm.
+What is done in it does not belong here (`native`).
 """
 
 from __future__ import annotations

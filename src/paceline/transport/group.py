@@ -1,13 +1,12 @@
 """The process group `paceline`: collectives between ranks of one host in shared memory, everything else on gloo.
 
-Which way an operation goes follows from what all ranks see alike (its kind, type and the hosts of the ranks), never
-from how one of them calls it.
+Which way an operation goes follows from what ranks that agree see alike (kind, type, sizes, and their hosts), never
+from how one of them calls it. How ranks wait, and add up, does not belong here (`native`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,6 +20,7 @@ from paceline.transport import native
 from paceline.transport.circle import Circle, look_around
 from paceline.transport.hierarchy import TwoLevels
 from paceline.transport.lanes import Lanes, choose_lanes
+from paceline.transport.runs import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, stands_for_another
 from paceline.transport.works import FinishedWork, NativeWork, Promises
 
 __all__ = ["PacelineGroup"]
@@ -30,10 +30,6 @@ _SLOT_BYTES = 1 << 20
 # A process that stays stopped for this long is given up.
 _STOPPED_S = 1.2
 
-_DTYPES = {
-    torch.float32: native.F32, torch.float64: native.F64, torch.bfloat16: native.BF16, torch.float16: native.F16,
-    torch.int32: native.I32, torch.int64: native.I64,
-}  # fmt: skip
 _RedOp: Any = dist.ReduceOp.RedOpType
 _OPS = {
     _RedOp.SUM: native.SUM, _RedOp.AVG: native.AVG,
@@ -140,27 +136,27 @@ class PacelineGroup(_TorchGroup):
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.AllreduceOptions, opts, timeout)
-        if len(tensors) > 1 or opts.reduceOp.op not in _OPS or not _is_reducible(tensors[0]):
+        if len(tensors) > 1 or opts.reduceOp.op not in _OPS or not is_reducible(tensors[0]):
             return self._backend(tensors[0]).allreduce(tensors, opts)
         return self._all_reduce(tensors[0], opts, tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        if not tensors or not all(map(_is_reducible, tensors)) or opts.reduceOp.op not in _OPS:
+        if not tensors or not all(map(is_reducible, tensors)) or opts.reduceOp.op not in _OPS:
             return self._backend(_first_tensor(tensors)).allreduce_coalesced(tensors, opts)
         if self._levels is not None:
             return _last_of([self._all_reduce(tensor, opts, tensors) for tensor in tensors])
-        runs = [_as_run_in_place(tensor) for tensor in tensors]
+        runs = [as_run_in_place(tensor) for tensor in tensors]
         op = _OPS[opts.reduceOp.op]
         asked = [
-            (native.ALL_REDUCE, _DTYPES[run.dtype], op, 0, run.data_ptr(), run.data_ptr(), run.numel())
+            (native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run.data_ptr(), run.data_ptr(), run.numel())
             for run, _ in runs
         ]
         return self._start(asked, opts, tensors, [after for _, after in runs], runs)
 
     def _all_reduce(self, tensor: torch.Tensor, opts: Any, result: Sequence[torch.Tensor]) -> Any:
-        run, after = _as_run_in_place(tensor)
-        dtype, op = _DTYPES[tensor.dtype], _OPS[opts.reduceOp.op]
+        run, after = as_run_in_place(tensor)
+        dtype, op = DTYPES[tensor.dtype], _OPS[opts.reduceOp.op]
         if self._levels is not None:
             self._num_started += 1
             work = self._levels.start_all_reduce(run, dtype, op, opts.timeout, result, self._promises, after)
@@ -172,9 +168,9 @@ class PacelineGroup(_TorchGroup):
 
     def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.BroadcastOptions, opts, timeout)
-        if len(tensors) > 1 or self._levels is not None or not _is_movable(tensors[0]):
+        if len(tensors) > 1 or self._levels is not None or not is_movable(tensors[0]):
             return self._backend(tensors[0]).broadcast(tensors, opts)
-        run, after = _as_run_in_place(tensors[0])
+        run, after = as_run_in_place(tensors[0])
         asked = native.BROADCAST, native.BYTES, 0, opts.rootRank, run.data_ptr(), run.data_ptr(), run.nbytes
         return self._start([asked], opts, tensors, [after], run)
 
@@ -184,9 +180,9 @@ class PacelineGroup(_TorchGroup):
         into, tensor = outputs[0], inputs[0]
         is_even = len(into) == self._size
         is_even = is_even and all(out.numel() == tensor.numel() and out.dtype == tensor.dtype for out in into)
-        if len(inputs) > 1 or self._levels is not None or not (is_even and _is_movable(tensor)):
+        if len(inputs) > 1 or self._levels is not None or not (is_even and is_movable(tensor)):
             return self._backend(tensor).allgather(outputs, inputs, opts)
-        run, everything = _as_run(tensor), tensor.new_empty(self._size, tensor.numel())
+        run, everything = as_run(tensor), tensor.new_empty(self._size, tensor.numel())
 
         def spread() -> None:
             for out, part in zip(into, everything, strict=True):
@@ -198,9 +194,9 @@ class PacelineGroup(_TorchGroup):
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         fits = output.numel() == self._size * tensor.numel() and output.dtype == tensor.dtype
-        if self._levels is not None or not (fits and _is_movable(output) and _is_movable(tensor)):
+        if self._levels is not None or not (fits and is_movable(output) and is_movable(tensor)):
             return self._backend(tensor)._allgather_base(output, tensor, opts)
-        (into, after), run = _as_run_in_place(output), _as_run(tensor)
+        (into, after), run = as_run_in_place(output), as_run(tensor)
         asked = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), into.data_ptr(), run.nbytes
         return self._start([asked], opts, [output], [after], (run, into))
 
@@ -208,11 +204,11 @@ class PacelineGroup(_TorchGroup):
         opts = opts or c10d.ReduceScatterOptions()
         fits = tensor.numel() == self._size * output.numel() and output.dtype == tensor.dtype
         op = _OPS.get(opts.reduceOp.op)
-        if self._levels is not None or op is None or not (fits and _is_reducible(output) and _is_reducible(tensor)):
+        if self._levels is not None or op is None or not (fits and is_reducible(output) and is_reducible(tensor)):
             return self._backend(tensor)._reduce_scatter_base(output, tensor, opts)
-        (into, after), run = _as_run_in_place(output), _as_run(tensor)
+        (into, after), run = as_run_in_place(output), as_run(tensor)
         addresses = run.data_ptr(), into.data_ptr()
-        asked = native.REDUCE_SCATTER, _DTYPES[tensor.dtype], op, 0, *addresses, into.numel()
+        asked = native.REDUCE_SCATTER, DTYPES[tensor.dtype], op, 0, *addresses, into.numel()
         return self._start([asked], opts, [output], [after], (run, into))
 
     def reduce_scatter(self, outputs: list[torch.Tensor] | torch.Tensor, inputs: list[Any], opts: Any = None) -> Any:
@@ -220,7 +216,7 @@ class PacelineGroup(_TorchGroup):
         outputs, inputs = ([outputs], [inputs]) if isinstance(outputs, torch.Tensor) else (outputs, inputs)
         output, parts = outputs[0], inputs[0]
         is_even = all(part.numel() == output.numel() and part.dtype == output.dtype for part in parts)
-        if len(outputs) > 1 or self._levels is not None or not (is_even and _is_reducible(output)):
+        if len(outputs) > 1 or self._levels is not None or not (is_even and is_reducible(output)):
             return self._backend(output).reduce_scatter(outputs, inputs, opts)
         return self._reduce_scatter_base(output, torch.cat([part.reshape(-1) for part in parts]), opts)
 
@@ -294,7 +290,7 @@ class PacelineGroup(_TorchGroup):
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _backend(self, tensor: torch.Tensor) -> Any:
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        if stands_for_another(tensor):
             return self._plain  # through torch's dispatcher, which knows what is inside
         return self._cuda_backend() if tensor.is_cuda else self._gloo
 
@@ -315,33 +311,6 @@ class PacelineGroup(_TorchGroup):
                 kind = dist.ProcessGroup.BackendType.NCCL
             self._register_backend(torch.device("cuda"), kind, self._cuda)
         return self._cuda
-
-
-def _is_movable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has bytes in this process's memory, and is not one that stands for another."""
-    has_own_ways = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not has_own_ways
-
-
-def _is_reducible(tensor: torch.Tensor) -> bool:
-    """Whether the core can add up a tensor's numbers."""
-    return tensor.dtype in _DTYPES and _is_movable(tensor)
-
-
-def _as_run(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of one whose elements do not follow each other: another rank's may, so the way is one."""
-    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.data)
-
-
-def _as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any] | None]:
-    """The same for a tensor that is written: with what brings the result from the copy to it, if there is one."""
-    run = _as_run(tensor)
-    if run is not tensor and torch._debug_has_internal_overlap(tensor) == 1:
-        raise ValueError("a tensor whose elements share memory (expanded, say) cannot take a result: clone it first")
-    # Through `data`: as with every backend, what a collective writes does not count as a change that autograd sees.
-    return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
 
 
 def _as_list(tensors: list[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 While the leaders exchange one piece, the next is reduced inside the hosts; the result comes back by a broadcast inside.
 Whoever fails leaves the reason in the store and its place inside, so that nobody waits for it on any host.
+What is done inside a host does not belong here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch._C._distributed_c10d import Work
 
 from paceline.transport import native
 from paceline.transport.lanes import Lanes
-from paceline.transport.works import Promises
+from paceline.transport.works import Promises, TensorWork
 
 __all__ = ["TwoLevels"]
 
@@ -36,7 +37,7 @@ _REDUCE: dict[int, Any] = {
 }  # fmt: skip
 
 
-class _Job(Work):
+class _Job(TensorWork):
     """An all-reduce for the thread below; `dtype` and `op` are the core's numbers."""
 
     def __init__(
@@ -49,9 +50,9 @@ class _Job(Work):
         promises: Promises,
         after: Callable[[], Any] | None,
     ) -> None:
-        super().__init__()
+        super().__init__(result)
         self.flat, self.dtype, self.op, self.timeout, self.after = flat, dtype, op, timeout, after
-        self._result, self._promises = list(result), promises
+        self._promises = promises
         self._is_over = threading.Event()
         self._error: Exception | None = None
 
@@ -67,20 +68,11 @@ class _Job(Work):
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self._is_over.is_set()
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
     def exception(self) -> Exception | None:
         return self._error
-
-    def result(self) -> list[torch.Tensor]:
-        return self._result
 
     def get_future(self) -> torch.futures.Future:
         return self._promises.promise(self, self._result)

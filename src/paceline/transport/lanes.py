@@ -2,7 +2,7 @@
 
 One core waits for lines of memory most of the time. Where a host has more cores than ranks, the vector is cut, and each
 piece goes through a group of its own with a thread of its own. The sums do not depend on it: every element is added up
-in rank order wherever the cuts are.
+in rank order wherever the cuts are. Tensors do not belong here (`group`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What an operation in shared memory returns: torch's `Work`, and a Future for those who ask."""
+"""What an operation in shared memory returns: torch's `Work`, and a Future for those who ask.
+
+What an operation is does not belong here (`group`).
+"""
 
 from __future__ import annotations
 
@@ -13,41 +16,45 @@ from torch._C._distributed_c10d import Work
 
 from paceline.transport.lanes import Lanes
 
-__all__ = ["FinishedWork", "NativeWork", "Promises"]
+__all__ = ["FinishedWork", "NativeWork", "Promises", "TensorWork"]
 
 
-class FinishedWork(Work):
-    """An operation that was over when the call returned."""
+class TensorWork(Work):
+    """What all of ours have in common: a result of tensors. `wait`, `is_completed` and `exception` are each one's."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, result: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._tensors = list(tensors)
+        self._result = list(result)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+
+class FinishedWork(TensorWork):
+    """An operation that was over when the call returned."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        return None
-
     def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
         return True
 
     def exception(self) -> None:
         return None
 
-    def result(self) -> list[torch.Tensor]:
-        return self._tensors
-
     def get_future(self) -> torch.futures.Future:
         future: torch.futures.Future = torch.futures.Future()
-        future.set_result(self._tensors)
+        future.set_result(self._result)
         return future
 
 
-class NativeWork(Work):
+class NativeWork(TensorWork):
     """Tickets of operations that belong together. `after` is what is left to do here when they are through, which
     whoever looks first does.
 
@@ -64,8 +71,8 @@ class NativeWork(Work):
         memory: Any,
         kept: dict[int, NativeWork],
     ) -> None:
-        super().__init__()
-        self._native, self._tickets, self._result, self._promises = native, tickets, list(result), promises
+        super().__init__(result)
+        self._native, self._tickets, self._promises = native, tickets, promises
         self._after, self._memory, self._kept = list(after), memory, kept
         self._finishing, self._promising = threading.Lock(), threading.Lock()
         self._error: Exception | None = None
@@ -86,9 +93,6 @@ class NativeWork(Work):
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_through(self) -> bool:
         """Whether the operations are over, well or not; what is to be done after them may be left."""
         return all(self._native.is_done(ticket) for ticket in self._tickets)
@@ -99,9 +103,6 @@ class NativeWork(Work):
         self.exception()
         return True
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
     def exception(self) -> Exception | None:
         """What went wrong, if it is over."""
         if self.is_through():
@@ -110,9 +111,6 @@ class NativeWork(Work):
             except Exception as error:
                 return error
         return None
-
-    def result(self) -> list[torch.Tensor]:
-        return self._result
 
     def get_future(self) -> torch.futures.Future:
         with self._promising:

@@ -399,13 +399,9 @@ static void fetch_chunk(pln_group *g, const cut *c, size_t i)
 }
 
 /* Elsewhere: through the slots, in chunks that stay in the caches; the next one is put out before the last is fetched. */
-static int reduce_through_slots(pln_group *g, const cut *c, int is_staged)
+static int reduce_through_slots(pln_group *g, const cut *c)
 {
     int code = PLN_OK;
-    if (!is_staged) {
-        stage_chunk(g, c, 0);
-        code = await(g, signal_phase(g));
-    }
     for (size_t i = 0; i < c->num_chunks && code == PLN_OK; i++) {
         uint32_t is_out = 0;
         reduce_chunk(g, c, i);
@@ -437,8 +433,13 @@ static int all_reduce(pln_group *g, const request *o)
         return code;
     if (is_shared(g))
         return reduce_in_place(g, o);
-    /* If it lies in shared memory on some ranks only, these have not put out their first chunk yet. */
-    return reduce_through_slots(g, &c, !is_any_shared(g));
+    if (is_any_shared(g)) { /* on some ranks only, and these have not put out their first chunk yet */
+        stage_chunk(g, &c, 0);
+        const int is_out = await(g, signal_phase(g));
+        if (is_out != PLN_OK)
+            return is_out;
+    }
+    return reduce_through_slots(g, &c);
 }
 
 static int reduce_scatter(pln_group *g, const request *o)
