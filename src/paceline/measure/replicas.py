@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.measure.engine import Group, Timing, synchronize
 from paceline.parallel import DataParallel
-from paceline.workloads.catalog import MODELS, Batch, Workload
+from paceline.workloads.catalog import MODELS, Workload
+from paceline.workloads.forms import Batch
 
 __all__ = [
     "LEARNING_RATE",

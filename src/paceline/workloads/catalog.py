@@ -9,19 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.workloads.forms import Batch
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["MODELS", "Batch", "Workload"]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's inputs, and a class for each row of logits that the model makes of them."""
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
+__all__ = ["MODELS", "Workload"]
 
 
 @dataclass(frozen=True, kw_only=True)
