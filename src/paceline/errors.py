@@ -12,6 +12,7 @@ __all__ = [
     "MeasurementError",
     "PacelineError",
     "RecordError",
+    "TrainingError",
 ]
 
 
@@ -49,3 +50,7 @@ class MeasurementError(PacelineError, RuntimeError):
 
 class RecordError(PacelineError, ValueError):
     """A file of records is missing, damaged, of another version, or must not be overwritten."""
+
+
+class TrainingError(PacelineError, RuntimeError):
+    """Training cannot go on, because of what it has come to: a loss that is not a number."""

@@ -22,7 +22,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 def test_json_is_one_document_and_the_run_folder_holds_everything(command, tmp_path):
-    answer = command(*SMALL, "--batch", "4", "--json", "--out", str(tmp_path))
+    answer = command(*SMALL, "--batch-size", "4", "--json", "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
     assert set(document) == {"rows", "run", "warnings"}
@@ -48,7 +48,7 @@ def test_json_is_one_document_and_the_run_folder_holds_everything(command, tmp_p
 
 def test_a_person_gets_a_table_with_all_wrappers_at_world_size_1(command, tmp_path):
     answer = command(
-        "bench", "wrappers", "--model", "cnn", "--ranks", "1", "--batch", "2", "--iters", "5", "--out", str(tmp_path)
+        "bench", "wrappers", "--model", "cnn", "--ranks", "1", "--batch-size", "2", "--iters", "5", "--out", str(tmp_path)
     )
     assert answer.code == 0, answer.err
     for words in (*WRAPPERS, "step (ms)", "/ torch", "/ tuned", "/ bare", "than torch", "fastest of"):
@@ -58,7 +58,7 @@ def test_a_person_gets_a_table_with_all_wrappers_at_world_size_1(command, tmp_pa
 
 def test_torch_and_ours_on_both_backends_in_one_run(command, tmp_path):
     asked = ("bench", "wrappers", "--model", "cnn", "--wrapper", "torch,paceline", "--backend", "gloo,paceline")
-    answer = command(*asked, "--batch", "2", "--iters", "3", "--json", "--out", str(tmp_path))
+    answer = command(*asked, "--batch-size", "2", "--iters", "3", "--json", "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     rows = json.loads(answer.out)["rows"]
     assert [(row["backend"], row["wrapper"], row["nwrong"]) for row in rows] == [
@@ -103,7 +103,7 @@ def test_a_replica_that_drifts_on_one_rank_is_reported_and_exits_1_on_all(start,
     script.write_text(DIVERGING)
     job = start(
         *TORCHRUN, "--no-python", "bash", "-c", f'{sys.executable} {script} "$@" ; echo "exit $?" >&2', "x",
-        *SMALL, "--batch", "2", "--json",
+        *SMALL, "--batch-size", "2", "--json",
     )  # fmt: skip
     out, err = job.communicate(timeout=150)
     assert err.count("exit 1") == 2, err

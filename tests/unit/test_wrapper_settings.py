@@ -26,7 +26,7 @@ from paceline.workloads.catalog import MODELS
         ({"wrappers": ()}, "no wrapper given"),
         ({"dtype": "float64"}, "float32 or bfloat16"),
         ({"dtype": "float"}, "dtype 'float' is unknown"),
-        ({"batch_size": -1}, "--batch -1: at least 1"),
+        ({"batch_size": -1}, "--batch-size -1: at least 1"),
         ({"backends": ("mpi",)}, "backend 'mpi' is unknown"),
         ({"backends": ("nccl",), "device": "cpu"}, "nccl works on GPUs only"),
         ({"iters": 0}, "--iters 0"),

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import (
+    MODEL_HELP,
+    WRAPPER_HELP,
     Backend,
+    BatchSize,
     Device,
     Dtype,
     Iters,
@@ -17,6 +20,7 @@ from paceline.cli.options import (
     Out,
     Ranks,
     Strict,
+    Threads,
     Warmup,
     group_options,
     split_names,
@@ -32,20 +36,18 @@ __all__ = ["wrappers"]
 def wrappers(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help="Models: mlp,cnn,resnet18,gpt2,tiny (the default), gpt2-large, ..."),
+        typer.Option("--model", help=MODEL_HELP),
     ] = None,
     wrapper: Annotated[
         list[str] | None,
-        typer.Option("--wrapper", help="Wrappers, in turns: bare,torch,torch-tuned,paceline,... Default: all."),
+        typer.Option("--wrapper", help=WRAPPER_HELP),
     ] = None,
     backend: Backend = "gloo",
     ranks: Ranks = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", help="Samples per rank in a step. Default: the model's.")
-    ] = None,
+    batch_size: BatchSize = None,
     dtype: Dtype = "float32",
     device: Device = "auto",
-    threads: Annotated[int, typer.Option("--threads", help="Torch's threads per rank, on the CPU.")] = 1,
+    threads: Threads = 1,
     iters: Iters = None,
     warmup: Warmup = None,
     out: Out = Path("runs"),
@@ -59,8 +61,8 @@ def wrappers(
     settings = WrapperSettings(
         models=DEFAULT_MODELS if model is None else split_names(",".join(model)),
         wrappers=WRAPPERS if wrapper is None else split_names(",".join(wrapper)),
-        batch_size=batch,
-        threads=threads,
+        batch_size=batch_size,
+        threads=threads or 1,
         **group_options(backend, ranks, dtype, device, iters, warmup),
     )
 

@@ -8,8 +8,8 @@ import traceback
 
 import typer
 
-from paceline.cli import bench, bench_wrappers, doctor
-from paceline.errors import PacelineError
+from paceline.cli import bench, bench_wrappers, doctor, train
+from paceline.errors import PacelineError, TrainingError
 
 __all__ = ["app", "main"]
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 bench.app.command("wrappers")(bench_wrappers.wrappers)
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
+app.command("train")(train.train)
 
 
 def _print_version(wanted: bool) -> None:
@@ -42,12 +43,23 @@ def _root(
     pass
 
 
+def _join_lists(arguments: list[str]) -> list[str]:
+    """`--channels 32 64 128` as `--channels 32,64,128`: click's options take one word each."""
+    joined: list[str] = []
+    for argument in arguments:
+        if len(joined) > 1 and joined[-2] == "--channels" and argument.isdigit():
+            joined[-1] += f",{argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
 def main() -> None:
     """Run the command line. Exit codes: 0 fine, 1 the result says failed, 2 the user can fix it, 130 interrupted."""
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     try:
-        app(args=[argument for argument in arguments if argument != "--debug"])
+        app(args=_join_lists([argument for argument in arguments if argument != "--debug"]))
     except PacelineError as error:
         if debug:
             traceback.print_exc()
@@ -55,7 +67,7 @@ def main() -> None:
             first = str(error).splitlines()[0]
             more = "" if first == str(error) else " (--debug shows the traceback)"
             print(f"paceline: error: {first}{more}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, TrainingError) else 2)
     except KeyboardInterrupt:
         print("paceline: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -10,7 +10,10 @@ import typer
 from paceline.units import parse_counts
 
 __all__ = [
+    "MODEL_HELP",
+    "WRAPPER_HELP",
     "Backend",
+    "BatchSize",
     "Device",
     "Dtype",
     "Iters",
@@ -18,17 +21,26 @@ __all__ = [
     "Out",
     "Ranks",
     "Strict",
+    "Threads",
     "Warmup",
     "group_options",
+    "read_ranks",
     "split_names",
 ]
 
-Backend = Annotated[str, typer.Option("--backend", help="Backends, measured in turns: gloo,paceline,nccl")]
+Backend = Annotated[
+    str, typer.Option("--backend", help="gloo, paceline or nccl; a benchmark takes several, in turns: gloo,paceline")
+]
 Ranks = Annotated[
-    str | None, typer.Option("--ranks", help="Numbers of ranks: 2,4,6. Default: 2, or the launched world's.")
+    str | None,
+    typer.Option("--ranks", help="Number of ranks; a benchmark takes several: 2,4,6. Default: the launched world's, else 2 (train: 1)."),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, int64, ...")]
-Device = Annotated[str, typer.Option("--device", help="auto (cuda for nccl, else cpu), cpu or cuda")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda")]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", help="Samples per rank in a micro-batch. Default: the model's, or 32.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", help="Torch's threads per rank, on the CPU.")]
 Iters = Annotated[
     int | None, typer.Option("--iters", "-n", help="Timed repetitions. Default: as the time allows, up to 100.")
 ]
@@ -38,6 +50,9 @@ Warmup = Annotated[
 Out = Annotated[Path, typer.Option("--out", help="Folder in which the run gets its own folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit 1 when a result is too noisy to be believed.")]
+# One meaning in all verbs: a benchmark takes a list, training one of them.
+MODEL_HELP = "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME or FILE.py:FUNCTION; a benchmark takes several names: mlp,cnn"
+WRAPPER_HELP = "paceline, torch, none or dp; a benchmark takes several, in turns: bare,torch,torch-tuned,paceline"
 
 
 def split_names(names: str) -> tuple[str, ...]:
@@ -45,7 +60,7 @@ def split_names(names: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
 
 
-def _read_ranks(ranks: str | None) -> tuple[int, ...]:
+def read_ranks(ranks: str | None) -> tuple[int, ...]:
     """The numbers of ranks that were asked for, or else the launched world's."""
     from paceline.runtime.environment import is_launched, read_place
 
@@ -59,6 +74,6 @@ def group_options(
 ) -> dict[str, Any]:
     """What was typed, as the arguments that the settings of every benchmark of a process group share."""
     return {
-        "backends": split_names(backend), "ranks": _read_ranks(ranks), "dtype": dtype, "device": device,
+        "backends": split_names(backend), "ranks": read_ranks(ranks), "dtype": dtype, "device": device,
         "iters": iters, "warmup": warmup,
     }  # fmt: skip

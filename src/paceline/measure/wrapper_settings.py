@@ -50,7 +50,7 @@ class WrapperSettings(GroupSettings):
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"--dtype {self.dtype}: wrappers are timed in float32 or bfloat16 (autocast)")
         if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"--batch {self.batch_size}: at least 1, or leave it out for the model's own")
+            raise ConfigError(f"--batch-size {self.batch_size}: at least 1, or leave it out for the model's own")
 
     def batch_of(self, model: str) -> int:
         """Samples per rank in one step of this model."""

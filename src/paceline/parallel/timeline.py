@@ -40,6 +40,15 @@ class StepTimes:
     events: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def busy_s(self) -> float:
+        """How long at least one bucket was under way."""
+        busy_s, until_s = 0.0, 0.0
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.launch_s):
+            busy_s += max(0.0, bucket.done_s - max(bucket.launch_s, until_s))
+            until_s = max(until_s, bucket.done_s)
+        return busy_s
+
+    @property
     def exposed_s(self) -> float:
         """Communication that backward did not hide."""
         return max(0.0, self.over_s - self.backward_s)
@@ -52,11 +61,14 @@ class Timeline:
         self._bytes, self._on_gpu = tuple(bucket_bytes), device.type == "cuda"
         self.num_steps = 0
         self.last: StepTimes | None = None
+        self._exposed_s: float | None = None
+        self.is_asked = False  # whether the next step is to be sampled, whatever its turn
         self._now = StepTimes([])
         self._begin_s = 0.0
 
     def begin(self) -> None:
-        sampled = self.num_steps < _FIRST or self.num_steps % _EVERY == 0
+        sampled = self.is_asked or self.num_steps < _FIRST or self.num_steps % _EVERY == 0
+        self.is_asked = False
         self._now = StepTimes([BucketTimes(num_bytes) for num_bytes in self._bytes], is_sampled=sampled)
         self._begin_s = time.perf_counter()
         if sampled and self._on_gpu:
@@ -107,6 +119,18 @@ class Timeline:
         self.num_steps += 1
         if self._now.is_sampled:
             self.last = self._now
+        if not self._on_gpu:
+            self._exposed_s = self._now.exposed_s
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Of the last step; on a GPU, of the last that was sampled and is over. Waits for nothing."""
+        if self._on_gpu and self.last is not None:
+            events = self.last.events
+            if all(event.query() for event in events.values()):
+                step = self.read()
+                self._exposed_s = None if step is None else step.exposed_s
+        return self._exposed_s
 
     def read(self) -> StepTimes | None:
         """The last sampled step; on a GPU its events are resolved now, which waits for them."""
@@ -114,7 +138,8 @@ class Timeline:
         if step is None or not step.events:
             return step
         begin = step.events["begin"]
-        torch.cuda.synchronize()
+        for event in step.events.values():
+            event.synchronize()
 
         def since(name: str) -> float:
             return float(begin.elapsed_time(step.events[name])) / 1e3

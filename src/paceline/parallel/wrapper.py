@@ -25,11 +25,11 @@ from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.comm_hooks import CommHook, check_hook
 from paceline.parallel.inputs import count_samples, move_inputs
+from paceline.parallel.insight import Insight
 from paceline.parallel.ladder import Flat, Overlap, PerParameter, Reducer
 from paceline.parallel.options import Options
 from paceline.parallel.placement import destroy_group, has_spare_cores, open_group, settle_devices, settle_group
 from paceline.parallel.replicas import check_alike, find_members, verify
-from paceline.parallel.report import Report, build_report
 from paceline.parallel.steps import StepOptions, Steps
 from paceline.parallel.structure import StructureWatch
 from paceline.parallel.torch_names import TorchNames
@@ -45,7 +45,7 @@ _MEETING = (SyncBatchNorm, nn.SyncBatchNorm)
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
-class DataParallel(TorchNames):
+class DataParallel(Insight, TorchNames):
     """Wraps a module; after each backward its gradients are the average over all ranks.
 
     The arguments up to `forward_sync_buffers` are those of torch's DistributedDataParallel, and mean the same here
@@ -325,21 +325,6 @@ class DataParallel(TorchNames):
         self._take_down()
         self._comm_hook = CommHook(state, hook)
         self._set_up()
-
-    @property
-    def plan(self) -> Plan | None:
-        """The buckets in use; None before the first synchronised step, and for the rungs without buckets."""
-        reducer = self._ready.reducer
-        return reducer.plan if isinstance(reducer, Bucketed) and reducer.is_planned else None
-
-    def report(self) -> Report:
-        """Where the time of a recent step went, on this rank. Cheap, and never a message."""
-        steps = self._ready
-        if not isinstance(steps.reducer, Bucketed):
-            raise ConfigError(f"reducer={self._options.reducer!r} keeps no times: only 'bucketed' does")
-        channel, reducer = steps.channel, steps.reducer
-        times = reducer.timeline.read() if reducer.is_planned else None
-        return build_report(channel.rank, channel.world_size, channel.backend, steps.num_steps, reducer.plan, times)
 
     # -- being a module -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from paceline.errors import RecordError
 from paceline.records.kinds import WrapperRecord
 
-__all__ = ["Ratio", "Standing", "compare_steps", "compare_wrappers"]
+__all__ = ["Ratio", "Standing", "compare_steps", "compare_times", "compare_wrappers"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,18 @@ def _median_interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[low], ordered[n - 1 - low]
 
 
+def compare_times(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """The ratio of two things that were timed in turns, repetition by repetition."""
+    ratios = [here / there for here, there in zip(mine, theirs, strict=True) if there > 0]
+    if not ratios:
+        raise RecordError("what is compared with takes no time: nothing to compare")
+    value = statistics.median(ratios)
+    if len(ratios) < 2:
+        return Ratio(value, None)
+    low, high = _median_interval(ratios)
+    return Ratio(value, max(high - value, value - low))
+
+
 def compare_steps(record: WrapperRecord, reference: WrapperRecord) -> Ratio:
     """Step time over the reference's in the same repetition: neighbours in time, so a slow spell hits both."""
     mine, theirs = record.timing.reduced_s, reference.timing.reduced_s
@@ -47,14 +59,7 @@ def compare_steps(record: WrapperRecord, reference: WrapperRecord) -> Ratio:
         raise RecordError(
             f"{record.wrapper} ({record.job}) and {reference.wrapper} ({reference.job}) were not timed in turns"
         )
-    ratios = [here / there for here, there in zip(mine, theirs, strict=True) if there > 0]
-    if not ratios:
-        raise RecordError(f"{reference.wrapper} takes no time: nothing to compare with")
-    value = statistics.median(ratios)
-    if len(ratios) < 2:
-        return Ratio(value, 0.0 if record is reference else None)
-    low, high = _median_interval(ratios)
-    return Ratio(value, max(high - value, value - low))
+    return Ratio(1.0, 0.0) if record is reference else compare_times(mine, theirs)
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_bandwidth", "plot_chunks", "plot_time", "plot_wrappers", "render_png", "render_svg"]
+__all__ = ["COLORS", "new_figure", "plot_bandwidth", "plot_chunks", "plot_time", "plot_wrappers", "render_png", "render_svg"]
 
 # Distinguishable with any kind of colour vision, and in print (Okabe and Ito).
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _FEW_LINES = 4
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def _new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
+def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
+    """An empty chart in the house's style."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.6, 4.8), layout="constrained")
@@ -93,7 +94,7 @@ def _draw(
         rows = sorted(rows, key=x)
         # One backend alone: colours tell the ranks apart; several: colours are backends, and markers the ranks.
         index = counts.index(n) if len(backends) == 1 else backends.index((backend, device, memory, note))
-        color, marker = _COLORS[index % len(_COLORS)], _MARKERS[counts.index(n) % len(_MARKERS)]
+        color, marker = COLORS[index % len(COLORS)], _MARKERS[counts.index(n) % len(_MARKERS)]
         kin = [(d, m) for b, d, m, _ in backends if b == backend]
         where = f" {device}" if len({d for d, _ in kin}) > 1 else ""
         where += f", {memory} memory" if any(m != "ordinary" for _, m in kin) else ""
@@ -113,7 +114,7 @@ def _ranks(count: int) -> str:
 
 def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequence[MemoryRecord] = ()) -> Figure:
     """Time against size, both on log axes, grouped by backend, memory and ranks; `bounds` are what memory allows."""
-    figure, axes = _new_figure(f"{records[0].collective}: time", subtitle)
+    figure, axes = new_figure(f"{records[0].collective}: time", subtitle)
     _draw(axes, records, lambda r: r.num_bytes, lambda r, seconds: seconds * 1e3)
     counts, places = sorted({r.world_size for r in records}), sorted({(r.device, r.world_size) for r in bounds})
     for device, n in places:
@@ -142,7 +143,7 @@ def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure
     """Bus bandwidth against size, grouped by backend and ranks; algorithm bandwidth for one rank, which has no bus."""
     alone = all(r.world_size == 1 for r in records)
     name = "algbw" if alone else "busbw"
-    figure, axes = _new_figure(f"{records[0].collective}: {name}", subtitle)
+    figure, axes = new_figure(f"{records[0].collective}: {name}", subtitle)
 
     def rate(record: CollectiveRecord, seconds: float) -> float:
         bus = record.busbw_bytes_per_s / record.algbw_bytes_per_s
@@ -160,7 +161,7 @@ def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure
 def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
     """Total time against elements per all-reduce, both on log axes, per backend."""
     total = format_bytes(records[0].total_bytes)
-    figure, axes = _new_figure(f"{total} all-reduced in chunks", subtitle)
+    figure, axes = new_figure(f"{total} all-reduced in chunks", subtitle)
     _draw(axes, records, lambda r: r.chunk_elements, lambda r, seconds: seconds * 1e3)
     _place_legend(figure, axes)
     axes.set_xscale("log")
@@ -197,7 +198,7 @@ def plot_wrappers(records: Sequence[WrapperRecord], subtitle: str) -> Figure:
         axes.set_title(f"{first.model} ({on}{_ranks(first.world_size)}, {first.source})", loc="left", fontsize=9)
         for record in panel:
             place, number = lines.index((record.wrapper, record.backend)), wrappers.index(record.wrapper)
-            color, marker = _COLORS[number % len(_COLORS)], _MARKERS[number % len(_MARKERS)]
+            color, marker = COLORS[number % len(COLORS)], _MARKERS[number % len(_MARKERS)]
             low, middle, high = (1e3 * s for s in (record.timing.p10_s, record.timing.median_s, record.timing.p90_s))
             axes.plot([low, high], [place, place], color=color, lw=2, alpha=0.5)
             axes.plot([middle], [place], color=color, marker=marker, ms=6)

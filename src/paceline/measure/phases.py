@@ -1,0 +1,241 @@
+"""The phases of training steps, and communication as the difference to steps without: all taken in turns.
+
+One training step is in `training.step`; what is derived from the times is in `records.phase_profile`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.measure.engine import synchronize
+from paceline.measure.rounds import Pace, run_rounds
+from paceline.measure.settings import Progress
+from paceline.measure.wrappers import order_turns
+from paceline.parallel import DataParallel
+from paceline.records.phase_profile import PHASES, PhaseRecord
+from paceline.records.samples import Samples
+from paceline.runtime.worker import post
+from paceline.runtime.world import init
+from paceline.training.build import Job, build_job, build_learner
+from paceline.training.loader import Window, load_windows
+from paceline.training.phases import NoPhases, PhaseClock, Phases
+from paceline.training.settings import TrainSettings
+from paceline.training.step import Learner, take_step
+
+__all__ = ["measure_phases"]
+
+_PACE = Pace(budget_s=15.0, min_iters=12, max_iters=100, warmup=4)
+# Learning nothing: replicas whose gradients are not averaged in every step must not drift apart.
+_RATE = 0.0
+_KINDS = ("plain", "marked", "silent", "asked")
+
+
+@dataclass
+class _Times:
+    """What this rank noted of one kind of steps."""
+
+    step_s: list[float] = field(default_factory=list)
+    parts_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in PHASES})
+
+
+def measure_phases(
+    settings: TrainSettings, batch_sizes: tuple[int, ...], iters: int | None, warmup: int | None
+) -> list[PhaseRecord]:
+    """Profile the job at each batch size per rank. Collective: every rank of the launched world must call this."""
+    records: list[PhaseRecord] = []
+    with init(settings.backend, settings.device, threads=settings.threads, announce=None) as world:
+        for number, batch_size in enumerate(batch_sizes):
+            asked = dataclasses.replace(settings, ranks=world.world_size, batch_size=batch_size)
+            job = build_job(asked, world)
+            label = f"{world.world_size} ranks, batch {batch_size}"
+
+            def tell(share: float, number: int = number, label: str = label) -> None:
+                if world.rank == 0:
+                    post(Progress(number + share, len(batch_sizes), label))
+
+            tell(0.0)
+            with _Steps(job) as steps:
+                num_warmup = steps.run(iters, warmup, tell)
+                records.append(steps.build_record(num_warmup))
+            if world.rank == 0:
+                post(Progress(number + 1, len(batch_sizes), label, (records[-1],)))
+    return records
+
+
+class _TimedMessages:
+    """A communication hook for torch's wrapper that does what it does without one, and notes from when to when."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self.spans: list[tuple[float, float]] = []
+
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        begin_s = time.perf_counter()
+        buffer = bucket.buffer().div_(self._world_size)
+        future = dist.all_reduce(buffer, async_op=True).get_future()
+
+        def note(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            self.spans.append((begin_s, time.perf_counter()))
+            return done.value()[0]
+
+        return future.then(note)
+
+    def take_busy_s(self) -> float:
+        """How long at least one message was under way since this was asked last."""
+        spans, self.spans = sorted(self.spans), []
+        busy_s, until_s = 0.0, 0.0
+        for begin_s, end_s in spans:
+            busy_s += max(0.0, end_s - max(begin_s, until_s))
+            until_s = max(until_s, end_s)
+        return busy_s
+
+
+class _Steps:
+    """Four kinds of steps of one job: plain, with phases marked, without communication, and asked about messages."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._times = {kind: _Times() for kind in _KINDS}
+        self._busy_s: list[float] = []
+        self._windows = _cycle(job)
+        self._messages: _TimedMessages | None = None
+        self._asked = job.learner
+        if job.settings.wrapper == "torch" and job.world.device.type == "cpu":
+            # torch takes a hook only before the first step: a second replica carries it.
+            self._asked = build_learner(job.settings, job.world, job.train)
+            self._messages = _TimedMessages(job.world.world_size)
+            assert isinstance(self._asked.model, DistributedDataParallel)
+            self._asked.model.register_comm_hook(None, self._messages)
+        for learner in (job.learner, self._asked):
+            learner.model.train()
+
+    def __enter__(self) -> _Steps:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._windows.close()
+        for learner in (self._job.learner, self._asked):
+            if isinstance(learner.model, DataParallel):
+                learner.model.stop()
+
+    def run(self, iters: int | None, warmup: int | None, tell: Callable[[float], None]) -> int:
+        """All rounds; returns how many were warm-ups."""
+        num_warmup = [0]
+
+        def end_warmup(number: int) -> None:
+            num_warmup[0] = number
+
+        def run_round(repetition: int) -> float:
+            return sum(self._take(_KINDS[index]) for index in order_turns(len(_KINDS), repetition))
+
+        run_rounds(run_round, self._job.world.control, _PACE, iters, warmup, tell, end_warmup)
+        return num_warmup[0]
+
+    def _take(self, kind: str) -> float:
+        """One step, begun by all ranks together and timed to its end."""
+        job, device = self._job, self._job.world.device
+        learner = self._asked if kind == "asked" else job.learner
+        quiet = learner.no_sync() if kind == "silent" else contextlib.nullcontext()
+        phases: Phases = PhaseClock(device) if kind in ("marked", "silent") else NoPhases()
+        if kind == "asked" and isinstance(learner.model, DataParallel):
+            learner.model.time_next_step()
+        synchronize(device)
+        dist.barrier(group=job.world.control)
+        begin_s = time.perf_counter()
+        window = next(self._windows)
+        waited_s = time.perf_counter() - begin_s
+        phases.begin()
+        with quiet:
+            take_step(learner, window.batches, window.num_samples * learner.form.targets_per_sample, _RATE, phases)
+        marked = phases.end()
+        synchronize(device)
+        seconds = time.perf_counter() - begin_s
+        self._note(kind, learner, seconds, {"data_wait": waited_s, **marked.read()})
+        return seconds
+
+    def _note(self, kind: str, learner: Learner, seconds: float, parts_s: dict[str, float]) -> None:
+        times = self._times[kind]
+        times.step_s.append(seconds)
+        for name, value in parts_s.items():
+            times.parts_s[name].append(value)
+        if kind != "asked":
+            return
+        if self._messages is not None:
+            self._busy_s.append(self._messages.take_busy_s())
+        elif isinstance(learner.model, DataParallel):
+            asked = learner.model.report().times
+            self._busy_s.append(0.0 if asked is None else asked.busy_s)
+
+    def build_record(self, num_warmup: int) -> PhaseRecord:
+        """Collective: every rank must call this, and every rank gets the record."""
+        job, times = self._job, self._times
+        everyone: list[tuple[dict[str, _Times], list[float]]] = job.world.share((times, self._busy_s))
+
+        def samples(pick: Callable[[dict[str, _Times]], list[float]]) -> Samples:
+            return _build_samples([pick(theirs) for theirs, _ in everyone], num_warmup)
+
+        num_bytes, num_messages = _count_messages(job.learner)
+        has_busy = len(self._busy_s) > num_warmup and job.world.world_size > 1
+        return PhaseRecord(
+            model=job.settings.model,
+            data=job.train.name,
+            wrapper=job.settings.wrapper,
+            backend=job.world.backend,
+            device=job.world.device.type,
+            world_size=job.world.world_size,
+            precision=job.settings.precision,
+            batch_size=job.batches.batch_size,
+            accumulate=job.batches.accumulate,
+            num_parameters=len(job.learner.parameters),
+            num_bytes=num_bytes,
+            num_messages=num_messages,
+            timing=samples(lambda t: t["marked"].step_s),
+            plain=samples(lambda t: t["plain"].step_s),
+            silent=samples(lambda t: t["silent"].step_s),
+            silent_backward=samples(lambda t: t["silent"].parts_s["backward"]),
+            data_wait=samples(lambda t: t["marked"].parts_s["data_wait"]),
+            forward=samples(lambda t: t["marked"].parts_s["forward"]),
+            backward=samples(lambda t: t["marked"].parts_s["backward"]),
+            optimizer=samples(lambda t: t["marked"].parts_s["optimizer"]),
+            busy=_build_samples([busy for _, busy in everyone], num_warmup) if has_busy else None,
+        )
+
+
+def _build_samples(by_rank: list[list[float]], num_warmup: int) -> Samples:
+    rows = tuple(zip(*by_rank, strict=True))
+    return Samples(seconds=rows[num_warmup:], warmup_seconds=rows[:num_warmup])
+
+
+def _cycle(job: Job) -> Iterator[Window]:
+    """Whole windows, epoch after epoch: a smaller tail would be another step."""
+    world, epoch = job.world, 0
+    while True:
+        order = job.order(epoch)
+        windows = load_windows(
+            job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device
+        )
+        for window in windows:
+            if window.num_samples == job.batches.global_batch_size or order.num_windows == 1:
+                yield window
+        epoch += 1
+
+
+def _count_messages(learner: Learner) -> tuple[int, int]:
+    """The bytes that one rank hands to all-reduce in a step, and in how many messages."""
+    model: Any = learner.model
+    if isinstance(model, DataParallel) and model.plan is not None:
+        return model.plan.num_bytes, len(model.plan.buckets)
+    if isinstance(model, DistributedDataParallel):
+        told = model._get_ddp_logging_data()
+        sizes = [int(size) for size in str(told.get("rebuilt_bucket_sizes", "")).split(",") if size.strip()]
+        return sum(sizes), len(sizes)
+    return 0, 0

@@ -1,0 +1,126 @@
+"""Where the time of a training step goes: its phases, and its communication by three kinds of steps taken in turns.
+
+Nothing here measures or prints.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from paceline.errors import RecordError
+from paceline.records.kinds import KINDS, Record, bus_factor
+from paceline.records.pairs import Ratio, compare_times
+from paceline.records.samples import Samples
+
+__all__ = ["PHASES", "PhaseRecord"]
+
+PHASES = ("data_wait", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseRecord(Record):
+    """Training steps of one job. `timing` are steps with their phases marked, `plain` without, `silent` with
+    communication off; equal numbers of repetitions are neighbours in time.
+
+    `data_wait`, `forward`, `backward` and `optimizer` belong to `timing`; backward holds what it waits for.
+    `silent_backward` is that of the silent steps. `busy` is how long at least one message was under way in a step;
+    None where the wrapper cannot say. `num_bytes` is what one rank hands to all-reduce in a step, in `num_messages`.
+    """
+
+    kind: ClassVar[str] = "phases"
+    model: str
+    data: str
+    wrapper: str
+    backend: str
+    device: str
+    world_size: int
+    precision: str
+    batch_size: int
+    accumulate: int
+    num_parameters: int
+    num_bytes: int
+    num_messages: int
+    timing: Samples
+    plain: Samples
+    silent: Samples
+    silent_backward: Samples
+    data_wait: Samples
+    forward: Samples
+    backward: Samples
+    optimizer: Samples
+    busy: Samples | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("plain", "silent", "silent_backward", *PHASES):
+            samples: Samples = getattr(self, name)
+            if (samples.count, samples.num_ranks) != (self.timing.count, self.world_size):
+                raise RecordError(f"{self.model}: {name} has other repetitions or ranks than the steps")
+
+    @property
+    def samples_per_s(self) -> float:
+        """Over all ranks, in plain steps."""
+        return self.world_size * self.batch_size * self.accumulate / self.plain.median_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Step time minus the time of the same step with communication off; 0 where that is within the noise of it."""
+        return max(0.0, self._exposed_median())
+
+    def _exposed_median(self) -> float:
+        if self.world_size == 1:
+            return 0.0
+        pairs = zip(self.plain.reduced_s, self.silent.reduced_s, strict=True)
+        return statistics.median(here - there for here, there in pairs)
+
+    @property
+    def compute_s(self) -> float:
+        """The step with communication off."""
+        return self.silent.median_s if self.world_size > 1 else self.plain.median_s
+
+    @property
+    def overhead(self) -> float:
+        """Exposed communication as a share of the step: the "communication overhead" of a training run."""
+        return self.exposed_s / (self.exposed_s + self.compute_s)
+
+    @property
+    def exposed_noise_s(self) -> float | None:
+        """Half the 95 % interval of the exposed seconds, where there are enough repetitions to tell."""
+        ratio = compare_times(self.plain.reduced_s, self.silent.reduced_s)
+        return None if ratio.noise is None else ratio.noise * self.silent.median_s
+
+    @property
+    def busy_s(self) -> float | None:
+        return None if self.busy is None else self.busy.median_s
+
+    @property
+    def overlap(self) -> float | None:
+        """1 - exposed / busy: the share of communication that backward hid."""
+        busy_s = self.busy_s
+        return None if not busy_s else 1 - self.exposed_s / busy_s
+
+    @property
+    def busbw_bytes_per_s(self) -> float | None:
+        """The bus bandwidth while messages were under way, from the bytes really sent."""
+        if not self.busy_s or self.world_size == 1:
+            return None
+        return self.num_bytes / self.busy_s * bus_factor("all_reduce", self.world_size)
+
+    @property
+    def gap_s(self) -> float:
+        """What is left of a step beside its phases: the host's own doings between them."""
+        parts: Sequence[Samples] = [getattr(self, name) for name in PHASES]
+        rows = zip(self.timing.seconds, *(part.seconds for part in parts), strict=True)
+        gaps = [max(0.0, max(step) - max(sum(rank) for rank in zip(*rest, strict=True))) for step, *rest in rows]
+        return statistics.median(gaps)
+
+    @property
+    def cost(self) -> Ratio:
+        """What marking the phases does to a step: marked over plain, in the same repetition."""
+        return compare_times(self.timing.reduced_s, self.plain.reduced_s)
+
+
+KINDS[PhaseRecord.kind] = PhaseRecord

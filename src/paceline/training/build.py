@@ -1,0 +1,141 @@
+"""From settings to the objects that train: data, model, wrapper, optimizer. Every rank builds its own.
+
+What they do together is in `trainer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.errors import ConfigError
+from paceline.parallel import DataParallel, SyncBatchNorm
+from paceline.plan import Plan
+from paceline.runtime.ranks import set_seed
+from paceline.runtime.world import World
+from paceline.training.requests import build_data_request, build_model_options
+from paceline.training.schedules import Schedule
+from paceline.training.settings import Batches, TrainSettings
+from paceline.training.step import Learner
+from paceline.workloads.choose import build_model, default_form, find_blocks
+from paceline.workloads.data import DataSet, load_data
+from paceline.workloads.data.sharding import EpochOrder
+
+__all__ = ["Job", "build_job", "build_learner", "load_sets"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run on one rank, ready to go."""
+
+    settings: TrainSettings
+    world: World
+    batches: Batches
+    train: DataSet
+    test: DataSet
+    learner: Learner
+    schedule: Schedule
+
+    def order(self, epoch: int) -> EpochOrder:
+        """The windows of an epoch: the same on every rank and for every number of ranks."""
+        size, settings = self.batches.global_batch_size, self.settings
+        return EpochOrder(len(self.train), size, settings.seed, epoch, settings.tail)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.order(0).num_windows
+
+
+def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -> Job:
+    """Build everything. Collective: every rank must call this."""
+    train, test = load_sets(settings, world)
+    if len(train) < world.world_size:
+        raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
+    learner = build_learner(settings, world, train, plan)
+    batches = settings.batches
+    order = EpochOrder(len(train), batches.global_batch_size, settings.seed, 0, settings.tail)
+    if order.num_windows == 0:
+        raise ConfigError(
+            f"--tail drop leaves nothing of {len(train)} samples at a global batch of {batches.global_batch_size}: "
+            "use a smaller batch, or --tail keep"
+        )
+    schedule = Schedule(
+        shape=settings.schedule,
+        peak=settings.lr,
+        num_steps=settings.epochs * order.num_windows,
+        warmup_steps=settings.lr_warmup,
+    )
+    return Job(settings, world, batches, train, test, learner, schedule)
+
+
+def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
+    """The training set and the test set, as the model likes them."""
+    request = build_data_request(settings)
+    form = default_form(settings.model, build_model_options(settings))
+    train = load_data(request, "train", form, world.device)
+    return train, load_data(request, "test", form, world.device)
+
+
+def build_learner(settings: TrainSettings, world: World, data: DataSet, plan: Plan | None = None) -> Learner:
+    """The model in its wrapper with its optimizer. `plan` is used where the settings name no plan of their own."""
+    set_seed(settings.seed)
+    module = build_model(settings.model, data.form, build_model_options(settings)).to(world.device)
+    if settings.sync_batchnorm:
+        module = SyncBatchNorm.convert_sync_batchnorm(module)
+    if settings.compile:
+        # Block by block: compiled as one, a model hands over all its gradients at the end of backward.
+        for _, block in find_blocks(module):
+            block.compile()
+    # What is drawn from here on (dropout) differs between ranks.
+    set_seed(settings.seed, per_rank=True)
+    if settings.plan is not None:
+        plan = _load_plan(Path(settings.plan))
+    scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
+    return Learner(
+        model=_wrap(module, settings, plan),
+        module=module,
+        optimizer=_build_optimizer(module, settings, world.device),
+        scaler=scaler,
+        form=data.form,
+        device=world.device,
+        world_size=world.world_size,
+        precision=settings.precision,
+        clip=settings.clip,
+    )
+
+
+def _load_plan(path: Path) -> Plan:
+    try:
+        return Plan.from_json(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--plan {path}: {error.strerror}") from None
+
+
+def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.Module:
+    if settings.wrapper == "paceline":
+        return DataParallel(module, plan=plan)
+    if settings.wrapper == "torch":
+        return DistributedDataParallel(module, **(plan.as_torch_kwargs() if plan is not None else {}))
+    if settings.wrapper == "dp":
+        return nn.DataParallel(module)
+    return module
+
+
+def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
+    """Weight decay is for matrices and filters alone: biases and norms are left out of it."""
+    params = [param for param in module.parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    fused = device.type == "cuda"
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=settings.lr, fused=fused)
+    nesterov = settings.momentum > 0
+    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=nesterov, fused=fused)
+

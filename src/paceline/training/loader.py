@@ -1,0 +1,124 @@
+"""Micro-batches on their way to the device: gathered, pinned and copied ahead on CUDA, in place on the CPU.
+
+Which samples belong to which rank is decided in `workloads.data.sharding`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from paceline.workloads.data import DataSet
+from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
+from paceline.workloads.forms import Batch
+
+__all__ = ["LoadedBatch", "Window", "load_windows"]
+
+# How many windows wait, ready, on a GPU.
+_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """A micro-batch on the device. `num_counted` is 0 where it only fills a place, so that all ranks have as many."""
+
+    batch: Batch
+    num_counted: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """One global batch as this rank sees it; `num_samples` counts those of all ranks."""
+
+    number: int
+    num_samples: int
+    batches: tuple[LoadedBatch, ...]
+
+
+def load_windows(
+    data: DataSet, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device
+) -> Iterator[Window]:
+    """This rank's share of every window of the epoch, from window `start` on."""
+    if device.type == "cuda" and data.device.type == "cpu":
+        yield from _load_ahead(data, order, start, rank, world_size, batch_size, device)
+        return
+    for number in range(start, order.num_windows):
+        indices = order.window(number)
+        batches = tuple(
+            LoadedBatch(data.prepare(data.take(micro.indices), micro.indices, order.epoch), micro.num_counted)
+            for micro in split_window(indices, rank, world_size, batch_size)
+        )
+        yield Window(number, len(indices), batches)
+
+
+@dataclass(frozen=True)
+class _OnItsWay:
+    """A window whose copies to the GPU are under way on another stream."""
+
+    number: int
+    num_samples: int
+    parts: tuple[tuple[MicroBatch, Batch], ...]
+    arrived: torch.cuda.Event
+
+
+def _load_ahead(
+    data: DataSet, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device
+) -> Iterator[Window]:
+    """A thread gathers into pinned memory and copies on a stream of its own, a few windows ahead."""
+    ready: queue.Queue[_OnItsWay | BaseException | None] = queue.Queue(_AHEAD)
+    over = threading.Event()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def put(item: _OnItsWay | BaseException | None) -> bool:
+        while not over.is_set():
+            try:
+                ready.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for number in range(start, order.num_windows):
+                indices = order.window(number)
+                parts = []
+                with torch.cuda.stream(stream):
+                    for micro in split_window(indices, rank, world_size, batch_size):
+                        batch = _pin(data.take(micro.indices))
+                        parts.append((micro, batch.to(device, non_blocking=True)))
+                    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    arrived.record(stream)
+                if not put(_OnItsWay(number, len(indices), tuple(parts), arrived)):
+                    return
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    thread = threading.Thread(target=work, name="paceline-loader", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            current = torch.cuda.current_stream(device)
+            current.wait_event(item.arrived)
+            batches = []
+            for micro, batch in item.parts:
+                for tensor in (batch.inputs, batch.targets, batch.mask):
+                    if tensor is not None:
+                        tensor.record_stream(current)  # its memory was taken on the other stream
+                batches.append(LoadedBatch(data.prepare(batch, micro.indices, order.epoch), micro.num_counted))
+            yield Window(item.number, item.num_samples, tuple(batches))
+    finally:
+        over.set()
+        thread.join()
+
+
+def _pin(batch: Batch) -> Batch:
+    mask = None if batch.mask is None else batch.mask.pin_memory()
+    return Batch(batch.inputs.pin_memory(), batch.targets.pin_memory(), mask)

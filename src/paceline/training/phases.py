@@ -1,0 +1,75 @@
+"""The phases of a step on this rank's clock, or on the GPU's by events that are read when the step is long over.
+
+What is concluded from phases is in `measure.phases`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["NoPhases", "PhaseClock", "PhaseTimes", "Phases"]
+
+
+class PhaseTimes:
+    """Seconds of each phase of one step; a phase that came several times is added up."""
+
+    def __init__(self, moments: Sequence[tuple[str, Any]] = ()) -> None:
+        self._moments = moments
+
+    def read(self) -> dict[str, float]:
+        """On a GPU the step must be over: what is asked is when, not whether."""
+        seconds: dict[str, float] = {}
+        for (_, begin), (phase, end) in zip(self._moments, self._moments[1:], strict=False):
+            took_s = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+            seconds[phase] = seconds.get(phase, 0.0) + took_s
+        return seconds
+
+
+class Phases(Protocol):
+    """What a step is told to mark its phases on."""
+
+    def begin(self) -> None: ...
+
+    def mark(self, phase: str) -> None: ...
+
+    def end(self) -> PhaseTimes: ...
+
+
+class NoPhases:
+    """Times nothing."""
+
+    def begin(self) -> None:
+        pass
+
+    def mark(self, phase: str) -> None:
+        pass
+
+    def end(self) -> PhaseTimes:
+        return PhaseTimes()
+
+
+class PhaseClock:
+    """Notes the moment at which each phase ends, without making the host wait for a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._moments: list[tuple[str, Any]] = []
+
+    def begin(self) -> None:
+        self._moments = []
+        self.mark("begin")
+
+    def mark(self, phase: str) -> None:
+        if not self._on_gpu:
+            self._moments.append((phase, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._moments.append((phase, event))
+
+    def end(self) -> PhaseTimes:
+        return PhaseTimes(tuple(self._moments))

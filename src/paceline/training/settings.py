@@ -1,0 +1,188 @@
+"""What a training run is asked to do, checked before any rank starts. Imports no torch.
+
+What follows from a setting (batches, cadence of saves) is computed here, once; what is done with it is in `trainer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.training.schedules import SCHEDULES
+
+__all__ = ["OPTIMIZERS", "PRECISIONS", "TAILS", "WRAPPERS", "Batches", "SaveEvery", "TrainSettings", "settle_batches"]
+
+WRAPPERS = ("paceline", "torch", "none", "dp")
+PRECISIONS = ("fp32", "bf16", "fp16")
+OPTIMIZERS = ("sgd", "adamw")
+TAILS = ("keep", "drop", "pad")
+DEFAULT_BATCH_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How one global batch is made up: `world_size` ranks x `accumulate` micro-batches x `batch_size` samples."""
+
+    world_size: int
+    batch_size: int
+    accumulate: int
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.world_size * self.batch_size * self.accumulate
+
+
+def settle_batches(
+    world_size: int, batch_size: int | None, global_batch_size: int | None, accumulate: int | None
+) -> Batches:
+    """Fill in what was not asked for; refuse what does not add up."""
+    named = (("--batch-size", batch_size), ("--global-batch-size", global_batch_size), ("--accumulate", accumulate))
+    for name, value in named:
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value}: at least 1 is needed")
+    if global_batch_size is None:
+        return Batches(world_size, batch_size or DEFAULT_BATCH_SIZE, accumulate or 1)
+    if batch_size is None:
+        parts = world_size * (accumulate or 1)
+        words = f"{world_size} ranks x {accumulate or 1} micro-batches"
+        if global_batch_size % parts:
+            raise ConfigError(
+                f"--global-batch-size {global_batch_size} cannot be shared by {words}: use a multiple of {parts}"
+            )
+        return Batches(world_size, global_batch_size // parts, accumulate or 1)
+    parts = world_size * batch_size
+    if global_batch_size % parts:
+        raise ConfigError(
+            f"--global-batch-size {global_batch_size} is not a multiple of {parts} "
+            f"({world_size} ranks x --batch-size {batch_size}): use one, or leave out --batch-size"
+        )
+    needed = global_batch_size // parts
+    if accumulate is not None and accumulate != needed:
+        raise ConfigError(
+            f"--global-batch-size {global_batch_size} needs --accumulate {needed} with {world_size} ranks x "
+            f"--batch-size {batch_size}, and --accumulate {accumulate} was asked for: leave one of them out"
+        )
+    return Batches(world_size, batch_size, needed)
+
+
+@dataclass(frozen=True)
+class SaveEvery:
+    """When a checkpoint is due: after so many seconds, so many steps, or at the end of each epoch (neither)."""
+
+    seconds: float | None = None
+    steps: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> SaveEvery:
+        if text == "epoch":
+            return cls()
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|steps?)", text.replace(" ", ""))
+        if match is None or float(match[1]) == 0 or (match[2].startswith("step") and "." in match[1]):
+            raise ConfigError(f"--save-every {text!r} is not understood: use epoch, 10s, 5min or 100steps")
+        if match[2].startswith("step"):
+            return cls(steps=int(match[1]))
+        return cls(seconds=float(match[1]) * (60 if match[2] == "min" else 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """A training run. `data` is `NAME` or `NAME:PATH`; batches of None are settled by `batches`."""
+
+    model: str = "cnn"
+    data: str = "synthetic"
+    ranks: int = 1
+    backend: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    epochs: int = 1
+    batch_size: int | None = None
+    global_batch_size: int | None = None
+    accumulate: int | None = None
+    tail: str = "keep"
+    precision: str = "fp32"
+    compile: bool = False
+    clip: float | None = None
+    optimizer: str = "sgd"
+    lr: float = 0.05
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    lr_warmup: int = 0
+    wrapper: str = "paceline"
+    sync_batchnorm: bool = False
+    plan: str | None = None
+    profile: bool = False
+    save_every: str = "60s"
+    keep: int = 3
+    seed: int = 1
+    samples: int | None = None
+    context: int | None = None
+    tokenizer: str = "auto"
+    augment: bool | None = None
+    channels: tuple[int, ...] | None = None
+    hidden: int | None = None
+    dropout: float | None = None
+    tensorboard: bool = False
+
+    @property
+    def batches(self) -> Batches:
+        return settle_batches(self.ranks, self.batch_size, self.global_batch_size, self.accumulate)
+
+    def check(self) -> None:
+        """Refuse what cannot be. What needs the data or the model is found out by the ranks."""
+        for name, value, known in (
+            ("--wrapper", self.wrapper, WRAPPERS),
+            ("--precision", self.precision, PRECISIONS),
+            ("--optimizer", self.optimizer, OPTIMIZERS),
+            ("--schedule", self.schedule, SCHEDULES),
+            ("--tail", self.tail, TAILS),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} {value!r} is unknown: known are {', '.join(known)}")
+        for flag, number, least in (
+            ("--ranks", self.ranks, 1),
+            ("--epochs", self.epochs, 1),
+            ("--keep", self.keep, 1),
+            ("--lr-warmup", self.lr_warmup, 0),
+            ("--samples", self.samples, 1),
+            ("--context", self.context, 2),
+            ("--threads", self.threads, 1),
+            ("--seed", self.seed, 0),
+        ):
+            if number is not None and number < least:
+                raise ConfigError(f"{flag} {number}: at least {least} is needed")
+        for flag, real, is_open in (
+            ("--lr", self.lr, False),
+            ("--clip", self.clip, True),
+            ("--momentum", self.momentum, False),
+            ("--weight-decay", self.weight_decay, False),
+        ):
+            if real is not None and (not math.isfinite(real) or real < 0 or (is_open and real == 0)):
+                raise ConfigError(f"{flag} {real}: a finite number {'above' if is_open else 'from'} 0 is needed")
+        SaveEvery.parse(self.save_every)
+        _ = self.batches
+        if self.wrapper in ("none", "dp") and self.ranks > 1:
+            what = "trains one process by itself" if self.wrapper == "none" else "serves the GPUs of one process"
+            raise ConfigError(f"--wrapper {self.wrapper} {what}, and --ranks {self.ranks} was asked for: use --ranks 1")
+        if self.plan is not None and self.wrapper not in ("paceline", "torch"):
+            raise ConfigError(f"--plan needs --wrapper paceline or torch, not {self.wrapper}")
+        if self.sync_batchnorm and self.wrapper == "dp":
+            raise ConfigError("--sync-batchnorm does not work with --wrapper dp: use paceline or torch")
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainSettings:
+        """The settings that `to_json` wrote; refuses unknown keys."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError(f"the run's configuration has unknown settings: {', '.join(unknown)}")
+        values = dict(values)
+        if values.get("channels") is not None:
+            values["channels"] = tuple(values["channels"])
+        return cls(**values)
