@@ -1,0 +1,139 @@
+"""A data set in memory: rows by index, and what is done to a batch on its device. Reading files is in `load`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.workloads.data.seeds import derive_seed
+from paceline.workloads.forms import Batch, DataForm
+
+__all__ = ["Augmentation", "DataSet", "ImageData", "PairData", "TokenData"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DataSet:
+    """Samples in memory. `source` says in words where they are from."""
+
+    name: str
+    form: DataForm
+    split: str
+    source: str
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def take(self, indices: torch.Tensor) -> Batch:
+        """The samples of these indices, where the set is: on the host, or on the device for a synthetic one."""
+        return Batch(_select(self.inputs, indices), _select(self.targets, indices))
+
+    def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
+        """What a model takes, made on the batch's device from what `take(indices)` gave."""
+        return batch
+
+    def describe(self) -> str:
+        """One line for people."""
+        size = " x ".join(map(str, self.form.shape))
+        what = {
+            "images": f"images of {size} in {self.form.num_classes} classes",
+            "numbers": f"rows of {size} numbers, one to be predicted",
+            "pairs": f"pairs of up to {size} tokens in {self.form.num_classes} classes",
+            "tokens": f"blocks of {size} tokens, of {self.form.vocabulary:,}",
+        }[self.form.kind]
+        return f"{self.name}, {self.split}: {len(self):,} {what}, {self.source}"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenData(DataSet):
+    """Blocks of context + 1 ids in a row; each id is the target of the one before. `targets` is not used."""
+
+    def take(self, indices: torch.Tensor) -> Batch:
+        blocks = _select(self.inputs, indices)
+        return Batch(blocks[:, :-1], blocks[:, 1:])
+
+    def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
+        # Ids are short in memory and on the way to the device.
+        return Batch(batch.inputs.long(), batch.targets.long())
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PairData(DataSet):
+    """Sequences padded behind, of which `lengths`, on the host, says how many ids count."""
+
+    lengths: torch.Tensor
+
+    def take(self, indices: torch.Tensor) -> Batch:
+        # The padding is cut here, where the lengths are known without asking a device.
+        lengths = _select(self.lengths, indices)
+        longest = int(lengths.max())
+        batch = super().take(indices)
+        mask = torch.arange(longest) < lengths[:, None]
+        return Batch(batch.inputs[:, :longest], batch.targets, mask.long().to(batch.inputs.device))
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """A random crop of the image padded by `pad` pixels that mirror its edge, and a horizontal flip where it may.
+
+    What a sample gets follows from seed, epoch and its index alone: it is the same on any rank, for any number of
+    ranks, and after a resume.
+    """
+
+    pad: int
+    flip: bool
+    seed: int
+    _tables: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def draw(self, num_samples: int, epoch: int) -> torch.Tensor:
+        """The shift down, the shift right and the flip of every sample of an epoch, on the host."""
+        if epoch not in self._tables:
+            generator = torch.Generator().manual_seed(derive_seed("augment", self.seed, epoch))
+            shifts = torch.randint(-self.pad, self.pad + 1, (num_samples, 2), generator=generator, dtype=torch.int16)
+            flips = torch.randint(2, (num_samples, 1), generator=generator, dtype=torch.int16)
+            self._tables.clear()
+            self._tables[epoch] = torch.cat([shifts, flips * self.flip], dim=1)
+        return self._tables[epoch]
+
+    def apply(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        """The images, each moved by its row of `draws`."""
+        count, channels, height, width = images.shape
+        down, right, flips = draws.to(images.device, torch.int64)[:, :, None].unbind(dim=1)
+        rows = _mirror(torch.arange(height, device=images.device) + down, height)
+        columns = torch.arange(width, device=images.device)
+        columns = _mirror(torch.where(flips > 0, width - 1 - columns, columns) + right, width)
+        places = (rows[:, :, None] * width + columns[:, None, :]).reshape(count, 1, -1).expand(-1, channels, -1)
+        return images.reshape(count, channels, -1).gather(2, places).reshape(images.shape)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ImageData(DataSet):
+    """Images as bytes; `mean` and `std` of each channel, on a scale from 0 to 1, are what `prepare` normalises by."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    augmentation: Augmentation | None = None
+    _scales: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
+        images = batch.inputs
+        if self.augmentation is not None:
+            draws = _select(self.augmentation.draw(len(self), epoch), indices)
+            images = self.augmentation.apply(images, draws)
+        if images.device not in self._scales:
+            mean, std = torch.tensor([self.mean, self.std])[:, :, None, None]
+            self._scales[images.device] = torch.stack([1 / (255 * std), -mean / std]).to(images.device)
+        scale, shift = self._scales[images.device]
+        return Batch(images.to(torch.float32).mul_(scale).add_(shift), batch.targets)
+
+
+def _select(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0, indices.to(rows.device))
+
+
+def _mirror(places: torch.Tensor, size: int) -> torch.Tensor:
+    """Places beyond an edge, mirrored at it."""
+    places = places.abs()
+    return torch.where(places < size, places, 2 * (size - 1) - places)

@@ -1,0 +1,108 @@
+"""Who takes which sample: the order of an epoch, its global batches, and the share of each rank.
+
+Everything follows from its arguments alone, so ranks agree without a word. Reading samples is in `sets`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.workloads.data.seeds import derive_seed
+
+__all__ = ["TAILS", "EpochOrder", "MicroBatch", "evaluation_share", "split_window"]
+
+TAILS = ("keep", "drop", "pad")
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The samples of one epoch in the order of training, cut into windows: one window is one global batch.
+
+    The order follows from `seed` and `epoch` alone, so it is the same for every world size and after a resume. `tail`
+    says what becomes of a last window that is not full: it is kept short, dropped, or filled with the first samples
+    of the same order.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int
+    epoch: int
+    tail: str = "keep"
+
+    def __post_init__(self) -> None:
+        if self.tail not in TAILS:
+            raise ConfigError(f"tail {self.tail!r} is unknown: known are {', '.join(TAILS)}")
+        if self.num_samples < 1 or self.global_batch_size < 1 or self.epoch < 0:
+            raise ConfigError(
+                f"{self.num_samples} samples in global batches of {self.global_batch_size}, epoch {self.epoch}: "
+                "needed are at least 1, 1 and 0"
+            )
+        if self.num_windows == 0:
+            raise ConfigError(
+                f"{self.num_samples} samples make no whole global batch of {self.global_batch_size}: "
+                "use a smaller batch, or another tail than 'drop'"
+            )
+
+    @property
+    def num_windows(self) -> int:
+        """How many global batches, and so optimizer steps, the epoch has."""
+        whole, rest = divmod(self.num_samples, self.global_batch_size)
+        return whole + (rest > 0 and self.tail != "drop")
+
+    @cached_property
+    def _order(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(derive_seed("order", self.seed, self.epoch))
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def window(self, number: int) -> torch.Tensor:
+        """The indices of global batch `number`, on the host."""
+        if not 0 <= number < self.num_windows:
+            raise IndexError(f"global batch {number} of an epoch that has {self.num_windows}")
+        start = number * self.global_batch_size
+        found = self._order[start : start + self.global_batch_size]
+        missing = self.global_batch_size - len(found)
+        if self.tail != "pad" or missing == 0:
+            return found
+        # An epoch shorter than the batch goes round more than once.
+        return torch.cat([found, self._order[torch.arange(missing) % self.num_samples]])
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank computes at once. The first `num_counted` samples count in the loss: all of them, or none.
+
+    One that counts for nothing still holds a sample, so that its forward and backward meet those of other ranks.
+    """
+
+    indices: torch.Tensor
+    num_counted: int
+
+
+def split_window(indices: torch.Tensor, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
+    """A rank's share of a global batch as micro-batches, of which every rank has equally many.
+
+    Shares are contiguous and differ by one sample at most, and so do the micro-batches of a rank.
+    """
+    if not 0 <= rank < world_size or micro_batch_size < 1 or len(indices) == 0:
+        raise ConfigError(
+            f"{len(indices)} samples for rank {rank} of {world_size} in micro-batches of {micro_batch_size}: "
+            "needed are a sample, a rank below the world's size and a micro-batch of at least 1"
+        )
+    largest = -(-len(indices) // world_size)
+    count = -(-largest // micro_batch_size)
+    share = _cut(range(len(indices)), rank, world_size)
+    parts = [_cut(share, number, count) for number in range(count)]
+    return [MicroBatch(indices[part.start : part.stop] if part else indices[:1], len(part)) for part in parts]
+
+
+def evaluation_share(num_samples: int, rank: int, world_size: int) -> range:
+    """A rank's contiguous part of an evaluation: every sample once, none twice, so a part may be empty."""
+    return _cut(range(num_samples), rank, world_size)
+
+
+def _cut(whole: range, number: int, count: int) -> range:
+    return whole[number * len(whole) // count : (number + 1) * len(whole) // count]
