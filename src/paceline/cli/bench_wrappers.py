@@ -32,7 +32,7 @@ __all__ = ["wrappers"]
 def wrappers(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help="Models: mlp,cnn,resnet18,gpt2,tiny (the default), gpt2-large, ..."),
+        typer.Option("--model", help="Models: mlp,cnn,resnet18,gpt2-mini,tiny (the default), gpt2-large, ..."),
     ] = None,
     wrapper: Annotated[
         list[str] | None,
