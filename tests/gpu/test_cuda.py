@@ -116,7 +116,18 @@ def test_the_limit_is_measured_where_the_messages_are(command, tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("backend", "ranks"), [("nccl", 1), ("gloo", 2)])
 def test_wrappers_are_timed_in_phases_and_their_memory_is_counted(command, tmp_path, backend, ranks):
-    asked = ("--model", "cnn,gpt2", "--backend", backend, "--device", "cuda", "--ranks", str(ranks), "--iters", "3")
+    asked = (
+        "--model",
+        "cnn,gpt2-mini",
+        "--backend",
+        backend,
+        "--device",
+        "cuda",
+        "--ranks",
+        str(ranks),
+        "--iters",
+        "3",
+    )
     answer = command("bench", "wrappers", *asked, "--dtype", "bfloat16", "--json", "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     for row in json.loads(answer.out)["rows"]:

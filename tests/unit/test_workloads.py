@@ -41,7 +41,7 @@ def test_every_parameter_gets_a_gradient(name):
 
 
 def test_gpt2_looks_back_only_and_ties_its_head():
-    module = build_module("gpt2", 0, CPU).eval()
+    module = build_module("gpt2-mini", 0, CPU).eval()
     ids = torch.arange(8).reshape(1, 8)
     changed = ids.clone()
     changed[0, 5] = 77
@@ -53,7 +53,7 @@ def test_gpt2_looks_back_only_and_ties_its_head():
     assert apart.nonzero().flatten().tolist() == [4000]
 
 
-@pytest.mark.parametrize("name", ["cnn", "gpt2"])
+@pytest.mark.parametrize("name", ["cnn", "gpt2-mini"])
 def test_batches_follow_from_seed_and_rank(name):
     def make(seed, rank):
         batch = MODELS[name].make_batch(3, seed, rank, CPU)

@@ -21,7 +21,7 @@ WRAPPERS = (
     "paceline-overlap",
 )
 # What two cores step through in minutes; the others are for GPUs and must be asked for.
-DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2", "tiny")
+DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
 # Ways to run torch's wrapper that `torch-tuned` chooses from: its own caps, five others, one bucket, and our plan.
 MAX_CANDIDATES = 8
 

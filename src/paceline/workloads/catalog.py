@@ -1,6 +1,7 @@
-"""The models by name: what each is for, how large it is, how to build it, and its batches and loss.
+"""The models that benchmarks step through: what each is for, its size, how to build it, and its batches and loss.
 
-Loads without torch, so that a command can refuse a request before any rank starts; building needs torch.
+Loads without torch, so that a command can refuse a request before any rank starts; building needs torch. Other models,
+sizes and data are in `choose`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.workloads.choose import ModelOptions, build_model, default_form
 from paceline.workloads.forms import Batch
 
 if TYPE_CHECKING:
@@ -59,43 +61,18 @@ class Workload:
 def _build_mlp() -> nn.Module:
     from paceline.workloads.models import build_mlp
 
-    return build_mlp(width=2048, depth=4)
-
-
-def _build_cnn() -> nn.Module:
-    from paceline.workloads.models import build_cnn
-
-    return build_cnn()
-
-
-def _build_resnet18() -> nn.Module:
-    from paceline.workloads.models import build_resnet18_cifar
-
-    return build_resnet18_cifar()
-
-
-def _build_resnet18_imagenet() -> nn.Module:
-    from paceline.workloads.models import build_resnet18_imagenet
-
-    return build_resnet18_imagenet()
-
-
-def _build_gpt2() -> nn.Module:
-    from paceline.workloads.models import GPT2
-
-    return GPT2(layers=4, width=256, heads=4, vocabulary=4096, context=64)
-
-
-def _build_gpt2_large() -> nn.Module:
-    from paceline.workloads.models import GPT2
-
-    return GPT2(layers=36, width=1280, heads=20)
+    return build_mlp((2048,), 2048, 2048)
 
 
 def _build_tiny() -> nn.Module:
     from paceline.workloads.models import build_tiny
 
     return build_tiny(num_parameters=1000)
+
+
+def _build_default(name: str) -> Callable[[], nn.Module]:
+    """The model of this name as `choose` builds it by default."""
+    return lambda: build_model(name, default_form(name, ModelOptions()), ModelOptions())
 
 
 MODELS = {
@@ -106,17 +83,17 @@ MODELS = {
     ),
     "cnn": Workload(
         purpose="a small network for images of digits",
-        build=_build_cnn, num_parameters=8, num_elements=1_199_882,
+        build=_build_default("cnn"), num_parameters=8, num_elements=1_199_882,
         batch_size=16, input_shape=(1, 28, 28), num_classes=10,
     ),
     "resnet18": Workload(
         purpose="BatchNorm, and 32 x 32 images: arithmetic takes longer than communication",
-        build=_build_resnet18, num_parameters=62, num_elements=11_173_962,
+        build=_build_default("resnet18"), num_parameters=62, num_elements=11_173_962,
         batch_size=2, input_shape=(3, 32, 32), num_classes=10,
     ),
-    "gpt2": Workload(
+    "gpt2-mini": Workload(
         purpose="a small GPT-2 whose tied embedding is ready last",
-        build=_build_gpt2, num_parameters=52, num_elements=4_224_512,
+        build=_build_default("gpt2-mini"), num_parameters=52, num_elements=4_224_512,
         batch_size=4, input_shape=(64,), num_classes=4096, num_tokens=4096,
     ),
     "tiny": Workload(
@@ -126,12 +103,17 @@ MODELS = {
     ),
     "resnet18-imagenet": Workload(
         purpose="ResNet-18 with the stem and the classes of ImageNet, for a GPU",
-        build=_build_resnet18_imagenet, num_parameters=62, num_elements=11_689_512,
+        build=_build_default("resnet18-imagenet"), num_parameters=62, num_elements=11_689_512,
         batch_size=8, input_shape=(3, 224, 224), num_classes=1000,
+    ),
+    "gpt2": Workload(
+        purpose="GPT-2 with a context of 1024, for a GPU",
+        build=_build_default("gpt2"), num_parameters=148, num_elements=124_439_808,
+        batch_size=4, input_shape=(1024,), num_classes=50257, num_tokens=50257,
     ),
     "gpt2-large": Workload(
         purpose="GPT-2 large with a context of 1024, for a GPU",
-        build=_build_gpt2_large, num_parameters=436, num_elements=774_030_080,
+        build=_build_default("gpt2-large"), num_parameters=436, num_elements=774_030_080,
         batch_size=4, input_shape=(1024,), num_classes=50257, num_tokens=50257,
     ),
 }  # fmt: skip

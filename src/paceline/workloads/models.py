@@ -1,6 +1,6 @@
-"""Small definitions of the models that Paceline measures, in plain torch. Their names and sizes are in `catalog`.
+"""Small models made of a few layers, in plain torch: linear layers and convolutions.
 
-Every model maps its inputs to logits in the last dimension, so that one loss serves them all.
+Their names are in `choose`, the sizes that benchmarks use in `catalog`; `resnet` and `gpt2` have files of their own.
 """
 
 from __future__ import annotations
@@ -8,37 +8,61 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-__all__ = [
-    "GPT2",
-    "ResNet18",
-    "build_cnn",
-    "build_mlp",
-    "build_resnet18_cifar",
-    "build_resnet18_imagenet",
-    "build_tiny",
-]
+from paceline.errors import ConfigError
+
+__all__ = ["build_cnn", "build_linear", "build_mlp", "build_tiny"]
 
 
-def build_mlp(width: int, depth: int) -> nn.Module:
-    """Square layers of one width: many bytes of gradients for little arithmetic."""
+def build_linear(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """One linear layer on all numbers of a sample."""
+    return nn.Sequential(*_flatten(shape), nn.Linear(math.prod(shape), outputs))
+
+
+def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float = 0.0) -> nn.Module:
+    """Four linear layers on all numbers of a sample: many bytes of gradients for little arithmetic."""
     layers: list[nn.Module] = []
-    for _ in range(depth - 1):
-        layers += [nn.Linear(width, width), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(width, width))
+    for width in (math.prod(shape), hidden, hidden):
+        layers += [nn.Linear(width, hidden), nn.ReLU(), *_dropout(dropout)]
+    return nn.Sequential(*_flatten(shape), *layers, nn.Linear(hidden, outputs))
 
 
-def build_cnn(num_classes: int = 10) -> nn.Module:
-    """Two convolutions and two linear layers for 28 x 28 grey images."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3), nn.ReLU(),
-        nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64 * 12 * 12, 128), nn.ReLU(),
-        nn.Linear(128, num_classes),
-    )  # fmt: skip
+def _flatten(shape: tuple[int, ...]) -> list[nn.Module]:
+    return [nn.Flatten()] if len(shape) > 1 else []
+
+
+def _dropout(dropout: float) -> list[nn.Module]:
+    return [nn.Dropout(dropout)] if dropout else []
+
+
+def build_cnn(
+    shape: tuple[int, ...], channels: tuple[int, ...], hidden: int, num_classes: int, dropout: float = 0.0
+) -> nn.Module:
+    """A 3 x 3 convolution for each of `channels`, then two linear layers.
+
+    The sides are halved after every convolution but the first. The convolutions before the first halving take one
+    pixel off each side; those after it keep the size, so that a few of them fit small images. For 10 classes of 28 x
+    28 grey images (16, 32) with 128 hidden have 0.6 M elements, (32, 64) with 128 have 1.2 M, (32, 64, 128) with 512
+    have 2.5 M, and (64, 128, 256) with 2048 have 19.3 M.
+    """
+    channels_in, height, width = shape
+    layers: list[nn.Module] = []
+    for number, channels_out in enumerate(channels):
+        layers += [nn.Conv2d(channels_in, channels_out, 3, padding=0 if number < 2 else 1), nn.ReLU()]
+        if number < 2:
+            height, width = height - 2, width - 2
+        if number > 0:
+            layers.append(nn.MaxPool2d(2))
+            height, width = height // 2, width // 2
+        if min(height, width) < 1:
+            raise ConfigError(
+                f"{len(channels)} convolutions on images of {shape[1]} x {shape[2]}: nothing is left of them after "
+                f"{number + 1}, give at most {number} channels"
+            )
+        channels_in = channels_out
+    layers += [nn.Flatten(), nn.Linear(channels_in * height * width, hidden), nn.ReLU(), *_dropout(dropout)]
+    return nn.Sequential(*layers, nn.Linear(hidden, num_classes))
 
 
 class _Residual(nn.Module):
@@ -58,111 +82,3 @@ def build_tiny(num_parameters: int, width: int = 8) -> nn.Module:
     """So many parameters (a weight and a bias for each layer) of next to no size: what is left is the host's time."""
     depth = num_parameters // 2
     return nn.Sequential(*(_Residual(width, depth) for _ in range(depth)))
-
-
-class _BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions with BatchNorm, and the way around them."""
-
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels_in != channels:
-            conv = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
-        return F.relu(y + self.shortcut(x))
-
-
-class ResNet18(nn.Module):
-    """ResNet-18 (He 2016) behind a stem that makes 64 channels of an image."""
-
-    def __init__(self, stem: nn.Module, num_classes: int) -> None:
-        super().__init__()
-        self.stem = stem
-        blocks: list[nn.Module] = []
-        channels_in = 64
-        for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-            blocks += [_BasicBlock(channels_in, channels, stride), _BasicBlock(channels, channels, 1)]
-            channels_in = channels
-        self.blocks = nn.Sequential(*blocks)
-        self.head = nn.Linear(channels_in, num_classes)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        features: torch.Tensor = self.blocks(self.stem(images)).mean(dim=(2, 3))
-        logits: torch.Tensor = self.head(features)
-        return logits
-
-
-def build_resnet18_cifar(num_classes: int = 10) -> nn.Module:
-    """For 32 x 32 images: a 3 x 3 stem that keeps their size."""
-    conv = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    return ResNet18(nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU()), num_classes)
-
-
-def build_resnet18_imagenet(num_classes: int = 1000) -> nn.Module:
-    """For 224 x 224 images: a 7 x 7 stem and a pooling that divide their sides by 4."""
-    conv = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
-    pool = nn.MaxPool2d(3, stride=2, padding=1)
-    return ResNet18(nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU(), pool), num_classes)
-
-
-class _Attention(nn.Module):
-    """Causal self-attention with one matrix for queries, keys and values."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: torch.Tensor = self.project(y.transpose(1, 2).flatten(2))
-        return mixed
-
-
-class _Block(nn.Module):
-    """LayerNorm before attention, LayerNorm before the MLP, each added to what came in."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = _Attention(width, heads)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        added: torch.Tensor = self.mlp(self.norm2(x))
-        return x + added
-
-
-class GPT2(nn.Module):
-    """GPT-2 (Radford 2019): learned positions, and a head tied to the embedding. No dropout, so that steps repeat."""
-
-    def __init__(self, *, layers: int, width: int, heads: int, vocabulary: int = 50257, context: int = 1024) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # What writes into the residual stream starts smaller, for there are 2 x layers of it.
-                into_stream = name.endswith(("project.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_stream else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.norm(x), self.tokens.weight)

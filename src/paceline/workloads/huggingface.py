@@ -1,0 +1,209 @@
+"""Models of `transformers`: from a folder, from the hub, or from a configuration alone with random weights.
+
+Loads without torch and without transformers. Code from a model's repository is never run, and weights are read from
+safetensors only, never from a pickle. Tokenizers belong to the data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError
+from paceline.workloads.forms import DataForm
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["build_hf", "check_source", "describe_weights", "read_limits"]
+
+# One folder for each configuration that Paceline brings, named as its model with -- for the slash.
+_KEPT = Path(__file__).parent / "configs"
+_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_ALL = (_CONFIG, _WEIGHTS, "model-*.safetensors", _INDEX)
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_HUB_TIMEOUT_S = 5
+_CLASSES = {"tokens": "AutoModelForCausalLM", "pairs": "AutoModelForSequenceClassification"}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A folder with a configuration, and why there are no weights to load from it; empty where there are."""
+
+    folder: Path
+    lack: str = ""
+
+
+def check_source(name: str) -> None:
+    """Refuse a folder without a configuration, and any model where transformers is not installed."""
+    if not name:
+        raise ConfigError("model hf: names nothing: write hf:FOLDER, or hf:NAME as the hub has it")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / _CONFIG).is_file():
+            raise ConfigError(f"model folder {path} has no {_CONFIG}: give a folder that transformers saved a model in")
+    elif path.is_file() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise ConfigError(
+            f"model folder {path} {what}: give a folder with {_CONFIG}, or a name such as gpt2 or org/name"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(f"model hf:{name} needs transformers, which is not installed: pip install 'paceline[hf]'")
+
+
+def read_limits(name: str) -> tuple[int, int]:
+    """The vocabulary, and the longest context; of a model that states none, a long one."""
+    return _limits(_load_config(_find_source(name, (_CONFIG,)).folder))
+
+
+def describe_weights(name: str, layers: int | None = None) -> str:
+    """Where the weights come from, in one line. Looks for them as building does, and remembers what it found."""
+    if layers is not None:
+        return f"hf:{name}: the first {layers} layers of its configuration, with random weights"
+    source = _find_source(name, _ALL)
+    return f"hf:{name}: random weights, {source.lack}" if source.lack else f"hf:{name}: weights from {source.folder}"
+
+
+def build_hf(name: str, form: DataForm, layers: int | None = None) -> nn.Module:
+    """A causal language model for tokens, a classifier of sequences for pairs, with float32 parameters.
+
+    With `layers` it is cut to its first so many and the weights are random.
+    """
+    check_source(name)
+    wanted = (_CONFIG,) if layers is not None else _ALL
+    source = _find_source(name, wanted)
+    config = _load_config(source.folder)
+    _fit_config(name, config, form, layers)
+    import torch
+    import transformers  # type: ignore[import-not-found,unused-ignore]
+
+    maker = getattr(transformers, _CLASSES[form.kind])
+    dtype = {"dtype" if int(transformers.__version__.split(".")[0]) > 4 else "torch_dtype": torch.float32}
+    try:
+        if layers is not None or source.lack:
+            return maker.from_config(config, trust_remote_code=False, **dtype)  # type: ignore[no-any-return]
+        return maker.from_pretrained(  # type: ignore[no-any-return]
+            source.folder,
+            config=config,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            **dtype,
+        ).train()
+    except Exception as error:
+        raise ConfigError(f"model hf:{name} cannot be built for {form.kind}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@lru_cache
+def _find_source(name: str, files: tuple[str, ...]) -> _Source:
+    """The folder of a model: given, in the hub's cache, fetched from the hub, or kept here, in this order."""
+    path, wants_weights = Path(name).expanduser(), _WEIGHTS in files
+    if path.is_dir():
+        return _inspect_folder(path) if wants_weights else _Source(path)
+    reason, cached = "", None
+    for options in ({"local_files_only": True}, {"etag_timeout": _HUB_TIMEOUT_S}):
+        try:
+            folder = Path(
+                importlib.import_module("huggingface_hub").snapshot_download(name, allow_patterns=files, **options)
+            )
+        except Exception as error:
+            # The hub's errors have no common parent in all of its versions; what happened is told below.
+            reason = _first_line(error)
+            continue
+        if (folder / _CONFIG).is_file():
+            if not wants_weights or not _missing_weights(folder):
+                return _Source(folder)
+            if "local_files_only" not in options:
+                raise ConfigError(
+                    f"model hf:{name} has no {_WEIGHTS} on the hub: other formats of weights are not read"
+                )
+            cached = folder
+    if cached is not None:
+        return _Source(cached, "for only its configuration is in the cache and the hub cannot be reached")
+    kept = _KEPT / name.replace("/", "--")
+    if kept.is_dir():
+        return _Source(kept, "for the hub cannot be reached and Paceline brings its configuration alone")
+    offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
+    raise ConfigError(
+        f"model hf:{name} is neither a folder here nor in the hub's cache, and cannot be fetched ({offline}): give the "
+        f"path of a folder with its {_CONFIG}"
+    )
+
+
+def _inspect_folder(folder: Path) -> _Source:
+    missing = _missing_weights(folder)
+    if not missing:
+        return _Source(folder)
+    if missing != [_WEIGHTS]:
+        raise ConfigError(f"model folder {folder} lacks {', '.join(missing)}, named in {_INDEX}: copy them there")
+    pickles = [pickle for pickle in _PICKLES if (folder / pickle).exists()]
+    if pickles:
+        raise ConfigError(
+            f"model folder {folder} has its weights in a pickle, {pickles[0]}, which can run code: save them as safetensors"
+        )
+    return _Source(folder, f"for {folder} holds a configuration alone")
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    """The files of weights that should be in the folder and are not."""
+    if (folder / _INDEX).is_file():
+        try:
+            names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{folder / _INDEX} is damaged: {_first_line(error)}") from error
+    else:
+        names = {_WEIGHTS}
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
+def _load_config(folder: Path) -> Any:
+    try:
+        return importlib.import_module("transformers").AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise ConfigError(f"{folder / _CONFIG} cannot be used: {_first_line(error)}") from error
+
+
+def _limits(config: Any) -> tuple[int, int]:
+    text = config.get_text_config()
+    return int(text.vocab_size), int(getattr(text, "max_position_embeddings", None) or 2**20)
+
+
+def _fit_config(name: str, config: Any, form: DataForm, layers: int | None) -> None:
+    """Check that the model can take the data, and set what depends on it."""
+    vocabulary, context = _limits(config)
+    if form.vocabulary > vocabulary:
+        raise ConfigError(
+            f"model hf:{name} has a vocabulary of {vocabulary}, and the data one of {form.vocabulary}: use the model's "
+            "own tokenizer, or bytes"
+        )
+    if form.shape[0] > context:
+        raise ConfigError(
+            f"model hf:{name} has {context} positions, and the data {form.shape[0]}: use a shorter context"
+        )
+    text = config.get_text_config()
+    if layers is not None:
+        if layers > text.num_hidden_layers:
+            raise ConfigError(f"model hf:{name} has {text.num_hidden_layers} layers: it cannot be cut to {layers}")
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    # What a training step returns should hold no cache of keys and values, which only generating uses.
+    config.use_cache = False
+    if form.kind == "pairs":
+        config.num_labels = form.num_classes
+        config.pad_token_id = form.pad
+    elif getattr(config, "is_decoder", None) is False:
+        # An encoder such as BERT would see the very tokens that it is to predict.
+        config.is_decoder = True

@@ -1,0 +1,139 @@
+"""A user's own model, named as FILE.py:FUNCTION. Models that Paceline brings are in `choose`.
+
+Checking reads the file and runs nothing of it; building imports it, as Python would a script in its folder.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError
+from paceline.workloads.forms import DataForm
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["build_own", "check_own", "is_own"]
+
+
+def is_own(name: str) -> bool:
+    """Whether the name of a model is that of a user's file, with or without a function in it."""
+    file, _, _ = name.rpartition(":")
+    return file.endswith(".py") or name.endswith(".py")
+
+
+def check_own(name: str) -> None:
+    """Refuse a file that is not there or not Python, and a name that it does not define."""
+    path, function = _split(name)
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(f"model file {path} cannot be read: {error.strerror or error}") from error
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"model file {path} is not Python: {error}") from error
+    names = _defined_names(tree)
+    if function not in names and "*" not in names:
+        raise ConfigError(f"model file {path} defines no {function}: {_nearest(function, names)}")
+
+
+def _split(name: str) -> tuple[Path, str]:
+    file, _, function = name.rpartition(":")
+    if not file or not function:
+        raise ConfigError(f"model {name!r} names no function: write FILE.py:FUNCTION, such as {name.rstrip(':')}:build")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"model file {path} does not exist: give the path of a Python file, from {Path.cwd()}")
+    return path, function
+
+
+def _defined_names(tree: ast.AST) -> list[str]:
+    """What the module may have as an attribute; `*` among them where only running it could tell."""
+    names: list[str] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+        else:
+            names += _defined_names(node)
+    return names
+
+
+def _nearest(function: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(function, names, 3)
+    return f"did you mean {' or '.join(near)}?" if near else "give the name of a function in it that returns the module"
+
+
+def build_own(name: str, form: DataForm) -> nn.Module:
+    """Call the user's function, with the form of the data if it takes one argument."""
+    from torch import nn
+
+    path, function = _split(name)
+    with _importing_beside(path):
+        found = _load_function(path, function)
+        try:
+            module = _call(name, found, form)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"model {name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"model {name} returned {_describe(module)}: it must return a torch.nn.Module")
+    return module
+
+
+@contextmanager
+def _importing_beside(path: Path) -> Iterator[None]:
+    """The file may import its neighbours, also from inside the function."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _load_function(path: Path, function: str) -> Callable[..., Any]:
+    spec = importlib.util.spec_from_file_location(f"paceline_own_{path.stem}", path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickles look for their module there.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"model file {path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        what = f"{function} as {_describe(found)}" if hasattr(module, function) else f"no {function}"
+        raise ConfigError(f"model file {path} defines {what}: {_nearest(function, list(vars(module)))}")
+    return found  # type: ignore[no-any-return]
+
+
+def _call(name: str, function: Callable[..., Any], form: DataForm) -> Any:
+    """Hand over the form as the one argument that must be given, or as the one called `form`."""
+    parameters = inspect.signature(function).parameters
+    needed = [
+        p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if len(needed) > 1:
+        names = ", ".join(p.name for p in needed)
+        raise ConfigError(f"model {name} needs {names}: it is called with the form of the data, or with nothing")
+    if not needed:
+        return function(form=form) if "form" in parameters else function()
+    return function(**{needed[0].name: form}) if needed[0].kind is needed[0].KEYWORD_ONLY else function(form)
+
+
+def _describe(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
