@@ -38,11 +38,11 @@ class Moments:
 
     def mark(self) -> int:
         """Note this moment, and return its number."""
-        number = self._count
-        self._count += 1
         if not self._on_gpu:
             self._readings_s.append(time.perf_counter())
-            return number
+            return len(self._readings_s) - 1
+        number = self._count
+        self._count += 1
         if number == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))
         self._events[number].record()
@@ -106,7 +106,7 @@ class LayerHooks:
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_forward:
-            nodes = _find_nodes((args, kwargs))
+            nodes = _find_nodes(*args, *kwargs.values())
             self._open.append((index, self._moments.mark(), nodes))
 
     def _end_forward(self, index: int, block: nn.Module, args: Any, output: Any) -> None:
@@ -132,7 +132,13 @@ class LayerHooks:
             self.owners.append((self._moments.mark(), _OUTSIDE))
 
 
-def _find_nodes(value: Any) -> list[Any]:
-    """The autograd nodes that made the tensors in a nested value."""
-    nodes = [tensor.grad_fn for tensor in find_tensors(value) if tensor.grad_fn is not None]
-    return list({id(node): node for node in nodes}.values())
+def _find_nodes(*values: Any) -> list[Any]:
+    """The autograd nodes that made the tensors in nested values."""
+    found: list[Any] = []
+    for value in values:
+        # Nearly always a tensor, and the search takes longer than the rest of a hook.
+        for tensor in [value] if isinstance(value, torch.Tensor) else find_tensors(value):
+            node = tensor.grad_fn
+            if node is not None and not any(node is other for other in found):
+                found.append(node)
+    return found

@@ -30,7 +30,7 @@ def _check_seconds(name: str, values: Iterable[float | None]) -> None:
 
 @dataclass(frozen=True)
 class ParameterTimes:
-    """`ready_s[repetition]` is when the gradient was complete, in seconds since backward began; None where it never was.
+    """`ready_s[repetition]` is when the gradient was complete, in seconds since backward began; None where it was not.
 
     `aliases` are further names of the same tensor; `block` is the first block that holds it, empty where none does.
     """
@@ -147,7 +147,9 @@ class LayerProfileRecord(Record):
             if any(len(row) != count for row in rows):
                 raise RecordError(f"{self.model}: a block has other repetitions than the step")
             sums = [math.fsum(values) for values in zip(*rows, strict=True)]
-            self._check_within(f"the sum of all blocks' {phase}", sums or [0.0] * count, getattr(self, f"profiled_{phase}"))
+            self._check_within(
+                f"the sum of all blocks' {phase}", sums or [0.0] * count, getattr(self, f"profiled_{phase}")
+            )
 
     def _check_within(self, what: str, values: Sequence[float | None], whole: Samples) -> None:
         if len(values) != whole.count:
@@ -209,9 +211,7 @@ class LayerProfileRecord(Record):
                 for number, (total,) in enumerate(whole.seconds)
             )
 
-        return BlockTimes(
-            OUTSIDE, rest("forward_s", self.profiled_forward), rest("backward_s", self.profiled_backward)
-        )
+        return BlockTimes(OUTSIDE, rest("forward_s", self.profiled_forward), rest("backward_s", self.profiled_backward))
 
     @property
     def step_cost(self) -> CostRatio:
@@ -233,8 +233,8 @@ class LayerProfileRecord(Record):
 
     @property
     def layer_times(self) -> tuple[LayerTimeRecord, ...]:
-        """As `layer-times` has them: `NAME grad` for each block, `backward` for what is in no block, so that these add up
-        to the whole backward, and `forward` and `step` (the optimizer's)."""
+        """As `layer-times` has them: `NAME grad` for each block and `backward` for what is in no block, which add up to
+        the whole backward; `forward`, and `step`, which is the optimizer's."""
 
         def record(layer: str, values: Iterable[float]) -> LayerTimeRecord:
             timing = Samples(seconds=tuple((value,) for value in values))
