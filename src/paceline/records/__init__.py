@@ -11,16 +11,20 @@ from paceline.records.kinds import (
     WrapperRecord,
     bus_factor,
 )
+from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, ParameterTimes
 from paceline.records.samples import Samples, Summary
 from paceline.records.store import Run, RunFolder, load_run, save_run
 
 __all__ = [
+    "BlockTimes",
     "ChunksRecord",
     "CollectiveRecord",
     "Environment",
+    "LayerProfileRecord",
     "LayerSizeRecord",
     "LayerTimeRecord",
     "MemoryRecord",
+    "ParameterTimes",
     "Record",
     "Run",
     "RunFolder",

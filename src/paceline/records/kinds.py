@@ -63,6 +63,8 @@ class Record:
     """One measured thing. `source` says whether it was measured, simulated, emulated or imported."""
 
     kind: ClassVar[str]
+    # The fields that are tuples of smaller things, and what those are.
+    parts: ClassVar[dict[str, type]] = {}
     source: str = "measured"
     note: str = ""
 
@@ -298,6 +300,8 @@ def record_to_json(record: Record) -> dict[str, Any]:
             # The timing of a record is told by what it is; further samples by their field.
             name = "samples" if isinstance(value, Samples) else "summary"
             document[name if field.name == "timing" else field.name] = dataclasses.asdict(value)
+        elif field.name in record.parts:
+            document[field.name] = [dataclasses.asdict(part) for part in value]
         else:
             document[field.name] = value
     return document
@@ -352,6 +356,11 @@ def record_from_json(document: dict[str, Any]) -> Record:
     for field in dataclasses.fields(cls):
         if field.type == "Samples" and field.name != "timing" and field.name in values:
             values[field.name] = _build_samples(values[field.name], field.name)
+    for name, part in cls.parts.items():
+        items = values.get(name, [])
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            raise RecordError(f"{name} is a list of JSON objects, not {items!r:.40}")
+        values[name] = tuple(_build(part, item) for item in items)
     record = _build(cls, values)
     assert isinstance(record, Record)
     return record
