@@ -1,0 +1,145 @@
+"""One rank's trace in a compact form, and what its events are. Recording is in `traces`, merging in `trace_merge`.
+
+Loads without torch: a trace that was made elsewhere, or long ago, can be read on a laptop.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import RecordError
+
+__all__ = [
+    "BACKWARD_OVER",
+    "BUCKET",
+    "BUCKET_WAIT",
+    "Event",
+    "RankTrace",
+    "WAITED",
+    "find_steps",
+    "is_collective",
+    "is_matmul",
+    "read_chrome",
+    "uses_tensor_cores",
+]
+
+Event = dict[str, Any]
+
+# The categories of our own events: a bucket on its way, and a bucket that is ready and waits for its turn.
+BUCKET, BUCKET_WAIT = "bucket", "bucket_wait"
+# The instant at which a rank's own backward was over, and how long a bucket waited for its turn, in µs.
+BACKWARD_OVER, WAITED = "backward over", "waited us"
+# What the analysis or a reader of the picture needs; the rest is most of a trace's size.
+_KEPT_ARGUMENTS = frozenset(
+    {
+        "stream", "device", "grid", "block", "blocks per SM", "warps per SM", "est. achieved occupancy %",
+        "bytes", "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Device Type",
+        "name", "labels", "Collective name", "In msg nelems", "Group size", WAITED,
+    }
+)  # fmt: skip
+# Tracks about the profiler itself.
+_FOREIGN = frozenset({"Spans", "Traces", ""})
+_STEP = re.compile(r"step \d+|ProfilerStep#\d+")
+
+_COLLECTIVE_KERNEL = re.compile(
+    r"nccl(Dev)?Kernel|^nccl|rcclGeneric|mscclKernel|one_shot_all_reduce|two_shot_all_reduce"
+)
+# `nccl:` ranges of the host are launches: the kernel is the message. Other backends move data on the host.
+_COLLECTIVE_RANGE = re.compile(
+    r"(?!nccl:)[a-z_]+:_?(all_?reduce|all_?gather|reduce|broadcast|all_?to_?all|gather|scatter|send|recv|barrier)"
+)
+_MATMUL = re.compile(
+    r"gemm|_mm_|matmul|nvjet|xmma|wgmma|hmma|flash|fmha|sdpa|attention|fprop|dgrad|wgrad|convolve|conv\dd|winograd",
+    re.I,
+)
+_ON_TENSOR_CORES = re.compile(r"tensorop|tensor\d+x|hmma|imma|wgmma|nvjet|16816|1688|884|flash|xmma|tf32", re.I)
+# Their names say that they multiply on the ordinary cores, whatever else they say.
+_ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The events of one rank. Their `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
+
+    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    host: str
+    origin_ns: int
+    events: list[Event]
+    properties: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_chrome(document: Mapping[str, Any], rank: int | None = None) -> RankTrace:
+    """A trace as torch's profiler exports it, without what nobody here needs. `rank` is asked of the trace if None."""
+    if not isinstance(document.get("traceEvents"), list):
+        raise RecordError('this is not a Chrome trace: it lacks a list "traceEvents"; export one with torch.profiler')
+    place = document.get("distributedInfo") or {}
+    properties = list(document.get("deviceProperties") or [])
+    found = [event for event in document["traceEvents"] if _is_wanted(event)]
+    timed = [event["ts"] for event in found if event["ph"] != "M"]
+    if not timed:
+        raise RecordError("the trace has no events: record at least one active step")
+    first_us = min(timed)
+    events = [_compact(event, first_us) for event in found]
+    return RankTrace(
+        rank=int(place.get("rank", 0)) if rank is None else rank,
+        world_size=int(place.get("world_size", 1)),
+        device="cuda" if any(event.get("cat") == "kernel" for event in events) else "cpu",
+        host=str(document.get("host_name", "")),
+        # Without a base, times are µs of the Unix clock: so wrote torch before 2.2.
+        origin_ns=int(document.get("baseTimeNanoseconds", 0)) + round(first_us * 1e3),
+        events=events,
+        properties=properties,
+    )
+
+
+def _is_wanted(event: Mapping[str, Any]) -> bool:
+    if "ph" not in event or "name" not in event or event.get("pid") in _FOREIGN or event.get("cat") == "Trace":
+        return False
+    return event["ph"] == "M" or "ts" in event
+
+
+def _compact(event: Mapping[str, Any], first_us: float) -> Event:
+    compact = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "id", "bp", "s") if key in event}
+    if event["ph"] != "M":
+        compact["ts"] = round(event["ts"] - first_us, 3)  # ns: a float of seconds since 1970 has no better
+    if event["ph"] == "X":
+        compact["dur"] = max(0.0, float(event.get("dur", 0.0)))
+    kept = {key: value for key, value in (event.get("args") or {}).items() if key in _KEPT_ARGUMENTS}
+    if event["ph"] == "M":
+        kept = dict(event.get("args") or {})
+    if kept:
+        compact["args"] = kept
+    return compact
+
+
+def find_steps(events: Iterable[Event]) -> list[Event]:
+    """The ranges of whole steps, in order: ours where the trace has them, else the profiler's."""
+    found = [e for e in events if e.get("cat") == "user_annotation" and e["ph"] == "X" and _STEP.fullmatch(e["name"])]
+    ours = [event for event in found if event["name"].startswith("step ")]
+    return sorted(ours or found, key=lambda event: float(event["ts"]))
+
+
+def is_collective(event: Event) -> bool:
+    """Whether the event is a message between ranks: a kernel of NCCL, a range of gloo's, a bucket of our wrapper."""
+    kind = event.get("cat")
+    if kind == "kernel":
+        return _COLLECTIVE_KERNEL.search(event["name"]) is not None
+    return kind == BUCKET or (kind == "user_annotation" and _COLLECTIVE_RANGE.match(event["name"]) is not None)
+
+
+def is_matmul(kernel: str) -> bool:
+    """Whether a kernel of this name multiplies matrices, convolves or attends: what tensor cores are for."""
+    return _MATMUL.search(kernel) is not None
+
+
+def uses_tensor_cores(kernel: str) -> bool:
+    """Whether the name of a kernel tells that it uses tensor cores; a name that tells nothing counts as not."""
+    return is_matmul(kernel) and not _ON_ORDINARY_CORES.search(kernel) and _ON_TENSOR_CORES.search(kernel) is not None

@@ -1,0 +1,108 @@
+"""Recording: some steps of this rank under torch's profiler, as a `RankTrace`. What it says is in `trace_overview`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from paceline.errors import ConfigError, MeasurementError
+from paceline.measure.engine import synchronize
+from paceline.measure.trace_buckets import TimedBackward, build_bucket_events, watch_buckets
+from paceline.measure.trace_events import Event, RankTrace, read_chrome
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["EXTRAS", "record_trace"]
+
+# What can be recorded besides times; each makes steps slower and traces larger.
+EXTRAS = ("memory", "shapes")
+
+
+def record_trace(
+    step: Callable[[], None],
+    *,
+    warmup: int = 2,
+    active: int = 3,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | None = None,
+    model: nn.Module | None = None,
+    extras: Collection[str] = (),
+    meet: Callable[[], None] | None = None,
+) -> RankTrace:
+    """Run `warmup` steps, then record `active` ones. Each is a range `step N` that ends when the device is done.
+
+    The buckets of `model`, if that is our wrapper, become events too. `meet` is called before each step, outside its
+    range: give a barrier, so that the profiler's own start on one rank is not taken for its lateness. Collective, where
+    the step or `meet` is.
+    """
+    device = device or torch.device("cpu")
+    if warmup < 1 or active < 1:
+        raise ConfigError(
+            f"warmup={warmup} and active={active}: both must be at least 1, the profiler starts in a warm-up"
+        )
+    if unknown := sorted(set(extras) - set(EXTRAS)):
+        raise ConfigError(f"unknown extra {unknown[0]!r}: known are {', '.join(EXTRAS)}")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    profiler = profile(
+        activities=activities,
+        schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
+        record_shapes="shapes" in extras,
+        profile_memory="memory" in extras,
+    )
+
+    def take_step(number: int) -> None:
+        if meet is not None:
+            meet()
+        with record_function(f"step {number}"):
+            step()
+            synchronize(device)
+        profiler.step()
+
+    with contextlib.ExitStack() as ending:
+        ending.enter_context(profiler)
+        for number in range(warmup):
+            take_step(number - warmup)
+        with watch_buckets(model) as backwards:  # only now: the wrapper plans in its first step
+            for number in range(active):
+                take_step(number)
+    trace = read_chrome(_export(profiler), rank)
+    events = [*trace.events, *_bucket_events(trace, backwards)]
+    return replace(trace, world_size=world_size, device=device.type, events=events)
+
+
+def _export(profiler: Any) -> dict[str, Any]:
+    """The profiler writes files only."""
+    with tempfile.TemporaryDirectory(prefix="paceline-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        try:
+            document: dict[str, Any] = json.loads(path.read_text(errors="replace"))
+        except ValueError as error:
+            raise MeasurementError(f"torch's profiler wrote no readable trace: {error}; record fewer steps") from None
+        return document
+
+
+def _bucket_events(trace: RankTrace, backwards: list[TimedBackward]) -> list[Event]:
+    # The profiler's times are of the Unix clock, the wrapper's of the monotonic one.
+    apart_ns = min((_clock_offset_ns() for _ in range(5)), key=lambda pair: pair[1])[0]
+    origin_s = (trace.origin_ns - apart_ns) / 1e9
+    return [event for backward in backwards for event in build_bucket_events(trace.rank, backward, origin_s)]
+
+
+def _clock_offset_ns() -> tuple[int, int]:
+    """Unix clock minus `time.perf_counter`, and how long reading both took."""
+    before = time.perf_counter_ns()
+    unix = time.time_ns()
+    after = time.perf_counter_ns()
+    return unix - (before + after) // 2, after - before
