@@ -63,7 +63,7 @@ def _no_gpu_no_launcher(monkeypatch):
         ((*WRAPPERS, "--model", ","), "no model given: known are mlp"),
         ((*WRAPPERS, "--wrapper", "torch-tunned"), "wrapper 'torch-tunned' is unknown: did you mean torch-tuned?"),
         ((*WRAPPERS, "--dtype", "float16"), "wrappers are timed in float32 or bfloat16"),
-        ((*WRAPPERS, "--batch-size", "0"), "--batch-size 0: at least 1"),
+        ((*WRAPPERS, "--batch-size", "0"), "--batch-size '0' is not a whole number of at least 1"),
         ((*WRAPPERS, "--iters", "0"), "--iters 0: at least 1"),
         ((*WRAPPERS, "--device", "cuda"), "needs a GPU"),
     ],

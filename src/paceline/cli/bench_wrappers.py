@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.cli.jobs import read_one
 from paceline.cli.options import (
     MODEL_HELP,
     WRAPPER_HELP,
@@ -61,7 +62,7 @@ def wrappers(
     settings = WrapperSettings(
         models=DEFAULT_MODELS if model is None else split_names(",".join(model)),
         wrappers=WRAPPERS if wrapper is None else split_names(",".join(wrapper)),
-        batch_size=batch_size,
+        batch_size=read_one(batch_size, "--batch-size"),
         threads=threads or 1,
         **group_options(backend, ranks, dtype, device, iters, warmup),
     )

@@ -38,7 +38,8 @@ Ranks = Annotated[
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, int64, ...")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda")]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", help="Samples per rank in a micro-batch. Default: the model's, or 32.")
+    str | None,
+    typer.Option("--batch-size", help="Samples per rank in a micro-batch; a profile takes several: 32,128. Default: 32, or the model's."),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", help="Torch's threads per rank, on the CPU.")]
 Iters = Annotated[

@@ -8,19 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import (
-    MODEL_HELP,
-    WRAPPER_HELP,
-    Backend,
-    BatchSize,
-    Device,
-    Json,
-    Out,
-    Ranks,
-    Threads,
-)
+from paceline.cli.jobs import build_settings, check_job, read_one, read_world, takes_job
+from paceline.cli.options import Json, Out
 from paceline.errors import ConfigError
-from paceline.units import parse_counts
 
 if TYPE_CHECKING:
     from paceline.records.store import RunFolder
@@ -36,45 +26,31 @@ _CHANGEABLE = (
 )  # fmt: skip
 
 
+@takes_job
 def train(
-    context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Option("--model", help=MODEL_HELP),
-    ] = "cnn",
-    data: Annotated[
-        str,
-        typer.Option("--data", help="synthetic, or mnist, fashion-mnist, cifar10, mrpc, text with :PATH of the files."),
-    ] = "synthetic",
-    ranks: Ranks = None,
+    context_: typer.Context,
+    job: dict[str, Any],
     epochs: Annotated[int, typer.Option("--epochs", help="How often each sample is seen.")] = 1,
-    batch_size: BatchSize = None,
     global_batch_size: Annotated[
         int | None, typer.Option("--global-batch-size", help="Samples of one step over all ranks and micro-batches.")
-    ] = None,
-    accumulate: Annotated[
-        int | None, typer.Option("--accumulate", help="Micro-batches per step; gradients travel with the last.")
     ] = None,
     tail: Annotated[
         str, typer.Option("--tail", help="The last, smaller batch of an epoch: keep, drop, or pad with first samples.")
     ] = "keep",
-    precision: Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16 (by autocast)")] = "fp32",
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the model, block by block.")] = False,
     clip: Annotated[float | None, typer.Option("--clip", help="Largest norm of the gradients.")] = None,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="sgd or adamw")] = "sgd",
     lr: Annotated[float, typer.Option("--lr", help="Learning rate (its peak).")] = 0.05,
     momentum: Annotated[float, typer.Option("--momentum", help="Of sgd, Nesterov's.")] = 0.9,
     weight_decay: Annotated[float, typer.Option("--weight-decay", help="Of matrices and filters alone.")] = 0.0,
-    schedule: Annotated[str, typer.Option("--schedule", help="constant, cosine or linear (to 0 at the end)")] = "constant",
+    schedule: Annotated[
+        str, typer.Option("--schedule", help="constant, cosine or linear (to 0 at the end)")
+    ] = "constant",
     lr_warmup: Annotated[int, typer.Option("--lr-warmup", help="Steps in which the learning rate climbs.")] = 0,
-    wrapper: Annotated[
-        str, typer.Option("--wrapper", help=WRAPPER_HELP)
-    ] = "paceline",
-    sync_batchnorm: Annotated[
-        bool, typer.Option("--sync-batchnorm", help="BatchNorm over the whole global batch.")
+    augment: Annotated[
+        bool | None, typer.Option("--augment/--no-augment", help="Crop and flip images. Default: CIFAR-10 alone.")
+    ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Note forward, backward and optimizer of each step.")
     ] = False,
-    plan: Annotated[Path | None, typer.Option("--plan", help="Buckets from a file of a plan.")] = None,
-    profile: Annotated[bool, typer.Option("--profile", help="Note forward, backward and optimizer of each step.")] = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on with the run in this folder, from its newest checkpoint.")
     ] = None,
@@ -82,67 +58,21 @@ def train(
         str, typer.Option("--save-every", help="When a checkpoint is due: epoch, 10s, 5min or 100steps")
     ] = "60s",
     keep: Annotated[int, typer.Option("--keep", help="How many checkpoints are kept.")] = 3,
-    seed: Annotated[int, typer.Option("--seed", help="Of the model, the order of the data, and dropout.")] = 1,
-    samples: Annotated[
-        int | None, typer.Option("--samples", help="Train on the first so many; how many to make if synthetic.")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option("--context", help="Tokens per sequence.")] = None,
-    tokenizer: Annotated[
-        str, typer.Option("--tokenizer", help="auto (the model's own, or bytes), bytes, or a folder")
-    ] = "auto",
-    augment: Annotated[
-        bool | None, typer.Option("--augment/--no-augment", help="Crop and flip images. Default: CIFAR-10 alone.")
-    ] = None,
-    channels: Annotated[
-        str | None, typer.Option("--channels", help="Channels of the cnn's convolutions: 32 64 128")
-    ] = None,
-    hidden: Annotated[int | None, typer.Option("--hidden", help="Width of the hidden layer.")] = None,
-    dropout: Annotated[float | None, typer.Option("--dropout", help="Share that is dropped, where a model can.")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files, too.")] = False,
-    backend: Backend = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
     out: Out = Path("runs"),
     json: Json = False,
 ) -> None:
     """Train a model on one rank or many, and see where the time goes."""
-    from paceline.training.settings import TrainSettings
-
-    typed = TrainSettings(
-        model=model, data=data, ranks=_read_rank_count(ranks), backend=backend, device=device, threads=threads,
-        epochs=epochs, batch_size=batch_size, global_batch_size=global_batch_size, accumulate=accumulate, tail=tail,
-        precision=precision, compile=compile, clip=clip, optimizer=optimizer, lr=lr, momentum=momentum,
-        weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, wrapper=wrapper,
-        sync_batchnorm=sync_batchnorm, plan=None if plan is None else str(plan), profile=profile,
-        save_every=save_every, keep=keep, seed=seed, samples=samples, context=tokens, tokenizer=tokenizer,
-        augment=augment, channels=None if channels is None else parse_counts(channels, "--channels"), hidden=hidden,
-        dropout=dropout, tensorboard=tensorboard,
+    ranks = read_world(job["ranks"], 1)
+    if len(ranks) != 1:
+        raise ConfigError(f"--ranks {job['ranks']}: training takes one number of ranks")
+    typed = build_settings(
+        job, ranks[0], read_one(job["batch_size"], "--batch-size"),
+        epochs=epochs, global_batch_size=global_batch_size, tail=tail, clip=clip, lr=lr, momentum=momentum,
+        weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, augment=augment, profile=profile,
+        save_every=save_every, keep=keep, tensorboard=tensorboard,
     )  # fmt: skip
-    code = _resume(context, typed, resume, json) if resume is not None else _start(typed, out, json)
-    raise typer.Exit(code)
-
-
-def _read_rank_count(ranks: str | None) -> int:
-    from paceline.runtime.environment import is_launched, read_place
-
-    if ranks is None:
-        return read_place().world_size if is_launched() else 1
-    counts = parse_counts(ranks, "--ranks")
-    if len(counts) != 1:
-        raise ConfigError(f"--ranks {ranks}: training takes one number of ranks")
-    if is_launched() and read_place().world_size not in (1, counts[0]):
-        raise ConfigError(
-            f"--ranks {ranks} in a launched world of {read_place().world_size}: leave out --ranks, or launch as many"
-        )
-    return counts[0]
-
-
-def _check(settings: TrainSettings) -> None:
-    """Everything that can be refused before a rank starts."""
-    from paceline.training.requests import check_requests
-
-    settings.check()
-    check_requests(settings)
+    raise typer.Exit(_resume(context_, typed, resume, json) if resume is not None else _start(typed, out, json))
 
 
 def _start(settings: TrainSettings, out: Path, json: bool) -> int:
@@ -150,7 +80,7 @@ def _start(settings: TrainSettings, out: Path, json: bool) -> int:
     from paceline.records.store import RunFolder
     from paceline.runtime.environment import is_launched, read_place
 
-    _check(settings)
+    check_job(settings)
     if is_launched() and read_place().rank > 0:
         RunFolder.check(out)
         return _code(run_training(settings, None, False))
@@ -166,7 +96,7 @@ def _resume(context: typer.Context, typed: TrainSettings, run: Path, json: bool)
     from paceline.runtime.environment import is_launched, read_place
 
     settings = _change(load_config(run), typed, context)
-    _check(settings)
+    check_job(settings)
     result = run_training(settings, run, True)
     if is_launched() and read_place().rank > 0:
         return _code(result)
@@ -177,18 +107,17 @@ def _change(saved: TrainSettings, typed: TrainSettings, context: typer.Context) 
     """The run's own settings with what was typed beside --resume, where that may change."""
     changes: dict[str, Any] = {}
     for name in context.params:
-        field = {"tokens": "context"}.get(name, name)
         source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or not hasattr(typed, field):
+        if source is None or source.name != "COMMANDLINE" or not hasattr(typed, name):
             continue
-        value = getattr(typed, field)
-        if field not in _CHANGEABLE and value != getattr(saved, field):
-            flag = f"--{field.replace('_', '-')}"
+        value = getattr(typed, name)
+        if name not in _CHANGEABLE and value != getattr(saved, name):
+            flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} {value} beside --resume: the run was started with {getattr(saved, field)}, and another value "
+                f"{flag} {value} beside --resume: the run was started with {getattr(saved, name)}, and another value "
                 "would make it another run; leave it out, or start anew"
             )
-        changes[field] = value
+        changes[name] = value
     from paceline.runtime.environment import is_launched
 
     if "ranks" not in changes and is_launched():

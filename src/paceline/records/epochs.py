@@ -51,7 +51,8 @@ def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
 
 def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
     samples = sum(row["samples"] for row in rows)
-    exposed = [row["exposed_comm_s"] for row in rows]
+    # A wrapper does not know it of its first step, in which it makes its plan.
+    exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
     last = rows[-1]
     return EpochSummary(
         epoch=epoch,
@@ -64,6 +65,6 @@ def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
         test_loss=last.get("test_loss"),
         test_accuracy=last.get("test_accuracy"),
         seconds=sum(row["step_s"] for row in rows),
-        exposed_comm_s=None if any(value is None for value in exposed) else sum(exposed),
+        exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
         data_wait_s=sum(row["data_wait_s"] for row in rows),
     )

@@ -21,8 +21,10 @@ from paceline.training.requests import build_data_request, build_model_options
 from paceline.training.schedules import Schedule
 from paceline.training.settings import Batches, TrainSettings
 from paceline.training.step import Learner
-from paceline.workloads.choose import build_model, default_form, find_blocks
-from paceline.workloads.data import DataSet, load_data
+from paceline.workloads.blocks import find_blocks
+from paceline.workloads.choose import build_model, default_form
+from paceline.workloads.data.load import load_data
+from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder
 
 __all__ = ["Job", "build_job", "build_learner", "load_sets"]

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.runtime.world import World
 from paceline.training.step import Learner
-from paceline.workloads.data import DataSet
+from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import evaluation_share
 from paceline.workloads.losses import compute_outcome
 

@@ -21,9 +21,10 @@ from paceline.plan import Plan
 from paceline.runtime.ranks import set_seed
 from paceline.runtime.world import World
 from paceline.training.build import Job
-from paceline.training.checkpoints import CheckpointStore, Loaded, export_weights
+from paceline.training.checkpoints import CheckpointStore, Loaded, load_checkpoint
 from paceline.training.metrics import EventsLog, MetricsLog
 from paceline.training.settings import SaveEvery, TrainSettings
+from paceline.training.weights import check_fingerprint, export_weights, fingerprint
 
 __all__ = ["CHECKPOINTS", "METRICS", "WEIGHTS", "Found", "Keeper", "Position"]
 
@@ -79,7 +80,7 @@ class Keeper:
         if problem:
             raise ConfigError(problem)
         if loaded is None:
-            loaded = self._store.load(Path(path))
+            loaded = load_checkpoint(path)
         plan = loaded.meta.get("plan")
         return Found(loaded, None if plan is None else Plan.from_json(plan))
 
@@ -93,7 +94,7 @@ class Keeper:
                 f"{meta['global_batch_size']}, and now there are {len(job.train)} samples in batches of "
                 f"{job.batches.global_batch_size}: the place in the data would be another; keep both"
             )
-        loaded.check_model(learner.module.state_dict())
+        check_fingerprint(loaded.fingerprint, fingerprint(learner.module.state_dict()), f"checkpoint {loaded.path}")
         learner.module.load_state_dict(loaded.model)
         learner.optimizer.load_state_dict(state["optimizer"])
         learner.scaler.load_state_dict(state["scaler"])
@@ -156,14 +157,15 @@ class Keeper:
         assert self._folder is not None
         if self._metrics is None:
             self._metrics = MetricsLog(self._folder / METRICS)
-        self._metrics.append(rows)
+        self._metrics.append(*rows)
         if self._events is not None:
-            self._events.append(rows)
+            self._events.append(*rows)
 
     def export(self, job: Job) -> None:
         """The trained weights for others to load, under the names of the model itself."""
         if self._writes:
             assert self._folder is not None
+            (self._folder / WEIGHTS).unlink(missing_ok=True)  # of a run that went on for more epochs
             export_weights(self._folder / WEIGHTS, job.learner.module.state_dict())
 
     def close(self) -> None:

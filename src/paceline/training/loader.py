@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.workloads.data import DataSet
+from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
 from paceline.workloads.forms import Batch
 
@@ -43,7 +43,7 @@ def load_windows(
     data: DataSet, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device
 ) -> Iterator[Window]:
     """This rank's share of every window of the epoch, from window `start` on."""
-    if device.type == "cuda" and data.device.type == "cpu":
+    if device.type == "cuda" and data.inputs.device.type == "cpu":
         yield from _load_ahead(data, order, start, rank, world_size, batch_size, device)
         return
     for number in range(start, order.num_windows):
