@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from paceline.training.phases import NoPhases, PhaseClock, Phases
 from paceline.training.settings import TrainSettings
 from paceline.training.step import Learner, take_step
 
-__all__ = ["measure_phases"]
+__all__ = ["cycle_windows", "measure_phases"]
 
 _PACE = Pace(budget_s=15.0, min_iters=12, max_iters=100, warmup=4)
 # Learning nothing: replicas whose gradients are not averaged in every step must not drift apart.
@@ -106,7 +106,7 @@ class _Steps:
         self._job = job
         self._times = {kind: _Times() for kind in _KINDS}
         self._busy_s: list[float] = []
-        self._windows = _cycle(job)
+        self._windows = cycle_windows(job)
         self._messages: _TimedMessages | None = None
         self._asked = job.learner
         if job.settings.wrapper == "torch" and job.world.device.type == "cpu":
@@ -153,7 +153,6 @@ class _Steps:
         begin_s = time.perf_counter()
         window = next(self._windows)
         waited_s = time.perf_counter() - begin_s
-        phases.begin()
         with quiet:
             take_step(learner, window.batches, window.num_samples * learner.form.targets_per_sample, _RATE, phases)
         marked = phases.end()
@@ -215,7 +214,7 @@ def _build_samples(by_rank: list[list[float]], num_warmup: int) -> Samples:
     return Samples(seconds=rows[num_warmup:], warmup_seconds=rows[:num_warmup])
 
 
-def _cycle(job: Job) -> Iterator[Window]:
+def cycle_windows(job: Job) -> Generator[Window, None, None]:
     """Whole windows, epoch after epoch: a smaller tail would be another step."""
     world, epoch = job.world, 0
     while True:

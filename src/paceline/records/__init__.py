@@ -12,6 +12,7 @@ from paceline.records.kinds import (
     bus_factor,
 )
 from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, ParameterTimes
+from paceline.records.phase_profile import PhaseRecord
 from paceline.records.samples import Samples, Summary
 from paceline.records.store import Run, RunFolder, load_run, save_run
 
@@ -25,6 +26,7 @@ __all__ = [
     "LayerTimeRecord",
     "MemoryRecord",
     "ParameterTimes",
+    "PhaseRecord",
     "Record",
     "Run",
     "RunFolder",

@@ -354,7 +354,8 @@ def record_from_json(document: dict[str, Any]) -> Record:
     elif isinstance(summary, dict):
         values["timing"] = _build(Summary, summary)
     for field in dataclasses.fields(cls):
-        if field.type == "Samples" and field.name != "timing" and field.name in values:
+        is_samples = field.type in ("Samples", "Samples | None") and field.name != "timing"
+        if is_samples and values.get(field.name) is not None:
             values[field.name] = _build_samples(values[field.name], field.name)
     for name, part in cls.parts.items():
         items = values.get(name, [])

@@ -5,6 +5,7 @@ What is concluded from phases is in `measure.phases`.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -23,18 +24,16 @@ class PhaseTimes:
     def read(self) -> dict[str, float]:
         """On a GPU the step must be over: what is asked is when, not whether."""
         seconds: dict[str, float] = {}
-        for (_, begin), (phase, end) in zip(self._moments, self._moments[1:], strict=False):
+        for (phase, begin), (_, end) in itertools.pairwise(self._moments):
             took_s = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
             seconds[phase] = seconds.get(phase, 0.0) + took_s
         return seconds
 
 
 class Phases(Protocol):
-    """What a step is told to mark its phases on."""
+    """Is told which phase of a step begins: `forward`, `backward` (with what it waits for), `optimizer`; and the end."""
 
-    def begin(self) -> None: ...
-
-    def mark(self, phase: str) -> None: ...
+    def enter(self, phase: str) -> None: ...
 
     def end(self) -> PhaseTimes: ...
 
@@ -42,10 +41,7 @@ class Phases(Protocol):
 class NoPhases:
     """Times nothing."""
 
-    def begin(self) -> None:
-        pass
-
-    def mark(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
         pass
 
     def end(self) -> PhaseTimes:
@@ -53,17 +49,13 @@ class NoPhases:
 
 
 class PhaseClock:
-    """Notes the moment at which each phase ends, without making the host wait for a GPU."""
+    """Notes the moment at which each phase begins, without making the host wait for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._moments: list[tuple[str, Any]] = []
 
-    def begin(self) -> None:
-        self._moments = []
-        self.mark("begin")
-
-    def mark(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
         if not self._on_gpu:
             self._moments.append((phase, time.perf_counter()))
             return
@@ -72,4 +64,6 @@ class PhaseClock:
         self._moments.append((phase, event))
 
     def end(self) -> PhaseTimes:
-        return PhaseTimes(tuple(self._moments))
+        self.enter("end")
+        moments, self._moments = self._moments, []
+        return PhaseTimes(moments)

@@ -77,18 +77,18 @@ def take_step(
     for number, loaded in enumerate(window):
         is_last = number == len(window) - 1
         with contextlib.nullcontext() if is_last else learner.no_sync():
+            phases.enter("forward")
             with learner.autocast():
                 outcome = compute_outcome(learner.model, loaded.batch, learner.form)
             weight = 1.0 if loaded.num_counted else 0.0
             loss = outcome.loss_sum * (weight * learner.world_size / num_targets)
-            phases.mark("forward")
+            phases.enter("backward")
             learner.scaler.scale(loss).backward()
-            phases.mark("backward")
         _add(total, outcome.loss_sum.detach(), outcome.num_correct, loaded.num_counted)
     if learner.device.type == "cpu" and not math.isfinite(total.loss_sum.item()):
         total.bad_parameter = find_bad_parameter(learner.module)
+    phases.enter("optimizer")
     update(learner, rate)
-    phases.mark("optimizer")
     return total
 
 

@@ -123,7 +123,6 @@ class _Run:
         job, rate = self._job, self._job.schedule.rate(step)
         num_targets = window.num_samples * job.learner.form.targets_per_sample
         begin_s = time.perf_counter()
-        self._phases.begin()
         outcome = take_step(job.learner, window.batches, num_targets, rate, self._phases)
         phases = self._phases.end()
         correct = outcome.num_correct

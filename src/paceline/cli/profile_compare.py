@@ -1,0 +1,75 @@
+"""`paceline profile --compare`: two profiles side by side, of the same kind."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.profile_trace import OVERVIEW
+from paceline.cli.session import print_json, stdout
+from paceline.errors import ConfigError, RecordError
+from paceline.records import load_run
+from paceline.records.phase_profile import PhaseRecord
+
+__all__ = ["compare_profiles"]
+
+
+def compare_profiles(first: Path, second: Path, json: bool) -> None:
+    """Print both with their ratios. Two runs are not interleaved: the machine may have changed between them."""
+    if (first / OVERVIEW).exists() and (second / OVERVIEW).exists():
+        rows = _compare_traces(first, second)
+    else:
+        rows = _compare_phases(first, second)
+    if json:
+        print_json({"runs": [str(first), str(second)], "rows": [_row(row) for row in rows]})
+        return
+    from paceline.report import tables
+    from paceline.report.trace_tables import compared_table
+
+    console = stdout()
+    console.print(tables.render_terminal(compared_table, rows, f"{first} and {second}", console.width))
+    console.print("two runs, not taken in turns: differences of a few per cent may be the machine's")
+
+
+def _row(row: Any) -> dict[str, Any]:
+    return {"name": row.name, "unit": row.unit, "first": row.first, "second": row.second, "ratio": row.ratio}
+
+
+def _compare_traces(first: Path, second: Path) -> Sequence[Any]:
+    from paceline.measure.trace_compare import compare_overviews, overview_from_json
+
+    loaded = []
+    for path in (first, second):
+        try:
+            document = json_module.loads((path / OVERVIEW).read_text())
+            loaded.append(overview_from_json(document["overviews"][0]))
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise RecordError(f"{path / OVERVIEW} cannot be read: {error}") from None
+    return compare_overviews(*loaded)
+
+
+def _compare_phases(first: Path, second: Path) -> Sequence[Any]:
+    from paceline.measure.trace_compare import ComparedRow
+    from paceline.report.phase_tables import phase_row
+
+    found = []
+    for path in (first, second):
+        records = [record for record in load_run(path).records if isinstance(record, PhaseRecord)]
+        if not records:
+            raise ConfigError(f"{path} is no run of `profile trace` or `profile phases`: give two of the same kind")
+        found.append({(record.world_size, record.batch_size): phase_row(record) for record in records})
+    common = [cell for cell in found[0] if cell in found[1]]
+    if not common:
+        raise ConfigError(f"{first} and {second} have no number of ranks and batch size in common")
+    rows = []
+    for world_size, batch_size in common:
+        ours, theirs = (cells[world_size, batch_size] for cells in found)
+        for name, value in ours.items():
+            unit = "s" if name.endswith("_s") and not name.endswith("per_s") else ""
+            is_number = isinstance(value, float) and isinstance(theirs[name], float)
+            if is_number and (unit or name in ("samples_per_s", "comm_overhead")):
+                label = f"{world_size} ranks, batch {batch_size}: {name}"
+                rows.append(ComparedRow(label, "share" if name == "comm_overhead" else unit, value, theirs[name]))
+    return rows
