@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.errors import ConfigError
+from paceline.workloads.data.checks import brief
 from paceline.workloads.data.files import SPLITS, find_files
 
 __all__ = ["explain_source", "load_from_hub"]
@@ -58,8 +59,7 @@ def load_from_hub(name: str) -> Path:
         _knock(ENDPOINT)
         return Path(snapshot_download(**wanted)) / folder
     except Exception as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ConfigError(f"{name} cannot be fetched from the hub ({reason}): {_advise(name)}") from error
+        raise ConfigError(f"{name} cannot be fetched from the hub ({brief(error)}): {_advise(name)}") from error
 
 
 def _knock(address: str) -> None:
