@@ -151,7 +151,7 @@ def check_cifar(path, content):
     train, test = load("cifar10", path), load("cifar10", path, "test")
     expected = np.concatenate([content[name][0] for name in NAMES[:5]]).reshape(-1, 3, 32, 32)
     assert np.array_equal(train.inputs.numpy(), expected)
-    assert train.targets.tolist() == sum((content[name][1] for name in NAMES[:5]), [])
+    assert train.targets.tolist() == [label for name in NAMES[:5] for label in content[name][1]]
     assert np.array_equal(test.inputs.numpy(), content["test_batch"][0].reshape(-1, 3, 32, 32))
 
 

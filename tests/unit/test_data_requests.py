@@ -143,3 +143,40 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(fake_hub):
         fake_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", never)
         with pytest.raises(ConfigError, match=r"mnist cannot be fetched from the hub \(.*\): get train-images"):
             load_data(DataRequest(name="mnist"), "train")
+
+
+def test_files_of_the_hub_go_through_the_same_readers(fake_hub, tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(hub, "_knock", lambda address: None)
+    asked = []
+
+    def download(wanted):
+        asked.append(wanted)
+        (tmp_path / "mrpc").mkdir(exist_ok=True)
+        for split in ("train", "test"):
+            table = pyarrow.table({"sentence1": ["a"], "sentence2": ["b"], "label": [1], "idx": [0]})
+            parquet.write_table(table, tmp_path / f"mrpc/{split}-00000-of-00001.parquet")
+        return str(tmp_path)
+
+    fake_hub("http://unused", download)
+    assert load_data(DataRequest(name="mrpc"), "test").inputs.tolist() == [[97, 257, 98, 258]]
+    assert asked == [{"repo_id": "nyu-mll/glue", "repo_type": "dataset", "allow_patterns": "mrpc/*.parquet"}]
+
+
+def test_half_a_copy_is_completed(fake_hub, tmp_path, monkeypatch):
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist/train-00000-of-00001.parquet").write_bytes(b"")
+    monkeypatch.setattr(hub, "_knock", lambda address: None)
+    monkeypatch.setattr("paceline.workloads.data.files.find_spec", lambda name: name)
+    calls = []
+    fake_hub("http://unused", None)
+
+    def snapshot_download(*, local_files_only=False, **wanted):
+        calls.append(local_files_only)
+        return str(tmp_path)
+
+    monkeypatch.setattr(sys.modules["huggingface_hub"], "snapshot_download", snapshot_download)
+    assert hub.load_from_hub("mnist") == tmp_path / "mnist" and calls == [True, False]
+    (tmp_path / "mnist/test-00000-of-00001.parquet").write_bytes(b"")
+    assert hub.load_from_hub("mnist") == tmp_path / "mnist" and calls == [True, False, True]

@@ -1,5 +1,7 @@
 """Who takes which sample: every sample once, the same global batches for every world, and micro-batches that match."""
 
+from itertools import chain
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +15,10 @@ counts = st.integers(1, 200)
 batches = st.integers(1, 70)
 worlds = st.integers(1, 9)
 micros = st.integers(1, 20)
+
+
+def join(lists):
+    return list(chain.from_iterable(lists))
 
 
 def windows(order):
@@ -34,10 +40,10 @@ def test_every_sample_is_counted_once_over_ranks_and_windows(count, batch, world
 def test_tails_are_dropped_and_padded_explicitly(count, batch):
     kept = windows(EpochOrder(count, batch, 3, 0))
     padded = windows(EpochOrder(count, batch, 3, 0, tail="pad"))
-    samples = sum(kept, [])
+    samples = join(kept)
     assert [len(window) for window in padded] == [batch] * len(kept)
     missing = batch * len(kept) - count
-    assert sum(padded, []) == samples + [samples[place % count] for place in range(missing)]
+    assert join(padded) == samples + [samples[place % count] for place in range(missing)]
     if count < batch:
         with pytest.raises(ConfigError, match=f"{count} samples make no whole global batch of {batch}"):
             EpochOrder(count, batch, 3, 0, tail="drop")
@@ -50,7 +56,7 @@ def test_a_window_is_its_shares_in_the_order_of_ranks(count, batch, world, micro
     window = EpochOrder(count, batch, 5, 2).window(0)
     parts = [split_window(window, rank, world, micro) for rank in range(world)]
     counted = [[part.indices[: part.num_counted].tolist() for part in share] for share in parts]
-    assert sum((sum(share, []) for share in counted), []) == window.tolist()
+    assert join(join(share) for share in counted) == window.tolist()
     sizes = [sum(len(part) for part in share) for share in counted]
     assert max(sizes) - min(sizes) <= 1
     assert {len(share) for share in parts} == {-(-max(sizes) // micro)}
@@ -90,10 +96,10 @@ def test_order_follows_from_seed_and_epoch_alone():
     state = torch.get_rng_state()
     assert windows(EpochOrder(50, 8, 1, 0)) == first
     assert torch.equal(torch.get_rng_state(), state)
-    assert sum(windows(EpochOrder(50, 13, 1, 0)), []) == sum(first, [])
+    assert join(windows(EpochOrder(50, 13, 1, 0))) == join(first)
     others = [windows(EpochOrder(50, 8, seed, epoch)) for seed, epoch in ((1, 1), (2, 0), (0, 1), (0, 2))]
     assert all(other != first for other in others) and others[0] != others[1] != others[2]
-    assert sum(first, []) != list(range(50))
+    assert join(first) != list(range(50))
 
 
 def test_seeds_of_neighbours_do_not_meet():
@@ -104,7 +110,7 @@ def test_seeds_of_neighbours_do_not_meet():
 @given(st.integers(0, 300), worlds)
 def test_evaluation_shares_are_every_sample_once(count, world):
     shares = [evaluation_share(count, rank, world) for rank in range(world)]
-    assert sum((list(share) for share in shares), []) == list(range(count))
+    assert join(shares) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 

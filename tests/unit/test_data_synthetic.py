@@ -125,7 +125,7 @@ def test_pairs_are_padded_behind_and_masked(vocabulary):
     assert torch.equal(batch.mask.sum(1), lengths)
     assert torch.equal(batch.inputs == 2, batch.mask == 0)
     assert torch.equal(batch.mask, batch.mask.sort(descending=True).values)
-    assert 0 <= int(data.inputs.min()) and int(data.inputs.max()) < vocabulary
+    assert int(data.inputs.min()) >= 0 and int(data.inputs.max()) < vocabulary
     assert data.lengths.min() < data.lengths.max() <= 11
 
 

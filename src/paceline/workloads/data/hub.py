@@ -63,7 +63,7 @@ def load_from_hub(name: str) -> Path:
 
 
 def _knock(address: str) -> None:
-    """Raise if a server does not answer soon. The hub's own library waits for minutes where a firewall drops packets."""
+    """Raise if a server does not answer soon: the hub's own library waits for minutes on one that is silent."""
     troubles: list[Exception] = []
 
     def ask() -> None:
