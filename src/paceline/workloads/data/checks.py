@@ -11,10 +11,15 @@ import numpy.typing as npt
 
 from paceline.errors import ConfigError
 
-__all__ = ["Bytes", "Labels", "check_labels", "told_of_trouble"]
+__all__ = ["Bytes", "Labels", "brief", "check_labels", "told_of_trouble"]
 
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
+
+
+def brief(error: Exception) -> str:
+    """What another library says, in one line that is not too long."""
+    return " ".join(str(error).split())[:160]
 
 
 @contextmanager
@@ -25,7 +30,7 @@ def told_of_trouble(path: Path, what: str, *damage: type[Exception]) -> Iterator
     except ConfigError:
         raise
     except damage as error:
-        raise ConfigError(f"{path}: truncated or damaged {what} ({error}): get the file again") from error
+        raise ConfigError(f"{path}: truncated or damaged {what} ({brief(error)}): get the file again") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.workloads.data.checks import Bytes, Labels, check_labels, told_of_trouble
+from paceline.workloads.data.checks import Bytes, Labels, brief, check_labels, told_of_trouble
 
 __all__ = ["load_batches", "load_tar"]
 
@@ -85,7 +85,7 @@ def _read_batch(path: Path, data: bytes) -> tuple[Bytes, Labels]:
     except ConfigError as error:
         raise ConfigError(f"{path}: refused: the pickle {error}, and a batch needs numpy arrays alone") from None
     except Exception as error:  # what damaged bytes raise in a pickle has no bounds
-        raise ConfigError(f"{path}: truncated or damaged batch ({error}): get the file again") from error
+        raise ConfigError(f"{path}: truncated or damaged batch ({brief(error)}): get the file again") from error
     # Python 2 wrote the keys as bytes, Python 3 writes text.
     entries = {}
     if isinstance(content, dict):

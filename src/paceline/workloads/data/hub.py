@@ -5,10 +5,14 @@ The files come as parquet and go through the same readers as files that a user p
 
 from __future__ import annotations
 
+import threading
+import urllib.error
+import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
 from paceline.errors import ConfigError
+from paceline.workloads.data.checks import brief
 from paceline.workloads.data.files import SPLITS, find_files
 
 __all__ = ["explain_source", "load_from_hub"]
@@ -22,7 +26,7 @@ _SOURCES = {
     "cifar10": ("uoft-cs/cifar10", "plain_text", "cifar-10-python.tar.gz"),
     "mrpc": ("nyu-mll/glue", "mrpc", "msr_paraphrase_train.txt and msr_paraphrase_test.txt"),
 }  # fmt: skip
-_TIMEOUT_S = 5
+_TIMEOUT_S = 5.0
 
 
 def explain_source(name: str) -> str:
@@ -40,6 +44,7 @@ def load_from_hub(name: str) -> Path:
     if why := explain_source(name):
         raise ConfigError(why)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import ENDPOINT
 
     repo, folder, _ = _SOURCES[name]
     wanted = {"repo_id": repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
@@ -51,10 +56,30 @@ def load_from_hub(name: str) -> Path:
     except Exception:
         pass  # no copy, or the half of one: the next call says what is wrong, if anything
     try:
-        return Path(snapshot_download(**wanted, etag_timeout=_TIMEOUT_S)) / folder
+        _knock(ENDPOINT)
+        return Path(snapshot_download(**wanted)) / folder
     except Exception as error:
-        reason = " ".join(str(error).split())[:160]
-        raise ConfigError(f"{name} cannot be fetched from the hub ({reason}): {_advise(name)}") from error
+        raise ConfigError(f"{name} cannot be fetched from the hub ({brief(error)}): {_advise(name)}") from error
+
+
+def _knock(address: str) -> None:
+    """Raise if a server does not answer soon: the hub's own library waits for minutes on one that is silent."""
+    troubles: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_TIMEOUT_S).close()
+        except urllib.error.HTTPError:
+            pass  # whatever it says, it is there
+        except Exception as error:
+            troubles.append(error)
+
+    # In a thread, for looking up a name has no timeout.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * _TIMEOUT_S)
+    if thread.is_alive() or troubles:
+        raise TimeoutError(str(troubles[0]) if troubles else f"no answer from {address} in {2 * _TIMEOUT_S} s")
 
 
 def _advise(name: str) -> str:

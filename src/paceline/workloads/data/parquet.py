@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.workloads.data.checks import Bytes, Labels, check_labels, told_of_trouble
+from paceline.workloads.data.checks import Bytes, Labels, brief, check_labels, told_of_trouble
 
 __all__ = ["load_parquet_images", "load_parquet_pairs"]
 
@@ -30,7 +30,7 @@ def load_parquet_images(
             with Image.open(io.BytesIO(cell["bytes"] if isinstance(cell, dict) else cell)) as picture:
                 pixels = np.asarray(picture.convert(_MODES[channels]))
         except Exception as error:  # Pillow's decoders raise what they like
-            raise ConfigError(f"{file}: the image of row {row} (from 0) cannot be decoded: {error}") from error
+            raise ConfigError(f"{file}: the image of row {row} (from 0) cannot be decoded: {brief(error)}") from error
         pixels = pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1)
         if images and pixels.shape != images[0].shape:
             raise ConfigError(f"{file}: the image of row {row} is {pixels.shape}: the first one is {images[0].shape}")

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigError
+from paceline.workloads.data.checks import brief
 
 __all__ = ["ByteTokenizer", "FolderTokenizer", "Ids", "Tokenizer", "load_tokenizer"]
 
@@ -70,8 +71,7 @@ class FolderTokenizer:
         try:
             self._own: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises of every kind
-            reason = " ".join(str(error).split())[:160]
-            raise ConfigError(f"{folder}: no tokenizer that transformers can load ({reason})") from error
+            raise ConfigError(f"{folder}: no tokenizer that transformers can load ({brief(error)})") from error
         self.name = Path(folder).name
         self.vocabulary = len(self._own)
         self.end = next((i for i in (self._own.eos_token_id, self._own.sep_token_id) if i is not None), 0)

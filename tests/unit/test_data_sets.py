@@ -1,0 +1,80 @@
+"""A set in memory: rows by index, normalised on the device, and augmented by seed, epoch and index alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paceline.workloads.data.sets import Augmentation, ImageData
+from paceline.workloads.forms import DataForm
+
+COUNT, SIZE = 40, 12
+
+
+def build_images(count=COUNT, **fields):
+    generator = torch.Generator().manual_seed(3)
+    return ImageData(
+        name="test", form=DataForm(kind="images", shape=(3, SIZE, SIZE), num_classes=10), split="train", source="made",
+        inputs=torch.randint(256, (count, 3, SIZE, SIZE), generator=generator, dtype=torch.uint8),
+        targets=torch.arange(count) % 10, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3), **fields,
+    )  # fmt: skip
+
+
+def prepared(data, indices, epoch):
+    indices = torch.as_tensor(indices)
+    return data.prepare(data.take(indices), indices, epoch).inputs
+
+
+def test_rows_come_by_index_as_bytes():
+    data = build_images()
+    batch = data.take(torch.tensor([7, 0, 7]))
+    assert batch.inputs.dtype == torch.uint8
+    assert torch.equal(batch.inputs, data.inputs[[7, 0, 7]]) and batch.targets.tolist() == [7, 0, 7]
+
+
+def test_images_are_normalised_by_channel():
+    data = build_images()
+    mean, std = torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1), torch.tensor([0.2, 0.25, 0.3]).view(3, 1, 1)
+    expected = (data.inputs[:5] / 255 - mean) / std
+    torch.testing.assert_close(prepared(data, range(5), 0), expected)
+    assert torch.equal(prepared(data, range(5), 0), prepared(data, range(5), 9))
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_crop_is_that_of_the_mirrored_image(flip):
+    images = build_images().inputs
+    augmentation = Augmentation(pad=4, flip=flip, seed=1)
+    draws = augmentation.draw(COUNT, 0)
+    found = augmentation.apply(images, draws)
+    wide = F.pad(images.float(), (4, 4, 4, 4), mode="reflect").to(torch.uint8)
+    for image, padded, (down, right, mirrored) in zip(found, wide, draws.tolist(), strict=True):
+        crop = padded[:, 4 + down : 4 + down + SIZE, 4 + right : 4 + right + SIZE]
+        assert torch.equal(image, crop.flip(2) if mirrored else crop)
+
+
+def test_draws_reach_every_shift_and_flip_half():
+    draws = Augmentation(pad=2, flip=True, seed=0).draw(2000, 0)
+    assert {tuple(row[:2]) for row in draws.tolist()} == {(y, x) for y in range(-2, 3) for x in range(-2, 3)}
+    assert 800 < int(draws[:, 2].sum()) < 1200
+    assert not Augmentation(pad=2, flip=False, seed=0).draw(2000, 0)[:, 2].any()
+
+
+def test_a_sample_is_augmented_the_same_wherever_it_falls():
+    whole = prepared(build_images(augmentation=Augmentation(4, True, 5)), range(COUNT), 2)
+    resumed = build_images(augmentation=Augmentation(4, True, 5))
+    order = torch.randperm(COUNT, generator=torch.Generator().manual_seed(0))
+    for rows in order.split(7):
+        assert torch.equal(prepared(resumed, rows, 2), whole[rows])
+    back = build_images(augmentation=Augmentation(4, True, 5))
+    prepared(back, range(COUNT), 3)
+    assert torch.equal(prepared(back, range(COUNT), 2), whole)
+
+
+def test_epochs_and_seeds_differ():
+    data, other = (build_images(augmentation=Augmentation(4, True, seed)) for seed in (5, 6))
+    first = prepared(data, range(COUNT), 0)
+    for another in (prepared(data, range(COUNT), 1), prepared(other, range(COUNT), 0)):
+        assert (first != another).flatten(1).any(dim=1).sum() > COUNT // 2
+
+
+def test_describes_itself_in_one_line():
+    assert build_images().describe() == "test, train: 40 images of 3 x 12 x 12 in 10 classes, made"

@@ -1,0 +1,136 @@
+"""Who takes which sample: every sample once, the same global batches for every world, and micro-batches that match."""
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError
+from paceline.workloads.data.seeds import derive_seed
+from paceline.workloads.data.sharding import EpochOrder, evaluation_share, split_window
+
+counts = st.integers(1, 200)
+batches = st.integers(1, 70)
+worlds = st.integers(1, 9)
+micros = st.integers(1, 20)
+
+
+def join(lists):
+    return list(chain.from_iterable(lists))
+
+
+def windows(order):
+    return [order.window(number).tolist() for number in range(order.num_windows)]
+
+
+@given(counts, batches, worlds, micros, st.integers(0, 3))
+def test_every_sample_is_counted_once_over_ranks_and_windows(count, batch, world, micro, epoch):
+    order = EpochOrder(count, batch, seed=1, epoch=epoch)
+    counted = []
+    for number in range(order.num_windows):
+        for rank in range(world):
+            for part in split_window(order.window(number), rank, world, micro):
+                counted += part.indices[: part.num_counted].tolist()
+    assert sorted(counted) == list(range(count))
+
+
+@given(counts, batches)
+def test_tails_are_dropped_and_padded_explicitly(count, batch):
+    kept = windows(EpochOrder(count, batch, 3, 0))
+    padded = windows(EpochOrder(count, batch, 3, 0, tail="pad"))
+    samples = join(kept)
+    assert [len(window) for window in padded] == [batch] * len(kept)
+    missing = batch * len(kept) - count
+    assert join(padded) == samples + [samples[place % count] for place in range(missing)]
+    if count < batch:
+        with pytest.raises(ConfigError, match=f"{count} samples make no whole global batch of {batch}"):
+            EpochOrder(count, batch, 3, 0, tail="drop")
+    else:
+        assert windows(EpochOrder(count, batch, 3, 0, tail="drop")) == [w for w in kept if len(w) == batch]
+
+
+@given(counts, batches, worlds, micros)
+def test_a_window_is_its_shares_in_the_order_of_ranks(count, batch, world, micro):
+    window = EpochOrder(count, batch, 5, 2).window(0)
+    parts = [split_window(window, rank, world, micro) for rank in range(world)]
+    counted = [[part.indices[: part.num_counted].tolist() for part in share] for share in parts]
+    assert join(join(share) for share in counted) == window.tolist()
+    sizes = [sum(len(part) for part in share) for share in counted]
+    assert max(sizes) - min(sizes) <= 1
+    assert {len(share) for share in parts} == {-(-max(sizes) // micro)}
+    for share in counted:
+        assert max(map(len, share)) <= micro
+        assert max(map(len, share)) - min(map(len, share)) <= 1
+
+
+@given(st.integers(1, 12), worlds, micros)
+def test_a_micro_batch_without_samples_holds_one_that_does_not_count(count, world, micro):
+    window = torch.arange(100, 100 + count)
+    for rank in range(world):
+        for part in split_window(window, rank, world, micro):
+            assert part.num_counted in (0, len(part.indices))
+            assert len(part.indices) >= 1 and set(part.indices.tolist()) <= set(window.tolist())
+            assert part.num_counted or len(part.indices) == 1
+
+
+def test_more_ranks_than_samples():
+    shares = [split_window(torch.tensor([7, 8]), rank, 4, 1) for rank in range(4)]
+    assert [[part.num_counted for part in share] for share in shares] == [[0], [1], [0], [1]]
+
+
+@given(counts, batches, st.integers(0, 5))
+def test_a_resume_gives_the_same_rest(count, batch, epoch):
+    order = EpochOrder(count, batch, 9, epoch)
+    middle = order.num_windows // 2
+    again = EpochOrder(count, batch, 9, epoch)
+    rest = [again.window(number).tolist() for number in range(middle, again.num_windows)]
+    assert rest == windows(order)[middle:]
+
+
+def test_order_follows_from_seed_and_epoch_alone():
+    torch.manual_seed(0)
+    first = windows(EpochOrder(50, 8, 1, 0))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    assert windows(EpochOrder(50, 8, 1, 0)) == first
+    assert torch.equal(torch.get_rng_state(), state)
+    assert join(windows(EpochOrder(50, 13, 1, 0))) == join(first)
+    others = [windows(EpochOrder(50, 8, seed, epoch)) for seed, epoch in ((1, 1), (2, 0), (0, 1), (0, 2))]
+    assert all(other != first for other in others) and others[0] != others[1] != others[2]
+    assert join(first) != list(range(50))
+
+
+def test_seeds_of_neighbours_do_not_meet():
+    seeds = {derive_seed(purpose, seed, epoch) for purpose in "ab" for seed in range(20) for epoch in range(20)}
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) == 800
+
+
+@given(st.integers(0, 300), worlds)
+def test_evaluation_shares_are_every_sample_once(count, world):
+    shares = [evaluation_share(count, rank, world) for rank in range(world)]
+    assert join(shares) == list(range(count))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("number", [-1, 3])
+def test_a_window_that_is_not_there(number):
+    with pytest.raises(IndexError, match=f"global batch {number} of an epoch that has 3"):
+        EpochOrder(10, 4, 0, 0).window(number)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: EpochOrder(10, 4, 0, 0, tail="cut"), "tail 'cut' is unknown: known are keep, drop, pad"),
+        (lambda: EpochOrder(0, 4, 0, 0), "0 samples in global batches of 4"),
+        (lambda: EpochOrder(4, 0, 0, 0), "4 samples in global batches of 0"),
+        (lambda: split_window(torch.arange(4), 2, 2, 1), "rank 2 of 2"),
+        (lambda: split_window(torch.arange(4), 0, 2, 0), "micro-batches of 0"),
+        (lambda: split_window(torch.arange(0), 0, 2, 1), "0 samples for rank 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
