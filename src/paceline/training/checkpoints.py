@@ -32,7 +32,8 @@ __all__ = ["CheckpointStore", "Loaded", "load_checkpoint", "verify_checkpoint"]
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "state.safetensors", "state.json"
 _FILES = (MODEL_FILE, TENSORS_FILE, STATE_FILE)
 _NAME = re.compile(r"step-(\d{8,})")
-_LOWEST_PRIORITY = 19
+# Nice, not the nicest: at 19 a save on busy cores took longer than the time to the next one, which then waited for it.
+_PRIORITY = 10
 _MANIFEST_BYTES = 4096  # more than it has; and a file system rounds up
 
 
@@ -187,7 +188,7 @@ class CheckpointStore:
         try:
             if sys.platform == "linux":  # elsewhere a priority belongs to the process
                 with contextlib.suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
             self._model_buffer.synchronize()
             self._state_buffer.synchronize()
             with _explained(self.path(step), needed_bytes):
@@ -200,6 +201,8 @@ class CheckpointStore:
                         remove_folder(self.path(there))
         except Exception as error:
             self._error = error
+            if self._current != step:
+                self._refused.add(step)  # whatever is there of it is not to be relied on
 
 
 @contextlib.contextmanager

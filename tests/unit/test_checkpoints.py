@@ -1,0 +1,409 @@
+"""Checkpoints are whole or refused, whatever happens to the process, the disk or a bit; older ones outlive it all."""
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from paceline.errors import ConfigError, RecordError
+from paceline.training import checkpoints, sealing
+from paceline.training.checkpoints import CheckpointStore, load_checkpoint, verify_checkpoint
+from paceline.training.weights import fingerprint
+
+FILES = ("model.safetensors", "state.safetensors", "state.json", "manifest.json")
+
+
+def model_of(step, size=4):
+    embed = torch.full((size, 3), float(step))
+    return {"embed": embed, "bias": torch.full((size,), step).bfloat16(), "head": embed}
+
+
+def save(store, *steps, size=4):
+    for step in steps:
+        state = {"optimizer": {"state": {0: {"momentum": torch.full((size,), step)}}}, "rng": [torch.get_rng_state()]}
+        store.save(step, model_of(step, size), state, {"world_size": 2, "position": step * 8, "loss": float("inf")})
+    store.wait()
+
+
+def assert_holds(loaded, step):
+    assert loaded.step == step and loaded.meta == {"world_size": 2, "position": step * 8, "loss": float("inf")}
+    assert all(torch.equal(loaded.model[name], tensor) for name, tensor in model_of(step).items())
+    assert loaded.model["head"] is loaded.model["embed"]
+    assert torch.equal(loaded.state["optimizer"]["state"][0]["momentum"], torch.full((4,), step))
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A store that has saved steps 10 and 20."""
+    with CheckpointStore(tmp_path / "run" / "checkpoints") as store:
+        save(store, 10, 20)
+        yield store
+
+
+def test_a_checkpoint_comes_back_and_plain_safetensors_reads_its_weights(store):
+    loaded = CheckpointStore(store.folder).load_latest(fingerprint(model_of(0)))
+    assert_holds(loaded, 20)
+    assert loaded.path == store.folder / "step-00000020" and loaded.refused == []
+    assert names(loaded.path) == sorted(FILES)
+    assert safetensors.torch.load_file(loaded.path / "model.safetensors").keys() == {"embed", "bias"}
+
+
+def test_nothing_there_is_no_error(tmp_path):
+    store = CheckpointStore(tmp_path / "none")
+    assert store.find() == [] and store.load_latest() is None and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [50]), (3, [50, 40, 30]), (9, [50, 40, 30, 20, 10])])
+def test_the_newest_stay(tmp_path, keep, kept):
+    with CheckpointStore(tmp_path, keep) as store:
+        save(store, 10, 20, 30, 40, 50)
+        assert store.find() == kept and len(names(tmp_path)) == len(kept)
+
+
+def test_older_ones_go_only_when_the_new_one_is_complete(tmp_path, monkeypatch):
+    seen = []
+
+    def watch(path, files):
+        seen.append(store.find())
+        save_folder(path, files)
+
+    save_folder = checkpoints.save_folder
+    monkeypatch.setattr(checkpoints, "save_folder", watch)
+    with CheckpointStore(tmp_path, keep=1) as store:
+        save(store, 1, 2, 3)
+    assert seen == [[], [1], [2]]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(tmp_path, monkeypatch):
+    go, priorities = threading.Event(), []
+
+    def hold(path, files):
+        assert go.wait(20)
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        save_folder(path, files)
+
+    save_folder = checkpoints.save_folder
+    monkeypatch.setattr(checkpoints, "save_folder", hold)
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    with CheckpointStore(tmp_path) as store:
+        weights = torch.ones(1000)
+        store.save(1, {"w": weights}, {"m": weights}, {})
+        weights.zero_()  # the next step
+        assert store.find() == []
+        go.set()
+        loaded = store.load_latest()
+    assert loaded.model["w"].sum() == 1000 and loaded.state["m"].sum() == 1000
+    assert priorities[0] > before == os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_bit_is_found_and_the_one_before_is_used(store, name):
+    path = store.path(20) / name
+    bits = random.Random(name).sample(range(path.stat().st_size * 8), 30)
+    for bit in bits:
+        flip(path, bit)
+        loaded = CheckpointStore(store.folder).load_latest()
+        flip(path, bit)
+        assert loaded.step == 10
+        (reason,) = loaded.refused
+        assert reason.startswith(f"checkpoint step-00000020 is damaged: {name} ")
+        assert reason.endswith("; the one before it is used")
+    assert_holds(CheckpointStore(store.folder).load_latest(), 20)
+
+
+def test_a_bit_flipped_anywhere_in_a_manifest_is_found(store):
+    path = store.path(20) / "manifest.json"
+    for bit in range(0, path.stat().st_size * 8, 11):
+        flip(path, bit)
+        with pytest.raises(RecordError, match=r"manifest.json has another checksum than it says"):
+            verify_checkpoint(path.parent)
+        flip(path, bit)
+    verify_checkpoint(path.parent)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthen(path):
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("harm", [truncate, lengthen, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_file_of_another_length_or_none_is_found(store, name, harm):
+    harm(store.path(20) / name)
+    loaded = CheckpointStore(store.folder).load_latest()
+    assert loaded.step == 10 and name in loaded.refused[0]
+
+
+@pytest.mark.parametrize("harm", [lambda new, old: shutil.copy(old / FILES[0], new / FILES[0]),
+                                  lambda new, old: [shutil.copy(file, new) for file in old.iterdir()]])  # fmt: skip
+def test_files_of_another_step_are_found(store, harm):
+    harm(store.path(20), store.path(10))
+    assert CheckpointStore(store.folder).load_latest().step == 10
+
+
+def test_when_all_are_damaged_a_run_does_not_start_anew(store):
+    for step in store.find():
+        flip(store.path(step) / "state.json", 100)
+    with pytest.raises(RecordError, match=r"no checkpoint in .* is whole, 2 are there \(checkpoint step-00000020 is"):
+        CheckpointStore(store.folder).load_latest()
+
+
+def test_a_run_that_fell_back_replaces_what_was_damaged(store):
+    save(store, 30)
+    for step in (20, 30):
+        flip(store.path(step) / "model.safetensors", 1000)
+    with CheckpointStore(store.folder, keep=1) as resumed:
+        assert len(resumed.load_latest().refused) == 2
+        save(resumed, 20)
+        assert resumed.find() == [20]
+        assert_holds(resumed.load_latest(), 20)
+
+
+def test_a_run_that_did_not_resume_here_is_refused(store):
+    with pytest.raises(ConfigError, match="holds step 20 and step 15 is to be saved: resume from what is there"):
+        save(CheckpointStore(store.folder), 15)
+    with pytest.raises(ConfigError, match="step is -1"):
+        save(CheckpointStore(store.folder), -1)
+    assert_holds(store.load_latest(), 20)
+
+
+def test_a_step_is_saved_once(store):
+    before = (store.path(20) / "state.json").stat().st_mtime_ns
+    save(store, 20)
+    resumed = CheckpointStore(store.folder)
+    resumed.load_latest()
+    save(resumed, 20)
+    assert (store.path(20) / "state.json").stat().st_mtime_ns == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_not_passed_over(store):
+    expected = fingerprint({**model_of(0, size=5), "new": torch.ones(1)})
+    with pytest.raises(ConfigError, match=r"step-00000020 is of another model: of 4 tensors 1 missing \(new\); 3 of"):
+        store.load_latest(expected)
+
+
+@contextlib.contextmanager
+def full_disk(at):
+    """The disk is full at the n-th time that something must reach it."""
+    count = iter(range(100))
+
+    def fsync(handle):
+        if next(count) == at:
+            raise OSError(28, os.strerror(28))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        yield
+
+
+@contextlib.contextmanager
+def file_limit():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**22, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def no_room():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("trouble", "complaint"),
+    [
+        *(
+            (lambda at=at: full_disk(at), "No space left on device; it needs 10.50 MiB and .* is free")
+            for at in range(6)
+        ),
+        (file_limit, "File too large; it needs 10.50 MiB"),
+        (no_room, "the disk is too full; it needs 10.50 MiB and 10 B is free: make room"),
+    ],
+)
+def test_a_full_disk_is_explained_and_costs_nothing_that_was_there(store, trouble, complaint):
+    with trouble(), pytest.raises(RecordError, match=rf"cannot save checkpoint .*step-00000030: {complaint}") as caught:
+        save(store, 30, size=500_000)
+    assert "\n" not in str(caught.value)
+    assert not [name for name in names(store.folder) if name.startswith(".")]
+    store.wait()  # an error is told once
+    for step in (10, 20):
+        verify_checkpoint(store.path(step))
+    save(store, 30)
+    assert store.find() == [30, 20, 10]
+    assert_holds(store.load_latest(), 30)
+
+
+def test_an_error_of_the_writer_is_raised_by_the_next_save(store):
+    with full_disk(0):
+        store.save(30, model_of(30), {}, {})
+        with pytest.raises(RecordError, match="step-00000030: No space left"):
+            store.save(40, model_of(40), {}, {})
+    assert store.find() == [20, 10]
+
+
+def test_the_error_of_the_training_is_not_hidden_by_one_of_the_writer(tmp_path):
+    with pytest.raises(KeyError), full_disk(0), CheckpointStore(tmp_path) as store:
+        store.save(1, model_of(1), {}, {})
+        raise KeyError
+
+
+@pytest.mark.parametrize("name", [".saving-step-00000030", ".removing-step-00000010"])
+def test_what_an_interrupted_save_left_goes_and_the_rest_stays(store, name):
+    for place in (name, "notes", ".hidden"):
+        shutil.copytree(store.path(20), store.folder / place)
+    reader = CheckpointStore(store.folder)
+    assert_holds(reader.load_latest(), 20)
+    assert name in names(store.folder)  # another process may be writing it
+    save(reader, 30)
+    assert names(store.folder) == [".hidden", "notes", "step-00000010", "step-00000020", "step-00000030"]
+
+
+class Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.place),)
+
+
+def test_a_pickle_is_never_loaded(store, tmp_path):
+    bomb = pickle.dumps(Bomb(tmp_path / "bang"))
+    for name in ("model.pt", "optimizer.pt", "state.pkl", "__init__.py"):
+        (store.path(20) / name).write_bytes(bomb)
+    assert_holds(store.load_latest(), 20)
+    torch.save(Bomb(tmp_path / "bang"), tmp_path / "zip")
+    for content in (bomb, (tmp_path / "zip").read_bytes()):
+        for name in FILES[:3]:  # even with a manifest that vouches for it
+            files = {file: (store.path(10) / file).read_bytes() for file in FILES[:3]}
+            sealing.save_folder(store.folder / "forged", {**files, name: content})
+            with pytest.raises(RecordError, match=f"forged is damaged: {name} is not"):
+                load_checkpoint(store.folder / "forged")
+    assert not (tmp_path / "bang").exists()
+    pickle.loads(bomb)
+    assert (tmp_path / "bang").exists()  # the bomb is a real one
+
+
+def forge(store, change):
+    """A checkpoint with a sound manifest of changed files."""
+    files = {name: (store.path(20) / name).read_bytes() for name in FILES[:3]}
+    change(files)
+    sealing.save_folder(store.folder / "forged", files)
+    return store.folder / "forged"
+
+
+def change_state(**changes):
+    def change(files):
+        files["state.json"] = json.dumps({**json.loads(files["state.json"]), **changes}).encode()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda files: files.pop("state.safetensors"), "manifest.json lists model.safetensors, state.json and should"),
+        (lambda files: files.update({"../x": b""}), "manifest.json lists .*, ../x and should"),
+        (change_state(model={"embed": "float32 [4, 4]"}), "model.safetensors holds other tensors than state.json says"),
+        (change_state(model={"lost": "float32 [1]"}), "state.json is not the state of a run: KeyError 'lost'"),
+        (change_state(aliases=None), "state.json is not the state of a run"),
+        (change_state(state={"$tensor": "lost"}), "the structure of the state is wrong: KeyError 'lost'"),
+        (lambda files: files.update({"state.json": b"[" * 100_000}), "state.json is not the state of a run: Recursion"),
+        (lambda files: files.update({"state.json": b"[]"}), "state.json is not the state of a run: TypeError"),
+    ],
+)
+def test_a_forged_checkpoint_is_refused(store, change, complaint):
+    with pytest.raises(RecordError, match=f"checkpoint forged is damaged: {complaint}"):
+        load_checkpoint(forge(store, change))
+
+
+def test_a_checkpoint_of_another_version_is_not_passed_over(store, monkeypatch):
+    monkeypatch.setattr(sealing, "_VERSION", 2)
+    save(store, 30)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="step-00000030 has version 2 and this Paceline reads version 1"):
+        CheckpointStore(store.folder).load_latest()
+
+
+def test_meta_holds_no_tensors_and_keep_is_at_least_one(tmp_path):
+    with pytest.raises(ConfigError, match="meta holds the tensor 'a'"):
+        CheckpointStore(tmp_path).save(1, {}, {}, {"a": torch.ones(1)})
+    with pytest.raises(ConfigError, match="keep is 0"):
+        CheckpointStore(tmp_path, keep=0)
+
+
+# One process forks them all, for importing torch takes seconds.
+KILLED = """
+import os, random, signal, sys, time
+import torch
+from paceline.training.checkpoints import CheckpointStore
+
+def train(folder, ready):
+    with CheckpointStore(folder, keep=2) as store:
+        loaded = store.load_latest()
+        step = loaded.step if loaded else 0
+        for step in range(step + 1, step + 10_000):
+            store.save(step, {"w": torch.full((10_000,), float(step))}, {"m": [torch.full((5_000,), step)]}, {})
+            if ready:
+                os.write(ready, b"x")
+                ready = 0
+
+chance, last = random.Random(int(sys.argv[2])), 0
+for trial in range(12):
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        train(sys.argv[1], write)
+        os._exit(1)
+    os.read(read, 1)
+    time.sleep(chance.uniform(0.001, 0.06))
+    os.kill(child, signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    os.close(read), os.close(write)
+    store = CheckpointStore(sys.argv[1])
+    left = any(name.startswith(".") for name in os.listdir(sys.argv[1]))
+    loaded = store.load_latest()
+    step = loaded.step if loaded else 0
+    assert step >= last, (step, last)
+    assert not loaded or not loaded.refused, loaded.refused
+    assert not loaded or (loaded.model["w"] == step).all() and (loaded.state["m"][0] == step).all()
+    last = step
+    print(step, left)
+store.remove_leftovers()
+assert not any(name.startswith(".") for name in os.listdir(sys.argv[1]))
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(start, tmp_path):
+    out, err = start("-c", KILLED, str(tmp_path / "run"), "7").communicate(timeout=100)
+    assert not err.strip(), err
+    steps = [int(line.split()[0]) for line in out.splitlines()]
+    assert len(steps) == 12 and steps[-1] > 0
+    assert "True" in out  # at least one kill fell into a save
