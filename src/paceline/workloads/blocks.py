@@ -59,7 +59,7 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     children = _trained_children(module)
     classes = [type(child) for _, child in children]
     for name, child in children:
-        # Part of a list, or one of several alike: a layer whatever it holds (a mixture of experts holds a list of them).
+        # Part of a list, or one of several alike: a layer whatever it holds (a mixture of experts holds a list).
         alike = classes.count(type(child)) if isinstance(module, nn.Sequential) else 1
         is_layer = not isinstance(child, _LISTS) and (isinstance(module, nn.ModuleList | nn.ModuleDict) or alike > 1)
         if isinstance(child, nn.ModuleList | nn.ModuleDict) or (not is_layer and _holds_stack(child)):

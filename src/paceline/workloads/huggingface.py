@@ -86,6 +86,8 @@ def build_hf(name: str, form: DataForm, layers: int | None = None) -> nn.Module:
     maker = getattr(transformers, _CLASSES[form.kind])
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     dtype = {"dtype" if version >= (4, 56) else "torch_dtype": torch.float32}
+    # Classes of version 4 build their inner model from the configuration's own dtype, whatever the outer one is given.
+    config.update(dtype)
     try:
         if layers is not None or source.lack:
             return maker.from_config(config, trust_remote_code=False, **dtype)  # type: ignore[no-any-return]
