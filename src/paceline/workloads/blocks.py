@@ -16,7 +16,8 @@ def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks in the order of definition, by name; each can be called, holds parameters, and is there once.
 
     A module that holds a stack (several layers that have parts of their own, in a list or in sequence) is taken apart;
-    the layers of a stack are blocks. What has no parameters, such as an activation, is none.
+    the layers of a stack are blocks. What has no parameters, such as an activation, is none,
+    unless it is all there is.
     """
     prefix = ""
     # A module that only holds another, as a wrapper does, says nothing about its blocks.
@@ -58,8 +59,9 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     children = _trained_children(module)
     classes = [type(child) for _, child in children]
     for name, child in children:
-        # One of several alike is a layer, whatever it holds (a mixture of experts holds a list of them).
-        is_layer = isinstance(module, _LISTS) and classes.count(type(child)) > 1 and not isinstance(child, _LISTS)
+        # Part of a list, or one of several alike: a layer whatever it holds (a mixture of experts holds a list).
+        alike = classes.count(type(child)) if isinstance(module, nn.Sequential) else 1
+        is_layer = not isinstance(child, _LISTS) and (isinstance(module, nn.ModuleList | nn.ModuleDict) or alike > 1)
         if isinstance(child, nn.ModuleList | nn.ModuleDict) or (not is_layer and _holds_stack(child)):
             for inner, block in _walk(child):
                 yield f"{name}.{inner}", block

@@ -1,7 +1,7 @@
 """Models by name for training: what a name takes, the data that it would like, and the module for the data there is.
 
-Loads without torch, so that a command can refuse a request before any rank starts; building needs torch. What benchmarks
-step through, with sizes and batches, is in `catalog`.
+Loads without torch, so that a command can refuse a request before any rank starts; building needs torch. What the
+benchmarks step through, with sizes and batches, is in `catalog`.
 """
 
 from __future__ import annotations

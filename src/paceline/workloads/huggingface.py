@@ -59,7 +59,7 @@ def check_source(name: str) -> None:
 
 def read_limits(name: str) -> tuple[int, int]:
     """The vocabulary, and the longest context; of a model that states none, a long one."""
-    return _limits(_load_config(_find_source(name, (_CONFIG,)).folder))
+    return _limits(name, _load_config(_find_source(name, (_CONFIG,)).folder))
 
 
 def describe_weights(name: str, layers: int | None = None) -> str:
@@ -84,7 +84,10 @@ def build_hf(name: str, form: DataForm, layers: int | None = None) -> nn.Module:
     import transformers  # type: ignore[import-not-found,unused-ignore]
 
     maker = getattr(transformers, _CLASSES[form.kind])
-    dtype = {"dtype" if int(transformers.__version__.split(".")[0]) > 4 else "torch_dtype": torch.float32}
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    dtype = {"dtype" if version >= (4, 56) else "torch_dtype": torch.float32}
+    # Classes of version 4 build their inner model from the configuration's own dtype, whatever the outer one is given.
+    config.update(dtype)
     try:
         if layers is not None or source.lack:
             return maker.from_config(config, trust_remote_code=False, **dtype)  # type: ignore[no-any-return]
@@ -149,7 +152,7 @@ def _inspect_folder(folder: Path) -> _Source:
     pickles = [pickle for pickle in _PICKLES if (folder / pickle).exists()]
     if pickles:
         raise ConfigError(
-            f"model folder {folder} has its weights in a pickle, {pickles[0]}, which can run code: save them as safetensors"
+            f"model folder {folder} has its weights in a pickle ({pickles[0]}), which can run code: save safetensors"
         )
     return _Source(folder, f"for {folder} holds a configuration alone")
 
@@ -175,14 +178,18 @@ def _load_config(folder: Path) -> Any:
         raise ConfigError(f"{folder / _CONFIG} cannot be used: {_first_line(error)}") from error
 
 
-def _limits(config: Any) -> tuple[int, int]:
+def _limits(name: str, config: Any) -> tuple[int, int]:
     text = config.get_text_config()
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise ConfigError(
+            f"model hf:{name} ({config.model_type}) has no vocabulary: hf: serves models that read tokens"
+        )
     return int(text.vocab_size), int(getattr(text, "max_position_embeddings", None) or 2**20)
 
 
 def _fit_config(name: str, config: Any, form: DataForm, layers: int | None) -> None:
     """Check that the model can take the data, and set what depends on it."""
-    vocabulary, context = _limits(config)
+    vocabulary, context = _limits(name, config)
     if form.vocabulary > vocabulary:
         raise ConfigError(
             f"model hf:{name} has a vocabulary of {vocabulary}, and the data one of {form.vocabulary}: use the model's "

@@ -88,7 +88,9 @@ def build_own(name: str, form: DataForm) -> nn.Module:
         except Exception as error:
             raise ConfigError(f"model {name} raised {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"model {name} returned {_describe(module)}: it must return a torch.nn.Module")
+        raise ConfigError(
+            f"model {name} returned a value of type {type(module).__name__}: it must return a torch.nn.Module"
+        )
     return module
 
 
@@ -116,7 +118,7 @@ def _load_function(path: Path, function: str) -> Callable[..., Any]:
         raise ConfigError(f"model file {path} cannot be imported: {type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
-        what = f"{function} as {_describe(found)}" if hasattr(module, function) else f"no {function}"
+        what = f"{function} of type {type(found).__name__}" if hasattr(module, function) else f"no {function}"
         raise ConfigError(f"model file {path} defines {what}: {_nearest(function, list(vars(module)))}")
     return found  # type: ignore[no-any-return]
 
@@ -133,7 +135,3 @@ def _call(name: str, function: Callable[..., Any], form: DataForm) -> Any:
     if not needed:
         return function(form=form) if "form" in parameters else function()
     return function(**{needed[0].name: form}) if needed[0].kind is needed[0].KEYWORD_ONLY else function(form)
-
-
-def _describe(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

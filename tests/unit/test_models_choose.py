@@ -1,0 +1,165 @@
+"""Models by name: what is refused before torch is there, the shapes that come out, and their sizes."""
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError
+from paceline.workloads.choose import NAMES, ModelOptions, build_model, check_model, default_form, describe_model
+from paceline.workloads.forms import DataForm
+
+from ..policy.reading import run_without_torch
+
+PLAIN = ModelOptions()
+GREY = DataForm(kind="images", shape=(1, 28, 28), num_classes=10)
+COLOUR = DataForm(kind="images", shape=(3, 32, 32), num_classes=7)
+NUMBERS = DataForm(kind="numbers", shape=(5,), num_classes=0)
+TOKENS = DataForm(kind="tokens", shape=(12,), num_classes=30, vocabulary=30)
+PAIRS = DataForm(kind="pairs", shape=(12,), num_classes=2, vocabulary=30, pad=29)
+SMALL = ("linear", "mlp", "cnn", "resnet18", "resnet18-imagenet", "gpt2-tiny", "gpt2-mini")
+
+
+def count(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def make_inputs(form, batch_size=2):
+    if form.kind in ("tokens", "pairs"):
+        return torch.randint(form.vocabulary, (batch_size, *form.shape))
+    return torch.randn(batch_size, *form.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("resnet", {}, "model 'resnet' is unknown: did you mean resnet18"),
+        ("gpt2_large", {}, "did you mean gpt2-large"),
+        ("zebra", {}, r"model 'zebra' is unknown: known are linear, mlp, .*hf:NAME_OR_FOLDER, FILE.py:FUNCTION"),
+        ("resnet18", {"channels": (16, 32)}, r"resnet18 has no channels \(given: 16 32\): it takes zero_init"),
+        ("linear", {"hidden": 8}, r"linear has no hidden \(given: 8\): it takes no options"),
+        ("cnn", {"zero_init": True}, "cnn has no zero_init"),
+        ("cnn", {"layers": 2}, "cnn has no layers"),
+        ("cnn", {"channels": ()}, "at least 1 for each convolution"),
+        ("cnn", {"channels": (8, 0)}, r"channels \(8 0\)"),
+        ("cnn", {"hidden": 0}, "hidden 0: at least 1"),
+        ("gpt2-tiny", {"dropout": 1.0}, "dropout 1.0: at least 0 and less than 1"),
+        ("gpt2-tiny", {"dropout": -0.1}, "dropout -0.1"),
+    ],
+)
+def test_a_bad_request_is_refused(name, options, words):
+    with pytest.raises(ConfigError, match=words):
+        check_model(name, ModelOptions(**options))
+
+
+def test_checking_and_the_default_form_need_no_torch():
+    program = """
+from paceline.workloads.choose import NAMES, ModelOptions, check_model, default_form
+for name in NAMES:
+    check_model(name, ModelOptions())
+    print(name, default_form(name, ModelOptions()).kind)
+"""
+    done = run_without_torch(program)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "shape"),
+    [
+        *(
+            (name, form, (2, form.num_classes))
+            for name in ("cnn", "resnet18", "mlp", "linear")
+            for form in (GREY, COLOUR)
+        ),
+        ("resnet18-imagenet", COLOUR, (2, 7)),
+        ("mlp", NUMBERS, (2, 1)),
+        ("linear", NUMBERS, (2, 1)),
+        ("gpt2-tiny", TOKENS, (2, 12, 30)),
+        ("gpt2-tiny", PAIRS, (2, 2)),
+    ],
+)
+def test_what_comes_out_fits_the_data(name, form, shape):
+    assert build_model(name, form, PLAIN)(make_inputs(form)).shape == shape
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_parameter_learns_on_the_default_form(name):
+    form = default_form(name, PLAIN)
+    module = build_model(name, form, PLAIN)
+    module(make_inputs(form)).square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
+    assert describe_model(name, PLAIN) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "words"),
+    [
+        ("cnn", TOKENS, r"model cnn takes images, and the data is tokens: models for tokens are gpt2-tiny.*hf:NAME"),
+        ("gpt2", GREY, r"model gpt2 takes tokens or pairs, and the data is images: .*linear, mlp, cnn, resnet18"),
+        ("resnet18", NUMBERS, r"models for numbers are linear, mlp$"),
+    ],
+)
+def test_a_model_and_data_that_do_not_fit_are_both_named(name, form, words):
+    with pytest.raises(ConfigError, match=words):
+        build_model(name, form, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("channels", "hidden", "elements"),
+    [
+        ((16, 32), 128, 596_042),
+        ((32, 64), 128, 1_199_882),
+        ((32, 64, 128), 512, 2_457_610),
+        ((64, 128, 256), 2048, 19_266_570),
+    ],
+)
+def test_the_sizes_of_cnn(channels, hidden, elements):
+    with torch.device("meta"):
+        assert count(build_model("cnn", GREY, ModelOptions(channels=channels, hidden=hidden))) == elements
+
+
+@pytest.mark.parametrize(("form", "most"), [(GREY, 5), (COLOUR, 5)])
+def test_cnn_takes_as_many_channels_as_the_image_has_room_for(form, most):
+    options = ModelOptions(channels=(4,) * most, hidden=8)
+    assert build_model("cnn", form, options)(make_inputs(form)).shape == (2, form.num_classes)
+    with pytest.raises(ConfigError, match=rf"9 convolutions on images of .* give at most {most} channels"):
+        build_model("cnn", form, ModelOptions(channels=(4,) * 9))
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [
+        ("gpt2-tiny", 1_854_144),
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("resnet18", 11_173_962),
+        ("resnet18-imagenet", 11_689_512),
+    ],
+)
+def test_the_published_sizes(monkeypatch, name, elements):
+    monkeypatch.setattr(
+        torch.nn.init, "normal_", lambda tensor, **_: tensor
+    )  # on meta it loads all of torch's compiler
+    with torch.device("meta"):
+        assert count(build_model(name, default_form(name, PLAIN), PLAIN)) == elements
+
+
+def test_zero_init_makes_blocks_begin_as_their_shortcuts():
+    module = build_model("resnet18", COLOUR, ModelOptions(zero_init=True))
+    block = module.blocks[1]
+    x = torch.rand(2, 64, 4, 4)
+    assert torch.equal(block(x), x)
+    assert not torch.equal(build_model("resnet18", COLOUR, PLAIN).blocks[1](x), x)
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("mlp", NUMBERS), ("cnn", GREY), ("gpt2-tiny", TOKENS), ("gpt2-tiny", PAIRS)]
+)
+def test_dropout_is_in_training_only_and_off_by_default(name, form):
+    inputs = make_inputs(form)
+    dropped, whole = (build_model(name, form, options) for options in (ModelOptions(dropout=0.5), PLAIN))
+    assert torch.equal(whole(inputs), whole(inputs))
+    assert not torch.equal(dropped(inputs), dropped(inputs))
+    dropped.eval()
+    assert torch.equal(dropped(inputs), dropped(inputs))

@@ -1,0 +1,158 @@
+"""A user's own model: how it is called, and what is said about a file that does not serve."""
+
+import sys
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError
+from paceline.workloads.choose import ModelOptions, build_model, check_model, default_form
+from paceline.workloads.forms import DataForm
+
+PLAIN = ModelOptions()
+FORM = DataForm(kind="images", shape=(1, 4, 4), num_classes=3)
+
+SOURCE = """
+from dataclasses import dataclass
+
+import neighbour
+from torch import nn
+
+
+@dataclass
+class Size:
+    width: "int" = 16
+
+
+def build():
+    return nn.Linear(Size().width, neighbour.CLASSES)
+
+
+def build_for(form):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, form.num_classes))
+
+
+def build_wide(width=7, form=None):
+    return nn.Linear(width, form.num_classes)
+
+
+def build_default(width=5):
+    import late
+
+    return nn.Linear(width, late.CLASSES)
+
+
+def build_keyword(*, data):
+    return nn.Linear(2, data.num_classes)
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(9, 9)
+
+
+def build_both(width, depth):
+    return nn.Linear(width, depth)
+
+
+def build_nothing():
+    pass
+
+
+def build_broken():
+    raise KeyError("weights")
+
+
+SIZE = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "neighbour.py").write_text("CLASSES = 3\n")
+    (tmp_path / "late.py").write_text("CLASSES = 4\n")
+    path = tmp_path / "nets.py"
+    path.write_text(SOURCE)
+    before = set(sys.modules)
+    yield path
+    for name in set(sys.modules) - before:
+        if name in ("neighbour", "late") or name.startswith("paceline_own_"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("function", "features", "outputs"),
+    [
+        ("build", 16, 3),
+        ("build_for", 16, 3),
+        ("build_wide", 7, 3),
+        ("build_default", 5, 4),
+        ("build_keyword", 2, 3),
+        ("Net", 9, 9),
+    ],
+)
+def test_the_function_gets_the_form_if_it_takes_one(file, function, features, outputs):
+    path = list(sys.path)
+    check_model(f"{file}:{function}", PLAIN)
+    module = build_model(f"{file}:{function}", FORM, PLAIN)
+    assert module(torch.zeros(2, features)).shape == (2, outputs)
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("biuld", "nets.py defines no biuld: did you mean build"),
+        ("forward", "defines no forward: give the name of a function"),
+        ("", "names no function: write FILE.py:FUNCTION"),
+    ],
+)
+def test_a_missing_name_is_refused_before_anything_runs(file, function, words):
+    file.write_text(SOURCE + "\nraise SystemExit('this ran')\n")
+    with pytest.raises(ConfigError, match=words):
+        check_model(f"{file}:{function}", PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("build_both", "build_both needs width, depth: it is called with the form of the data, or with nothing"),
+        ("build_nothing", "build_nothing returned a value of type NoneType: it must return a torch.nn.Module"),
+        ("build_broken", "build_broken raised KeyError: 'weights'"),
+        ("SIZE", "defines SIZE of type int"),
+    ],
+)
+def test_a_function_that_does_not_serve_is_named(file, function, words):
+    with pytest.raises(ConfigError, match=words):
+        build_model(f"{file}:{function}", FORM, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("def build(:\n", "is not Python: invalid syntax"),
+        ("import no_such_module\ndef build(): pass\n", "cannot be imported: ModuleNotFoundError: .*no_such_module"),
+        ("def build(): pass\nraise SystemExit('usage')\n", "cannot be imported: SystemExit: usage"),
+        ("from os import *\n", "defines no build"),
+    ],
+)
+def test_a_file_that_does_not_serve_is_named(file, source, words):
+    file.write_text(source)
+    with pytest.raises(ConfigError, match=words):
+        build_model(f"{file}:build", FORM, PLAIN)
+
+
+def test_names_that_only_running_tells_are_left_to_building(file):
+    file.write_text("from neighbour import *\n")
+    check_model(f"{file}:CLASSES", PLAIN)
+    with pytest.raises(ConfigError, match="defines CLASSES of type int"):
+        build_model(f"{file}:CLASSES", FORM, PLAIN)
+
+
+def test_a_missing_file_options_and_data_of_its_own_are_refused(file, tmp_path):
+    with pytest.raises(ConfigError, match=r"model file .*other.py does not exist"):
+        check_model(f"{tmp_path / 'other.py'}:build", PLAIN)
+    with pytest.raises(ConfigError, match=r"has no hidden .*: it takes no options"):
+        check_model(f"{file}:build", ModelOptions(hidden=3))
+    with pytest.raises(ConfigError, match="does not say what data it takes"):
+        default_form(f"{file}:build", PLAIN)
