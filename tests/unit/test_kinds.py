@@ -1,6 +1,7 @@
 """The kinds of records: derived rates, and the way to JSON and back."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,7 @@ from paceline.records.kinds import (
     record_from_json,
     record_to_json,
 )
+from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, ParameterTimes
 from paceline.records.samples import REDUCERS, Samples, Summary
 
 
@@ -144,6 +146,29 @@ WRAPPER_FIELDS = {
 WRAPPERS = st.tuples(st.integers(1, 3), st.integers(1, 4)).flatmap(
     lambda shape: st.builds(WrapperRecord, **{**WRAPPER_FIELDS, **{name: samples(shape=shape) for name in PHASES}})
 )
+
+
+@st.composite
+def layer_profiles(draw):
+    """Ready times and blocks that fit into backwards of at least a second."""
+    count = draw(st.integers(1, 3))
+    phase = samples(shape=(1, count), time=st.floats(1, 1e6))
+    row = st.tuples(*[st.floats(0, 0.3)] * count)
+    blocks = tuple(BlockTimes(name, draw(row), draw(row)) for name in ("a", "b"))
+    ready = st.tuples(*[st.none() | st.floats(0, 1)] * count)
+    parameter = st.builds(
+        ParameterTimes, name=TEXT, num_bytes=COUNT, num_elements=COUNT, dtype=TEXT,
+        block=st.sampled_from(["a", "b", ""]), ready_s=ready, aliases=st.lists(TEXT, max_size=2).map(tuple),
+    )  # fmt: skip
+    parameters = draw(st.lists(parameter, min_size=1, max_size=4))
+    phases = ("timing", "forward", "backward", "optimizer", "profiled_step", "profiled_forward", "profiled_backward")
+    return LayerProfileRecord(
+        model=draw(TEXT), device=draw(TEXT), dtype=draw(TEXT), batch_size=draw(COUNT), blocks=blocks,
+        parameters=tuple(sorted(parameters, key=lambda p: math.inf if p.median_s is None else p.median_s)),
+        source=draw(st.sampled_from(SOURCES)), note=draw(TEXT), **{name: draw(phase) for name in phases},
+    )  # fmt: skip
+
+
 RECORDS = {
     "collective": st.builds(
         CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT,
@@ -156,6 +181,7 @@ RECORDS = {
     "chunks": st.builds(ChunksRecord, total_bytes=st.just(2**50), chunk_bytes=COUNT, **TIMED),
     "layer_size": st.builds(LayerSizeRecord, layer=TEXT, num_params=COUNT, **SHARED),
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
+    "layer_profile": layer_profiles(),
     "wrapper": WRAPPERS,
 }  # fmt: skip
 

@@ -73,7 +73,7 @@ class LayerHooks:
         self.ready: dict[int, int] = {}
         self.calls: list[tuple[int, int, int]] = []  # block, begin and end of one forward
         self.owners: list[tuple[int, int]] = []  # from this moment of backward on, this block or none is at work
-        self._open: list[tuple[int, int, list[Any]]] = []
+        self._open: dict[int, tuple[int, list[Any]]] = {}  # a block that runs again may stop half-way
         self._is_forward = True
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class LayerHooks:
         return len(self._blocks)
 
     def begin_backward(self, moment: int) -> None:
-        # A forward that is run again inside backward is part of backward.
+        # A forward that is run again from here on (checkpointing) is part of its block's backward.
         self._is_forward = False
         self.owners.append((moment, _OUTSIDE))
 
@@ -105,15 +105,15 @@ class LayerHooks:
         self.ready[index] = self._moments.mark()  # a gradient may come in parts: the last one counts
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._is_forward:
-            nodes = _find_nodes(*args, *kwargs.values())
-            self._open.append((index, self._moments.mark(), nodes))
+        inputs = _find_nodes(*args, *kwargs.values())
+        self._open[index] = self._moments.mark(), inputs
+        if not self._is_forward:
+            self._begin_block(index)
 
     def _end_forward(self, index: int, block: nn.Module, args: Any, output: Any) -> None:
-        if not self._is_forward:
-            return
-        index, begin, inputs = self._open.pop()
-        self.calls.append((index, begin, self._moments.mark()))
+        begin, inputs = self._open.pop(index)
+        if self._is_forward:
+            self.calls.append((index, begin, self._moments.mark()))
         # A block that hands on its input has no backward of its own.
         for node in _find_nodes(output):
             if not any(node is other for other in inputs):

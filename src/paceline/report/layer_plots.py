@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["plot_ready"]
 
 _BLUE, _ORANGE, _GREY = "#0072B2", "#D55E00", "#555555"  # as in `plots`
-_MAX_LABELS = 16
+_NEAR = 0.04  # of an axis: labels of points that are closer would print over each other
 
 
 def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
@@ -32,22 +32,53 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     ys = [*(num_bytes / MIB for _, num_bytes in points), points[-1][1] / MIB]
     axes.step(xs, ys, where="post", color=_BLUE, lw=1.6, label=f"ready ({profile.source}, median)")
     axes.axvline(end_s * 1e3, color=_GREY, lw=1, ls="--", label="end of backward")
-    ready_at = dict(profile.timeline)  # of several at one moment, the last
-    marks = sorted(
-        (ready_s, block.name) for block in profile.blocks if (ready_s := profile.ready_of(block.name)) is not None
-    )
-    if marks:
-        heights = [ready_at[ready_s] / MIB for ready_s, _ in marks]
-        axes.plot([ready_s * 1e3 for ready_s, _ in marks], heights, "o", color=_ORANGE, ms=4.5, label="last of a block")
-        every = -(-len(marks) // _MAX_LABELS)
-        for number, ((ready_s, name), height) in enumerate(zip(marks, heights, strict=True)):
-            if number % every == 0 or number == len(marks) - 1:
-                axes.annotate(
-                    name, (ready_s * 1e3, height), xytext=(5, -4), textcoords="offset points", fontsize=7.5, va="top"
-                )
+    marks = _find_marks(profile)
+    xs, ys = [x for x, _, _ in marks], [y for _, y, _ in marks]
+    axes.plot(xs, ys, "o", color=_ORANGE, ms=4.5, label="last of a block")
+    for x, y, text in _join_labels(marks, end_s * 1e3):
+        # The curve only rises, so that the upper left of a point is free.
+        is_left = x < 0.06 * end_s * 1e3
+        axes.annotate(
+            text,
+            (x, y),
+            xytext=(4 if is_left else -5, 3),
+            textcoords="offset points",
+            fontsize=7.5,
+            ha="left" if is_left else "right",
+        )
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.06 * profile.num_bytes / MIB)
     axes.set_xlabel("time since backward began (ms)")
     axes.set_ylabel("gradients ready (MiB)")
-    axes.legend(fontsize=8.5, frameon=False, loc="upper left")
+    axes.legend(fontsize=8.5, frameon=False, loc="lower right", bbox_to_anchor=(0.94, 0.0))
     return figure
+
+
+def _find_marks(profile: LayerProfileRecord) -> list[tuple[float, float, str]]:
+    """(ms, MiB ready by then, block) for the last gradient of each block, in the order of time."""
+    ready_bytes = dict(profile.timeline)  # of several at one moment, the last
+    found = [(profile.ready_of(block.name), block.name) for block in profile.blocks]
+    return sorted((time_s * 1e3, ready_bytes[time_s] / MIB, name) for time_s, name in found if time_s is not None)
+
+
+def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tuple[float, float, str]]:
+    """One label for marks that lie close together, at the last of them."""
+    if not marks:
+        return []
+    height = marks[-1][1]
+    groups: list[list[tuple[float, float, str]]] = []
+    for mark in marks:
+        near = (
+            bool(groups) and mark[0] - groups[-1][0][0] < _NEAR * width and mark[1] - groups[-1][0][1] < _NEAR * height
+        )
+        if near:
+            groups[-1].append(mark)
+        else:
+            groups.append([mark])
+    return [
+        (
+            *group[-1][:2],
+            ", ".join(name for _, _, name in group) if len(group) < 3 else f"{group[0][2]} to {group[-1][2]}",
+        )
+        for group in groups
+    ]

@@ -1,0 +1,353 @@
+"""Profiles of small modules on CPU: the order of gradients, the times of blocks, and nothing left behind."""
+
+import time
+
+import pytest
+import torch
+import torch._dynamo  # checkpointing imports it, and it then sets a variable of the environment
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import ConfigError
+from paceline.measure import layer_moments
+from paceline.measure.layer_moments import Moments
+from paceline.measure.layers import LayerStep, measure_layers
+from paceline.records.exchange import export_layer_sizes, export_layer_times, load_layer_sizes, load_layer_times
+
+
+class Sleep(torch.autograd.Function):
+    """Takes a known time in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, forward_s, backward_s):
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.backward_s)
+        return grad, None, None
+
+
+class Slow(nn.Linear):
+    """A linear layer that sleeps, so that its times tower above the noise."""
+
+    def __init__(self, forward_s=0.0, backward_s=0.0):
+        super().__init__(4, 4)
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x):
+        return Sleep.apply(super().forward(x), self.forward_s, self.backward_s)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.body(self.embed(x)))
+
+
+def profile(module, x=None, blocks=None, *, loss=None, iters=3, **options):
+    x = torch.randn(2, 4) if x is None else x
+    step = LayerStep(module, lambda: (loss or module)(x).sum(), module.zero_grad, model="toy", batch_size=2)
+    return measure_layers(step, blocks, iters=iters, warmup=1, **options)
+
+
+def names(record):
+    return [parameter.name for parameter in record.parameters]
+
+
+def block(record, name):
+    return next(times for times in (*record.blocks, record.outside) if times.name == name)
+
+
+def test_gradients_of_a_chain_are_ready_from_its_end():
+    record = profile(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))))
+    assert names(record) == ["3.weight", "2.weight", "1.weight", "0.weight"]
+    assert record.is_order_stable
+    assert [total for _, total in record.timeline] == [64, 128, 192, 256]
+    assert [len(p.ready_s) for p in record.parameters] == [3] * 4
+    assert (record.timing.count, len(record.timing.warmup_seconds)) == (3, 1)
+    assert (record.model, record.device, record.dtype, record.batch_size) == ("toy", "cpu", "float32", 2)
+
+
+def test_a_tied_parameter_is_ready_after_its_last_use_and_an_unused_one_never():
+    record = profile(Tied(), torch.tensor([[1, 2], [3, 4]]))
+    assert names(record)[2:] == ["embed.weight", "unused.bias", "unused.weight"]
+    tied = record.parameters[2]
+    assert (tied.aliases, tied.block, tied.num_bytes) == (("head.weight",), "embed", 80)
+    assert [p.name for p in record.unused] == ["unused.bias", "unused.weight"]
+    assert record.timeline[-1] == (tied.median_s, 80 + 80)
+    assert record.ready_of("head") is None
+    assert block(record, "unused").backward_s == (0.0,) * 3
+
+
+def test_parameters_that_are_not_trained_are_left_out():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module[0].requires_grad_(False)
+    record = profile(module)
+    assert set(names(record)) == {"1.weight", "1.bias"}
+    assert record.note == "2 parameters are not trained"
+    assert record.parameters_of("0") == ()
+
+
+def test_a_gradient_is_noted_when_it_has_been_accumulated():
+    module, x = nn.Sequential(nn.Linear(4, 4, bias=False)), torch.ones(2, 4)
+    seen = []
+    mark = Moments.mark
+
+    def spy(self):
+        seen.append(module[0].weight.grad is not None)
+        return mark(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_moments.Moments, "mark", spy)
+        profile(module, x, blocks=[], iters=1)
+    # Of the 6 moments of a profiled step, begin and middle have no gradient, and the hook's is the third.
+    assert seen[:6] == [False, False, True, True, True, False]
+
+
+def test_the_order_is_that_of_hooks_on_the_parameters():
+    module, x = Tied(), torch.tensor([[1, 2], [3, 4]])
+    copy, order = Tied(), []
+    for name, param in copy.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda param, name=name: order.append(name))
+    copy(x).sum().backward()
+    assert names(profile(module, x))[:3] == order
+
+
+def test_times_of_blocks_are_where_they_are_spent():
+    module = nn.Sequential(Slow(0.004, 0.012), nn.ReLU(), Slow(0.008, 0.002))
+
+    def loss(x):
+        return Sleep.apply(module(x), 0.0, 0.006)  # in no block, like a head that is a function
+
+    record = profile(module, loss=loss)
+    # All of them at once: what is too much in one would be missing in another.
+    for phase, slept in (
+        ("forward_s", {"0": 0.004, "2": 0.008}),
+        ("backward_s", {"0": 0.012, "2": 0.002, "outside": 0.006}),
+    ):
+        assert all(min(getattr(block(record, name), phase)) >= at_least for name, at_least in slept.items())
+    assert record.ready_of("2") >= 0.008
+    assert record.ready_of("0") >= 0.020
+
+
+def test_time_between_blocks_is_in_none():
+    first, last = nn.Linear(4, 4), Slow(0.0, 0.002)
+    record = profile(
+        nn.Sequential(first, last),
+        blocks=[("first", first), ("last", last)],
+        loss=lambda x: last(Sleep.apply(first(x), 0.003, 0.005)),
+    )
+    assert min(record.outside.forward_s) >= 0.003
+    assert min(record.outside.backward_s) >= 0.005
+    assert min(block(record, "last").backward_s) >= 0.002
+
+
+def test_blocks_and_the_rest_add_up_to_the_whole():
+    module = Tied()
+    record = profile(module, torch.tensor([[1, 2]]))
+    for phase, whole in (("forward_s", record.profiled_forward), ("backward_s", record.profiled_backward)):
+        rows = [getattr(times, phase) for times in (*record.blocks, record.outside)]
+        assert [sum(row) for row in zip(*rows, strict=True)] == pytest.approx(list(whole.reduced_s))
+        assert all(value > 0 for value in getattr(block(record, "body"), phase))
+    assert all(value > 0 for value in record.outside.backward_s)
+
+
+def test_a_block_that_is_called_twice_has_the_time_of_both():
+    slow = Slow(0.003, 0.003)
+    record = profile(nn.Sequential(slow, nn.ReLU(), slow), blocks=[("slow", slow)])
+    assert min(block(record, "slow").forward_s) >= 0.006
+    assert min(block(record, "slow").backward_s) >= 0.006
+
+
+def test_a_block_that_hands_on_its_input_takes_nothing_from_the_one_before():
+    record = profile(nn.Sequential(Slow(0.0, 0.004), nn.Identity(), nn.Linear(4, 4)))
+    assert min(block(record, "0").backward_s) >= 0.004
+    assert block(record, "1").backward_s == (0.0,) * 3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_forward_that_is_run_again_belongs_to_the_backward_of_its_block(use_reentrant):
+    first, second, last = (nn.Sequential(Slow(0.005, 0.001), nn.Linear(4, 4)) for _ in range(3))
+
+    def loss(x):
+        x = checkpoint(nn.Sequential(first, second), x.requires_grad_(), use_reentrant=use_reentrant)
+        return last(x)
+
+    record = profile(nn.Sequential(first, second, last), loss=loss)
+    for name in ("0", "1"):
+        assert min(block(record, name).forward_s) >= 0.005
+        assert min(block(record, name).backward_s) >= 0.006
+    assert record.is_order_stable
+    assert [name[0] for name in names(record)] == list("222211110000")
+
+
+def test_operations_in_place_can_be_profiled():
+    record = profile(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)))
+    assert len(record.timeline) == 4
+
+
+def test_a_changing_order_is_told():
+    module = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    turns = iter(range(100))
+
+    def loss(x):
+        turn = next(turns) // 2  # both steps of a repetition alike
+        return module["a"](module["b"](x)) if turn % 2 else module["b"](module["a"](x))
+
+    record = profile(module, blocks=[], loss=loss, iters=4)
+    assert not record.is_order_stable
+
+
+def test_a_gradient_that_comes_in_some_steps_is_kept_as_it_came():
+    module = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
+    turns = iter(range(100))
+
+    def loss(x):
+        x = module["a"](x)
+        return module["b"](x) if next(turns) // 2 % 2 else x
+
+    record = profile(module, blocks=[], loss=loss, iters=4)
+    by_name = {p.name: [value is not None for value in p.ready_s] for p in record.parameters}
+    assert by_name == {"a.weight": [True] * 4, "b.weight": [True, False, True, False]}
+    assert not record.is_order_stable
+    assert record.unused == ()
+
+
+def find_hooks(module):
+    found = []
+    for part in module.modules():
+        found += [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *part._backward_hooks.values()]
+    for param in module.parameters():
+        found += [param._backward_hooks, param._post_accumulate_grad_hooks]
+    return [hook for hook in found if hook]
+
+
+def test_no_hook_is_left(monkeypatch):
+    module, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+    profile(module)
+    assert find_hooks(module) == []
+    monkeypatch.setattr(Moments, "mark", lambda self: calls.append(1))
+    module(torch.randn(2, 4)).sum().backward()
+    assert calls == []
+
+
+def test_no_hook_is_left_when_a_step_fails():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        profile(module, torch.randn(2, 3))
+    assert find_hooks(module) == []
+
+
+def test_the_default_blocks_are_the_modules_that_are_called():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Linear(4, 4)
+            self.stages = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            x = self.stem(x)
+            for stage in self.stages:
+                x = stage(x)
+            return x * self.scale
+
+    record = profile(Model())
+    assert [b.name for b in record.blocks] == ["stem", "stages.0", "stages.1"]
+    assert [p.name for p in record.parameters_of("outside")] == ["scale"]
+    assert [b.name for b in profile(nn.Linear(4, 4)).blocks] == ["model"]
+
+
+def test_progress_is_told():
+    shares = []
+    profile(nn.Linear(4, 4), iters=4, tell=shares.append)
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_profiles_are_read_again_as_the_files_of_others(tmp_path):
+    record = profile(Tied(), torch.tensor([[1, 2]]))
+    sizes, times = tmp_path / "layer-sizes.csv", tmp_path / "layer-times.csv"
+    sizes.write_text(export_layer_sizes(record.layer_sizes))
+    times.write_text(export_layer_times(record.layer_times))
+    assert [(r.layer, r.num_params) for r in load_layer_sizes(sizes)] == [("embed", 20), ("body", 20), ("unused", 20)]
+    read = {r.layer: r.timing for r in load_layer_times(times)}
+    assert list(read) == ["backward", "embed grad", "body grad", "head grad", "unused grad", "forward", "step"]
+    assert read["forward"].median_s == record.forward.median_s
+    assert read["step"].min_s == min(record.optimizer.reduced_s)
+    parts_s = sum(read[name].mean_s for name in list(read)[:5])
+    assert parts_s == pytest.approx(record.profiled_backward.mean_s)
+
+
+LINEAR = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "reason"),
+    [
+        (nn.ReLU(), {}, "no device, for nothing is trained"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), {}, "are on cpu, meta"),
+        (nn.Sequential(LINEAR), {"blocks": [("a", LINEAR), ("b", LINEAR)]}, "blocks a and b share a module"),
+        (nn.Linear(4, 4), {"blocks": [("a", LINEAR)]}, "block a is not a part of the module"),
+        (nn.Linear(4, 4), {"iters": 0}, "0 steps after 1 warm-ups"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused(module, options, reason):
+    update = lambda: None  # noqa: E731
+    step = LayerStep(module, lambda: F.relu(torch.ones(())), update, model="toy")
+    options = {"iters": 1, "warmup": 1, **options}
+    with pytest.raises(ConfigError, match=reason):
+        measure_layers(step, options.pop("blocks", None), **options)
+
+
+def test_a_wrapped_module_is_refused():
+    module = nn.Linear(4, 4)
+    module.no_sync = None
+    with pytest.raises(ConfigError, match="pass the bare module"):
+        profile(module)
+
+
+class FakeEvent:
+    """Says when it was recorded, and that only after the device was waited for."""
+
+    made = 0
+    is_idle = False
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        FakeEvent.made += 1
+
+    def record(self):
+        FakeEvent.is_idle = False
+        self.at_s = time.perf_counter()
+
+    def elapsed_time(self, other):
+        assert FakeEvent.is_idle
+        return (other.at_s - self.at_s) * 1e3
+
+
+def test_moments_of_a_gpu_are_events_that_are_read_at_the_end_and_used_again(monkeypatch):
+    monkeypatch.setattr(FakeEvent, "made", 0)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: setattr(FakeEvent, "is_idle", True))
+    moments = Moments(torch.device("cuda"))
+    for _ in range(2):
+        moments.restart()
+        first = moments.mark()
+        time.sleep(0.002)
+        second = moments.mark()
+        at_s = moments.read_s()
+        assert (first, second, len(at_s)) == (0, 1, 2)
+        assert at_s[0] == 0
+        assert at_s[1] >= 0.002
+    assert FakeEvent.made == 2
