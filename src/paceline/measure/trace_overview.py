@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.errors import RecordError
 from paceline.measure.trace_events import Event, RankTrace, find_steps, is_collective, is_matmul, uses_tensor_cores
-from paceline.measure.trace_phases import find_phases
+from paceline.measure.trace_phases import find_phases, phase_spans
 from paceline.measure.trace_sweep import Floats, attribute_time, self_times, sum_clipped, union_time
 
 __all__ = ["CATEGORIES", "GpuUse", "KernelRow", "OperatorRow", "Overview", "StepShares", "build_overview"]
@@ -93,6 +93,7 @@ class Overview:
     """The steps of one rank's trace. Everything that is not of one step is a mean per step.
 
     `message_s` is when at least one message was on its way, hidden or not; `host_s` when the host worked.
+    `optimizer_passes` counts the kinds of operators that take most of the optimizer's time: a fused one has one.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class Overview:
     phases_s: dict[str, float]
     message_s: float
     host_s: float
+    optimizer_passes: int = 0
     operators: tuple[OperatorRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()
     gpu: GpuUse | None = None
@@ -143,6 +145,7 @@ def build_overview(trace: RankTrace) -> Overview:
         phases_s=find_phases(events, windows),
         message_s=union_time(*_edges([e for e in events if is_collective(e)]), windows) * scale,
         host_s=union_time(*_edges([e for e in events if _is_host_work(e)]), windows) * scale,
+        optimizer_passes=_count_passes(events, windows),
         operators=_operators(events, windows, scale),
         kernels=_kernels(events, windows, scale),
         gpu=_gpu_use(trace, events, windows, scale),
@@ -196,10 +199,11 @@ def _inside(event: Event, windows: Floats) -> bool:
     return place >= 0 and bool(event["ts"] < windows[place, 1])
 
 
-def _operators(events: Sequence[Event], windows: Floats, scale: float) -> tuple[OperatorRow, ...]:
+def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
+    """Of each operator: calls, self time and total time, in µs."""
     threads: dict[tuple[object, object], list[tuple[float, float, str]]] = {}
     for event in events:
-        if event.get("cat") == "cpu_op" and _inside(event, windows):
+        if event.get("cat") == "cpu_op":
             ranges = threads.setdefault((event.get("pid"), event.get("tid")), [])
             ranges.append((event["ts"], event["dur"], event["name"]))
     sums: dict[str, list[float]] = {}
@@ -209,6 +213,18 @@ def _operators(events: Sequence[Event], windows: Floats, scale: float) -> tuple[
             row[0] += 1
             row[1] += alone
             row[2] += total
+    return sums
+
+
+def _count_passes(events: Sequence[Event], windows: Floats) -> int:
+    spans = [span[1:] for begin, end in windows for span in phase_spans(events, begin, end) if span[0] == "optimizer"]
+    inside = [event for event in events if any(begin <= event["ts"] < end for begin, end in spans)]
+    alone = {name: row[1] for name, row in _own_times(inside).items() if name.startswith("aten::")}
+    return sum(time_us > 0.05 * sum(alone.values()) for time_us in alone.values())
+
+
+def _operators(events: Sequence[Event], windows: Floats, scale: float) -> tuple[OperatorRow, ...]:
+    sums = _own_times([event for event in events if _inside(event, windows)])
     rows = [OperatorRow(n, c / len(windows), own * scale, total * scale) for n, (c, own, total) in sums.items()]
     return tuple(sorted(rows, key=lambda row: -row.self_s)[:_MAX_ROWS])
 
