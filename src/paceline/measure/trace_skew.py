@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.measure.trace_events import RankTrace, find_steps, is_collective
+from paceline.measure.trace_events import BUCKET, RankTrace, find_messages, find_steps
 
 __all__ = ["Lateness", "find_lateness"]
 
@@ -26,7 +26,10 @@ class Lateness:
 
 def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
     """For each step, when this rank came to each message, in order."""
-    messages = sorted(trace.origin_ns + e["ts"] * 1e3 for e in trace.events if e["ph"] == "X" and is_collective(e))
+    found = find_messages(trace.events)
+    # A bucket on gloo is shown twice, by the wrapper and by gloo: one of them, the same on every rank.
+    found = [event for event in found if event["cat"] == BUCKET] or found
+    messages = sorted(trace.origin_ns + event["ts"] * 1e3 for event in found)
     steps = []
     for step in find_steps(trace.events):
         begin = trace.origin_ns + step["ts"] * 1e3
