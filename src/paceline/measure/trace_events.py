@@ -5,6 +5,7 @@ Loads without torch: a trace that was made elsewhere, or long ago, can be read o
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ __all__ = [
     "Event",
     "RankTrace",
     "WAITED",
+    "find_messages",
     "find_steps",
     "is_collective",
     "is_matmul",
@@ -129,17 +131,31 @@ def find_steps(events: Iterable[Event]) -> list[Event]:
 
 def is_collective(event: Event) -> bool:
     """Whether the event is a message between ranks: a kernel of NCCL, a range of gloo's, a bucket of our wrapper."""
-    kind = event.get("cat")
+    return _names_collective(event.get("cat"), event["name"])
+
+
+# Traces have millions of events and hundreds of names.
+@functools.lru_cache(maxsize=10_000)
+def _names_collective(kind: str | None, name: str) -> bool:
     if kind == "kernel":
-        return _COLLECTIVE_KERNEL.search(event["name"]) is not None
-    return kind == BUCKET or (kind == "user_annotation" and _COLLECTIVE_RANGE.match(event["name"]) is not None)
+        return _COLLECTIVE_KERNEL.search(name) is not None
+    return kind == BUCKET or (kind == "user_annotation" and _COLLECTIVE_RANGE.match(name) is not None)
 
 
+def find_messages(events: Iterable[Event]) -> list[Event]:
+    """The messages of a trace. Where kernels show them, a bucket's own times, queueing included, would count twice."""
+    found = [event for event in events if event["ph"] == "X" and is_collective(event)]
+    on_gpu = any(event["cat"] == "kernel" for event in found)
+    return [event for event in found if not on_gpu or event["cat"] != BUCKET]
+
+
+@functools.lru_cache(maxsize=10_000)
 def is_matmul(kernel: str) -> bool:
     """Whether a kernel of this name multiplies matrices, convolves or attends: what tensor cores are for."""
     return _MATMUL.search(kernel) is not None
 
 
+@functools.lru_cache(maxsize=10_000)
 def uses_tensor_cores(kernel: str) -> bool:
     """Whether the name of a kernel tells that it uses tensor cores; a name that tells nothing counts as not."""
     return is_matmul(kernel) and not _ON_ORDINARY_CORES.search(kernel) and _ON_TENSOR_CORES.search(kernel) is not None

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.errors import RecordError
-from paceline.measure.trace_events import Event, RankTrace, find_steps, is_collective, is_matmul, uses_tensor_cores
+from paceline.measure.trace_events import (
+    Event,
+    RankTrace,
+    find_messages,
+    find_steps,
+    is_collective,
+    is_matmul,
+    uses_tensor_cores,
+)
 from paceline.measure.trace_phases import find_phases
 from paceline.measure.trace_sweep import Floats, attribute_time, self_times, sum_clipped, union_time
 
@@ -93,6 +101,7 @@ class Overview:
     """The steps of one rank's trace. Everything that is not of one step is a mean per step.
 
     `message_s` is when at least one message was on its way, hidden or not; `host_s` when the host worked.
+    `optimizer_passes` counts the kinds of operators that take most of the optimizer's time: a fused one has one.
     """
 
     rank: int
@@ -102,6 +111,7 @@ class Overview:
     phases_s: dict[str, float]
     message_s: float
     host_s: float
+    optimizer_passes: int = 0
     operators: tuple[OperatorRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()
     gpu: GpuUse | None = None
@@ -129,7 +139,11 @@ def build_overview(trace: RankTrace) -> Overview:
     windows[1:, 0] = np.maximum(windows[1:, 0], windows[:-1, 1])
     begin, end = windows[0, 0], windows[-1, 1]
     events = [e for e in trace.events if e["ph"] == "X" and e["ts"] < end and e["ts"] + e["dur"] > begin]
-    groups = _group(events)
+    begun = _begun_inside(events, windows)
+    kernels = [event for event in begun if event.get("cat") == "kernel"]
+    spans = find_phases(begun, windows)
+    messages = find_messages(events)
+    groups = _group(events, messages)
     shares = attribute_time([_edges(groups[name]) for name in groups], windows)
     scale = 1e-6 / len(steps)
     return Overview(
@@ -140,18 +154,19 @@ def build_overview(trace: RankTrace) -> Overview:
             _build_shares(step["name"], windows[number], list(groups), shares[number])
             for number, step in enumerate(steps)
         ),
-        phases_s=find_phases(events, windows),
-        message_s=union_time(*_edges([e for e in events if is_collective(e)]), windows) * scale,
+        phases_s={name: union_time(*_columns(spans[name]), windows) * scale for name in spans},
+        message_s=union_time(*_edges(messages), windows) * scale,
         host_s=union_time(*_edges([e for e in events if _is_host_work(e)]), windows) * scale,
-        operators=_operators(events, windows, scale),
-        kernels=_kernels(events, windows, scale),
-        gpu=_gpu_use(trace, events, windows, scale),
+        optimizer_passes=_count_passes(begun, spans.get("optimizer")),
+        operators=_operators(begun, len(steps)),
+        kernels=_kernels(kernels, len(steps)),
+        gpu=_gpu_use(trace, events, kernels, windows),
         peak_bytes=_peak_bytes(trace.events),
     )
 
 
-def _group(events: Sequence[Event]) -> dict[str, list[Event]]:
-    """The events of each class in the order of precedence; `frame` is counted as cpu."""
+def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Event]]:
+    """The events of each class in the order of precedence; `compute` is the operators of a trace without kernels."""
     groups: dict[str, list[Event]] = {
         name: [] for name in ("kernel", "compute", "communication", "copy", "data", "cpu")
     }
@@ -159,8 +174,8 @@ def _group(events: Sequence[Event]) -> dict[str, list[Event]]:
     for event in events:
         kind, name = event.get("cat"), event["name"]
         if is_collective(event):
-            groups["communication"].append(event)
-        elif kind == "kernel":
+            continue
+        if kind == "kernel":
             groups["kernel"].append(event)
         elif kind in ("gpu_memcpy", "gpu_memset"):
             groups["copy"].append(event)
@@ -170,6 +185,7 @@ def _group(events: Sequence[Event]) -> dict[str, list[Event]]:
             groups["cpu" if on_gpu or _FRAME.match(name) else "compute"].append(event)
         elif kind in ("cuda_runtime", "cuda_driver") and not _WAITING.match(name):
             groups["cpu"].append(event)
+    groups["communication"] = messages
     return groups
 
 
@@ -185,21 +201,28 @@ def _edges(events: Sequence[Event]) -> tuple[Floats, Floats]:
     return starts, starts + np.array([event["dur"] for event in events], dtype=np.float64)
 
 
+def _columns(spans: Floats) -> tuple[Floats, Floats]:
+    return spans[:, 0], spans[:, 1]
+
+
 def _is_host_work(event: Event) -> bool:
     kind = event.get("cat")
     return kind == "cpu_op" or (kind in ("cuda_runtime", "cuda_driver") and not _WAITING.match(event["name"]))
 
 
-def _inside(event: Event, windows: Floats) -> bool:
-    """Whether the event begins in a step; a trace has events between steps too."""
-    place = int(np.searchsorted(windows[:, 0], event["ts"], side="right")) - 1
-    return place >= 0 and bool(event["ts"] < windows[place, 1])
+def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:
+    """The events that begin in a step; a trace has events between steps too."""
+    begins = np.array([event["ts"] for event in events], dtype=np.float64)
+    place = np.searchsorted(windows[:, 0], begins, side="right") - 1
+    inside = (place >= 0) & (begins < windows[np.maximum(place, 0), 1])
+    return [event for event, is_inside in zip(events, inside.tolist(), strict=True) if is_inside]
 
 
-def _operators(events: Sequence[Event], windows: Floats, scale: float) -> tuple[OperatorRow, ...]:
+def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
+    """Of each operator: calls, self time and total time, in µs."""
     threads: dict[tuple[object, object], list[tuple[float, float, str]]] = {}
     for event in events:
-        if event.get("cat") == "cpu_op" and _inside(event, windows):
+        if event.get("cat") == "cpu_op":
             ranges = threads.setdefault((event.get("pid"), event.get("tid")), [])
             ranges.append((event["ts"], event["dur"], event["name"]))
     sums: dict[str, list[float]] = {}
@@ -209,21 +232,33 @@ def _operators(events: Sequence[Event], windows: Floats, scale: float) -> tuple[
             row[0] += 1
             row[1] += alone
             row[2] += total
-    rows = [OperatorRow(n, c / len(windows), own * scale, total * scale) for n, (c, own, total) in sums.items()]
+    return sums
+
+
+def _count_passes(events: Sequence[Event], spans: Floats | None) -> int:
+    if spans is None:
+        return 0
+    inside = _begun_inside(events, spans)
+    alone = {name: row[1] for name, row in _own_times(inside).items() if name.startswith("aten::")}
+    return sum(time_us > 0.05 * sum(alone.values()) for time_us in alone.values())
+
+
+def _operators(events: Sequence[Event], num_steps: int) -> tuple[OperatorRow, ...]:
+    sums, scale = _own_times(events), 1e-6 / num_steps
+    rows = [OperatorRow(n, c / num_steps, own * scale, total * scale) for n, (c, own, total) in sums.items()]
     return tuple(sorted(rows, key=lambda row: -row.self_s)[:_MAX_ROWS])
 
 
-def _kernels(events: Sequence[Event], windows: Floats, scale: float) -> tuple[KernelRow, ...]:
+def _kernels(kernels: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
     found: dict[str, list[Event]] = {}
-    for event in events:
-        if event.get("cat") == "kernel" and _inside(event, windows):
-            found.setdefault(event["name"], []).append(event)
+    for event in kernels:
+        found.setdefault(event["name"], []).append(event)
     rows = [
         KernelRow(
             name=name,
             kind="communication" if is_collective(same[0]) else "matmul" if is_matmul(name) else "other",
-            calls=len(same) / len(windows),
-            time_s=sum(event["dur"] for event in same) * scale,
+            calls=len(same) / num_steps,
+            time_s=sum(event["dur"] for event in same) * 1e-6 / num_steps,
             uses_tensor_cores=uses_tensor_cores(name),
             occupancy=_mean_occupancy(same),
         )
@@ -253,8 +288,8 @@ def _blocks_per_sm(event: Event, num_sms: int) -> float | None:
     return math.prod(grid) / num_sms if isinstance(grid, list) and num_sms else None
 
 
-def _gpu_use(trace: RankTrace, events: Sequence[Event], windows: Floats, scale: float) -> GpuUse | None:
-    kernels = [event for event in events if event.get("cat") == "kernel" and _inside(event, windows)]
+def _gpu_use(trace: RankTrace, events: Sequence[Event], kernels: Sequence[Event], windows: Floats) -> GpuUse | None:
+    scale = 1e-6 / len(windows)
     total_us = sum(event["dur"] for event in kernels)
     if not total_us:
         return None

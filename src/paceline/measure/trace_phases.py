@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.errors import RecordError
 from paceline.measure.trace_events import BACKWARD_OVER, BUCKET, WAITED, Event, RankTrace, find_steps
-from paceline.measure.trace_sweep import Floats, union_time
+from paceline.measure.trace_sweep import Floats
 from paceline.report.timeline import BucketSpan, PhaseSpan, StepLane
 
 __all__ = ["build_lanes", "find_phases", "phase_spans"]
@@ -40,16 +40,12 @@ def phase_spans(events: Sequence[Event], begin: float, end: float) -> list[tuple
     return sorted(spans, key=lambda span: span[1])
 
 
-def find_phases(events: Sequence[Event], windows: Floats) -> dict[str, float]:
-    """Seconds per step of each phase, on the host's clock; a phase that the trace does not show is left out."""
+def find_phases(events: Sequence[Event], windows: Floats) -> dict[str, Floats]:
+    """Begin and end of each span of each phase, in order; a phase that the trace does not show is left out."""
     telling = [e for e in events if e.get("cat") == "user_annotation" or e["name"].startswith(_BACKWARD)]
     spans = [span for begin, end in windows for span in phase_spans(telling, begin, end)]
-    seconds = {}
-    for phase in PHASES:
-        chosen = np.array([span[1:] for span in spans if span[0] == phase], dtype=np.float64).reshape(-1, 2)
-        if len(chosen):
-            seconds[phase] = union_time(chosen[:, 0], chosen[:, 1], windows) * 1e-6 / len(windows)
-    return seconds
+    chosen = {phase: [span[1:] for span in spans if span[0] == phase] for phase in PHASES}
+    return {phase: np.array(found, dtype=np.float64) for phase, found in chosen.items() if found}
 
 
 def build_lanes(traces: Sequence[RankTrace], step: int = -1) -> list[StepLane]:

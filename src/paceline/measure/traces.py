@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ __all__ = ["EXTRAS", "record_trace"]
 
 # What can be recorded besides times; each makes steps slower and traces larger.
 EXTRAS = ("memory", "shapes")
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 def record_trace(
@@ -69,8 +71,7 @@ def record_trace(
             synchronize(device)
         profiler.step()
 
-    with contextlib.ExitStack() as ending:
-        ending.enter_context(profiler)
+    with _quiet_profiler(), profiler:
         for number in range(warmup):
             take_step(number - warmup)
         with watch_buckets(model) as backwards:  # only now: the wrapper plans in its first step
@@ -79,6 +80,18 @@ def record_trace(
     trace = read_chrome(_export(profiler), rank)
     events = [*trace.events, *_bucket_events(trace, backwards)]
     return replace(trace, world_size=world_size, device=device.type, events=events)
+
+
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """torch 2.13 writes a line to stderr when a profile starts and stops, unless this says otherwise."""
+    asked = os.environ.get(_LOG_LEVEL)
+    os.environ.setdefault(_LOG_LEVEL, "6")
+    try:
+        yield
+    finally:
+        if asked is None:
+            del os.environ[_LOG_LEVEL]
 
 
 def _export(profiler: Any) -> dict[str, Any]:

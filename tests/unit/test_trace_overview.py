@@ -1,0 +1,183 @@
+"""Where the time of a step goes, in made-up traces whose answer is known."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from paceline.errors import RecordError
+from paceline.measure.trace_compare import compare_overviews, overview_from_json, overview_to_json
+from paceline.measure.trace_overview import CATEGORIES, build_overview
+from paceline.measure.trace_sweep import attribute_time, find_lanes, self_times, sum_clipped, union_time
+from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
+
+
+def shares_ms(overview):
+    return {name: round(overview.seconds(name) * 1e3, 6) for name in CATEGORIES if overview.seconds(name)}
+
+
+@pytest.fixture
+def on_gpu():
+    """10 ms: kernels 0-4, a message 3-6, a copy 5-7, a loader 7-8, an operator 0-9, and nothing from 9 on."""
+    made = MadeTrace(properties={"name": "NVIDIA H200", "numSms": 100}).step()
+    made.kernel(SGEMM, 0, 2, **{"blocks per SM": 0.5, "est. achieved occupancy %": 20})
+    made.kernel(TENSOR_GEMM, 2, 3, grid=[10, 5, 4], **{"est. achieved occupancy %": 80})
+    made.kernel("elementwise_kernel", 3, 4)
+    made.kernel(NCCL, 3, 6, tid=20).add("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 5, 7)
+    made.op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 7, 8)
+    made.op("aten::mm", 0, 9).add("cuda_runtime", "cudaLaunchKernel", 1, 1.01)
+    return made.add("cuda_runtime", "cudaDeviceSynchronize", 9, 10)
+
+
+def test_each_instant_of_a_step_counts_once(on_gpu):
+    overview = build_overview(on_gpu.build())
+    assert shares_ms(overview) == {"kernel": 4, "communication": 2, "copy": 1, "data": 1, "cpu": 1, "other": 1}
+    assert sum(overview.share(name) for name in CATEGORIES) == pytest.approx(1)
+    assert (overview.message_s, overview.host_s) == (pytest.approx(3e-3), pytest.approx(9e-3))
+
+
+def test_how_a_gpu_is_used(on_gpu):
+    gpu = build_overview(on_gpu.build()).gpu
+    assert gpu.busy == pytest.approx(0.6)
+    # Half of the SMs for 2 ms, then 200 blocks on 100 SMs for 1 ms; the other kernels do not tell.
+    assert gpu.sm_efficiency == pytest.approx((0.5 * 2 + 1) / 10)
+    assert gpu.occupancy == pytest.approx((0.2 * 2 + 0.8 * 1) / 3)
+    assert (gpu.kernel_s, gpu.num_kernels) == (pytest.approx(7e-3), 4)
+    assert (gpu.tensor_core_share, gpu.matmul_share) == (pytest.approx(1 / 7), pytest.approx(3 / 7))
+    assert (gpu.communication_share, gpu.missed_s) == (pytest.approx(3 / 7), pytest.approx(2e-3))
+    assert (gpu.name, gpu.launch_s) == ("NVIDIA H200", pytest.approx(1e-5))
+
+
+def test_kernels_without_arguments_are_enough():
+    gpu = build_overview(MadeTrace().step().kernel("k", 0, 5).build()).gpu
+    assert (gpu.busy, gpu.sm_efficiency, gpu.occupancy) == (pytest.approx(0.5), None, None)
+
+
+def test_kernels_have_a_row_for_each_name(on_gpu):
+    rows = build_overview(on_gpu.kernel(SGEMM, 8, 9).build()).kernels
+    assert [(row.name, row.kind, row.calls, row.uses_tensor_cores) for row in rows] == [
+        (SGEMM, "matmul", 2, False), (NCCL, "communication", 1, False), (TENSOR_GEMM, "matmul", 1, True),
+        ("elementwise_kernel", "other", 1, False),
+    ]  # fmt: skip
+    assert (rows[0].time_s, rows[0].mean_s) == (pytest.approx(3e-3), pytest.approx(1.5e-3))
+
+
+@pytest.mark.parametrize("kind", ["bucket", "user_annotation"])
+def test_on_a_cpu_messages_behind_operators_are_free(kind):
+    made = MadeTrace().step().op("aten::mm", 0, 4)
+    # A frame of autograd that only waits does not hide a message, nor does the operator that starts one.
+    made.op("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 4, 7).op("c10d::allreduce_", 4, 5)
+    made.add(kind, "gloo:all_reduce", 2, 6, tid=2)
+    overview = build_overview(made.build())
+    assert shares_ms(overview) == {"cpu": 5, "communication": 2, "other": 3}
+    assert (overview.message_s, overview.gpu) == (pytest.approx(4e-3), None)
+
+
+def test_several_steps_are_means_and_what_is_between_them_does_not_count():
+    made = MadeTrace().step(0, 10, 0).step(20, 40, 1)
+    made.op("aten::mm", 0, 5).op("aten::mm", 12, 18).op("aten::mm", 25, 30)
+    overview = build_overview(made.build())
+    assert [(step.name, round(step.wall_s, 9)) for step in overview.steps] == [("step 0", 0.01), ("step 1", 0.02)]
+    assert (overview.step_s, overview.seconds("cpu")) == (pytest.approx(15e-3), pytest.approx(5e-3))
+    (row,) = overview.operators
+    assert (row.calls, row.self_s) == (1, pytest.approx(5e-3))
+
+
+def test_an_event_that_crosses_the_end_of_a_step_counts_until_there():
+    overview = build_overview(MadeTrace().step(2, 10).op("aten::mm", 0, 4).op("aten::mm", 9, 14).build())
+    assert shares_ms(overview) == {"cpu": 3, "other": 5}
+
+
+def test_self_time_is_without_the_operators_inside():
+    made = MadeTrace().step().op("aten::linear", 0, 6).op("aten::addmm", 1, 5).op("aten::copy_", 2, 3)
+    made.op("aten::linear", 6, 7).op("aten::addmm", 6, 7, tid=2)
+    rows = {r.name: (r.calls, round(r.self_s, 9), round(r.total_s, 9)) for r in build_overview(made.build()).operators}
+    assert rows == {
+        "aten::addmm": (2, 4e-3, 5e-3), "aten::linear": (2, 3e-3, 7e-3), "aten::copy_": (1, 1e-3, 1e-3),
+    }  # fmt: skip
+
+
+def test_phases_are_those_annotated_else_those_that_autograd_shows():
+    made = MadeTrace().step()
+    made.op("autograd::engine::evaluate_function: A", 3, 4).op("autograd::engine::evaluate_function: B", 6, 7)
+    made.phase("Optimizer.step#SGD.step", 8, 9)
+    for _ in range(2):
+        phases = build_overview(made.build()).phases_s
+        assert {name: round(s * 1e3, 6) for name, s in phases.items()} == {"forward": 3, "backward": 4, "optimizer": 1}
+        made = MadeTrace().step().phase("forward", 0, 1).phase("backward", 1, 3).phase("forward", 3, 5)
+        made.phase("backward", 5, 7).phase("optimizer", 7, 8).op("autograd::engine::evaluate_function: A", 1, 7)
+
+
+def test_a_trace_without_steps_is_refused():
+    with pytest.raises(RecordError, match="rank 0 has no step"):
+        build_overview(MadeTrace().op("aten::mm", 0, 1).build())
+
+
+def test_peak_memory_is_that_of_the_gpu_if_there_is_one():
+    made = MadeTrace().step()
+    for kind, total in ((0, 500), (1, 70), (1, 90), (1, 10)):
+        made.events.append(
+            {"ph": "i", "name": "[memory]", "ts": 1.0, "args": {"Device Type": kind, "Total Allocated": total}}
+        )
+    assert build_overview(made.build()).peak_bytes == 90
+    assert build_overview(MadeTrace().step().build()).peak_bytes is None
+
+
+def test_an_overview_survives_json(on_gpu):
+    overview = build_overview(on_gpu.phase("optimizer", 8, 9).build())
+    assert overview_from_json(json.loads(json.dumps(overview_to_json(overview)))) == overview
+    alone = build_overview(MadeTrace().step().build())
+    assert overview_from_json(json.loads(json.dumps(overview_to_json(alone)))) == alone
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"format": "x"}, {"steps": [{"name": "a"}]}, {"more": 1}])
+def test_another_document_is_no_overview(on_gpu, change):
+    document = {**overview_to_json(build_overview(on_gpu.build())), **change}
+    with pytest.raises(RecordError):
+        overview_from_json(document)
+
+
+def test_two_runs_stand_beside_each_other(on_gpu):
+    first, second = build_overview(MadeTrace().step(0, 20).op("a", 0, 5).build()), build_overview(on_gpu.build())
+    rows = {row.name: row for row in compare_overviews(first, second)}
+    assert (rows["step"].first, rows["step"].second, rows["step"].ratio) == pytest.approx((0.02, 0.01, 0.5))
+    assert (rows["GPU busy"].first, rows["GPU busy"].second, rows["GPU busy"].ratio) == (None, pytest.approx(0.6), None)
+    assert rows["cpu"].ratio == pytest.approx(1 / 5)
+    assert "peak memory" not in rows
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_attribution_agrees_with_a_count_of_instants(seed):
+    """Against whole ms counted one by one; columns of a row always sum to the window."""
+    draw = random.Random(seed)
+    windows = [(5, 30), (30, 42), (50, 70)]
+    classes = [[(a, a + draw.randint(0, 9)) for a in draw.choices(range(75), k=12)] for _ in range(4)]
+    arrays = [tuple(np.array(edge, dtype=float) for edge in zip(*c, strict=True)) for c in classes]
+    found = attribute_time(arrays, np.array(windows, dtype=float))
+    for row, (begin, end) in zip(found, windows, strict=True):
+        wanted = [0] * 5
+        for moment in range(begin, end):
+            owners = [k for k, c in enumerate(classes) if any(a <= moment < b for a, b in c)]
+            wanted[min(owners, default=4)] += 1
+        assert row.tolist() == wanted
+    assert union_time(*arrays[0], np.array(windows, dtype=float)) == found[:, 0].sum()
+
+
+def test_no_interval_at_all_leaves_all_to_nobody():
+    none = (np.empty(0), np.empty(0))
+    assert attribute_time([none, none], np.array([[0.0, 3.0]])).tolist() == [[0, 0, 3]]
+
+
+def test_weights_that_run_together_are_at_most_1():
+    starts, ends, weights = np.array([0.0, 1.0, 5.0]), np.array([2.0, 4.0, 9.0]), np.array([0.75, 0.5, 0.25])
+    assert sum_clipped(starts, ends, weights, np.array([[0.0, 8.0]])) == pytest.approx(0.75 + 1 + 1 + 0.75)
+
+
+def test_children_that_begin_with_their_parent_are_inside_it():
+    times = {what: (total, alone) for what, total, alone in self_times([(0, 2, "b"), (0, 5, "a"), (5, 1, "c")])}
+    assert times == {"a": (5, 3), "b": (2, 2), "c": (1, 1)}
+
+
+def test_lanes_hold_no_two_at_a_time():
+    assert find_lanes([(0, 3), (1, 2), (2, 4), (3, 5)]) == [0, 1, 1, 0]
