@@ -62,7 +62,7 @@ def _find_marks(profile: LayerProfileRecord) -> list[tuple[float, float, str]]:
 
 
 def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tuple[float, float, str]]:
-    """One label for marks that lie close together, at the last of them."""
+    """One label for marks that lie close together: the last of them, and how many more there are."""
     if not marks:
         return []
     height = marks[-1][1]
@@ -76,9 +76,7 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
         else:
             groups.append([mark])
     return [
-        (
-            *group[-1][:2],
-            ", ".join(name for _, _, name in group) if len(group) < 3 else f"{group[0][2]} to {group[-1][2]}",
-        )
+        (x, y, name + (f" +{len(group) - 1}" if len(group) > 1 else ""))
         for group in groups
+        for x, y, name in group[-1:]
     ]
