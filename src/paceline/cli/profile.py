@@ -113,8 +113,8 @@ def layers(
         parameter_rows = [layer_tables.parameter_row(line) for line in parameters]
         run.write_table("blocks", layer_tables.block_table, blocks, block_rows)
         run.write_table("parameters", layer_tables.parameter_table, parameters, parameter_rows)
-        run.folder.write("layer-sizes.csv", export_layer_sizes(record.layer_sizes()))
-        run.folder.write("layer-times.csv", export_layer_times(record.layer_times()))
+        run.folder.write("layer-sizes.csv", export_layer_sizes(record.layer_sizes))
+        run.folder.write("layer-times.csv", export_layer_times(record.layer_times))
         run.write_figure("ready", plot_ready(record, run.machine))
         if json:
             run.print_json({"blocks": block_rows, "parameters": parameter_rows, "notes": notes})
