@@ -52,8 +52,8 @@ def resnet_like():
 
 
 def shared():
-    once = nn.Linear(4, 4)
-    return nn.Sequential(once, nn.ReLU(), once, nn.Linear(4, 2))
+    once = layer()
+    return nn.Sequential(nn.Sequential(once, layer()), nn.Sequential(layer(), once), nn.Linear(4, 2))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def shared():
         (nn.Linear(2, 2), [""]),
         (Around(nn.Linear(2, 2)), ["module"]),
         (resnet_like(), ["0.0", "0.1.0", "0.1.1", "1"]),
-        (shared(), ["0", "3"]),
+        (shared(), ["0.0", "0.1", "1.0", "2"]),
         (nn.Sequential(Encoder(2), nn.Linear(4, 4)), ["0.layers.0", "0.layers.1", "1"]),
         (nn.ReLU(), [""]),
     ],

@@ -67,7 +67,7 @@ class _GPT2Size:
 # The five published sizes and two small ones; `gpt2-tiny` reads bytes and three marks. On other data the vocabulary and
 # the number of positions are the data's.
 GPT2_SIZES = {
-    "gpt2-tiny": _GPT2Size(4, 192, 6, vocabulary=259, context=128),
+    "gpt2-tiny": _GPT2Size(4, 128, 4, vocabulary=259, context=128),
     "gpt2-mini": _GPT2Size(4, 256, 4, vocabulary=4096, context=64),
     "gpt2": _GPT2Size(12, 768, 12),
     "gpt2-medium": _GPT2Size(24, 1024, 16),
