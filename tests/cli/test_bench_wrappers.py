@@ -48,7 +48,18 @@ def test_json_is_one_document_and_the_run_folder_holds_everything(command, tmp_p
 
 def test_a_person_gets_a_table_with_all_wrappers_at_world_size_1(command, tmp_path):
     answer = command(
-        "bench", "wrappers", "--model", "cnn", "--ranks", "1", "--batch-size", "2", "--iters", "5", "--out", str(tmp_path)
+        "bench",
+        "wrappers",
+        "--model",
+        "cnn",
+        "--ranks",
+        "1",
+        "--batch-size",
+        "2",
+        "--iters",
+        "5",
+        "--out",
+        str(tmp_path),
     )
     assert answer.code == 0, answer.err
     for words in (*WRAPPERS, "step (ms)", "/ torch", "/ tuned", "/ bare", "than torch", "fastest of"):

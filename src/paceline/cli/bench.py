@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import (
+    COMPARE_HELP,
     Backend,
     Device,
     Dtype,
@@ -86,7 +87,7 @@ def allreduce(
     warmup: Warmup = None,
     compare: Annotated[
         Path | None,
-        typer.Option("--compare", help="A table (run, CSV, Markdown) to put beside the measured one."),
+        typer.Option("--compare", help=COMPARE_HELP),
     ] = None,
     out: Out = Path("runs"),
     json: Json = False,

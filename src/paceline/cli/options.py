@@ -10,6 +10,7 @@ import typer
 from paceline.units import parse_counts
 
 __all__ = [
+    "COMPARE_HELP",
     "MODEL_HELP",
     "WRAPPER_HELP",
     "Backend",
@@ -33,13 +34,19 @@ Backend = Annotated[
 ]
 Ranks = Annotated[
     str | None,
-    typer.Option("--ranks", help="Number of ranks; a benchmark takes several: 2,4,6. Default: the launched world's, else 2 (train: 1)."),
+    typer.Option(
+        "--ranks",
+        help="Number of ranks; a benchmark takes several: 2,4,6. Default: the launched world's, else 2 (train: 1).",
+    ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, int64, ...")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda")]
 BatchSize = Annotated[
     str | None,
-    typer.Option("--batch-size", help="Samples per rank in a micro-batch; a profile takes several: 32,128. Default: 32, or the model's."),
+    typer.Option(
+        "--batch-size",
+        help="Samples per rank in a micro-batch; a profile takes several: 32,128. Default: 32, or the model's.",
+    ),
 ]
 Threads = Annotated[int | None, typer.Option("--threads", help="Torch's threads per rank, on the CPU.")]
 Iters = Annotated[
@@ -51,6 +58,7 @@ Warmup = Annotated[
 Out = Annotated[Path, typer.Option("--out", help="Folder in which the run gets its own folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit 1 when a result is too noisy to be believed.")]
+COMPARE_HELP = "Put runs side by side: bench one (or a table: CSV, Markdown) beside its own, profile two of a kind."
 # One meaning in all verbs: a benchmark takes a list, training one of them.
 MODEL_HELP = "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME or FILE.py:FUNCTION; a benchmark takes several names: mlp,cnn"
 WRAPPER_HELP = "paceline, torch, none or dp; a benchmark takes several, in turns: bare,torch,torch-tuned,paceline"

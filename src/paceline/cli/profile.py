@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.jobs import build_settings, check_job, read_world, takes_job
-from paceline.cli.options import Iters, Json, Out, Warmup
+from paceline.cli.options import COMPARE_HELP, Iters, Json, Out, Warmup
 from paceline.errors import ConfigError
 from paceline.units import parse_counts
 
@@ -25,7 +25,7 @@ def _profile(
     context: typer.Context,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option("--compare", help="Two profiles side by side: the folders of runs of `trace`, or of `phases`."),
+        typer.Option("--compare", help=COMPARE_HELP),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -63,9 +63,7 @@ def phases(
 
                 return measure_phases
 
-            records += run_on_ranks(
-                settings, load, (settings, sizes, iters, warmup), functools.partial(show, number)
-            )
+            records += run_on_ranks(settings, load, (settings, sizes, iters, warmup), functools.partial(show, number))
         if run is None:
             return
         from paceline.report.phase_tables import describe_phases, phase_row, phase_table

@@ -48,7 +48,7 @@ def report_networks(
     out: Path,
     json: bool,
 ) -> None:
-    networks = [*_read_networks(network), *_read_curves(curves, ranks)]
+    networks: list[Network | MeasuredNetwork] = [*_read_networks(network), *_read_curves(curves, ranks)]
     with open_run("profile comm-table", settings, out) as run, show_share("profile comm-table") as show:
 
         def load() -> Callable[..., Any]:

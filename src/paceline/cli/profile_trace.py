@@ -21,9 +21,7 @@ OVERVIEW = "overview.json"
 _MOST_ROWS = 12
 
 
-def report_trace(
-    run: ProfileRun, settings: TrainSettings, traced: Sequence[TracedJob], plot: bool, json: bool
-) -> None:
+def report_trace(run: ProfileRun, settings: TrainSettings, traced: Sequence[TracedJob], plot: bool, json: bool) -> None:
     """Write everything into the run's folder, and print what a person wants to know first: what to do."""
     from paceline.measure.advice import StepFacts, advise
     from paceline.measure.trace_compare import overview_to_json

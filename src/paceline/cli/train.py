@@ -1,4 +1,7 @@
-"""`paceline train`: what was typed becomes settings, and a finished run becomes a table. Running it is in `training`."""
+"""`paceline train`: what was typed becomes settings, and a finished run becomes a table.
+
+How its ranks are run is in `training`.
+"""
 
 from __future__ import annotations
 

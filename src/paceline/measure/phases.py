@@ -87,7 +87,8 @@ class _TimedMessages:
             self.spans.append((begin_s, time.perf_counter()))
             return done.value()[0]
 
-        return future.then(note)
+        timed: torch.futures.Future[torch.Tensor] = future.then(note)
+        return timed
 
     def take_busy_s(self) -> float:
         """How long at least one message was under way since this was asked last."""
@@ -219,9 +220,7 @@ def cycle_windows(job: Job) -> Generator[Window, None, None]:
     world, epoch = job.world, 0
     while True:
         order = job.order(epoch)
-        windows = load_windows(
-            job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device
-        )
+        windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
         for window in windows:
             if window.num_samples == job.batches.global_batch_size or order.num_windows == 1:
                 yield window

@@ -73,7 +73,10 @@ def _build(settings: TrainSettings, world: World) -> Job:
 
 
 def trace_job(settings: TrainSettings, warmup: int, active: int, extras: tuple[str, ...]) -> list[TracedJob]:
-    """Record steps of the job on every rank; rank 0 gets them all, the others nothing. Collective: every rank of the launched world must call this."""
+    """Record steps of the job on every rank; rank 0 gets them all, the others nothing.
+
+    Collective: every rank of the launched world must call this.
+    """
     with _open(settings) as world:
         job = _build(settings, world)
         learner, windows, phases = job.learner, cycle_windows(job), _TracedPhases()

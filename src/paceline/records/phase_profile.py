@@ -74,7 +74,7 @@ class PhaseRecord(Record):
         if self.world_size == 1:
             return 0.0
         pairs = zip(self.plain.reduced_s, self.silent.reduced_s, strict=True)
-        return statistics.median(here - there for here, there in pairs)
+        return float(statistics.median(here - there for here, there in pairs))
 
     @property
     def compute_s(self) -> float:
@@ -115,7 +115,7 @@ class PhaseRecord(Record):
         parts: Sequence[Samples] = [getattr(self, name) for name in PHASES]
         rows = zip(self.timing.seconds, *(part.seconds for part in parts), strict=True)
         gaps = [max(0.0, max(step) - max(sum(rank) for rank in zip(*rest, strict=True))) for step, *rest in rows]
-        return statistics.median(gaps)
+        return float(statistics.median(gaps))
 
     @property
     def cost(self) -> Ratio:

@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "new_figure", "plot_bandwidth", "plot_chunks", "plot_time", "plot_wrappers", "render_png", "render_svg"]
+__all__ = [
+    "COLORS",
+    "new_figure",
+    "plot_bandwidth",
+    "plot_chunks",
+    "plot_time",
+    "plot_wrappers",
+    "render_png",
+    "render_svg",
+]
 
 # Distinguishable with any kind of colour vision, and in print (Okabe and Ito).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -83,5 +83,5 @@ def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> 
         beside.spines[["top"]].set_visible(False)
         more = beside.get_legend_handles_labels()
         handles, labels = handles + more[0], labels + more[1]
-    axes.legend(handles, labels, fontsize=8.5, frameon=False, loc="center right")
+    axes.legend(handles, labels, fontsize=8.5, frameon=False, loc="best")
     return figure

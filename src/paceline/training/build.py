@@ -78,8 +78,9 @@ def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
     """The training set and the test set, as the model likes them."""
     request = build_data_request(settings)
     form = default_form(settings.model, build_model_options(settings))
-    train = load_data(request, "train", form, world.device)
-    return train, load_data(request, "test", form, world.device)
+    folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
+    train = load_data(request, "train", form, world.device, folder)
+    return train, load_data(request, "test", form, world.device, folder)
 
 
 def build_learner(settings: TrainSettings, world: World, data: DataSet, plan: Plan | None = None) -> Learner:
@@ -140,4 +141,3 @@ def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.d
         return torch.optim.AdamW(groups, lr=settings.lr, fused=fused)
     nesterov = settings.momentum > 0
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=nesterov, fused=fused)
-

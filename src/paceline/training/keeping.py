@@ -185,12 +185,12 @@ class Keeper:
 
 def _get_random(device: torch.device) -> dict[str, Any]:
     """The state of every source of random numbers of this rank, as tensors and plain values."""
-    name, keys, place, has_gauss, gauss = numpy.random.get_state()
+    name, keys, place, has_gauss, gauss = numpy.random.get_state(legacy=True)
     version, internal, spare = random.getstate()
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": [name, torch.from_numpy(keys.astype("int64")), int(place), int(has_gauss), float(gauss)],
+        "numpy": [name, torch.from_numpy(numpy.asarray(keys, dtype="int64")), int(place), int(has_gauss), float(gauss)],
         "python": [version, torch.tensor(internal, dtype=torch.int64), spare],
     }
 

@@ -31,7 +31,7 @@ class PhaseTimes:
 
 
 class Phases(Protocol):
-    """Is told which phase of a step begins: `forward`, `backward` (with what it waits for), `optimizer`; and the end."""
+    """Is told which phase of a step begins: `forward`, `backward` (with its waits), `optimizer`; and of the end."""
 
     def enter(self, phase: str) -> None: ...
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,7 +60,10 @@ class TrainResult:
 
 def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainResult:
     """Train as asked; rank 0 writes into the run's folder. Collective: every rank of the launched world calls this."""
-    with catch_stop() as wish, init(settings.backend, settings.device, threads=settings.threads, announce=None) as world:
+    with (
+        catch_stop() as wish,
+        init(settings.backend, settings.device, threads=settings.threads, announce=None) as world,
+    ):
         settings = dataclasses.replace(settings, ranks=world.world_size)
         settings.check()
         keeper = Keeper(folder, settings, world)
@@ -80,8 +83,8 @@ def _describe(job: Job, start: Position) -> str:
     again = f"; goes on at step {start.step}" if start.step else ""
     return (
         f"{job.settings.model} with {_count(job.learner.module):,} parameters on {job.train.describe()}; "
-        f"{world.world_size} rank{'s' if world.world_size > 1 else ''} on {world.backend} ({world.device.type}), global "
-        f"batch {batches.global_batch_size} = {made_of}, {job.steps_per_epoch} steps per epoch{again}"
+        f"{world.world_size} rank{'s' if world.world_size > 1 else ''} on {world.backend} ({world.device.type}), "
+        f"global batch {batches.global_batch_size} = {made_of}, {job.steps_per_epoch} steps per epoch{again}"
     )
 
 
@@ -109,8 +112,10 @@ class _Run:
             for window, waited_s in _time_waits(windows):
                 self._step(window, waited_s, epoch, position.step)
                 is_end = window.number == order.num_windows - 1
-                position = Position(epoch + 1, 0, position.step + 1) if is_end else Position(
-                    epoch, window.number + 1, position.step + 1
+                position = (
+                    Position(epoch + 1, 0, position.step + 1)
+                    if is_end
+                    else Position(epoch, window.number + 1, position.step + 1)
                 )
                 if is_end or self._journal.is_due or self._keeper.is_due_by_steps(position.step):
                     heard = self._meet(position, is_end)
@@ -137,14 +142,16 @@ class _Run:
                 data_wait_s=waited_s,
                 exposed_s=read_exposed(job.learner.model),
                 phases=phases,
-                values=torch.stack([outcome.loss_sum.double(), (outcome.loss_sum if correct is None else correct).double()]),
+                values=torch.stack(
+                    [outcome.loss_sum.double(), (outcome.loss_sum if correct is None else correct).double()]
+                ),
                 has_accuracy=correct is not None,
                 bad_parameter=outcome.bad_parameter,
             )
         )
 
     def _meet(self, position: Position, is_epoch_end: bool) -> Heard:
-        """Ranks tell each other of their steps; then what is due: evaluation, a row of metrics, a checkpoint, the end."""
+        """Ranks tell each other of their steps; then what is due: evaluation, rows of metrics, a checkpoint."""
         job, keeper = self._job, self._keeper
         heard = self._journal.meet(keeper.is_due_by_time)
         if heard.bad is not None:
@@ -158,8 +165,12 @@ class _Run:
         keeper.write_rows(rows)
         self._report(position, rows)
         is_over = position.step == job.schedule.num_steps
-        if heard.signal or heard.wants_save or is_over or keeper.is_due_by_steps(position.step) or (
-            is_epoch_end and keeper.every_epoch
+        if (
+            heard.signal
+            or heard.wants_save
+            or is_over
+            or keeper.is_due_by_steps(position.step)
+            or (is_epoch_end and keeper.every_epoch)
         ):
             keeper.save(job, position)
         return heard
@@ -209,7 +220,6 @@ def _blame(bad: tuple[int, int, str], job: Job, keeper: Keeper) -> TrainingError
     step, rank, parameter = bad
     parameter = parameter or find_bad_parameter(job.learner.module) or "none: the loss alone"
     return TrainingError(
-        f"step {step}: the loss of rank {rank} is not a finite number; the first that is not in the model: {parameter}; "
+        f"step {step}: the loss of rank {rank} is not a finite number, and the first in the model is {parameter}; "
         f"{keeper.describe_last()}; try a lower --lr, --clip, or look at the data"
     )
-

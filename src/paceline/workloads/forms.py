@@ -26,7 +26,7 @@ class DataForm:
 
     `images`: inputs (batch, channels, height, width), a class each. `numbers`: inputs (batch, features), one number to
     be predicted. `tokens`: inputs (batch, context) of ids, the next id for each. `pairs`: the same inputs with a mask,
-    padded behind to the longest of the batch, and a class for each pair. `num_classes` is 0 where numbers are predicted.
+    padded behind to the longest of the batch, and a class for each pair. `num_classes` is 0 for numbers.
     """
 
     kind: str

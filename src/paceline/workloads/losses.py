@@ -44,9 +44,10 @@ def compute_outcome(model: Callable[..., Any], batch: Batch, form: DataForm) -> 
         return Outcome((errors * errors).sum(), None)
     classes = predicted.shape[-1] if predicted.dim() else 0
     if classes == 0 or predicted.numel() != batch.targets.numel() * classes or classes < form.num_classes:
+        needed = (*batch.targets.shape, form.num_classes)
         raise ConfigError(
             f"the model returned the shape {tuple(predicted.shape)} for targets of shape {tuple(batch.targets.shape)} "
-            f"and {form.num_classes} classes: ({', '.join(map(str, (*batch.targets.shape, form.num_classes)))}) is needed"
+            f"and {form.num_classes} classes: {needed} is needed"
         )
     logits, targets = predicted.reshape(-1, classes), batch.targets.reshape(-1)
     loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORED)
