@@ -163,6 +163,7 @@ def test_cifar_batches_in_a_folder(tmp_path, keys, protocol):
     check_cifar(tmp_path / "cifar-10-batches-py", content)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_batch_as_python_2_wrote_it():
     """The names that numpy 1 wrote, and bytes as Python 2's strings."""
     from pathlib import Path

@@ -16,7 +16,7 @@ from paceline.workloads.data.tokenizers import ByteTokenizer
 from paceline.workloads.forms import DataForm
 
 HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
-PAIRS = [('He said " no " .', '" No , " said he .', 1), ("It rained .", "It ’ s dry .", 0), ('"', "Yes .", 1)]
+PAIRS = [('He said " no " .', '" No , " said he .', 1), ("It rained .", "It ’ s dry .", 0), ('"', 'Yes "" .', 1)]
 TOKENIZER = ByteTokenizer()
 
 

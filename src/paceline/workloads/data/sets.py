@@ -85,17 +85,20 @@ class Augmentation:
     pad: int
     flip: bool
     seed: int
-    _tables: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _tables: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def draw(self, num_samples: int, epoch: int) -> torch.Tensor:
         """The shift down, the shift right and the flip of every sample of an epoch, on the host."""
-        if epoch not in self._tables:
+        # A thread that fetches ahead may be in the next epoch already: the table is handed on, not looked up again.
+        table = self._tables.get((num_samples, epoch))
+        if table is None:
             generator = torch.Generator().manual_seed(derive_seed("augment", self.seed, epoch))
             shifts = torch.randint(-self.pad, self.pad + 1, (num_samples, 2), generator=generator, dtype=torch.int16)
             flips = torch.randint(2, (num_samples, 1), generator=generator, dtype=torch.int16)
+            table = torch.cat([shifts, flips * self.flip], dim=1)
             self._tables.clear()
-            self._tables[epoch] = torch.cat([shifts, flips * self.flip], dim=1)
-        return self._tables[epoch]
+            self._tables[num_samples, epoch] = table
+        return table
 
     def apply(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """The images, each moved by its row of `draws`."""
