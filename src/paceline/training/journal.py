@@ -31,7 +31,7 @@ class StepNote:
     num_samples: int
     num_targets: int
     rate: float
-    step_s: float
+    lap: PhaseTimes
     data_wait_s: float
     exposed_s: float | None
     phases: PhaseTimes
@@ -107,7 +107,7 @@ class Journal:
             loss_sum, num_correct = note.values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
                 bad = note.step, note.bad_parameter
-            rows.append((loss_sum, num_correct, note.step_s, note.data_wait_s))
+            rows.append((loss_sum, num_correct, note.lap.read()["step"], note.data_wait_s))
         return _Told(
             tuple(rows),
             tuple(note.exposed_s for note in notes),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["NoPhases", "PhaseClock", "PhaseTimes", "Phases"]
+__all__ = ["NoPhases", "PhaseClock", "PhaseTimes", "Phases", "StepClock"]
 
 
 class PhaseTimes:
@@ -67,3 +67,21 @@ class PhaseClock:
         self.enter("end")
         moments, self._moments = self._moments, []
         return PhaseTimes(moments)
+
+
+class StepClock:
+    """The time from step to step. On a GPU the device's own: the host may be steps ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = PhaseClock(device)
+
+    def start(self) -> None:
+        """The next step begins now, and not where the last one ended."""
+        self._clock.end()
+        self._clock.enter("step")
+
+    def lap(self) -> PhaseTimes:
+        """The step that ends now, as `step`; the next one begins."""
+        times = self._clock.end()
+        self._clock.enter("step")
+        return times

@@ -116,8 +116,12 @@ def update(learner: Learner, rate: float) -> None:
 
 def find_bad_parameter(module: nn.Module) -> str:
     """The first parameter, in the order of the model, that is not finite; else the first whose gradient is not."""
-    for name, param in module.named_parameters():
-        if not bool(torch.isfinite(param).all()):
+    named = list(module.named_parameters())
+    # One pass over all, and one answer to wait for on a GPU.
+    norms = torch._foreach_norm([param.detach() for _, param in named], ord=float("inf"))
+    finite = torch.isfinite(torch.stack([norm.float() for norm in norms])).tolist()
+    for (name, _), is_finite in zip(named, finite, strict=True):
+        if not is_finite:
             return name
     for name, param in module.named_parameters():
         if param.grad is not None and not bool(torch.isfinite(param.grad).all()):

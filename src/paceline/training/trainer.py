@@ -24,14 +24,17 @@ from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.journal import Heard, Journal, StepNote
 from paceline.training.keeping import Keeper, Position
 from paceline.training.loader import Window, load_windows
-from paceline.training.phases import NoPhases, PhaseClock, Phases
+from paceline.training.phases import NoPhases, PhaseClock, Phases, StepClock
+from paceline.training.requests import build_model_options
 from paceline.training.settings import TrainSettings
 from paceline.training.step import find_bad_parameter, take_step
 from paceline.training.stopping import StopWish, catch_stop
+from paceline.workloads.choose import describe_model
 
 __all__ = ["TrainProgress", "TrainResult", "train"]
 
 T = TypeVar("T")
+_ADVICE = "%s; try a lower --lr, --clip, or look at the data"
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,13 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainRe
         job = build_job(settings, world, found.plan if found is not None else None)
         start = keeper.restore(job, found) if found is not None else Position(0, 0, 0)
         if world.rank == 0:
-            post(TrainProgress(start.step, job.schedule.num_steps, start.epoch, word=_describe(job, start)))
+            refused = found.loaded.refused if found is not None else []
+            for word in (
+                *refused,
+                describe_model(settings.model, build_model_options(settings)),
+                _describe(job, start),
+            ):
+                post(TrainProgress(start.step, job.schedule.num_steps, start.epoch, word=word))
         return _Run(job, keeper, wish).go(start)
 
 
@@ -98,12 +107,14 @@ class _Run:
     def __init__(self, job: Job, keeper: Keeper, wish: StopWish) -> None:
         self._job, self._keeper = job, keeper
         self._journal = Journal(job.world, wish)
+        self._clock = StepClock(job.world.device)
         self._phases: Phases = PhaseClock(job.world.device) if job.settings.profile else NoPhases()
 
     def go(self, start: Position) -> TrainResult:
         job, position = self._job, start
         job.learner.model.train()
         for epoch in range(start.epoch, job.settings.epochs):
+            self._clock.start()
             order = job.order(epoch)
             first = position.window if position.epoch == epoch else 0
             windows = load_windows(
@@ -121,13 +132,13 @@ class _Run:
                     heard = self._meet(position, is_end)
                     if heard.signal:
                         return self._end(position, heard.signal)
+                    self._clock.start()  # what was done between two steps is in none of them
         return self._end(position, 0)
 
     def _step(self, window: Window, waited_s: float, epoch: int, step: int) -> None:
         """Take a step and note what it was like; nothing here waits for the GPU or another rank."""
         job, rate = self._job, self._job.schedule.rate(step)
         num_targets = window.num_samples * job.learner.form.targets_per_sample
-        begin_s = time.perf_counter()
         outcome = take_step(job.learner, window.batches, num_targets, rate, self._phases)
         phases = self._phases.end()
         correct = outcome.num_correct
@@ -138,7 +149,7 @@ class _Run:
                 num_samples=window.num_samples,
                 num_targets=num_targets,
                 rate=rate,
-                step_s=waited_s + time.perf_counter() - begin_s,
+                lap=self._clock.lap(),
                 data_wait_s=waited_s,
                 exposed_s=read_exposed(job.learner.model),
                 phases=phases,
@@ -172,6 +183,10 @@ class _Run:
             or keeper.is_due_by_steps(position.step)
             or (is_epoch_end and keeper.every_epoch)
         ):
+            if bad := find_bad_parameter(job.learner.module):
+                raise TrainingError(
+                    f"step {position.step}: {bad} is not finite, so it is not saved; {_ADVICE % keeper.describe_last()}"
+                )
             keeper.save(job, position)
         return heard
 
@@ -221,5 +236,5 @@ def _blame(bad: tuple[int, int, str], job: Job, keeper: Keeper) -> TrainingError
     parameter = parameter or find_bad_parameter(job.learner.module) or "none: the loss alone"
     return TrainingError(
         f"step {step}: the loss of rank {rank} is not a finite number, and the first in the model is {parameter}; "
-        f"{keeper.describe_last()}; try a lower --lr, --clip, or look at the data"
+        f"{_ADVICE % keeper.describe_last()}"
     )
