@@ -49,6 +49,12 @@ def test_how_a_gpu_is_used(on_gpu):
     assert (gpu.name, gpu.launch_s) == ("NVIDIA H200", pytest.approx(1e-5))
 
 
+def test_a_host_that_waits_for_a_number_does_not_work():
+    made = MadeTrace().step().kernel("k", 0, 8).op("aten::mm", 0, 1).op("aten::item", 1, 8)
+    overview = build_overview(made.add("cuda_runtime", "cudaStreamSynchronize", 2, 8).build())
+    assert overview.host_s == pytest.approx(2e-3)
+
+
 def test_kernels_without_arguments_are_enough():
     gpu = build_overview(MadeTrace().step().kernel("k", 0, 5).build()).gpu
     assert (gpu.busy, gpu.sm_efficiency, gpu.occupancy) == (pytest.approx(0.5), None, None)

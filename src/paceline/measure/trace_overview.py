@@ -156,7 +156,7 @@ def build_overview(trace: RankTrace) -> Overview:
         ),
         phases_s={name: union_time(*_columns(spans[name]), windows) * scale for name in spans},
         message_s=union_time(*_edges(messages), windows) * scale,
-        host_s=union_time(*_edges([e for e in events if _is_host_work(e)]), windows) * scale,
+        host_s=_host_time(events, windows) * scale,
         optimizer_passes=_count_passes(begun, spans.get("optimizer")),
         operators=_operators(begun, len(steps)),
         kernels=_kernels(kernels, len(steps)),
@@ -205,9 +205,12 @@ def _columns(spans: Floats) -> tuple[Floats, Floats]:
     return spans[:, 0], spans[:, 1]
 
 
-def _is_host_work(event: Event) -> bool:
-    kind = event.get("cat")
-    return kind == "cpu_op" or (kind in ("cuda_runtime", "cuda_driver") and not _WAITING.match(event["name"]))
+def _host_time(events: Sequence[Event], windows: Floats) -> float:
+    """Time in which the host works. An operator that asks the device for a number, and waits for it, does not."""
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    waiting = [event for event in calls if _WAITING.match(event["name"])]
+    working = [event for event in events if event.get("cat") == "cpu_op"] + calls
+    return float(attribute_time([_edges(waiting), _edges(working)], windows)[:, 1].sum())
 
 
 def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:

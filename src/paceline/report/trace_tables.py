@@ -62,8 +62,14 @@ overview_table: Sequence[Column] = (
 
 
 def choose_overview_columns(overviews: Sequence[Any]) -> Sequence[Column]:
-    """`overview_table` without the columns that are empty or zero in every row."""
-    return [column for column in overview_table if any(column.cell(o) not in ("", "0.0%") for o in overviews)]
+    """`overview_table` without the columns that are empty in every row, and without shares that are 0 in every row."""
+    shares = {name for name, _ in _SHARES}
+
+    def tells(column: Column) -> bool:
+        nothing = ("", "0.0%") if column.name in shares else ("",)
+        return any(column.cell(overview) not in nothing for overview in overviews)
+
+    return [column for column in overview_table if tells(column)]
 
 
 operator_table: Sequence[Column] = (
