@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.measure.trace_events import BACKWARD_OVER, BUCKET, BUCKET_WAIT, WAITED, Event
@@ -12,76 +10,23 @@ from paceline.measure.trace_sweep import find_lanes
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from paceline.parallel.timeline import StepTimes
 
-__all__ = ["TimedBackward", "build_bucket_events", "watch_buckets"]
+__all__ = ["build_bucket_events"]
 
 _PID = "buckets"
 
 
-@dataclass(frozen=True)
-class TimedBackward:
-    """The times of one synchronised step, with the moment of `time.perf_counter` at which its backward began."""
-
-    begin_s: float
-    times: StepTimes
-
-
-@contextlib.contextmanager
-def watch_buckets(model: nn.Module | None) -> Iterator[list[TimedBackward]]:
-    """Keep the times of every step of a wrapped model, which itself keeps only samples; they are there at the end.
-
-    Yields an empty list for what keeps no times: another wrapper, or a plan that is not made yet. Steps after a change
-    of plan are missing.
-    """
-    from paceline.parallel import DataParallel
-    from paceline.parallel.bucketed import Bucketed
-    from paceline.parallel.timeline import Timeline
-
-    class EveryStep(Timeline):
-        taken: list[tuple[float, StepTimes]]
-
-        def begin(self) -> None:
-            self.num_steps = 0  # the first steps are sampled
-            super().begin()
-
-        def over(self) -> None:
-            super().over()
-            self.taken.append((self._begin_s, self._now))
-
-    kept: list[TimedBackward] = []
-    reducer = model._ready.reducer if isinstance(model, DataParallel) else None
-    if not isinstance(reducer, Bucketed) or not reducer.is_planned:
-        yield kept
-        return
-    before = reducer.timeline
-    watch = EveryStep(reducer.plan.bucket_bytes, reducer.channel.device)
-    watch.taken = []
-    reducer.timeline = watch
-    try:
-        yield kept
-    finally:
-        if reducer.timeline is watch:
-            reducer.timeline = before
-        for begin_s, times in watch.taken:
-            watch.last = times
-            watch.read()  # resolves the events of a GPU
-            kept.append(TimedBackward(begin_s, times))
-        before.last = watch.last or before.last
-
-
-def build_bucket_events(rank: int, backward: TimedBackward, origin_s: float) -> list[Event]:
+def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Event]:
     """Events of one step's buckets on tracks of their own: waiting for their turn, and on their way.
 
     `origin_s` is the moment of `time.perf_counter` from which the events count. Two messages at a time take two tracks.
     """
-    begin_us = (backward.begin_s - origin_s) * 1e6
-    buckets = [bucket for bucket in backward.times.buckets if bucket.done_s > 0]
+    begin_us = (step.begin_s - origin_s) * 1e6
+    buckets = [bucket for bucket in step.buckets if bucket.done_s > 0]
     lanes = find_lanes((bucket.launch_s, bucket.done_s) for bucket in buckets)
     waiting = find_lanes((bucket.ready_s, bucket.launch_s) for bucket in buckets)
-    over_us = round(begin_us + backward.times.backward_s * 1e6, 3)
+    over_us = round(begin_us + step.backward_s * 1e6, 3)
     events: list[Event] = [
         {"ph": "i", "s": "p", "name": BACKWARD_OVER, "pid": _PID, "tid": "buckets 0", "ts": over_us},
     ]

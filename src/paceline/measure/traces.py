@@ -17,8 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.engine import synchronize
-from paceline.measure.trace_buckets import TimedBackward, build_bucket_events, watch_buckets
+from paceline.measure.trace_buckets import build_bucket_events
 from paceline.measure.trace_events import Event, RankTrace, read_chrome
+from paceline.parallel import DataParallel
+from paceline.parallel.timeline import StepTimes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,6 +65,8 @@ def record_trace(
         profile_memory="memory" in extras,
     )
 
+    timed: list[StepTimes] = []
+
     def take_step(number: int) -> None:
         if meet is not None:
             meet()
@@ -74,11 +78,13 @@ def record_trace(
     with _quiet_profiler(), profiler:
         for number in range(warmup):
             take_step(number - warmup)
-        with watch_buckets(model) as backwards:  # only now: the wrapper plans in its first step
-            for number in range(active):
-                take_step(number)
+        for number in range(active):
+            if isinstance(model, DataParallel):
+                model.time_next_step()
+            take_step(number)
+            timed += _read_times(model)
     trace = read_chrome(_export(profiler), rank)
-    events = [*trace.events, *_bucket_events(trace, backwards)]
+    events = [*trace.events, *_bucket_events(trace, timed)]
     return replace(trace, world_size=world_size, device=device.type, events=events)
 
 
@@ -106,11 +112,19 @@ def _export(profiler: Any) -> dict[str, Any]:
         return document
 
 
-def _bucket_events(trace: RankTrace, backwards: list[TimedBackward]) -> list[Event]:
+def _read_times(model: nn.Module | None) -> list[StepTimes]:
+    """When the buckets of the last step left and were done; nothing where the wrapper keeps no times."""
+    if not isinstance(model, DataParallel) or model.plan is None:
+        return []
+    times = model.report().times
+    return [] if times is None else [times]
+
+
+def _bucket_events(trace: RankTrace, timed: list[StepTimes]) -> list[Event]:
     # The profiler's times are of the Unix clock, the wrapper's of the monotonic one.
     apart_ns = min((_clock_offset_ns() for _ in range(5)), key=lambda pair: pair[1])[0]
     origin_s = (trace.origin_ns - apart_ns) / 1e9
-    return [event for backward in backwards for event in build_bucket_events(trace.rank, backward, origin_s)]
+    return [event for step in timed for event in build_bucket_events(trace.rank, step, origin_s)]
 
 
 def _clock_offset_ns() -> tuple[int, int]:

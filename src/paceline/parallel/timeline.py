@@ -31,13 +31,17 @@ class BucketTimes:
 
 @dataclass
 class StepTimes:
-    """One step: its buckets, when the local backward was over, and when all gradients were there."""
+    """One step: its buckets, when the local backward was over, and when all gradients were there.
+
+    `begin_s` is the moment of `time.perf_counter` at which backward began, from which the others count.
+    """
 
     buckets: list[BucketTimes]
     backward_s: float = 0.0
     over_s: float = 0.0
     is_sampled: bool = False
     events: dict[str, Any] = field(default_factory=dict)
+    begin_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -70,7 +74,7 @@ class Timeline:
         sampled = self.is_asked or self.num_steps < _FIRST or self.num_steps % _EVERY == 0
         self.is_asked = False
         self._now = StepTimes([BucketTimes(num_bytes) for num_bytes in self._bytes], is_sampled=sampled)
-        self._begin_s = time.perf_counter()
+        self._begin_s = self._now.begin_s = time.perf_counter()
         if sampled and self._on_gpu:
             self._mark("begin")
 
