@@ -160,7 +160,8 @@ def test_a_file_of_another_length_or_none_is_found(store, name, harm):
                                   lambda new, old: [shutil.copy(file, new) for file in old.iterdir()]])  # fmt: skip
 def test_files_of_another_step_are_found(store, harm):
     harm(store.path(20), store.path(10))
-    assert CheckpointStore(store.folder).load_latest().step == 10
+    loaded = CheckpointStore(store.folder).load_latest()
+    assert loaded.path == store.path(10) and len(loaded.refused) == 1
 
 
 def test_when_all_are_damaged_a_run_does_not_start_anew(store):
