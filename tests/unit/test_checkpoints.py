@@ -160,7 +160,8 @@ def test_a_file_of_another_length_or_none_is_found(store, name, harm):
                                   lambda new, old: [shutil.copy(file, new) for file in old.iterdir()]])  # fmt: skip
 def test_files_of_another_step_are_found(store, harm):
     harm(store.path(20), store.path(10))
-    assert CheckpointStore(store.folder).load_latest().step == 10
+    loaded = CheckpointStore(store.folder).load_latest()
+    assert loaded.path == store.path(10) and len(loaded.refused) == 1
 
 
 def test_when_all_are_damaged_a_run_does_not_start_anew(store):
@@ -402,7 +403,8 @@ assert not any(name.startswith(".") for name in os.listdir(sys.argv[1]))
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(start, tmp_path):
-    out, err = start("-c", KILLED, str(tmp_path / "run"), "7").communicate(timeout=100)
+    # Newer Pythons warn of a fork beside threads, such as those that numpy starts; here they are idle.
+    out, err = start("-W", "ignore", "-c", KILLED, str(tmp_path / "run"), "7").communicate(timeout=100)
     assert not err.strip(), err
     steps = [int(line.split()[0]) for line in out.splitlines()]
     assert len(steps) == 12 and steps[-1] > 0
