@@ -4,7 +4,7 @@ import pytest
 
 from paceline.errors import ConfigError, RecordError
 from paceline.measure.advice import Advice
-from paceline.measure.trace_buckets import TimedBackward, build_bucket_events
+from paceline.measure.trace_buckets import build_bucket_events
 from paceline.measure.trace_compare import compare_overviews
 from paceline.measure.trace_overview import build_overview
 from paceline.measure.trace_phases import build_lanes
@@ -33,7 +33,7 @@ def backward():
         BucketTimes(2**20, ready_s=1 * MS, launch_s=2 * MS, done_s=5 * MS),
         BucketTimes(2**21, ready_s=4 * MS, launch_s=4 * MS, done_s=8 * MS),
     ]
-    return TimedBackward(100.003, StepTimes(buckets, backward_s=6 * MS, over_s=8 * MS, is_sampled=True))
+    return StepTimes(buckets, backward_s=6 * MS, over_s=8 * MS, is_sampled=True, begin_s=100.003)
 
 
 def test_buckets_become_events_on_tracks_of_their_own(backward):
