@@ -65,7 +65,7 @@ def phase_row(record: PhaseRecord) -> dict[str, Any]:
         "busy_comm_s": record.busy_s,
         "overlap": record.overlap,
         "comm_overhead": record.overhead,
-        "busbw_gb_per_s": None if record.busbw_bytes_per_s is None else record.busbw_bytes_per_s / GB,
+        "busbw_gbps": None if record.busbw_bytes_per_s is None else record.busbw_bytes_per_s / GB,
         "samples_per_s": record.samples_per_s,
         "profiling_cost": record.cost.value - 1,
         "profiling_cost_noise": record.cost.noise,
