@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from paceline.cli.main import app
+from paceline.cli.main import _join_lists, app
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -28,7 +28,7 @@ def find_commands(text: str, program: str) -> list[str]:
 def parse_command(line: str) -> None:
     """Parse a command line of ours without running it; raises what the user would be told."""
     arguments = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)]
-    arguments = arguments[arguments.index("paceline") + 1 :]
+    arguments = _join_lists(arguments[arguments.index("paceline") + 1 :])
     if not arguments or arguments == ["--help"]:
         return
     command, context = typer.main.get_command(app), None
@@ -36,6 +36,8 @@ def parse_command(line: str) -> None:
         context = command.make_context("paceline", [], parent=context, resilient_parsing=True)
         if not arguments:
             return
+        if arguments[0].startswith("-"):  # options of a group of verbs itself
+            break
         name, arguments = arguments[0], arguments[1:]
         command = command.get_command(context, name)
         assert command is not None, f"no such command: {name}"

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.measure.engine import Group, Timing, synchronize
 from paceline.parallel import DataParallel
+from paceline.training.phases import PhaseClock
 from paceline.workloads.catalog import MODELS, Workload
 from paceline.workloads.forms import Batch
 
@@ -65,36 +66,6 @@ def find_wrapping(wrapper: str) -> Wrapping:
 
 
 @dataclass
-class _Marks:
-    """The moments between the phases of a step. On CUDA they are events, so that reading them does not make the host
-    wait for the device between two phases, as no training loop would."""
-
-    device: torch.device
-    moments_s: list[float] = field(default_factory=list)
-    events: list[torch.cuda.Event] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.device.type == "cuda":
-            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(len(PHASES) + 1)]
-
-    def begin(self) -> None:
-        self.moments_s.clear()
-        self.set(0)
-
-    def set(self, index: int) -> None:
-        if self.events:
-            self.events[index].record()
-        else:
-            self.moments_s.append(time.perf_counter())
-
-    def read_s(self) -> tuple[float, ...]:
-        """Seconds of each phase. The device must be idle."""
-        if self.events:
-            return tuple(self.events[i].elapsed_time(self.events[i + 1]) / 1e3 for i in range(len(PHASES)))
-        return tuple(self.moments_s[i + 1] - self.moments_s[i] for i in range(len(PHASES)))
-
-
-@dataclass
 class Replica:
     """A wrapped module with its own optimizer and batch, and the raw times of its steps on this rank."""
 
@@ -111,7 +82,7 @@ class Replica:
     phases_s: list[tuple[float, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._marks = _Marks(self.device)
+        self._phases = PhaseClock(self.device)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -119,7 +90,7 @@ class Replica:
 
     def take_step(self, control: dist.ProcessGroup) -> float:
         """One timed step, begun by all ranks together. Collective: every rank of `control` must call this."""
-        marks = self._marks
+        phases = self._phases
         # A wrapper may make its buffers in its first steps; only this replica works between two barriers.
         is_settling = len(self.timing.seconds) < _SETTLING_STEPS
         before = _count_allocated(self.device, is_settling)
@@ -128,20 +99,20 @@ class Replica:
         synchronize(self.device)
         dist.barrier(group=control)
         start_s = time.perf_counter()
-        marks.begin()
+        phases.enter("forward")
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             loss = self.workload.compute_loss(self.model, self.batch)
-        marks.set(1)
+        phases.enter("backward")
         loss.backward()
-        marks.set(2)
+        phases.enter("optimizer")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        marks.set(3)
+        marked = phases.end()
         synchronize(self.device)
         seconds = time.perf_counter() - start_s
         self.timing.starts_s.append(start_s)
         self.timing.seconds.append(seconds)
-        self.phases_s.append(marks.read_s())
+        self.phases_s.append(tuple(marked.read()[phase] for phase in PHASES))
         del loss
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - before
