@@ -16,6 +16,10 @@ LATE = (
     "paceline.runtime.environment",
     "paceline.runtime.launch",
     "paceline.runtime.worker",
+    "paceline.training.requests",
+    "paceline.training.settings",
+    "paceline.workloads.choose",
+    "paceline.workloads.data.requests",
 )
 
 _IMPORT_ALL = """
