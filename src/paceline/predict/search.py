@@ -29,7 +29,7 @@ _MAX_ROUNDS = 200
 
 @dataclass(frozen=True)
 class CapInterval:
-    """All caps from `low_bytes` to `high_bytes` cut the ready order at the same places: after so many gradients each."""
+    """All caps from `low_bytes` to `high_bytes` cut the ready order at the same places, after so many gradients."""
 
     low_bytes: int
     high_bytes: int
@@ -131,7 +131,7 @@ def find_best_cuts(
     costs: MachineCosts,
     seeds: Sequence[tuple[int, ...]] = (),
 ) -> tuple[tuple[int, ...], SimulatedStep]:
-    """The best free cuts: the exact ones of the simple model and the given seeds, then moved one by one in the full one.
+    """The best free cuts: the exact ones of the simple model, and the given seeds, moved one by one in the full one.
 
     `sizes` and `ready_s` are in ready order.
     """
