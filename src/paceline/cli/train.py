@@ -5,7 +5,10 @@ How its ranks are run is in `training`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
+_METRICS = "metrics.jsonl"
 # What a run that goes on may change: how it is run, and for how long, but not what is computed.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
@@ -87,10 +91,22 @@ def _start(settings: TrainSettings, out: Path, json: bool) -> int:
     if is_launched() and read_place().rank > 0:
         RunFolder.check(out)
         return _code(run_training(settings, None, False))
-    with RunFolder.create(out, "train") as folder:
+    with RunFolder.create(out, "train") as folder, _forgets_false_start(folder):
         save_config(folder, settings)
         result = run_training(settings, folder.path, False)
         return _finish(settings, folder, result, json)
+
+
+@contextlib.contextmanager
+def _forgets_false_start(folder: RunFolder) -> Iterator[None]:
+    """Empty the folder of a run that broke off before its first rows of metrics: nothing could go on from it."""
+    try:
+        yield
+    except BaseException:
+        if not (folder.path / _METRICS).exists():
+            for entry in folder.path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        raise
 
 
 def _resume(context: typer.Context, typed: TrainSettings, run: Path, json: bool) -> int:
@@ -149,7 +165,7 @@ def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, jso
     from paceline.report.training import epoch_row, epoch_table, plot_training
     from paceline.training.metrics import load_metrics
 
-    rows = load_metrics(folder.path / "metrics.jsonl")
+    rows = load_metrics(folder.path / _METRICS)
     epochs = summarize_epochs(rows)
     if json:
         print_json(
