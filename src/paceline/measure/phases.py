@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.errors import ConfigError
 from paceline.measure.engine import synchronize
 from paceline.measure.rounds import Pace, run_rounds
 from paceline.measure.settings import Progress
@@ -217,12 +218,16 @@ def _build_samples(by_rank: list[list[float]], num_warmup: int) -> Samples:
 
 def cycle_windows(job: Job) -> Generator[Window, None, None]:
     """Whole windows, epoch after epoch: a smaller tail would be another step."""
-    world, epoch = job.world, 0
+    world, epoch, size = job.world, 0, job.batches.global_batch_size
+    if len(job.train) < size:
+        raise ConfigError(
+            f"{job.train.describe()}: less than one global batch of {size}; use a smaller --batch-size, or more samples"
+        )
     while True:
         order = job.order(epoch)
         windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
         for window in windows:
-            if window.num_samples == job.batches.global_batch_size or order.num_windows == 1:
+            if window.num_samples == size:
                 yield window
         epoch += 1
 
