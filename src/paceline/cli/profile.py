@@ -65,16 +65,18 @@ def phases(
     asked = [build_settings(job, count, sizes[0]) for count in counts]
     for settings in asked:
         check_job(settings)
-    with open_run("profile phases", asked[0], out) as run, show_cells("profile phases", len(asked)) as show:
+    with open_run("profile phases", asked[0], out) as run:
+
+        def load() -> Callable[..., Any]:
+            from paceline.measure.phases import measure_phases
+
+            return measure_phases
+
         records: list[Any] = []
-        for number, settings in enumerate(asked):
-
-            def load() -> Callable[..., Any]:
-                from paceline.measure.phases import measure_phases
-
-                return measure_phases
-
-            records += run_on_ranks(settings, load, (settings, sizes, iters, warmup), functools.partial(show, number))
+        with show_cells("profile phases", len(asked)) as show:
+            for number, settings in enumerate(asked):
+                hear = functools.partial(show, number)
+                records += run_on_ranks(settings, load, (settings, sizes, iters, warmup), hear)
         if run is None:
             return
         from paceline.report.phase_tables import describe_phases, phase_row, phase_table
@@ -102,14 +104,15 @@ def layers(
         raise ConfigError(f"--ranks {job['ranks']}: layers are timed on one rank, where no message disturbs them")
     settings = build_bare_settings(job)
     check_job(settings)
-    with open_run("profile layers", settings, out) as run, show_share("profile layers") as show:
+    with open_run("profile layers", settings, out) as run:
 
         def load() -> Callable[..., Any]:
             from paceline.measure.training_traces import measure_job_layers
 
             return measure_job_layers
 
-        record = run_on_ranks(settings, load, (settings, iters or 20, 3 if warmup is None else warmup), show)
+        with show_share("profile layers") as show:
+            record = run_on_ranks(settings, load, (settings, iters or 20, 3 if warmup is None else warmup), show)
         assert run is not None
         from paceline.records.exchange import export_layer_sizes, export_layer_times
         from paceline.report import layer_tables
@@ -145,7 +148,7 @@ def trace(
     json: Json = False,
 ) -> None:
     """Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster."""
-    from paceline.cli.profiling import open_run, run_on_ranks
+    from paceline.cli.profiling import open_run, run_on_ranks, show_share
 
     check_counts(steps=steps)
     if warmup == 0:
@@ -164,7 +167,8 @@ def trace(
 
             return trace_job
 
-        traced = run_on_ranks(settings, load, (settings, 3 if warmup is None else warmup, steps, extras))
+        with show_share("profile trace") as show:
+            traced = run_on_ranks(settings, load, (settings, 3 if warmup is None else warmup, steps, extras), show)
         if run is None:
             return
         from paceline.cli.profile_trace import report_trace
