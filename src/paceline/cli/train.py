@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 _METRICS = "metrics.jsonl"
-# What a run that goes on may change: how it is run, and for how long, but not what is computed.
+# What a run that goes on may change: how it is run, and for how long, but not what is computed. Data may move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
-    "accumulate", "data",
+    "accumulate",
 )  # fmt: skip
 
 
@@ -79,7 +79,18 @@ def train(
         weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, augment=augment, profile=profile,
         save_every=save_every, keep=keep, tensorboard=tensorboard,
     )  # fmt: skip
-    raise typer.Exit(_resume(context_, typed, resume, json) if resume is not None else _start(typed, out, json))
+    asked = _read_asked(context_)
+    if "momentum" in asked and typed.optimizer != "sgd":
+        raise ConfigError(f"--momentum {momentum}: {typed.optimizer} has moments of its own; leave it out, or use sgd")
+    if "out" in asked and resume is not None:
+        raise ConfigError(f"--out {out} beside --resume: a run goes on in its own folder {resume}; leave out --out")
+    raise typer.Exit(_resume(asked, typed, resume, json) if resume is not None else _start(typed, out, json))
+
+
+def _read_asked(context: typer.Context) -> list[str]:
+    """The names of the options that were typed, rather than left at their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def _start(settings: TrainSettings, out: Path, json: bool) -> int:
@@ -109,12 +120,12 @@ def _forgets_false_start(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def _resume(context: typer.Context, typed: TrainSettings, run: Path, json: bool) -> int:
+def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -> int:
     from paceline.cli.training import load_config, run_training
     from paceline.records.store import RunFolder
     from paceline.runtime.environment import is_launched, read_place
 
-    settings = _change(load_config(run), typed, context)
+    settings = _change(load_config(run), typed, asked)
     check_job(settings)
     result = run_training(settings, run, True)
     if is_launched() and read_place().rank > 0:
@@ -122,18 +133,22 @@ def _resume(context: typer.Context, typed: TrainSettings, run: Path, json: bool)
     return _finish(settings, RunFolder(run), result, json)
 
 
-def _change(saved: TrainSettings, typed: TrainSettings, context: typer.Context) -> TrainSettings:
+def _change(saved: TrainSettings, typed: TrainSettings, asked: Sequence[str]) -> TrainSettings:
     """The run's own settings with what was typed beside --resume, where that may change."""
+    from paceline.workloads.data.requests import parse_data
+
     changes: dict[str, Any] = {}
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or not hasattr(typed, name):
+    for name in asked:
+        if not hasattr(typed, name):
             continue
-        value = getattr(typed, name)
-        if name not in _CHANGEABLE and value != getattr(saved, name):
+        before, value = getattr(saved, name), getattr(typed, name)
+        if name == "global_batch_size":
+            before = saved.batches.global_batch_size
+        is_moved = name == "data" and parse_data(value)[0] == parse_data(before)[0]
+        if value != before and name not in _CHANGEABLE and not is_moved:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} {value} beside --resume: the run was started with {getattr(saved, name)}, and another value "
+                f"{flag} {_show(value)} beside --resume: the run was started with {_show(before)}, and another value "
                 "would make it another run; leave it out, or start anew"
             )
         changes[name] = value
@@ -151,6 +166,10 @@ def _change(saved: TrainSettings, typed: TrainSettings, context: typer.Context) 
             accumulate=changes.get("accumulate"),
         )
     return settings
+
+
+def _show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _code(result: TrainResult) -> int:
