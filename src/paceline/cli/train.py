@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 _METRICS = "metrics.jsonl"
+_PARTS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
 # What a run that goes on may change: how it is run, and for how long, but not what is computed. Data may move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
@@ -176,6 +178,34 @@ def _code(result: TrainResult) -> int:
     return 128 + result.signal if result.signal else 0
 
 
+def _find_medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The median seconds of each part of the steps that --profile noted, without the first, which makes the plan."""
+    noted = [row for row in rows if "forward_s" in row]
+    noted = noted[1:] or noted
+    medians = {}
+    for name in _PARTS:
+        values = [row[name] for row in noted if row[name] is not None]
+        if values:
+            medians[name] = statistics.median(values)
+    return medians
+
+
+def _describe_phases(medians: dict[str, float]) -> str:
+    from paceline.units import format_ms
+
+    parts = ", ".join(
+        f"{name.removesuffix('_s').replace('_', ' ')} {format_ms(medians[name])}"
+        for name in ("data_wait_s", "forward_s", "backward_s", "optimizer_s")
+    )
+    step_s, exposed_s = medians["step_s"], medians.get("exposed_comm_s")
+    sent = (
+        "how much of it is communication, `paceline profile phases` measures"
+        if exposed_s is None
+        else f"of it exposed communication {format_ms(exposed_s)} ({exposed_s / step_s:.1%})"
+    )
+    return f"median step {format_ms(step_s)} ms: {parts}; {sent}"
+
+
 def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, json: bool) -> int:
     """Tables and the picture into the run's folder, and what a person wants to read."""
     from paceline.cli.session import describe_machine, print_json, stderr, stdout
@@ -185,7 +215,7 @@ def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, jso
     from paceline.training.metrics import load_metrics
 
     rows = load_metrics(folder.path / _METRICS)
-    epochs = summarize_epochs(rows)
+    epochs, phases = summarize_epochs(rows), _find_medians(rows)
     if json:
         print_json(
             {
@@ -197,17 +227,22 @@ def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, jso
                 "world_size": settings.ranks,
                 "num_parameters": result.num_parameters,
                 "epochs": [epoch_row(epoch) for epoch in epochs],
+                "phases": phases or None,
             }
         )
     else:
-        stdout().print(tables.render_terminal(epoch_table, epochs, "", stdout().width))
+        columns = [column for column in epoch_table if any(column.cell(epoch) for epoch in epochs)]
+        stdout().print(tables.render_terminal(columns, epochs, "", stdout().width))
+        if phases:
+            stdout().print(_describe_phases(phases))
     if result.signal:
         stderr().print(
             f"paceline: stopped after step {result.step}, which is kept; go on with "
             f"paceline train --resume {folder.path}"
         )
         return _code(result)
-    title = f"{settings.model} on {settings.data.split(':')[0]}, {settings.ranks} ranks ({settings.wrapper})"
+    ranks = f"{settings.ranks} rank{'s' if settings.ranks > 1 else ''}"
+    title = f"{settings.model} on {settings.data.split(':')[0]}, {ranks} ({settings.wrapper})"
     figure = plot_training(rows, title, describe_machine())
     for name, content in (
         ("table.csv", tables.render_csv([epoch_row(epoch) for epoch in epochs])),
