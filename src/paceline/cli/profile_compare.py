@@ -15,21 +15,36 @@ from paceline.records.phase_profile import PhaseRecord
 
 __all__ = ["compare_profiles"]
 
+_COMPARED = ("profile trace", "profile phases")
+# Lists of what was measured: the cells that both have are compared.
+_MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
+
 
 def compare_profiles(first: Path, second: Path, json: bool) -> None:
     """Print both with their ratios. Two runs are not interleaved: the machine may have changed between them."""
-    if (first / OVERVIEW).exists() and (second / OVERVIEW).exists():
-        rows = _compare_traces(first, second)
-    else:
-        rows = _compare_phases(first, second)
+    one, two = load_run(first), load_run(second)
+    if one.verb != two.verb or one.verb not in _COMPARED:
+        raise ConfigError(
+            f"{first} is a run of `{one.verb}` and {second} of `{two.verb}`: give two of `profile trace`, or two of "
+            "`profile phases`"
+        )
+    rows = _compare_traces(first, second) if one.verb == "profile trace" else _compare_phases(first, second)
+    unlike = {
+        name: [one.config[name], two.config.get(name)]
+        for name in one.config
+        if name not in _MAY_DIFFER and one.config[name] != two.config.get(name)
+    }
     if json:
-        print_json({"runs": [str(first), str(second)], "rows": [_row(row) for row in rows]})
+        runs = [str(first), str(second)]
+        print_json({"runs": runs, "rows": [_row(row) for row in rows], "settings_that_differ": unlike})
         return
     from paceline.report import tables
     from paceline.report.trace_tables import compared_table
 
     console = stdout()
     console.print(tables.render_terminal(compared_table, rows, f"{first} and {second}", console.width))
+    for name, (here, there) in unlike.items():
+        console.print(f"they differ in {name}: {here} and {there}", markup=False)
     console.print("two runs, not taken in turns: differences of a few per cent may be the machine's")
 
 
@@ -57,8 +72,6 @@ def _compare_phases(first: Path, second: Path) -> Sequence[Any]:
     found = []
     for path in (first, second):
         records = [record for record in load_run(path).records if isinstance(record, PhaseRecord)]
-        if not records:
-            raise ConfigError(f"{path} is no run of `profile trace` or `profile phases`: give two of the same kind")
         found.append({(record.world_size, record.batch_size): phase_row(record) for record in records})
     common = [cell for cell in found[0] if cell in found[1]]
     if not common:
