@@ -57,7 +57,7 @@ def measure_phases(
         for number, batch_size in enumerate(batch_sizes):
             asked = dataclasses.replace(settings, ranks=world.world_size, batch_size=batch_size)
             job = build_job(asked, world)
-            label = f"{world.world_size} ranks, batch {batch_size}"
+            label = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}, batch {batch_size}"
 
             def tell(share: float, number: int = number, label: str = label) -> None:
                 if world.rank == 0:
@@ -79,7 +79,7 @@ class _TimedMessages:
         self._world_size = world_size
         self.spans: list[tuple[float, float]] = []
 
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         begin_s = time.perf_counter()
         buffer = bucket.buffer().div_(self._world_size)
         future = dist.all_reduce(buffer, async_op=True).get_future()
@@ -114,9 +114,10 @@ class _Steps:
         if job.settings.wrapper == "torch" and job.world.device.type == "cpu":
             # torch takes a hook only before the first step: a second replica carries it.
             self._asked = build_learner(job.settings, job.world, job.train)
-            self._messages = _TimedMessages(job.world.world_size)
+            messages = self._messages = _TimedMessages(job.world.world_size)
             assert isinstance(self._asked.model, DistributedDataParallel)
-            self._asked.model.register_comm_hook(None, self._messages)
+            # torch compares annotations with types, and ours are strings: a lambda has none.
+            self._asked.model.register_comm_hook(None, lambda state, bucket: messages.send(bucket))
         for learner in (job.learner, self._asked):
             learner.model.train()
 
