@@ -15,6 +15,12 @@ from paceline.records.phase_profile import PhaseRecord
 
 __all__ = ["compare_profiles"]
 
+# What is compared of phases, and its unit.
+_QUANTITIES = {
+    "step_s": "s", "data_wait_s": "s", "forward_s": "s", "backward_s": "s", "optimizer_s": "s", "compute_s": "s",
+    "exposed_comm_s": "s", "busy_comm_s": "s", "comm_overhead": "share", "samples_per_s": "count",
+}  # fmt: skip
+
 _COMPARED = ("profile trace", "profile phases")
 # Lists of what was measured: the cells that both have are compared.
 _MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
@@ -79,10 +85,12 @@ def _compare_phases(first: Path, second: Path) -> Sequence[Any]:
     rows = []
     for world_size, batch_size in common:
         ours, theirs = (cells[world_size, batch_size] for cells in found)
-        for name, value in ours.items():
-            unit = "s" if name.endswith("_s") and not name.endswith("per_s") else ""
-            is_number = isinstance(value, float) and isinstance(theirs[name], float)
-            if is_number and (unit or name in ("samples_per_s", "comm_overhead")):
-                label = f"{world_size} ranks, batch {batch_size}: {name}"
-                rows.append(ComparedRow(label, "share" if name == "comm_overhead" else unit, value, theirs[name]))
+        place = f"{world_size} rank{'s' if world_size > 1 else ''}, batch {batch_size}"
+        for name, unit in _QUANTITIES.items():
+            if ours[name] is not None or theirs[name] is not None:
+                rows.append(ComparedRow(f"{place}: {_name(name)}", unit, ours[name], theirs[name]))
     return rows
+
+
+def _name(quantity: str) -> str:
+    return "samples/s" if quantity == "samples_per_s" else quantity.removesuffix("_s").replace("_", " ")

@@ -65,7 +65,8 @@ class ProfileRun:
         from paceline.report import tables
 
         console = session.stdout()
-        console.print(tables.render_terminal(columns, records, title, console.width))
+        filled = [column for column in columns if any(column.cell(record) for record in records)]
+        console.print(tables.render_terminal(filled, records, title, console.width))
 
     def print_json(self, document: dict[str, Any]) -> None:
         session.print_json({"run": str(self.folder.path)} | document)
