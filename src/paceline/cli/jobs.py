@@ -124,7 +124,8 @@ def build_settings(job: dict[str, Any], ranks: int, batch_size: int | None, **mo
     values = dict(job) | more
     values["ranks"], values["batch_size"] = ranks, batch_size
     if job["channels"] is not None:
-        values["channels"] = parse_counts(job["channels"], "--channels")
+        # One by one: a list of counts has no repeats, and two layers may well be alike.
+        values["channels"] = tuple(parse_counts(part, "--channels")[0] for part in job["channels"].split(","))
     if job["plan"] is not None:
         values["plan"] = str(job["plan"])
     return TrainSettings(**values)
