@@ -57,6 +57,8 @@ def measure_phases(
         for number, batch_size in enumerate(batch_sizes):
             asked = dataclasses.replace(settings, ranks=world.world_size, batch_size=batch_size)
             job = build_job(asked, world)
+            # Before the first is measured: the largest would end the run, and lose what was.
+            _check_whole(job, dataclasses.replace(job.batches, batch_size=max(batch_sizes)).global_batch_size)
             label = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}, batch {batch_size}"
 
             def tell(share: float, number: int = number, label: str = label) -> None:
@@ -220,10 +222,7 @@ def _build_samples(by_rank: list[list[float]], num_warmup: int) -> Samples:
 def cycle_windows(job: Job) -> Generator[Window, None, None]:
     """Whole windows, epoch after epoch: a smaller tail would be another step."""
     world, epoch, size = job.world, 0, job.batches.global_batch_size
-    if len(job.train) < size:
-        raise ConfigError(
-            f"{job.train.describe()}: less than one global batch of {size}; use a smaller --batch-size, or more samples"
-        )
+    _check_whole(job, size)
     while True:
         order = job.order(epoch)
         windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
@@ -231,6 +230,13 @@ def cycle_windows(job: Job) -> Generator[Window, None, None]:
             if window.num_samples == size:
                 yield window
         epoch += 1
+
+
+def _check_whole(job: Job, size: int) -> None:
+    if len(job.train) < size:
+        raise ConfigError(
+            f"{job.train.describe()}: less than one global batch of {size}; use a smaller --batch-size, or more samples"
+        )
 
 
 def _count_messages(learner: Learner) -> tuple[int, int]:
