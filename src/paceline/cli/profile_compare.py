@@ -21,9 +21,8 @@ _QUANTITIES = {
     "exposed_comm_s": "s", "busy_comm_s": "s", "comm_overhead": "share", "samples_per_s": "count",
 }  # fmt: skip
 
-_COMPARED = ("profile trace", "profile phases")
-# Lists of what was measured: the cells that both have are compared.
-_MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
+# What is compared, and the settings that may differ: of phases, only cells that both runs have are compared.
+_COMPARED: dict[str, tuple[str, ...]] = {"profile trace": (), "profile phases": ("batch_sizes", "batch_size", "ranks")}
 
 
 def compare_profiles(first: Path, second: Path, json: bool) -> None:
@@ -38,7 +37,7 @@ def compare_profiles(first: Path, second: Path, json: bool) -> None:
     unlike = {
         name: [one.config[name], two.config.get(name)]
         for name in one.config
-        if name not in _MAY_DIFFER and one.config[name] != two.config.get(name)
+        if name not in _COMPARED[one.verb] and one.config[name] != two.config.get(name)
     }
     if json:
         runs = [str(first), str(second)]
