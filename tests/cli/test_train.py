@@ -149,8 +149,8 @@ def test_what_torchs_wrapper_does_not_tell_is_not_a_column(mnist, tmp_path):
     ],
     ids=["tiny", "medium", "large", "alike"],
 )
-def test_the_cnn_has_the_asked_for_layers(channels, hidden, num_parameters, tmp_path):
-    asked = ("--channels", *channels, "--hidden", str(hidden), "--samples", "2", "--batch-size", "2", "--json")
+def test_the_cnn_has_the_asked_for_layers(mnist, channels, hidden, num_parameters, tmp_path):
+    asked = ("--channels", *channels, "--hidden", str(hidden), "--data", mnist, "--samples", "2", "--json")
     answer = type_alone("train", *asked, "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     assert json.loads(answer.out)["num_parameters"] == num_parameters
