@@ -123,15 +123,21 @@ def _forgets_false_start(folder: RunFolder) -> Iterator[None]:
 
 
 def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -> int:
+    from paceline.cli.session import stderr
     from paceline.cli.training import load_config, run_training
     from paceline.records.store import RunFolder
     from paceline.runtime.environment import is_launched, read_place
+    from paceline.training.metrics import load_metrics
 
     settings = _change(load_config(run), typed, asked)
     check_job(settings)
+    metrics = run / _METRICS
+    num_steps = load_metrics(metrics)[-1]["step"] if metrics.exists() and metrics.stat().st_size else 0
     result = run_training(settings, run, True)
     if is_launched() and read_place().rank > 0:
         return _code(result)
+    if result.step == num_steps and not result.signal:
+        stderr().print(f"paceline: the run was over, after {result.step} steps; to go on, give more --epochs")
     return _finish(settings, RunFolder(run), result, json)
 
 
