@@ -94,17 +94,17 @@ def test_text_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "has_accuracy"),
+    ("arguments", "has_accuracy"),
     [
-        ("linear", "synthetic", False),
-        ("mlp", "synthetic:numbers", False),
-        ("mlp", "synthetic:images", True),
-        ("gpt2-tiny", "synthetic:tokens", True),
-        ("gpt2-tiny", "synthetic:pairs", True),
+        (("--model", "linear", "--data", "synthetic"), False),
+        (("--model", "mlp", "--data", "synthetic:numbers"), False),
+        (("--model", "mlp", "--data", "synthetic:images"), True),
+        (("--model", "gpt2-tiny", "--data", "synthetic:tokens", "--context", "8"), True),
+        (("--model", "gpt2-tiny", "--data", "synthetic:pairs", "--context", "8"), True),
     ],
 )
-def test_every_kind_of_synthetic_data(model, data, has_accuracy):
-    document = train(type_alone, "--model", model, "--data", data, "--samples", "32", "--batch-size", "16")
+def test_every_kind_of_synthetic_data(arguments, has_accuracy):
+    document = train(type_alone, *arguments, "--samples", "32", "--batch-size", "16")
     assert document["steps"] == 2
     assert (document["epochs"][0]["accuracy"] is not None) == has_accuracy
 

@@ -166,6 +166,9 @@ def test_a_run_goes_on_with_fewer_ranks_and_moved_data(trained, tmp_path):
     assert "goes on at step 8" in answer.err
     assert [row["step"] for row in load_rows(run)] == list(range(1, 13))
     assert len((run / "table.csv").read_text().splitlines()) == 4
+    again = type_alone("train", "--resume", str(run), "--epochs", "3", "--data", f"mnist:{moved}")
+    assert again.code == 0 and "the run was over, after 12 steps; to go on, give more --epochs" in again.err
+    assert "the run was over" not in answer.err
 
 
 @pytest.mark.parametrize(
