@@ -44,6 +44,7 @@ def assert_refused(answer, words: str) -> None:
         ((*TRAIN, "--data", "mnist:nowhere"), "nowhere does not exist: give the folder with train-images"),
         ((*TRAIN, "--data", "mnist:."), "no train split in ., which holds nothing"),
         ((*TRAIN, "--context", "8", "--data", "synthetic:images"), "is no text: leave out context"),
+        ((*TRAIN, "--context", "8"), "--context 8: cnn is trained on images here"),
         ((*TRAIN, "--augment"), "synthetic cannot be augmented"),
         ((*TRAIN, "--tokenizer", "bytes"), "synthetic is made, not read"),
         ((*TRAIN, "--batch-size", "0"), "--batch-size '0' is not a whole number of at least 1"),

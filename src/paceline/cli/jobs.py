@@ -153,10 +153,15 @@ def check_counts(**counts: int | None) -> None:
 
 def check_job(settings: TrainSettings) -> None:
     """Everything that can be refused before a rank starts."""
-    from paceline.training.requests import check_requests
+    from paceline.training.requests import build_model_options, check_requests
+    from paceline.workloads.choose import default_form
 
     settings.check()
     check_requests(settings)
+    if settings.context is not None and settings.data == "synthetic":
+        kind = default_form(settings.model, build_model_options(settings)).kind
+        if kind not in ("pairs", "tokens"):
+            raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
     if settings.plan is not None:
         _check_plan(Path(settings.plan))
 
