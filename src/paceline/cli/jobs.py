@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from paceline.cli.options import MODEL_HELP, WRAPPER_HELP, Backend, BatchSize, Device, Ranks, Threads
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.units import parse_counts
 
 if TYPE_CHECKING:
     from paceline.training.settings import TrainSettings
 
-__all__ = ["build_settings", "check_job", "read_one", "read_world", "takes_job"]
+__all__ = ["build_bare_settings", "build_settings", "check_counts", "check_job", "read_one", "read_world", "takes_job"]
 
 Model = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
 Data = Annotated[
@@ -100,7 +100,7 @@ def read_one(text: str | None, flag: str) -> int | None:
         return None
     counts = parse_counts(text, flag)
     if len(counts) != 1:
-        raise ConfigError(f"{flag} {text}: training takes one number")
+        raise ConfigError(f"{flag} {text}: one number is needed here")
     return counts[0]
 
 
@@ -124,15 +124,54 @@ def build_settings(job: dict[str, Any], ranks: int, batch_size: int | None, **mo
     values = dict(job) | more
     values["ranks"], values["batch_size"] = ranks, batch_size
     if job["channels"] is not None:
-        values["channels"] = parse_counts(job["channels"], "--channels")
+        # One by one: a list of counts has no repeats, and two layers may well be alike.
+        values["channels"] = tuple(parse_counts(part, "--channels")[0] for part in job["channels"].split(","))
     if job["plan"] is not None:
         values["plan"] = str(job["plan"])
     return TrainSettings(**values)
 
 
+def build_bare_settings(job: dict[str, Any]) -> TrainSettings:
+    """The job as one rank computes it by itself; refuses what would then change nothing."""
+    if (launched := read_world(None, 1)[0]) > 1:
+        raise ConfigError(f"layers are timed on one rank, and {launched} were launched: run it without a launcher")
+    if job["wrapper"] not in ("paceline", "none") or job["plan"] is not None:
+        flag, value = ("--plan", job["plan"]) if job["plan"] is not None else ("--wrapper", job["wrapper"])
+        raise ConfigError(f"{flag} {value}: layers are timed on the bare model, which sends nothing; leave it out")
+    if job["accumulate"] not in (None, 1):
+        raise ConfigError(f"--accumulate {job['accumulate']}: layers are timed over one micro-batch; leave it out")
+    return build_settings(job, 1, read_one(job["batch_size"], "--batch-size"), wrapper="none")
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuse numbers of repetitions that cannot be, by the names of their flags; None was not asked for."""
+    for name, count in counts.items():
+        least = 0 if name == "warmup" else 1
+        if count is not None and count < least:
+            raise ConfigError(f"--{name} {count}: at least {least} is needed")
+
+
 def check_job(settings: TrainSettings) -> None:
     """Everything that can be refused before a rank starts."""
-    from paceline.training.requests import check_requests
+    from paceline.training.requests import build_model_options, check_requests
+    from paceline.workloads.choose import default_form
 
     settings.check()
     check_requests(settings)
+    if settings.context is not None and settings.data == "synthetic":
+        kind = default_form(settings.model, build_model_options(settings)).kind
+        if kind not in ("pairs", "tokens"):
+            raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
+    if settings.plan is not None:
+        _check_plan(Path(settings.plan))
+
+
+def _check_plan(path: Path) -> None:
+    from paceline.plan import Plan
+
+    try:
+        Plan.from_json(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--plan {path}: {error.strerror}; give the file of a plan") from None
+    except (PacelineError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--plan {path}: {error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.jobs import build_settings, check_job, read_world, takes_job
+from paceline.cli.jobs import (
+    build_bare_settings,
+    build_settings,
+    check_counts,
+    check_job,
+    read_one,
+    read_world,
+    takes_job,
+)
 from paceline.cli.options import COMPARE_HELP, Iters, Json, Out, Warmup
 from paceline.errors import ConfigError
 from paceline.units import parse_counts
@@ -30,8 +37,11 @@ def _profile(
     json: Json = False,
 ) -> None:
     if context.invoked_subcommand is not None:
+        verb = context.invoked_subcommand
         if compare is not None:
-            raise ConfigError(f"--compare stands alone: leave out {context.invoked_subcommand}")
+            raise ConfigError(f"--compare stands alone: leave out {verb}")
+        if json:
+            raise ConfigError(f"--json before {verb} says nothing to it: write profile {verb} --json")
         return
     if compare is None:
         print(context.get_help())
@@ -49,21 +59,24 @@ def phases(
     """Data wait, forward, backward, optimizer, and communication: exposed (against steps without) and busy."""
     from paceline.cli.profiling import open_run, run_on_ranks, show_cells
 
+    check_counts(iters=iters, warmup=warmup)
     counts = read_world(job["ranks"], 2)
     sizes = parse_counts(job["batch_size"], "--batch-size") if job["batch_size"] is not None else (32,)
     asked = [build_settings(job, count, sizes[0]) for count in counts]
     for settings in asked:
         check_job(settings)
-    with open_run("profile phases", asked[0], out) as run, show_cells("profile phases", len(asked)) as show:
+    with open_run("profile phases", asked[0], out) as run:
+
+        def load() -> Callable[..., Any]:
+            from paceline.measure.phases import measure_phases
+
+            return measure_phases
+
         records: list[Any] = []
-        for number, settings in enumerate(asked):
-
-            def load() -> Callable[..., Any]:
-                from paceline.measure.phases import measure_phases
-
-                return measure_phases
-
-            records += run_on_ranks(settings, load, (settings, sizes, iters, warmup), functools.partial(show, number))
+        with show_cells("profile phases", len(asked)) as show:
+            for number, settings in enumerate(asked):
+                hear = functools.partial(show, number)
+                records += run_on_ranks(settings, load, (settings, sizes, iters, warmup), hear)
         if run is None:
             return
         from paceline.report.phase_tables import describe_phases, phase_row, phase_table
@@ -86,19 +99,20 @@ def layers(
     """When each gradient is ready, and forward and backward of each block, on one rank."""
     from paceline.cli.profiling import open_run, run_on_ranks, show_share
 
-    if read_world(job["ranks"], 1) != (1,):
-        raise ConfigError(f"--ranks {job['ranks']}: layers are profiled on one rank, where no message disturbs them")
-    sizes = parse_counts(job["batch_size"], "--batch-size") if job["batch_size"] is not None else (None,)
-    settings = dataclasses.replace(build_settings(job, 1, sizes[0]), wrapper="none")
+    check_counts(iters=iters, warmup=warmup)
+    if job["ranks"] not in (None, "1"):
+        raise ConfigError(f"--ranks {job['ranks']}: layers are timed on one rank, where no message disturbs them")
+    settings = build_bare_settings(job)
     check_job(settings)
-    with open_run("profile layers", settings, out) as run, show_share("profile layers") as show:
+    with open_run("profile layers", settings, out) as run:
 
         def load() -> Callable[..., Any]:
             from paceline.measure.training_traces import measure_job_layers
 
             return measure_job_layers
 
-        record = run_on_ranks(settings, load, (settings, iters or 20, 3 if warmup is None else warmup), show)
+        with show_share("profile layers") as show:
+            record = run_on_ranks(settings, load, (settings, iters or 20, 3 if warmup is None else warmup), show)
         assert run is not None
         from paceline.records.exchange import export_layer_sizes, export_layer_times
         from paceline.report import layer_tables
@@ -134,13 +148,16 @@ def trace(
     json: Json = False,
 ) -> None:
     """Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster."""
-    from paceline.cli.profiling import open_run, run_on_ranks
+    from paceline.cli.profiling import open_run, run_on_ranks, show_share
 
+    check_counts(steps=steps)
+    if warmup == 0:
+        raise ConfigError("--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed")
+    check_counts(warmup=warmup)
     counts = read_world(job["ranks"], 2)
-    sizes = parse_counts(job["batch_size"], "--batch-size") if job["batch_size"] is not None else (None,)
-    if len(counts) != 1 or len(sizes) != 1:
-        raise ConfigError("a trace is of one number of ranks and one batch size: give one of each")
-    settings = build_settings(job, counts[0], sizes[0])
+    if len(counts) != 1:
+        raise ConfigError(f"--ranks {job['ranks']}: a trace is of one number of ranks")
+    settings = build_settings(job, counts[0], read_one(job["batch_size"], "--batch-size"))
     check_job(settings)
     extras = tuple(name for name, wanted in (("memory", memory), ("shapes", shapes)) if wanted)
     with open_run("profile trace", settings, out) as run:
@@ -150,7 +167,8 @@ def trace(
 
             return trace_job
 
-        traced = run_on_ranks(settings, load, (settings, 3 if warmup is None else warmup, steps, extras))
+        with show_share("profile trace") as show:
+            traced = run_on_ranks(settings, load, (settings, 3 if warmup is None else warmup, steps, extras), show)
         if run is None:
             return
         from paceline.cli.profile_trace import report_trace
@@ -176,8 +194,8 @@ def comm_table(
     """What gradients cost on given networks, beside the measured computation of a step: predicted overheads."""
     from paceline.cli.profile_networks import report_networks
 
+    check_counts(iters=iters, warmup=warmup)
     counts = parse_counts(job["ranks"], "--ranks") if job["ranks"] is not None else (2, 4, 8, 64)
-    sizes = parse_counts(job["batch_size"], "--batch-size") if job["batch_size"] is not None else (None,)
-    settings = dataclasses.replace(build_settings(job, 1, sizes[0]), wrapper="none")
+    settings = build_bare_settings(job)
     check_job(settings)
     report_networks(settings, counts, network, curve or [], iters or 10, 2 if warmup is None else warmup, out, json)

@@ -15,21 +15,41 @@ from paceline.records.phase_profile import PhaseRecord
 
 __all__ = ["compare_profiles"]
 
+# What is compared of phases, and its unit.
+_QUANTITIES = {
+    "step_s": "s", "data_wait_s": "s", "forward_s": "s", "backward_s": "s", "optimizer_s": "s", "compute_s": "s",
+    "exposed_comm_s": "s", "busy_comm_s": "s", "comm_overhead": "share", "samples_per_s": "count",
+}  # fmt: skip
+
+# What is compared, and the settings that may differ: of phases, only cells that both runs have are compared.
+_COMPARED: dict[str, tuple[str, ...]] = {"profile trace": (), "profile phases": ("batch_sizes", "batch_size", "ranks")}
+
 
 def compare_profiles(first: Path, second: Path, json: bool) -> None:
     """Print both with their ratios. Two runs are not interleaved: the machine may have changed between them."""
-    if (first / OVERVIEW).exists() and (second / OVERVIEW).exists():
-        rows = _compare_traces(first, second)
-    else:
-        rows = _compare_phases(first, second)
+    one, two = load_run(first), load_run(second)
+    if one.verb != two.verb or one.verb not in _COMPARED:
+        raise ConfigError(
+            f"{first} is a run of `{one.verb}` and {second} of `{two.verb}`: give two of `profile trace`, or two of "
+            "`profile phases`"
+        )
+    rows = _compare_traces(first, second) if one.verb == "profile trace" else _compare_phases(first, second)
+    unlike = {
+        name: [one.config[name], two.config.get(name)]
+        for name in one.config
+        if name not in _COMPARED[one.verb] and one.config[name] != two.config.get(name)
+    }
     if json:
-        print_json({"runs": [str(first), str(second)], "rows": [_row(row) for row in rows]})
+        runs = [str(first), str(second)]
+        print_json({"runs": runs, "rows": [_row(row) for row in rows], "settings_that_differ": unlike})
         return
     from paceline.report import tables
     from paceline.report.trace_tables import compared_table
 
     console = stdout()
     console.print(tables.render_terminal(compared_table, rows, f"{first} and {second}", console.width))
+    for name, (here, there) in unlike.items():
+        console.print(f"they differ in {name}: {here} and {there}", markup=False)
     console.print("two runs, not taken in turns: differences of a few per cent may be the machine's")
 
 
@@ -57,8 +77,6 @@ def _compare_phases(first: Path, second: Path) -> Sequence[Any]:
     found = []
     for path in (first, second):
         records = [record for record in load_run(path).records if isinstance(record, PhaseRecord)]
-        if not records:
-            raise ConfigError(f"{path} is no run of `profile trace` or `profile phases`: give two of the same kind")
         found.append({(record.world_size, record.batch_size): phase_row(record) for record in records})
     common = [cell for cell in found[0] if cell in found[1]]
     if not common:
@@ -66,10 +84,12 @@ def _compare_phases(first: Path, second: Path) -> Sequence[Any]:
     rows = []
     for world_size, batch_size in common:
         ours, theirs = (cells[world_size, batch_size] for cells in found)
-        for name, value in ours.items():
-            unit = "s" if name.endswith("_s") and not name.endswith("per_s") else ""
-            is_number = isinstance(value, float) and isinstance(theirs[name], float)
-            if is_number and (unit or name in ("samples_per_s", "comm_overhead")):
-                label = f"{world_size} ranks, batch {batch_size}: {name}"
-                rows.append(ComparedRow(label, "share" if name == "comm_overhead" else unit, value, theirs[name]))
+        place = f"{world_size} rank{'s' if world_size > 1 else ''}, batch {batch_size}"
+        for name, unit in _QUANTITIES.items():
+            if ours[name] is not None or theirs[name] is not None:
+                rows.append(ComparedRow(f"{place}: {_name(name)}", unit, ours[name], theirs[name]))
     return rows
+
+
+def _name(quantity: str) -> str:
+    return "samples/s" if quantity == "samples_per_s" else quantity.removesuffix("_s").replace("_", " ")

@@ -19,9 +19,12 @@ __all__ = ["report_networks"]
 
 def _read_networks(text: str) -> list[Network]:
     """Names by commas; a network by its rate and latency has a comma of its own."""
-    from paceline.predict.networks import find_network
+    from paceline.predict.networks import NETWORKS, find_network
 
-    return [find_network(part) for part in re.findall(r"[^,]*/s\s*,[^,]+|[^,]+", text)]
+    parts = re.findall(r"[^,]*/s\s*,[^,]+|[^,]+", text)
+    if not parts:
+        raise ConfigError(f"--network {text!r} names none: known are {', '.join(known.name for known in NETWORKS)}")
+    return [find_network(part) for part in parts]
 
 
 def _read_curves(paths: Sequence[Path], ranks: Sequence[int]) -> list[MeasuredNetwork]:
@@ -49,16 +52,16 @@ def report_networks(
     json: bool,
 ) -> None:
     networks: list[Network | MeasuredNetwork] = [*_read_networks(network), *_read_curves(curves, ranks)]
-    with open_run("profile comm-table", settings, out) as run, show_share("profile comm-table") as show:
+    with open_run("profile comm-table", settings, out) as run:
 
         def load() -> Callable[..., Any]:
             from paceline.measure.training_traces import measure_job_layers
 
             return measure_job_layers
 
-        profile = run_on_ranks(settings, load, (settings, iters, warmup), show)
-        if run is None:
-            return
+        with show_share("profile comm-table") as show:
+            profile = run_on_ranks(settings, load, (settings, iters, warmup), show)
+        assert run is not None
         from paceline.predict.comm_table import build_comm_table, build_model_step
         from paceline.report.comm_tables import comm_row, comm_table, describe_assumptions
 

@@ -53,7 +53,8 @@ def report_trace(run: ProfileRun, settings: TrainSettings, traced: Sequence[Trac
     if json:
         run.print_json(document | {"picture": None if picture is None else str(picture)})
         return
-    what = f"{settings.model} on {first.world_size} ranks, batch {first.batch_size}, {first.precision}"
+    ranks = f"{first.world_size} rank{'s' if first.world_size > 1 else ''}"
+    what = f"{settings.model} on {ranks}, batch {first.batch_size}, {first.precision}"
     run.print_table(columns, overviews, what)
     if kernels:
         run.print_table(trace_tables.kernel_table, kernels[:_MOST_ROWS], "kernels of rank 0")
@@ -71,5 +72,6 @@ def _draw(run: ProfileRun, settings: TrainSettings, traced: Sequence[TracedJob])
     from paceline.report.timeline import plot_timeline
 
     lanes = build_lanes([one.trace for one in traced])
-    title = f"One step of {settings.model} on {len(traced)} ranks ({settings.wrapper})"
+    ranks = f"{len(traced)} rank{'s' if len(traced) > 1 else ''}"
+    title = f"One step of {settings.model} on {ranks} ({settings.wrapper})"
     return run.write_figure("timeline", plot_timeline(lanes, title, run.machine))

@@ -12,6 +12,7 @@ import rich.markup
 import rich.progress
 
 from paceline.cli import session
+from paceline.measure.settings import Progress
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.kinds import Record
 from paceline.records.store import Run, RunFolder
@@ -64,7 +65,8 @@ class ProfileRun:
         from paceline.report import tables
 
         console = session.stdout()
-        console.print(tables.render_terminal(columns, records, title, console.width))
+        filled = [column for column in columns if any(column.cell(record) for record in records)]
+        console.print(tables.render_terminal(filled, records, title, console.width))
 
     def print_json(self, document: dict[str, Any]) -> None:
         session.print_json({"run": str(self.folder.path)} | document)
@@ -107,10 +109,13 @@ def run_on_ranks(
 
 
 @contextlib.contextmanager
-def _bar(verb: str) -> Iterator[Callable[[float, float, str], None]]:
-    """A bar on a terminal, silence elsewhere; told how much of what is done."""
+def _bar() -> Iterator[Callable[[float, float, str], None]]:
+    """A bar on the terminal of the rank that speaks, silence elsewhere; told how much of what is done.
+
+    Close it before printing: while it is drawn, rich sends what goes to stdout to stderr.
+    """
     console = session.stderr()
-    if not console.is_terminal:
+    if not console.is_terminal or (is_launched() and read_place().rank > 0):
         yield lambda done, total, label: None
         return
     with rich.progress.Progress(console=console, transient=True) as bar:
@@ -119,14 +124,21 @@ def _bar(verb: str) -> Iterator[Callable[[float, float, str], None]]:
 
 
 @contextlib.contextmanager
-def show_cells(verb: str, num_worlds: int) -> Iterator[Callable[[int, Any], None]]:
-    """Progress over several worlds, each of which posts its own."""
-    with _bar(verb) as update:
-        yield lambda world, message: update(world + message.done / message.total, num_worlds, message.label)
+def show_cells(verb: str, num_worlds: int) -> Iterator[Callable[[int, Progress], None]]:
+    """Progress over several worlds, each of which posts its own; where there is no bar, a line for each record."""
+    console = session.stderr()
+    with _bar() as update:
+
+        def hear(world: int, message: Progress) -> None:
+            update(world + message.done / message.total, num_worlds, message.label)
+            if message.records and not console.is_terminal:
+                console.print(f"paceline: {verb}: {message.label}: done")
+
+        yield hear
 
 
 @contextlib.contextmanager
 def show_share(verb: str) -> Iterator[Callable[[float], None]]:
     """Progress of something that posts the share that is done."""
-    with _bar(verb) as update:
+    with _bar() as update:
         yield lambda share: update(share, 1.0, verb)

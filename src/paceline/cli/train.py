@@ -5,7 +5,11 @@ How its ranks are run is in `training`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import shutil
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,10 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-# What a run that goes on may change: how it is run, and for how long, but not what is computed.
+_METRICS = "metrics.jsonl"
+_PARTS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
+# What a run that goes on may change: how it is run, and for how long, but not what is computed. Data may move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
-    "accumulate", "data",
+    "accumulate",
 )  # fmt: skip
 
 
@@ -75,7 +81,18 @@ def train(
         weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, augment=augment, profile=profile,
         save_every=save_every, keep=keep, tensorboard=tensorboard,
     )  # fmt: skip
-    raise typer.Exit(_resume(context_, typed, resume, json) if resume is not None else _start(typed, out, json))
+    asked = _read_asked(context_)
+    if "momentum" in asked and typed.optimizer != "sgd":
+        raise ConfigError(f"--momentum {momentum}: {typed.optimizer} has moments of its own; leave it out, or use sgd")
+    if "out" in asked and resume is not None:
+        raise ConfigError(f"--out {out} beside --resume: a run goes on in its own folder {resume}; leave out --out")
+    raise typer.Exit(_resume(asked, typed, resume, json) if resume is not None else _start(typed, out, json))
+
+
+def _read_asked(context: typer.Context) -> list[str]:
+    """The names of the options that were typed, rather than left at their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def _start(settings: TrainSettings, out: Path, json: bool) -> int:
@@ -87,37 +104,59 @@ def _start(settings: TrainSettings, out: Path, json: bool) -> int:
     if is_launched() and read_place().rank > 0:
         RunFolder.check(out)
         return _code(run_training(settings, None, False))
-    with RunFolder.create(out, "train") as folder:
+    with RunFolder.create(out, "train") as folder, _forgets_false_start(folder):
         save_config(folder, settings)
         result = run_training(settings, folder.path, False)
         return _finish(settings, folder, result, json)
 
 
-def _resume(context: typer.Context, typed: TrainSettings, run: Path, json: bool) -> int:
+@contextlib.contextmanager
+def _forgets_false_start(folder: RunFolder) -> Iterator[None]:
+    """Empty the folder of a run that broke off before its first rows of metrics: nothing could go on from it."""
+    try:
+        yield
+    except BaseException:
+        if not (folder.path / _METRICS).exists():
+            for entry in folder.path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        raise
+
+
+def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -> int:
+    from paceline.cli.session import stderr
     from paceline.cli.training import load_config, run_training
     from paceline.records.store import RunFolder
     from paceline.runtime.environment import is_launched, read_place
+    from paceline.training.metrics import load_metrics
 
-    settings = _change(load_config(run), typed, context)
+    settings = _change(load_config(run), typed, asked)
     check_job(settings)
+    metrics = run / _METRICS
+    num_steps = load_metrics(metrics)[-1]["step"] if metrics.exists() and metrics.stat().st_size else 0
     result = run_training(settings, run, True)
     if is_launched() and read_place().rank > 0:
         return _code(result)
+    if result.step == num_steps and not result.signal:
+        stderr().print(f"paceline: the run was over, after {result.step} steps; to go on, give more --epochs")
     return _finish(settings, RunFolder(run), result, json)
 
 
-def _change(saved: TrainSettings, typed: TrainSettings, context: typer.Context) -> TrainSettings:
+def _change(saved: TrainSettings, typed: TrainSettings, asked: Sequence[str]) -> TrainSettings:
     """The run's own settings with what was typed beside --resume, where that may change."""
+    from paceline.workloads.data.requests import parse_data
+
     changes: dict[str, Any] = {}
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or not hasattr(typed, name):
+    for name in asked:
+        if not hasattr(typed, name):
             continue
-        value = getattr(typed, name)
-        if name not in _CHANGEABLE and value != getattr(saved, name):
+        before, value = getattr(saved, name), getattr(typed, name)
+        if name == "global_batch_size":
+            before = saved.batches.global_batch_size
+        is_moved = name == "data" and parse_data(value)[0] == parse_data(before)[0]
+        if value != before and name not in _CHANGEABLE and not is_moved:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag} {value} beside --resume: the run was started with {getattr(saved, name)}, and another value "
+                f"{flag} {_show(value)} beside --resume: the run was started with {_show(before)}, and another value "
                 "would make it another run; leave it out, or start anew"
             )
         changes[name] = value
@@ -137,8 +176,40 @@ def _change(saved: TrainSettings, typed: TrainSettings, context: typer.Context) 
     return settings
 
 
+def _show(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _code(result: TrainResult) -> int:
     return 128 + result.signal if result.signal else 0
+
+
+def _find_medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The median seconds of each part of the steps that --profile noted, without the first, which makes the plan."""
+    noted = [row for row in rows if "forward_s" in row]
+    noted = noted[1:] or noted
+    medians = {}
+    for name in _PARTS:
+        values = [row[name] for row in noted if row[name] is not None]
+        if values:
+            medians[name] = statistics.median(values)
+    return medians
+
+
+def _describe_phases(medians: dict[str, float]) -> str:
+    from paceline.units import format_ms
+
+    parts = ", ".join(
+        f"{name.removesuffix('_s').replace('_', ' ')} {format_ms(medians[name])}"
+        for name in ("data_wait_s", "forward_s", "backward_s", "optimizer_s")
+    )
+    step_s, exposed_s = medians["step_s"], medians.get("exposed_comm_s")
+    sent = (
+        "how much of it is communication, `paceline profile phases` measures"
+        if exposed_s is None
+        else f"of it exposed communication {format_ms(exposed_s)} ({exposed_s / step_s:.1%})"
+    )
+    return f"median step {format_ms(step_s)} ms: {parts}; {sent}"
 
 
 def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, json: bool) -> int:
@@ -149,8 +220,8 @@ def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, jso
     from paceline.report.training import epoch_row, epoch_table, plot_training
     from paceline.training.metrics import load_metrics
 
-    rows = load_metrics(folder.path / "metrics.jsonl")
-    epochs = summarize_epochs(rows)
+    rows = load_metrics(folder.path / _METRICS)
+    epochs, phases = summarize_epochs(rows), _find_medians(rows)
     if json:
         print_json(
             {
@@ -162,17 +233,22 @@ def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, jso
                 "world_size": settings.ranks,
                 "num_parameters": result.num_parameters,
                 "epochs": [epoch_row(epoch) for epoch in epochs],
+                "phases": phases or None,
             }
         )
     else:
-        stdout().print(tables.render_terminal(epoch_table, epochs, "", stdout().width))
+        columns = [column for column in epoch_table if any(column.cell(epoch) for epoch in epochs)]
+        stdout().print(tables.render_terminal(columns, epochs, "", stdout().width))
+        if phases:
+            stdout().print(_describe_phases(phases))
     if result.signal:
         stderr().print(
             f"paceline: stopped after step {result.step}, which is kept; go on with "
             f"paceline train --resume {folder.path}"
         )
         return _code(result)
-    title = f"{settings.model} on {settings.data.split(':')[0]}, {settings.ranks} ranks ({settings.wrapper})"
+    ranks = f"{settings.ranks} rank{'s' if settings.ranks > 1 else ''}"
+    title = f"{settings.model} on {settings.data.split(':')[0]}, {ranks} ({settings.wrapper})"
     figure = plot_training(rows, title, describe_machine())
     for name, content in (
         ("table.csv", tables.render_csv([epoch_row(epoch) for epoch in epochs])),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.errors import ConfigError
 from paceline.measure.engine import synchronize
 from paceline.measure.rounds import Pace, run_rounds
 from paceline.measure.settings import Progress
@@ -56,7 +57,9 @@ def measure_phases(
         for number, batch_size in enumerate(batch_sizes):
             asked = dataclasses.replace(settings, ranks=world.world_size, batch_size=batch_size)
             job = build_job(asked, world)
-            label = f"{world.world_size} ranks, batch {batch_size}"
+            # Before the first is measured: the largest would end the run, and lose what was.
+            _check_whole(job, dataclasses.replace(job.batches, batch_size=max(batch_sizes)).global_batch_size)
+            label = f"{world.world_size} rank{'s' if world.world_size > 1 else ''}, batch {batch_size}"
 
             def tell(share: float, number: int = number, label: str = label) -> None:
                 if world.rank == 0:
@@ -78,7 +81,7 @@ class _TimedMessages:
         self._world_size = world_size
         self.spans: list[tuple[float, float]] = []
 
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         begin_s = time.perf_counter()
         buffer = bucket.buffer().div_(self._world_size)
         future = dist.all_reduce(buffer, async_op=True).get_future()
@@ -113,9 +116,10 @@ class _Steps:
         if job.settings.wrapper == "torch" and job.world.device.type == "cpu":
             # torch takes a hook only before the first step: a second replica carries it.
             self._asked = build_learner(job.settings, job.world, job.train)
-            self._messages = _TimedMessages(job.world.world_size)
+            messages = self._messages = _TimedMessages(job.world.world_size)
             assert isinstance(self._asked.model, DistributedDataParallel)
-            self._asked.model.register_comm_hook(None, self._messages)
+            # torch compares annotations with types, and ours are strings: a lambda has none.
+            self._asked.model.register_comm_hook(None, lambda state, bucket: messages.send(bucket))
         for learner in (job.learner, self._asked):
             learner.model.train()
 
@@ -217,14 +221,22 @@ def _build_samples(by_rank: list[list[float]], num_warmup: int) -> Samples:
 
 def cycle_windows(job: Job) -> Generator[Window, None, None]:
     """Whole windows, epoch after epoch: a smaller tail would be another step."""
-    world, epoch = job.world, 0
+    world, epoch, size = job.world, 0, job.batches.global_batch_size
+    _check_whole(job, size)
     while True:
         order = job.order(epoch)
         windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
         for window in windows:
-            if window.num_samples == job.batches.global_batch_size or order.num_windows == 1:
+            if window.num_samples == size:
                 yield window
         epoch += 1
+
+
+def _check_whole(job: Job, size: int) -> None:
+    if len(job.train) < size:
+        raise ConfigError(
+            f"{job.train.describe()}: less than one global batch of {size}; use a smaller --batch-size, or more samples"
+        )
 
 
 def _count_messages(learner: Learner) -> tuple[int, int]:

@@ -80,8 +80,12 @@ def trace_job(settings: TrainSettings, warmup: int, active: int, extras: tuple[s
     with _open(settings) as world:
         job = _build(settings, world)
         learner, windows, phases = job.learner, cycle_windows(job), _TracedPhases()
+        num_steps = [0]
 
         def step() -> None:
+            if world.rank == 0:
+                post(num_steps[0] / (1 + warmup + active))
+            num_steps[0] += 1
             with record_function("data"):
                 window = next(windows)
             take_step(learner, window.batches, window.num_samples * learner.form.targets_per_sample, _RATE, phases)
@@ -136,4 +140,5 @@ def measure_job_layers(settings: TrainSettings, iters: int, warmup: int) -> Laye
             batch_size=job.batches.batch_size,
         )
         tell: Callable[[float], Any] = post
+        tell(0.0)
         return measure_layers(step, find_blocks(learner.module), iters=iters, warmup=warmup, tell=tell)

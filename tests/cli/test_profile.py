@@ -1,0 +1,208 @@
+"""`paceline profile` as a user types it: phases, layers, traces, networks, and two runs beside each other."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
+import pytest
+import rich.console
+
+from paceline import load_run
+from paceline.measure.trace_merge import check_trace
+from paceline.records.exchange import load_layer_sizes, load_layer_times
+from paceline.records.phase_profile import PhaseRecord
+from tests.cli.test_train import TINY, TORCHRUN, type_alone, type_command
+from tests.conftest import Answer
+
+SMALL = (*TINY, "--samples", "64")
+PHASES = ("profile", "phases", *SMALL, "--iters", "3", "--warmup", "1")
+TRACE = ("profile", "trace", *SMALL, "--batch-size", "8", "--steps", "2", "--warmup", "1")
+LAYERS = ("profile", "layers", *SMALL, "--iters", "2", "--warmup", "1")
+TABLE = ("profile", "comm-table", *SMALL, "--iters", "2", "--warmup", "1")
+
+
+def find_run(answer: Answer) -> Path:
+    assert answer.code == 0, answer.err
+    return Path(answer.out.rsplit("run: ", 1)[1].strip())
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def phases(out) -> Answer:
+    return type_command(*PHASES, "--ranks", "2", "--batch-size", "4,8", "--out", out)
+
+
+@pytest.fixture(scope="module")
+def trace(out) -> Answer:
+    return type_command(*TRACE, "--ranks", "2", "--plot", "--out", out)
+
+
+@pytest.fixture(scope="module")
+def phases_alone(out) -> Answer:
+    return type_alone(*PHASES, "--batch-size", "8", "--out", out)
+
+
+def test_phases_are_a_table_and_a_record_for_each_batch_size(phases):
+    run = find_run(phases)
+    for words in ("forward (ms)", "backward (ms)", "exposed (ms)", "comm overhead", "batch 8: profiling costs"):
+        assert words in phases.out
+    assert phases.err.splitlines() == [
+        "paceline: profile phases: 2 ranks, batch 4: done",
+        "paceline: profile phases: 2 ranks, batch 8: done",
+    ]
+    records = load_run(run).records
+    assert [(record.world_size, record.batch_size) for record in records] == [(2, 4), (2, 8)]
+    with (run / "table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for record, row in zip(records, rows, strict=True):
+        assert isinstance(record, PhaseRecord)
+        assert record.timing.count == 3 and record.busy is not None
+        assert record.num_bytes == 4 * 18_954
+        assert float(row["step_s"]) == pytest.approx(record.plain.median_s)
+        assert float(row["samples_per_s"]) == pytest.approx(2 * record.batch_size / record.plain.median_s)
+
+
+def test_one_rank_sends_nothing_and_has_no_column_for_it(phases_alone):
+    find_run(phases_alone)
+    assert "busbw" not in phases_alone.out and "busy" not in phases_alone.out
+    assert "1 rank, batch 8: profiling costs" in phases_alone.out
+
+
+@pytest.mark.parametrize("wrapper", ["torch", "none", "dp"])
+def test_phases_of_other_wrappers(out, wrapper):
+    answer = type_alone(*PHASES, "--batch-size", "8", "--wrapper", wrapper, "--json", "--out", out)
+    assert answer.code == 0, answer.err
+    (row,) = json.loads(answer.out)["records"]
+    assert (row["wrapper"], row["world_size"], row["comm_overhead"]) == (wrapper, 1, 0.0)
+
+
+def test_two_runs_of_phases_beside_each_other(phases, phases_alone, out, command):
+    other = json.loads(type_alone(*PHASES, "--batch-size", "8", "--wrapper", "none", "--json", "--out", out).out)
+    first, second = find_run(phases_alone), other["run"]
+    answer = command("profile", "--compare", str(first), second)
+    assert answer.code == 0, answer.err
+    for words in ("1 rank, batch 8: step", "samples/s", "second / first", "they differ in wrapper: paceline and none"):
+        assert words in answer.out
+    document = json.loads(command("profile", "--json", "--compare", str(first), second).out)
+    rows = {row["name"]: row for row in document["rows"]}
+    step = rows["1 rank, batch 8: step"]
+    assert step["second"] == other["records"][0]["step_s"]
+    assert step["ratio"] == pytest.approx(step["second"] / step["first"])
+    assert document["settings_that_differ"] == {"wrapper": ["paceline", "none"]}
+    unlike = command("profile", "--compare", str(first), str(find_run(phases)))
+    assert unlike.code == 2 and "no number of ranks and batch size in common" in unlike.err
+
+
+def test_a_trace_is_one_file_with_a_process_for_each_rank(trace):
+    run = find_run(trace)
+    document = json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))
+    assert check_trace(document) == []
+    names = {
+        event["pid"]: event["args"]["name"] for event in document["traceEvents"] if event["name"] == "process_name"
+    }
+    begun = {event["pid"] for event in document["traceEvents"] if event["name"] == "step 1"}
+    assert len(begun) == 2 and {names[pid].split()[1] for pid in begun} == {"0", "1"}
+
+
+def test_a_trace_comes_with_an_overview_advice_and_a_picture(trace):
+    run = find_run(trace)
+    assert "cnn on 2 ranks, batch 8, fp32" in trace.out and "\n1. " in trace.out and "ui.perfetto.dev" in trace.out
+    assert f"picture: {run / 'timeline.png'}" in trace.out
+    assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    overview = json.loads((run / "overview.json").read_text())
+    assert [one["rank"] for one in overview["overviews"]] == [0, 1] and overview["advice"]
+    assert {"overview.csv", "overview.md", "operators.csv", "run.json"} <= {path.name for path in run.iterdir()}
+
+
+def test_two_traces_beside_each_other(trace, phases, out, command):
+    extras = ("--shapes", "--memory-use", "--json")
+    other = json.loads(type_alone(*TRACE, *extras, "--out", out).out)
+    assert other["picture"] is None
+    answer = command("profile", "--compare", str(find_run(trace)), other["run"])
+    assert answer.code == 0, answer.err
+    assert "phase backward" in answer.out and "they differ in ranks: 2 and 1" in answer.out
+    unlike = command("profile", "--compare", str(find_run(trace)), str(find_run(phases)))
+    assert unlike.code == 2 and unlike.out == "" and len(unlike.err.splitlines()) == 1
+    assert "is a run of `profile trace` and" in unlike.err and "of `profile phases`: give two of" in unlike.err
+
+
+def test_layers_are_files_that_can_be_read_again(out):
+    run = find_run(type_alone(*LAYERS, "--out", out))
+    sizes, times = load_layer_sizes(run / "layer-sizes.csv"), load_layer_times(run / "layer-times.csv")
+    assert sum(size.num_params for size in sizes) == 18_954
+    assert times and all(time.timing.median_s >= 0 for time in times)
+    assert {"blocks.md", "parameters.csv", "ready.png", "run.json"} <= {path.name for path in run.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def curve(out) -> str:
+    asked = ("bench", "allreduce", "--sizes", "1KiB,64KiB,1MiB", "--ranks", "2", "--iters", "5", "--backend", "gloo")
+    return str(find_run(type_command(*asked, "--out", out)))
+
+
+def test_gradients_on_assumed_and_measured_networks(out, curve):
+    networks = "nvlink,10Gb/s,50us"
+    asked = ("--network", networks, "--ranks", "2,8", "--curve", curve, "--json", "--out", out)
+    answer = type_alone(*TABLE, *asked)
+    assert answer.code == 0, answer.err
+    rows = json.loads(answer.out)["rows"]
+    assert [(row["network"], row["world_size"]) for row in rows] == [
+        ("nvlink", 2), ("nvlink", 8), ("10Gb/s,50us", 2), ("10Gb/s,50us", 8), ("gloo cpu", 2),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["gradient_bytes"] == 4 * 18_954
+        assert row["overhead"] == pytest.approx(row["comm_s"] / (row["comm_s"] + row["compute_s"]))
+    # A ring of two: each byte goes once over the wire, after two latencies.
+    assert rows[2]["comm_s"] == pytest.approx(2 * 50e-6 + 4 * 18_954 / 1.25e9)
+    assert "measured all-reduces on 2 ranks" in rows[4]["assumption"]
+
+
+def test_a_curve_of_other_ranks_is_refused(command, curve, tmp_path):
+    answer = command(*TABLE, "--ranks", "4", "--curve", curve, "--out", str(tmp_path))
+    assert answer.code == 2 and "no measured all-reduce of 4 ranks is in it" in answer.err
+    assert list(tmp_path.iterdir()) == []
+
+
+BOTH = """
+import sys
+from paceline.cli.main import main
+
+for verb in sys.argv[1].split(";"):
+    sys.argv = ["paceline", *verb.split()]
+    try:
+        main()
+    except SystemExit as exit_:
+        assert not exit_.code, exit_.code
+"""
+
+
+@pytest.mark.timeout(180)
+def test_phases_and_traces_under_torchrun(start, tmp_path):
+    (tmp_path / "both.py").write_text(BOTH)
+    verbs = ";".join(" ".join((*verb, "--batch-size", "8", "--json")) for verb in (PHASES, TRACE))
+    job = start(*TORCHRUN, "both.py", verbs)
+    printed, err = job.communicate(timeout=150)
+    assert job.returncode == 0, err
+    decoder = json.JSONDecoder()
+    first, end = decoder.raw_decode(printed)
+    second = json.loads(printed[end:])
+    assert [row["world_size"] for row in first["records"]] == [2]
+    assert [one["rank"] for one in second["overviews"]] == [0, 1]
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_results_go_to_stdout_while_a_terminal_shows_the_bar(monkeypatch, tmp_path):
+    drawn = io.StringIO()
+    terminal = rich.console.Console(file=drawn, force_terminal=True)
+    monkeypatch.setattr("paceline.cli.session.stderr", lambda: terminal)
+    answer = type_alone(*LAYERS, "--json", "--out", str(tmp_path))
+    assert json.loads(answer.out)["parameters"]
+    assert "profile layers" in drawn.getvalue() and "100%" in drawn.getvalue()

@@ -1,0 +1,201 @@
+"""`paceline train` as a user types it: from one rank to several, its folder, its output, and going on with a run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import struct
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import Answer
+
+TINY = ("--channels", "4", "8", "--hidden", "16")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def type_command(*arguments: str) -> Answer:
+    """The command line in this process, for fixtures that outlive a test."""
+    from paceline.cli.main import main
+
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", ["paceline", *arguments])
+        try:
+            main()
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def one_launched_rank():
+    """This process is the only rank of a launched world: a job on one rank needs no other process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MASTER_ADDR", raising=False)
+        # torch sets it when an optimizer is made for the first time, and leaves it set.
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), "torchinductor"))
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+            patch.setenv(name, value)
+        yield
+
+
+def type_alone(*arguments: str) -> Answer:
+    with one_launched_rank():
+        return type_command(*arguments)
+
+
+def save_mnist(folder: Path, num_train: int = 64, num_test: int = 16) -> Path:
+    """The four idx files, with a digit's class written large into its pixels."""
+    folder.mkdir(exist_ok=True)
+    draw = np.random.default_rng(0)
+    for prefix, count in (("train", num_train), ("t10k", num_test)):
+        labels = draw.integers(0, 10, count, dtype=np.uint8)
+        images = draw.integers(0, 60, (count, 28, 28), dtype=np.uint8)
+        images[np.arange(count), labels * 2] = 255
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 0x803, count, 28, 28) + images.tobytes()
+        )
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + labels.tobytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory) -> str:
+    return f"mnist:{save_mnist(tmp_path_factory.mktemp('data') / 'mnist')}"
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def trained(mnist, out) -> tuple[Answer, Path]:
+    """Two ranks, two epochs of four steps, with phases."""
+    asked = ("--data", mnist, "--ranks", "2", "--batch-size", "8", "--epochs", "2", "--profile", "--out", str(out))
+    answer = type_command("train", *TINY, *asked)
+    assert answer.code == 0, answer.err
+    return answer, Path(answer.out.rsplit("run: ", 1)[1].strip())
+
+
+def load_rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_person_sees_epochs_phases_and_the_folder(trained):
+    answer, run = trained
+    for words in ("epoch", "test accuracy", "samples/s", "exposed comm", "median step", "exposed communication"):
+        assert words in answer.out
+    assert "cnn with" in answer.err and "2 ranks" in answer.err and "global batch 16 = 2 x 8" in answer.err
+    assert "step 8 of 8, epoch 2" in answer.err
+    assert {path.name for path in run.iterdir()} >= {
+        "config.json", "metrics.jsonl", "table.csv", "table.md", "training.png", "training.svg", "weights.safetensors",
+        "checkpoints",
+    }  # fmt: skip
+
+
+def test_profile_notes_every_phase_of_every_step(trained):
+    rows = load_rows(trained[1])
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    for row in rows:
+        phases_s = [row[name] for name in ("forward_s", "backward_s", "optimizer_s")]
+        # Each is that of the slowest rank in it, so their sum may pass the step's; none alone can.
+        assert all(0 < seconds <= row["step_s"] for seconds in phases_s)
+
+
+def test_ranks_do_not_change_what_is_learned(trained, mnist, tmp_path):
+    asked = ("--data", mnist, "--global-batch-size", "16", "--epochs", "2", "--out", str(tmp_path))
+    answer = type_alone("train", *TINY, *asked, "--json")
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    assert (document["world_size"], document["steps"], document["finished"]) == (1, 8, True)
+    assert document["phases"] is None
+    there = load_rows(trained[1])
+    here = load_rows(Path(document["run"]))
+    assert [row["loss"] for row in here] == pytest.approx([row["loss"] for row in there], rel=1e-4)
+    assert [epoch["samples"] for epoch in document["epochs"]] == [64, 64]
+
+
+def test_json_with_phases_is_one_document(mnist, tmp_path):
+    answer = type_alone(
+        "train", *TINY, "--data", mnist, "--profile", "--wrapper", "torch", "--json", "--out", str(tmp_path)
+    )
+    document = json.loads(answer.out)
+    assert set(document["phases"]) == {"step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s"}
+    assert [path.name for path in tmp_path.iterdir()] == [Path(document["run"]).name]
+
+
+def test_what_torchs_wrapper_does_not_tell_is_not_a_column(mnist, tmp_path):
+    asked = ("--data", mnist, "--wrapper", "torch", "--profile", "--out", str(tmp_path))
+    answer = type_alone("train", *TINY, *asked)
+    assert answer.code == 0, answer.err
+    assert "exposed comm" not in answer.out and "`paceline profile phases` measures" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("channels", "hidden", "num_parameters"),
+    [
+        (("16", "32"), 128, 16 * 10 + 32 * 145 + 128 * (32 * 12**2 + 1) + 10 * 129),
+        (("32", "64", "128"), 512, 32 * 10 + 64 * 289 + 128 * 577 + 512 * (128 * 6**2 + 1) + 10 * 513),
+        (("64", "128", "256"), 2048, 64 * 10 + 128 * 577 + 256 * 1153 + 2048 * (256 * 6**2 + 1) + 10 * 2049),
+        (("4", "4"), 8, 4 * 10 + 4 * 37 + 8 * (4 * 12**2 + 1) + 10 * 9),
+    ],
+    ids=["tiny", "medium", "large", "alike"],
+)
+def test_the_cnn_has_the_asked_for_layers(mnist, channels, hidden, num_parameters, tmp_path):
+    asked = ("--channels", *channels, "--hidden", str(hidden), "--data", mnist, "--samples", "2", "--json")
+    answer = type_alone("train", *asked, "--out", str(tmp_path))
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["num_parameters"] == num_parameters
+
+
+def test_a_run_goes_on_with_fewer_ranks_and_moved_data(trained, tmp_path):
+    run = trained[1]
+    moved = save_mnist(tmp_path / "elsewhere")
+    answer = type_alone("train", "--resume", str(run), "--epochs", "3", "--data", f"mnist:{moved}", "--json")
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    assert (document["steps"], document["world_size"], len(document["epochs"])) == (12, 1, 3)
+    assert "goes on at step 8" in answer.err
+    assert [row["step"] for row in load_rows(run)] == list(range(1, 13))
+    assert len((run / "table.csv").read_text().splitlines()) == 4
+    again = type_alone("train", "--resume", str(run), "--epochs", "3", "--data", f"mnist:{moved}")
+    assert again.code == 0 and "the run was over, after 12 steps; to go on, give more --epochs" in again.err
+    assert "the run was over" not in answer.err
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--lr", "0.1"), "--lr 0.1 beside --resume: the run was started with 0.05"),
+        (("--channels", "8", "8"), "--channels 8 8 beside --resume: the run was started with 4 8"),
+        (("--global-batch-size", "32"), "the run was started with 16"),
+        (("--data", "synthetic"), "--data synthetic beside --resume"),
+        (("--out", "elsewhere"), "--out elsewhere beside --resume"),
+        (("--batch-size", "3"), "--global-batch-size 16 is not a multiple of 3"),
+    ],
+)
+def test_what_would_make_it_another_run_is_refused(trained, asked, words):
+    run = trained[1]
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir())
+    answer = type_alone("train", "--resume", str(run), *asked)
+    assert answer.code == 2 and words in answer.err and len(answer.err.splitlines()) == 1
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir()) == before
+
+
+@pytest.mark.timeout(180)
+def test_the_same_command_under_torchrun(start, mnist, tmp_path):
+    asked = ("train", *TINY, "--data", mnist, "--batch-size", "8", "--json")
+    job = start(*TORCHRUN, "-m", "paceline", *asked)
+    printed, err = job.communicate(timeout=150)
+    assert job.returncode == 0, err
+    document = json.loads(printed)
+    assert (document["world_size"], document["steps"]) == (2, 4)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [Path(document["run"]).name]
