@@ -172,8 +172,19 @@ class _Run:
             or keeper.is_due_by_steps(position.step)
             or (is_epoch_end and keeper.every_epoch)
         ):
+            self._check_model(position.step)
             keeper.save(job, position)
         return heard
+
+    def _check_model(self, step: int) -> None:
+        """A finite loss can have gradients that are not: never save what they made of the model over what was whole."""
+        name = find_bad_parameter(self._job.learner.module)
+        if name:
+            self._keeper.close()
+            raise TrainingError(
+                f"step {step}: {name} is not finite after the update, and the loss was; "
+                f"{self._keeper.describe_last()}; try a lower --lr, --clip, or look at the model"
+            )
 
     def _report(self, position: Position, rows: list[dict[str, Any]]) -> None:
         if self._job.world.rank == 0 and rows:
