@@ -160,7 +160,7 @@ class _Run:
             raise _blame(heard.bad, job, keeper)
         rows = list(heard.rows)
         if is_epoch_end:
-            evaluation = evaluate(job.learner, job.test, job.world, job.batches.batch_size)
+            evaluation = evaluate(job.learner, job.test, job.world)
             rows[-1] |= _evaluation_keys(evaluation)
         keeper.write_rows(rows)
         self._report(position, rows)
