@@ -40,7 +40,9 @@ def test_every_token_is_a_target():
 def test_numbers_cost_the_squared_error(shape):
     """A column against a row would broadcast to 36 errors."""
     outcome = answer(VALUES.reshape(shape), WANTED, NUMBERS)
-    assert outcome.loss_sum.item() == pytest.approx(sum((VALUES[k] - WANTED[k]).item() ** 2 for k in range(6)), rel=1e-6)
+    assert outcome.loss_sum.item() == pytest.approx(
+        sum((VALUES[k] - WANTED[k]).item() ** 2 for k in range(6)), rel=1e-6
+    )
     assert outcome.num_correct is None
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from made-up times: exposed, overlap, gaps, the cost of profiling, and their tables."""
+"""Where the time of a step goes, from made-up times: exposed, overlap, gaps, what profiling costs, and the tables."""
 
 import dataclasses
 
@@ -50,6 +50,7 @@ def test_exposed_is_the_median_of_differences_in_one_repetition(build_phases, bu
         silent_backward=build_samples(*(0.004,) * 3),
         plain=build_samples(0.010, 0.019, 0.020),
         silent=build_samples(0.009, 0.018, 0.010),
+        busy=None,
     )
     assert record.exposed_s == pytest.approx(0.001)
 

@@ -76,7 +76,8 @@ def test_the_table_and_the_rows_count_epochs_from_1():
     text = render_markdown(epoch_table, epochs)
     assert "40.0%" in text and "60.0%" in text and "20.0%" in text and "2.4400" in text
     head, *lines = render_csv(rows).splitlines()
-    assert head.split(",")[:3] == ["epoch", "steps", "samples"] and [line.split(",")[2] for line in lines] == ["25", "12"]
+    assert head.split(",")[:3] == ["epoch", "steps", "samples"]
+    assert [line.split(",")[2] for line in lines] == ["25", "12"]
 
 
 @pytest.mark.parametrize(

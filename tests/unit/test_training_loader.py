@@ -68,7 +68,9 @@ def test_an_epoch_goes_on_where_it_was(start):
 
 def test_epochs_have_other_orders_and_seeds_too():
     data = build_numbers(25)
-    orders = [counted(load(data, EpochOrder(25, 25, seed, epoch), batch_size=25)) for seed, epoch in ((1, 0), (1, 1), (2, 0))]
+    orders = [
+        counted(load(data, EpochOrder(25, 25, seed, epoch), batch_size=25)) for seed, epoch in ((1, 0), (1, 1), (2, 0))
+    ]
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 

@@ -1,5 +1,6 @@
 """Learning rates against arithmetic written another way."""
 
+import itertools
 import math
 
 import pytest
@@ -22,7 +23,7 @@ def test_constant_is_constant():
 def test_linear_falls_in_equal_steps_to_zero():
     found = rates("linear")
     assert found[0] == PEAK and found[-1] == 0.0
-    assert [a - b for a, b in zip(found, found[1:], strict=False)] == pytest.approx([PEAK / STEPS] * STEPS)
+    assert [a - b for a, b in itertools.pairwise(found)] == pytest.approx([PEAK / STEPS] * STEPS)
 
 
 def test_cosine_goes_half_round_a_circle():
