@@ -55,9 +55,9 @@ class PhaseRecord(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("plain", "silent", "silent_backward", *PHASES):
-            samples: Samples = getattr(self, name)
-            if (samples.count, samples.num_ranks) != (self.timing.count, self.world_size):
+        for name in ("timing", "plain", "silent", "silent_backward", *PHASES, "busy"):
+            samples: Samples | None = getattr(self, name)
+            if samples and (samples.count, samples.num_ranks) != (self.timing.count, self.world_size):
                 raise RecordError(f"{self.model}: {name} has other repetitions or ranks than the steps")
 
     @property
@@ -88,7 +88,9 @@ class PhaseRecord(Record):
 
     @property
     def exposed_noise_s(self) -> float | None:
-        """Half the 95 % interval of the exposed seconds, where there are enough repetitions to tell."""
+        """Half the 95 % interval of the exposed seconds, where there are ranks and repetitions enough to tell."""
+        if self.world_size == 1:
+            return None
         ratio = compare_times(self.plain.reduced_s, self.silent.reduced_s)
         return None if ratio.noise is None else ratio.noise * self.silent.median_s
 

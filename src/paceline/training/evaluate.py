@@ -19,8 +19,8 @@ from paceline.workloads.losses import compute_outcome
 
 __all__ = ["Evaluation", "evaluate"]
 
-# A forward without gradients holds little, so small batches need not be small here.
-_LEAST_BATCH = 64
+# What a forward without gradients holds is its answers: a vocabulary's worth of them for each token.
+_MOST_SAMPLES, _MOST_TARGETS = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,12 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(learner: Learner, data: DataSet, world: World, batch_size: int) -> Evaluation:
-    """Evaluate the replicas, each on its own share. Collective: every rank must call this."""
+def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
+    """Evaluate the replicas, each on its own share. Collective: every rank must call this.
+
+    Ranks share out whole batches, which are the same for every number of ranks: how a product is rounded, and how far a
+    sequence is padded, follows from the batch that it is in.
+    """
     if isinstance(learner.model, DistributedDataParallel):
         # torch makes buffers equal only in the next training forward.
         for buffer in learner.module.buffers():
@@ -43,11 +47,12 @@ def evaluate(learner: Learner, data: DataSet, world: World, batch_size: int) -> 
     learner.module.eval()
     loss_sum = torch.zeros((), dtype=torch.float64, device=learner.device)
     correct = torch.zeros((), dtype=torch.int64, device=learner.device)
-    share = evaluation_share(len(data), world.rank, world.world_size)
-    size = max(batch_size, _LEAST_BATCH)
+    size = max(1, min(_MOST_SAMPLES, _MOST_TARGETS // learner.form.targets_per_sample))
+    starts = range(0, len(data), size)
+    share = evaluation_share(len(starts), world.rank, world.world_size)
     try:
-        for start in range(share.start, share.stop, size):
-            indices = torch.arange(start, min(start + size, share.stop))
+        for start in starts[share.start : share.stop]:
+            indices = torch.arange(start, min(start + size, len(data)))
             batch = data.prepare(data.take(indices).to(learner.device), indices, 0)
             with learner.autocast():
                 outcome = compute_outcome(learner.module, batch, learner.form)

@@ -73,7 +73,9 @@ def take_step(
     which the factor `world_size` undoes. Gradients travel once, behind the last micro-batch.
     Collective: every rank must call this, with the same number of micro-batches.
     """
-    total = StepOutcome(torch.zeros((), device=learner.device), None, 0)
+    # A rank whose part of a short tail is empty has 0 right, which is not the same as no accuracy.
+    correct = torch.zeros((), dtype=torch.int64, device=learner.device) if learner.form.num_classes else None
+    total = StepOutcome(torch.zeros((), device=learner.device), correct, 0)
     for number, loaded in enumerate(window):
         is_last = number == len(window) - 1
         with contextlib.nullcontext() if is_last else learner.no_sync():
@@ -98,8 +100,8 @@ def _add(total: StepOutcome, loss_sum: torch.Tensor, num_correct: torch.Tensor |
         return
     total.loss_sum = total.loss_sum + loss_sum
     total.num_samples += num_counted
-    if num_correct is not None:
-        total.num_correct = num_correct if total.num_correct is None else total.num_correct + num_correct
+    if num_correct is not None and total.num_correct is not None:
+        total.num_correct = total.num_correct + num_correct
 
 
 def update(learner: Learner, rate: float) -> None:

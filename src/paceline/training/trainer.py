@@ -34,7 +34,6 @@ from paceline.workloads.choose import describe_model
 __all__ = ["TrainProgress", "TrainResult", "train"]
 
 T = TypeVar("T")
-_ADVICE = "%s; try a lower --lr, --clip, or look at the data"
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class _Run:
             raise _blame(heard.bad, job, keeper)
         rows = list(heard.rows)
         if is_epoch_end:
-            evaluation = evaluate(job.learner, job.test, job.world, job.batches.batch_size)
+            evaluation = evaluate(job.learner, job.test, job.world)
             rows[-1] |= _evaluation_keys(evaluation)
         keeper.write_rows(rows)
         self._report(position, rows)
@@ -183,12 +182,19 @@ class _Run:
             or keeper.is_due_by_steps(position.step)
             or (is_epoch_end and keeper.every_epoch)
         ):
-            if bad := find_bad_parameter(job.learner.module):
-                raise TrainingError(
-                    f"step {position.step}: {bad} is not finite, so it is not saved; {_ADVICE % keeper.describe_last()}"
-                )
+            self._check_model(position.step)
             keeper.save(job, position)
         return heard
+
+    def _check_model(self, step: int) -> None:
+        """A finite loss can have gradients that are not: never save what they made of the model over what was whole."""
+        name = find_bad_parameter(self._job.learner.module)
+        if name:
+            self._keeper.close()
+            raise TrainingError(
+                f"step {step}: {name} is not finite after the update, and the loss was; "
+                f"{self._keeper.describe_last()}; try a lower --lr, --clip, or look at the model"
+            )
 
     def _report(self, position: Position, rows: list[dict[str, Any]]) -> None:
         if self._job.world.rank == 0 and rows:
@@ -236,5 +242,5 @@ def _blame(bad: tuple[int, int, str], job: Job, keeper: Keeper) -> TrainingError
     parameter = parameter or find_bad_parameter(job.learner.module) or "none: the loss alone"
     return TrainingError(
         f"step {step}: the loss of rank {rank} is not a finite number, and the first in the model is {parameter}; "
-        f"{_ADVICE % keeper.describe_last()}"
+        f"{keeper.describe_last()}; try a lower --lr, --clip, or look at the data"
     )

@@ -1,0 +1,151 @@
+"""What a training run is asked to do: batches that add up, and every refusal before a rank starts."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.training.requests import check_requests
+from paceline.training.settings import Batches, SaveEvery, TrainSettings, settle_batches
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "global_batch_size", "accumulate", "wanted"),
+    [
+        (1, None, None, None, (32, 1, 32)),
+        (4, None, None, None, (32, 1, 128)),
+        (2, 5, None, 3, (5, 3, 30)),
+        (2, None, None, 3, (32, 3, 192)),
+        (2, None, 24, None, (12, 1, 24)),
+        (3, None, 24, 4, (2, 4, 24)),
+        (2, 4, 24, None, (4, 3, 24)),
+        (2, 4, 24, 3, (4, 3, 24)),
+    ],
+)
+def test_batches_are_settled_from_what_was_asked(ranks, batch_size, global_batch_size, accumulate, wanted):
+    found = settle_batches(ranks, batch_size, global_batch_size, accumulate)
+    assert (found.batch_size, found.accumulate, found.global_batch_size) == wanted
+    assert found.world_size == ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((1, 0, None, None), "--batch-size 0"),
+        ((1, None, 0, None), "--global-batch-size 0"),
+        ((1, None, None, 0), "--accumulate 0"),
+        ((3, None, 25, None), "25 cannot be shared by 3 ranks x 1 micro-batches: use a multiple of 3"),
+        ((2, None, 6, 2), "a multiple of 4"),
+        ((2, 4, 20, None), "not a multiple of 8"),
+        ((2, 4, 24, 2), "needs --accumulate 3"),
+    ],
+)  # fmt: skip
+def test_batches_that_do_not_add_up_are_refused(arguments, words):
+    with pytest.raises(ConfigError) as caught:
+        settle_batches(*arguments)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("epoch", SaveEvery()),
+        ("10s", SaveEvery(seconds=10)),
+        ("0.5 s", SaveEvery(seconds=0.5)),
+        ("2min", SaveEvery(seconds=120)),
+        ("100steps", SaveEvery(steps=100)),
+        ("1 step", SaveEvery(steps=1)),
+    ],
+)
+def test_when_to_save_is_read(text, wanted):
+    assert SaveEvery.parse(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "10", "0s", "0steps", "1.5steps", "-3s", "3h", "often", "1e3s", "steps"])
+def test_when_to_save_is_not_guessed(text):
+    with pytest.raises(ConfigError, match="--save-every"):
+        SaveEvery.parse(text)
+
+
+BAD = [
+    ({"wrapper": "ddp"}, "--wrapper 'ddp' is unknown: known are paceline, torch, none, dp"),
+    ({"precision": "fp8"}, "--precision 'fp8'"),
+    ({"optimizer": "lion"}, "--optimizer 'lion'"),
+    ({"schedule": "step"}, "--schedule 'step'"),
+    ({"tail": "cut"}, "--tail 'cut'"),
+    ({"ranks": 0}, "--ranks 0"),
+    ({"epochs": 0}, "--epochs 0"),
+    ({"keep": 0}, "--keep 0"),
+    ({"lr_warmup": -1}, "--lr-warmup -1"),
+    ({"samples": 0}, "--samples 0"),
+    ({"context": 1}, "--context 1"),
+    ({"threads": 0}, "--threads 0"),
+    ({"seed": -1}, "--seed -1"),
+    ({"lr": -0.1}, "--lr -0.1"),
+    ({"lr": math.nan}, "--lr nan"),
+    ({"lr": math.inf}, "--lr inf"),
+    ({"clip": 0.0}, "--clip 0.0: a finite number above 0"),
+    ({"clip": -1.0}, "--clip -1.0"),
+    ({"momentum": -0.5}, "--momentum -0.5"),
+    ({"weight_decay": -0.5}, "--weight-decay -0.5"),
+    ({"save_every": "soon"}, "--save-every 'soon'"),
+    ({"batch_size": 0}, "--batch-size 0"),
+    ({"ranks": 2, "global_batch_size": 5}, "--global-batch-size 5"),
+    ({"wrapper": "none", "ranks": 2}, "--wrapper none trains one process by itself, and --ranks 2"),
+    ({"wrapper": "dp", "ranks": 2}, "--wrapper dp serves the GPUs of one process"),
+    ({"wrapper": "none", "plan": "p.json"}, "--plan needs --wrapper paceline or torch"),
+    ({"wrapper": "dp", "sync_batchnorm": True}, "--sync-batchnorm does not work with --wrapper dp"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_is_refused(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        TrainSettings(**changes).check()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lr": 0.0, "momentum": 0.0, "clip": 1e-9, "lr_warmup": 0, "seed": 0},
+        {"ranks": 4, "global_batch_size": 64, "plan": "p.json", "wrapper": "torch", "sync_batchnorm": True},
+        {"wrapper": "none", "precision": "fp16", "optimizer": "adamw", "schedule": "cosine", "tail": "pad"},
+        {"wrapper": "dp"},
+    ],
+)
+def test_what_can_be_is_not(changes):
+    TrainSettings(**changes).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "cnm"}, "cnn"),
+        ({"model": "resnet18", "hidden": 3}, "hidden"),
+        ({"dropout": 1.0}, "dropout 1.0"),
+        ({"channels": (4, 0)}, "channels"),
+        ({"data": "nothing"}, "nothing"),
+    ],
+)
+def test_models_and_data_are_checked_too(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        check_requests(TrainSettings(**changes))
+    assert words in str(caught.value)
+
+
+def test_settings_survive_json():
+    settings = TrainSettings(channels=(4, 8), global_batch_size=12, ranks=3, clip=0.5, augment=False)
+    assert TrainSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    assert TrainSettings.from_json({}) == TrainSettings()
+    assert set(settings.to_json()) == {field.name for field in dataclasses.fields(TrainSettings)}
+    assert settings.batches == Batches(3, 4, 1)
+
+
+def test_settings_of_another_version_are_refused():
+    with pytest.raises(ConfigError, match="unknown settings: a, zeal"):
+        TrainSettings.from_json({"zeal": 1, "lr": 0.1, "a": 2})
