@@ -26,6 +26,7 @@ from paceline.workloads.choose import build_model, default_form
 from paceline.workloads.data.load import load_data
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder
+from paceline.workloads.own_model import is_own
 
 __all__ = ["Job", "build_job", "build_learner", "load_sets"]
 
@@ -77,7 +78,12 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -
 def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
     """The training set and the test set, as the model likes them."""
     request = build_data_request(settings)
-    form = default_form(settings.model, build_model_options(settings))
+    # A user's own model says nothing of its data, and need not where a data set or a kind is named.
+    form = (
+        None
+        if is_own(settings.model) and settings.data != "synthetic"
+        else default_form(settings.model, build_model_options(settings))
+    )
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
     train = load_data(request, "train", form, world.device, folder)
     return train, load_data(request, "test", form, world.device, folder)
