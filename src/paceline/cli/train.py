@@ -25,7 +25,7 @@ __all__ = ["train"]
 # What a run that goes on may change: how it is run, and for how long, but not what is computed.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
-    "accumulate", "data",
+    "accumulate",
 )  # fmt: skip
 
 
@@ -94,12 +94,14 @@ def _start(settings: TrainSettings, out: Path, json: bool) -> int:
 
 
 def _resume(context: typer.Context, typed: TrainSettings, run: Path, json: bool) -> int:
-    from paceline.cli.training import load_config, run_training
+    from paceline.cli.training import load_config, prolong_config, run_training
     from paceline.records.store import RunFolder
     from paceline.runtime.environment import is_launched, read_place
 
     settings = _change(load_config(run), typed, context)
     check_job(settings)
+    if not is_launched() or read_place().rank == 0:
+        prolong_config(run, settings.epochs)
     result = run_training(settings, run, True)
     if is_launched() and read_place().rank > 0:
         return _code(result)
@@ -108,13 +110,18 @@ def _resume(context: typer.Context, typed: TrainSettings, run: Path, json: bool)
 
 def _change(saved: TrainSettings, typed: TrainSettings, context: typer.Context) -> TrainSettings:
     """The run's own settings with what was typed beside --resume, where that may change."""
+    from paceline.workloads.data.requests import parse_data
+
     changes: dict[str, Any] = {}
     for name in context.params:
         source = context.get_parameter_source(name)
         if source is None or source.name != "COMMANDLINE" or not hasattr(typed, name):
             continue
         value = getattr(typed, name)
-        if name not in _CHANGEABLE and value != getattr(saved, name):
+        is_other = value != getattr(saved, name)
+        if name == "data":  # the same data may lie elsewhere now
+            is_other = parse_data(value)[0] != parse_data(saved.data)[0]
+        if name not in _CHANGEABLE and is_other:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{flag} {value} beside --resume: the run was started with {getattr(saved, name)}, and another value "
@@ -180,7 +187,8 @@ def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, jso
         ("training.png", plots.render_png(figure)),
         ("training.svg", plots.render_svg(figure)),
     ):
-        (folder.path / name).unlink(missing_ok=True)  # a run that went on has more to show
+        for path in (folder.path / name, *folder.path.glob(f".{name}.*")):  # of a run that went on, or was killed here
+            path.unlink(missing_ok=True)
         folder.write(name, content)
     if not json:
         stdout().print(f"run: {folder.path}")

@@ -33,7 +33,7 @@ from paceline.training.stopping import ECHO_S
 if TYPE_CHECKING:
     from paceline.training.trainer import TrainProgress, TrainResult
 
-__all__ = ["CONFIG", "load_config", "run_training", "save_config"]
+__all__ = ["CONFIG", "load_config", "prolong_config", "run_training", "save_config"]
 
 CONFIG = "config.json"
 _FORMAT, _VERSION = "paceline-train", 1
@@ -65,6 +65,20 @@ def load_config(run: Path) -> TrainSettings:
     if not isinstance(document, dict) or document.get("format") != _FORMAT or document.get("version") != _VERSION:
         raise ConfigError(f"--resume {run}: {file} is not the configuration of a training run of this Paceline")
     return TrainSettings.from_json(document["settings"])
+
+
+def prolong_config(run: Path, epochs: int) -> None:
+    """Note that a run goes on for more epochs, so that it does when it is killed and goes on once more."""
+    file = run / CONFIG
+    document = json.loads(file.read_text())
+    if epochs > document["settings"]["epochs"]:
+        document["settings"]["epochs"] = epochs
+        new = file.with_name(f".{CONFIG}.new")
+        try:
+            new.write_text(json.dumps(document, indent=1) + "\n")
+            new.replace(file)
+        except OSError as error:
+            raise ConfigError(f"--epochs {epochs}: {file} cannot be changed: {error.strerror}") from None
 
 
 def run_training(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainResult:
