@@ -78,7 +78,7 @@ def train_watched(settings: TrainSettings, folder: Path, resume: bool, before_st
     loader.split_window, trainer.load_windows, trainer.take_step = split_window, load_windows, take_step
     try:
         result = trainer.train(settings, folder, resume)
-    except PacelineError as error:  # returned: a rank that fails would be started anew
+    except (ConfigError, TrainingError) as error:  # returned: a rank that fails would be started anew
         return Seen(0, 0, tuple(samples), error)
     finally:
         loader.split_window, trainer.load_windows, trainer.take_step = real
@@ -245,3 +245,118 @@ def test_a_damaged_checkpoint_is_passed_over_and_made_again(train, reference, tm
     assert_same_run(reference, folder)
     for path in checkpoints(folder):
         load_checkpoint(path)
+
+
+def test_where_every_checkpoint_is_damaged_nothing_starts_anew(refuse, reference, tmp_path):
+    folder = copy_until(6, reference, tmp_path / "run")
+    for path in checkpoints(folder):
+        flip_a_bit(path / "model.safetensors")
+    before = (folder / "metrics.jsonl").read_bytes()
+    error = refuse(folder, resume=True)
+    assert isinstance(error, ConfigError) and "no checkpoint in" in str(error) and "2 are there" in str(error)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden": 9}, "another model"),
+        ({"batch_size": 5}, "and now there are 100 samples in batches of 10"),
+        ({"samples": 99}, "and now there are 99 samples in batches of 12"),
+        ({"epochs": 1}, "--epochs 1 is over after step 9, and the run is at step 15 already"),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_refused_and_left_alone(refuse, reference, tmp_path, changes, words):
+    folder = copy_until(15, reference, tmp_path / "run")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    error = refuse(folder, resume=True, **changes)
+    assert isinstance(error, ConfigError) and words in str(error)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(train, reference, tmp_path):
+    folder = copy_until(0, reference, tmp_path / "run")
+    train(folder, resume=True)
+    assert_same_run(reference, folder)
+
+
+def test_a_finished_run_is_finished(train, refuse, reference, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(reference, folder)
+    (folder / "checkpoints" / ".saving-step-00000018").mkdir()
+    (folder / ".weights.safetensors.abc").touch()
+    assert [(seen.step, seen.samples) for seen in train(folder, resume=True)] == [(STEPS, ())] * 2
+    assert_same_run(reference, folder)
+    shutil.rmtree(folder / "checkpoints")
+    assert "is finished and holds no checkpoint" in str(refuse(folder, resume=True))
+    assert (folder / "weights.safetensors").read_bytes() == (reference / "weights.safetensors").read_bytes()
+
+
+def test_more_epochs_are_the_longer_run(train, reference, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(reference, folder)
+    train(folder, resume=True, epochs=3)
+    train(tmp_path / "longer", epochs=3)
+    assert_same_run(tmp_path / "longer", folder)
+
+
+def spoil_the_update(step: int) -> None:
+    """In step 5 the loss is still finite, and the weights after it are not."""
+    from paceline.training import step as steps
+
+    real = steps.update
+
+    def update(learner: Any, rate: float) -> None:
+        steps.update = real
+        real(learner, rate)
+        next(learner.module.parameters()).data.fill_(float("inf"))
+
+    if step == 5:
+        steps.update = update
+
+
+@pytest.mark.parametrize(
+    ("changes", "before_step", "kept"),
+    [
+        ({"lr": 1e20, "save_every": "epoch"}, pass_by, []),
+        ({"save_every": "3steps"}, spoil_the_update, ["step-00000003"]),
+        ({"save_every": "5steps"}, spoil_the_update, []),
+        ({"save_every": "1steps", "keep": 2}, spoil_the_update, ["step-00000004", "step-00000003"]),
+    ],
+)
+def test_what_is_no_number_is_never_saved(refuse, tmp_path, changes, before_step, kept):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    error = refuse(folder, before_step=before_step, **changes)
+    assert isinstance(error, TrainingError) and "finite" in str(error) and "try a lower --lr" in str(error)
+    assert [path.name for path in checkpoints(folder)] == kept
+    words = f"the checkpoint of step {int(kept[0][5:])} is kept" if kept else "no checkpoint had been written yet"
+    assert words in str(error)
+    for path in checkpoints(folder):
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in load_checkpoint(path).model.values())
+    assert not (folder / "weights.safetensors").exists()
+
+
+def fill_the_disk(step: int) -> None:
+    """From the eighth step on, when the checkpoint of step 3 is on disk, no file can be written to the end."""
+    from paceline.training import sealing
+
+    real = sealing._write
+
+    def write(path: Path, data: Any) -> str:
+        real(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if step == 8:
+        sealing._write = write
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_harms_no_checkpoint(outcomes, train, reference, tmp_path):
+    # Only rank 0 knows, so the ranks are ended, and what was changed in them goes with them.
+    with pytest.raises(RecordError, match="No space left on device; it needs .* make room") as caught:
+        outcomes(tmp_path / "run", before_step=fill_the_disk)
+    assert "\n" not in str(caught.value)
+    kept = checkpoints(tmp_path / "run")
+    assert [load_checkpoint(path).step for path in kept][-1] == 3 and len(kept) <= 2
+    train(tmp_path / "run", resume=True)
+    assert_same_run(reference, tmp_path / "run")
