@@ -64,6 +64,8 @@ def load_config(run: Path) -> TrainSettings:
         raise ConfigError(f"--resume {run}: {file} cannot be read as JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT or document.get("version") != _VERSION:
         raise ConfigError(f"--resume {run}: {file} is not the configuration of a training run of this Paceline")
+    if not isinstance(document.get("settings"), dict):
+        raise ConfigError(f"--resume {run}: {file} lacks its settings, which a whole one has: start anew")
     return TrainSettings.from_json(document["settings"])
 
 
