@@ -231,7 +231,7 @@ def test_a_loss_that_is_no_number_exits_with_1(command, tmp_path):
             ("--data", "synthetic:numbers"),
             "--data synthetic:numbers beside --resume: the run was started with synthetic",
         ),
-        (("--ranks", "3"), "16"),
+        (("--ranks", "3"), "3 ranks cannot share the run's global batch of 16 samples equally"),
     ],
 )
 def test_what_would_make_it_another_run_is_refused(command, broken, flags, words):

@@ -135,9 +135,16 @@ def _change(saved: TrainSettings, typed: TrainSettings, context: typer.Context) 
     settings = dataclasses.replace(saved, **changes)
     if changes.get("ranks", saved.ranks) != saved.ranks:
         # The global batch stays what it was; how it is shared out follows.
+        size = saved.batches.global_batch_size
+        if size % settings.ranks:
+            fits = ", ".join(str(ranks) for ranks in range(1, size + 1) if size % ranks == 0)
+            raise ConfigError(
+                f"{settings.ranks} ranks cannot share the run's global batch of {size} samples equally, and with "
+                f"another it would be another run: use one of {fits} ranks"
+            )
         settings = dataclasses.replace(
             settings,
-            global_batch_size=saved.batches.global_batch_size,
+            global_batch_size=size,
             batch_size=changes.get("batch_size"),
             accumulate=changes.get("accumulate"),
         )
