@@ -124,7 +124,7 @@ def _forgets_false_start(folder: RunFolder) -> Iterator[None]:
 
 def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -> int:
     from paceline.cli.session import stderr
-    from paceline.cli.training import load_config, run_training
+    from paceline.cli.training import load_config, prolong_config, run_training
     from paceline.records.store import RunFolder
     from paceline.runtime.environment import is_launched, read_place
     from paceline.training.metrics import load_metrics
@@ -133,6 +133,8 @@ def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -
     check_job(settings)
     metrics = run / _METRICS
     num_steps = load_metrics(metrics)[-1]["step"] if metrics.exists() and metrics.stat().st_size else 0
+    if not is_launched() or read_place().rank == 0:
+        prolong_config(run, settings.epochs)
     result = run_training(settings, run, True)
     if is_launched() and read_place().rank > 0:
         return _code(result)
@@ -167,9 +169,16 @@ def _change(saved: TrainSettings, typed: TrainSettings, asked: Sequence[str]) ->
     settings = dataclasses.replace(saved, **changes)
     if changes.get("ranks", saved.ranks) != saved.ranks:
         # The global batch stays what it was; how it is shared out follows.
+        size = saved.batches.global_batch_size
+        if size % settings.ranks:
+            fits = ", ".join(str(ranks) for ranks in range(1, size + 1) if size % ranks == 0)
+            raise ConfigError(
+                f"{settings.ranks} ranks cannot share the run's global batch of {size} samples equally, and with "
+                f"another it would be another run: use one of {fits} ranks"
+            )
         settings = dataclasses.replace(
             settings,
-            global_batch_size=saved.batches.global_batch_size,
+            global_batch_size=size,
             batch_size=changes.get("batch_size"),
             accumulate=changes.get("accumulate"),
         )
@@ -256,7 +265,8 @@ def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, jso
         ("training.png", plots.render_png(figure)),
         ("training.svg", plots.render_svg(figure)),
     ):
-        (folder.path / name).unlink(missing_ok=True)  # a run that went on has more to show
+        for path in (folder.path / name, *folder.path.glob(f".{name}.*")):  # of a run that went on, or was killed here
+            path.unlink(missing_ok=True)
         folder.write(name, content)
     if not json:
         stdout().print(f"run: {folder.path}")

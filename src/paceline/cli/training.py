@@ -6,6 +6,7 @@ The training itself is in `training`; what was typed becomes settings in `train`
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -27,11 +28,12 @@ from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, defer_signals
 from paceline.runtime.worker import listen
 from paceline.training.settings import TrainSettings
+from paceline.training.stopping import ECHO_S
 
 if TYPE_CHECKING:
     from paceline.training.trainer import TrainProgress, TrainResult
 
-__all__ = ["CONFIG", "load_config", "run_training", "save_config"]
+__all__ = ["CONFIG", "load_config", "prolong_config", "run_training", "save_config"]
 
 CONFIG = "config.json"
 _FORMAT, _VERSION = "paceline-train", 1
@@ -62,7 +64,23 @@ def load_config(run: Path) -> TrainSettings:
         raise ConfigError(f"--resume {run}: {file} cannot be read as JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT or document.get("version") != _VERSION:
         raise ConfigError(f"--resume {run}: {file} is not the configuration of a training run of this Paceline")
+    if not isinstance(document.get("settings"), dict):
+        raise ConfigError(f"--resume {run}: {file} lacks its settings, which a whole one has: start anew")
     return TrainSettings.from_json(document["settings"])
+
+
+def prolong_config(run: Path, epochs: int) -> None:
+    """Note that a run goes on for more epochs, so that it does when it is killed and goes on once more."""
+    file = run / CONFIG
+    document = json.loads(file.read_text())
+    if epochs > document["settings"]["epochs"]:
+        document["settings"]["epochs"] = epochs
+        new = file.with_name(f".{CONFIG}.new")
+        try:
+            new.write_text(json.dumps(document, indent=1) + "\n")
+            new.replace(file)
+        except OSError as error:
+            raise ConfigError(f"--epochs {epochs}: {file} cannot be changed: {error.strerror}") from None
 
 
 def run_training(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainResult:
@@ -78,6 +96,8 @@ def run_training(settings: TrainSettings, folder: Path | None, resume: bool) -> 
         check_rank_count(settings.ranks)
         with RankPool(settings.ranks) as pool, _pass_on_stop(pool) as came:
             pool.start()
+            if came:  # perhaps before there was a rank to tell
+                raise SystemExit(128 + came[0])
             with defer_signals():
                 from paceline.training.trainer import train
             try:
@@ -87,21 +107,27 @@ def run_training(settings: TrainSettings, folder: Path | None, resume: bool) -> 
                     raise SystemExit(128 + came[0]) from None
                 raise
             result: TrainResult = answers[0]
-            return result
+            # To the ranks Ctrl-C is a SIGTERM.
+            return dataclasses.replace(result, signal=came[0]) if came and result.signal else result
 
 
 @contextlib.contextmanager
 def _pass_on_stop(pool: RankPool) -> Iterator[list[int]]:
     """The first Ctrl-C or SIGTERM asks the ranks to save and stop; the second ends them."""
     came: list[int] = []
+    came_s = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield came
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal came_s
         if came:
+            if time.monotonic() - came_s <= ECHO_S:
+                return
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         came.append(number)
+        came_s = time.monotonic()
         stderr().print("paceline: stopping after this step, with a checkpoint; once more to stop at once")
         for pid in pool.pids():
             with contextlib.suppress(ProcessLookupError):

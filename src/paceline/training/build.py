@@ -78,8 +78,12 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -
 def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
     """The training set and the test set, as the model likes them."""
     request = build_data_request(settings)
-    # A user's own model likes nothing in particular: the data says what it is.
-    form = None if is_own(settings.model) else default_form(settings.model, build_model_options(settings))
+    # A user's own model says nothing of its data, and need not where a data set or a kind is named.
+    form = (
+        None
+        if is_own(settings.model) and settings.data != "synthetic"
+        else default_form(settings.model, build_model_options(settings))
+    )
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
     train = load_data(request, "train", form, world.device, folder)
     return train, load_data(request, "test", form, world.device, folder)

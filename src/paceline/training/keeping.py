@@ -58,27 +58,31 @@ class Keeper:
         self._saved_s = time.monotonic()
         self._last: int | None = None
         self._store = CheckpointStore(folder / CHECKPOINTS, settings.keep) if folder is not None else None
+        self._tensorboard = settings.tensorboard
         self._metrics: MetricsLog | None = None
         self._events: EventsLog | None = None
-        if self._writes and settings.tensorboard:
-            assert folder is not None
-            self._events = EventsLog(folder / EVENTS)
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
-    def find(self) -> Found:
-        """The newest checkpoint that is whole. Collective: every rank must call this."""
+    def find(self) -> Found | None:
+        """The newest checkpoint that is whole; None where the run was ended before its first one.
+
+        Collective: every rank must call this.
+        """
         assert self._store is not None and self._folder is not None
         loaded, problem = None, ""
         if self._world.rank == 0:
             try:
                 loaded = self._store.load_latest()
-                problem = "" if loaded is not None else f"{self._folder} holds no checkpoint to go on from: start anew"
+                if loaded is None and (self._folder / WEIGHTS).exists():
+                    problem = f"{self._folder} is finished and holds no checkpoint to go on from: start anew"
             except PacelineError as error:
                 problem = str(error)
         path, problem = self._world.share((None if loaded is None else str(loaded.path), problem))[0]
         if problem:
             raise ConfigError(problem)
+        if path is None:
+            return None
         if loaded is None:
             loaded = load_checkpoint(path)
         plan = loaded.meta.get("plan")
@@ -104,11 +108,21 @@ class Keeper:
         else:
             # Another number of ranks: no rank's random numbers fit, so draw new ones that no step has seen.
             set_seed((job.settings.seed + 1_000_003 * position.step) % 2**31, per_rank=True)
-        if self._writes:
-            assert self._folder is not None
-            self._metrics = MetricsLog.resume(self._folder / METRICS, position.step)
         self._last = position.step
         return position
+
+    def begin(self, step: int) -> None:
+        """Make the folder ready for the rows after this step, without what a killed run left of later ones."""
+        if not self._writes:
+            return
+        assert self._folder is not None and self._store is not None
+        self._store.remove_leftovers()
+        for name in (METRICS, WEIGHTS):
+            for path in self._folder.glob(f".{name}.*"):
+                path.unlink(missing_ok=True)
+        self._metrics = MetricsLog.resume(self._folder / METRICS, step)
+        if self._tensorboard:
+            self._events = EventsLog.resume(self._folder / EVENTS, step)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -154,9 +168,7 @@ class Keeper:
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         if not self._writes or not rows:
             return
-        assert self._folder is not None
-        if self._metrics is None:
-            self._metrics = MetricsLog(self._folder / METRICS)
+        assert self._metrics is not None
         self._metrics.append(*rows)
         if self._events is not None:
             self._events.append(*rows)

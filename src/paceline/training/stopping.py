@@ -8,11 +8,16 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-__all__ = ["StopWish", "catch_stop"]
+__all__ = ["ECHO_S", "StopWish", "catch_stop"]
+
+# A signal that comes so soon after the first is the same wish: a whole process group is told at once, as `timeout` and
+# service managers do, and a launcher that was told passes it on to ranks that were.
+ECHO_S = 0.3
 
 
 @dataclass
@@ -28,7 +33,7 @@ def catch_stop() -> Iterator[StopWish]:
 
     A rank of our own launcher ignores SIGINT, and keeps ignoring it: its parent passes the wish on as SIGTERM.
     """
-    wish = StopWish()
+    wish, came_s = StopWish(), 0.0
     if threading.current_thread() is not threading.main_thread():
         yield wish
         return
@@ -36,8 +41,12 @@ def catch_stop() -> Iterator[StopWish]:
     before = {number: signal.getsignal(number) for number in numbers}
 
     def note(number: int, frame: FrameType | None) -> None:
-        wish.number = wish.number or number
-        signal.signal(number, before[signal.Signals(number)])
+        nonlocal came_s
+        if not wish.number:
+            wish.number, came_s = number, time.monotonic()
+        elif time.monotonic() - came_s > ECHO_S:
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
 
     for number in numbers:
         signal.signal(number, note)

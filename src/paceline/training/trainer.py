@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from paceline.errors import TrainingError
+from paceline.errors import ConfigError, TrainingError
 from paceline.parallel import DataParallel
 from paceline.runtime.worker import post
 from paceline.runtime.world import init
@@ -72,10 +72,19 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainRe
         found = keeper.find() if resume else None
         job = build_job(settings, world, found.plan if found is not None else None)
         start = keeper.restore(job, found) if found is not None else Position(0, 0, 0)
+        if start.step > job.schedule.num_steps:
+            raise ConfigError(
+                f"--epochs {settings.epochs} is over after step {job.schedule.num_steps}, and the run is at step "
+                f"{start.step} already: ask for more epochs"
+            )
+        keeper.begin(start.step)
         if world.rank == 0:
-            refused = found.loaded.refused if found is not None else []
+            if found is not None:
+                said = found.loaded.refused
+            else:
+                said = ["there is no checkpoint yet: begins at the first step"] if resume else []
             for word in (
-                *refused,
+                *said,
                 describe_model(settings.model, build_model_options(settings)),
                 _describe(job, start),
             ):

@@ -1,0 +1,256 @@
+"""`paceline train` when it is killed, stopped, damaged or asked for what cannot be: nothing is lost and all is said.
+
+The real command, mostly in a process of its own; what ranks do is tested in `tests/dist/test_training_resume.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.cli.training import load_config, save_config
+from paceline.records.store import RunFolder
+from paceline.runtime.launch import RankPool
+from paceline.training.metrics import load_metrics
+from paceline.training.settings import TrainSettings
+from paceline.training.stopping import ECHO_S
+from tests.conftest import descendants, wait_until
+
+# Raise it to look for a moment at which a kill does harm.
+KILLS = int(os.environ.get("PACELINE_KILL_TRIALS", "3"))
+NOTED = ("step", "epoch", "loss", "accuracy", "samples", "lr", "test_loss", "test_accuracy", "test_samples")
+TRAIN = (
+    "train", "--model", "cnn", "--channels", "4", "8", "--hidden", "16", "--samples", "256", "--batch-size", "8",
+    "--epochs", "20", "--dropout", "0.1", "--schedule", "cosine", "--save-every", "5steps",
+)  # fmt: skip
+# The same, as the command makes it of these words.
+SETTINGS = TrainSettings(
+    model="cnn", channels=(4, 8), hidden=16, samples=256, batch_size=8, epochs=20, dropout=0.1, schedule="cosine",
+    save_every="5steps", ranks=2,
+)  # fmt: skip
+COMMAND = ("-m", "paceline")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline")
+
+
+def the_run(out: Path) -> Path:
+    (folder,) = out.iterdir()
+    return folder
+
+
+def read_steps(out: Path) -> int:
+    """How many steps a run has logged so far; 0 before there is a run."""
+    files = list(out.glob("*/metrics.jsonl"))
+    return files[0].read_bytes().count(b"\n") if files else 0
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    rows, others = (
+        [{key: row.get(key) for key in NOTED} for row in load_metrics(folder / "metrics.jsonl")]
+        for folder in (one, other)
+    )
+    assert rows == others
+    assert (one / "weights.safetensors").read_bytes() == (other / "weights.safetensors").read_bytes()
+    assert_nothing_temporary(other)
+
+
+def assert_nothing_temporary(folder: Path) -> None:
+    assert not list(folder.rglob(".*"))
+
+
+def finish(job: subprocess.Popen[str], code: int = 0) -> str:
+    """Wait for a command; what it said on stderr. Its ranks are gone, too."""
+    _, err = job.communicate(timeout=100)
+    assert job.returncode == code, err
+    assert "Traceback" not in err
+    return err
+
+
+def wait_for_steps(job: subprocess.Popen[str], out: Path, steps: int) -> None:
+    wait_until(lambda: job.poll() is not None or read_steps(out) >= steps, 60)
+    assert job.poll() is None, job.communicate()
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+@pytest.fixture(scope="module")
+def whole(warm_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the undisturbed run of TRAIN on two ranks."""
+    from paceline.training.trainer import train
+
+    folder = RunFolder(tmp_path_factory.mktemp("whole"))
+    save_config(folder, SETTINGS)
+    warm_pool.run(train, (SETTINGS, folder.path, False), num_ranks=2)
+    return folder.path
+
+
+@pytest.fixture
+def broken(whole: Path, tmp_path: Path) -> Path:
+    """A copy of the undisturbed run as if it had been killed shortly before its end."""
+    folder = tmp_path / "broken"
+    shutil.copytree(whole, folder)
+    (folder / "weights.safetensors").unlink()
+    shutil.rmtree(newest(folder))
+    return folder
+
+
+def newest(folder: Path) -> Path:
+    return max((folder / "checkpoints").glob("step-*"))
+
+
+def wait_for_a_save(job: subprocess.Popen[str], checkpoints: Path) -> None:
+    """Until a save is under way, which takes milliseconds."""
+    deadline = time.monotonic() + 30
+    while not any(checkpoints.glob(".saving-*")) and job.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
+@pytest.mark.timeout(90 + 40 * KILLS)
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(start, tmp_path, whole):
+    moments = random.Random(os.environ.get("PACELINE_KILL_SEED"))
+    out, shm = tmp_path / "out", set(os.listdir("/dev/shm"))
+    job = start(*COMMAND, *TRAIN, "--ranks", "2", "--out", "out")
+    done = 0
+    for kill in range(KILLS):
+        wait_for_steps(job, out, done + 1)
+        ranks, checkpoints = descendants(job.pid), the_run(out) / "checkpoints"
+        if kill % 2:
+            wait_for_a_save(job, checkpoints)
+        else:
+            time.sleep(moments.uniform(0, 0.5))
+        job.kill()
+        job.communicate(timeout=20)
+        wait_until(lambda ranks=ranks: gone(ranks), 10)
+        done = read_steps(out)
+        print(f"kill {kill}: after step {done}, left {[path.name for path in checkpoints.glob('.*')]}")
+        job = start(*COMMAND, "train", "--resume", str(the_run(out)))
+    finish(job)
+    assert_same_run(whole, the_run(out))
+    assert set(os.listdir("/dev/shm")) <= shm
+
+
+@pytest.mark.parametrize(
+    ("number", "tell"), [(signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg), (signal.SIGINT, os.killpg)]
+)
+def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
+    # To the whole group, as a terminal and `timeout` send it: ranks must not take it for two.
+    job = start(*COMMAND, *TRAIN, "--ranks", "2", "--out", "out")
+    wait_for_steps(job, tmp_path / "out", 12)
+    ranks = descendants(job.pid)
+    tell(job.pid, number)
+    err = finish(job, 128 + number)
+    folder = the_run(tmp_path / "out")
+    last = load_metrics(folder / "metrics.jsonl")[-1]["step"]
+    assert newest(folder).name == f"step-{last:08}" and f"stopped after step {last}, which is kept" in err
+    assert f"paceline train --resume {Path('out') / folder.name}" in err
+    wait_until(lambda: gone(ranks), 10)
+    assert_nothing_temporary(folder)
+
+
+def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
+    job = start(*COMMAND, *TRAIN, "--ranks", "2", "--out", "out")
+    wait_for_steps(job, tmp_path / "out", 1)
+    ranks = [process for process in descendants(job.pid) if "spawn_main" in " ".join(process.cmdline())]
+    for rank in ranks:
+        rank.suspend()
+    job.send_signal(signal.SIGINT)
+    wait_until(lambda: "once more to stop at once" in job.stderr.readline(), 10)
+    time.sleep(2 * ECHO_S)
+    job.send_signal(signal.SIGINT)
+    finish(job, 130)
+    assert gone(ranks)
+
+
+@pytest.mark.timeout(240)
+def test_under_torchrun_a_signal_saves_and_the_run_goes_on(start, tmp_path, whole):
+    job = start(*TORCHRUN, *TRAIN, "--out", "out")
+    wait_for_steps(job, tmp_path / "out", 12)
+    ranks = descendants(job.pid)
+    job.terminate()
+    _, err = job.communicate(timeout=60)
+    folder = the_run(tmp_path / "out")
+    last = load_metrics(folder / "metrics.jsonl")[-1]["step"]
+    assert newest(folder).name == f"step-{last:08}" and f"stopped after step {last}, which is kept" in err
+    assert job.returncode != 0
+    wait_until(lambda: gone(ranks), 10)
+    finish(start(*TORCHRUN, "train", "--resume", str(folder)))
+    assert_same_run(whole, folder)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(command, whole, broken):
+    file = newest(broken) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    answer = command("train", "--resume", str(broken))
+    assert answer.code == 0, answer.err
+    words = f"checkpoint {file.parent.name} is damaged: model.safetensors has another checksum than its manifest"
+    assert f"{words}; the one before it is used" in " ".join(answer.err.split())
+    assert_same_run(whole, broken)
+
+
+def test_a_finished_run_is_shown_and_more_epochs_are_remembered(command, whole, tmp_path):
+    folder = tmp_path / "finished"
+    shutil.copytree(whole, folder)
+    for flags, epochs in (((), 20), (("--epochs", "21"), 21)):
+        answer = command("train", "--resume", str(folder), "--json", *flags)
+        document = json.loads(answer.out)
+        assert (answer.code, document["finished"], document["steps"]) == (0, True, 16 * epochs), answer.err
+        assert len(document["epochs"]) == epochs == load_config(folder).epochs
+        assert {"table.csv", "table.md", "training.png"} <= {path.name for path in folder.iterdir()}
+    assert_nothing_temporary(folder)
+
+
+def test_a_loss_that_is_no_number_exits_with_1(command, tmp_path):
+    answer = command(*TRAIN, "--ranks", "2", "--out", str(tmp_path), "--lr", "1e20")
+    assert answer.code == 1
+    assert re.search(
+        r"paceline: error: step \d+: .* finite.*; (the checkpoint|no checkpoint) .* try a lower --lr", answer.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--hidden", "17"), "--hidden 17 beside --resume: the run was started with 16"),
+        (("--model", "mlp"), "--model mlp beside --resume: the run was started with cnn"),
+        (("--lr", "0.1"), "--lr 0.1 beside --resume: the run was started with 0.05"),
+        (("--seed", "2"), "--seed 2 beside --resume: the run was started with 1"),
+        (
+            ("--data", "synthetic:numbers"),
+            "--data synthetic:numbers beside --resume: the run was started with synthetic",
+        ),
+        (("--ranks", "3"), "3 ranks cannot share the run's global batch of 16 samples equally"),
+    ],
+)
+def test_what_would_make_it_another_run_is_refused(command, broken, flags, words):
+    answer = command("train", "--resume", str(broken), *flags)
+    assert answer.code == 2 and words in answer.err and len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist; give the folder of a training run"),
+        ("{", "cannot be read as JSON"),
+        ('{"format": "paceline-run", "version": 2}', "is not the configuration of a training run"),
+        ('{"format": "paceline-train", "version": 1}', "lacks its settings"),
+        ('{"format": "paceline-train", "version": 1, "settings": {"warmth": 3}}', "unknown settings: warmth"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_refused(command, tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    answer = command("train", "--resume", str(tmp_path))
+    assert answer.code == 2 and words in answer.err and len(answer.err.splitlines()) == 1

@@ -1,0 +1,362 @@
+"""A run that is stopped and goes on is the run that was never stopped: same losses, same weights, same samples.
+
+What the command says and how it ends is tested in `tests/cli/test_train_stops.py`.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import ConfigError, PacelineError, RecordError, TrainingError
+from paceline.training.checkpoints import load_checkpoint
+from paceline.training.metrics import load_metrics
+from paceline.training.settings import TrainSettings
+from paceline.training.tensorfiles import load_tensors
+
+# Two epochs of nine steps: eight of 12 samples and one of four, or 12 with `pad`.
+SMALL: dict[str, Any] = {
+    "model": "cnn", "channels": (2, 4), "hidden": 8, "samples": 100, "batch_size": 6, "epochs": 2, "dropout": 0.2,
+    "save_every": "3steps", "keep": 20, "ranks": 2,
+}  # fmt: skip
+STEPS = 18
+# All that a row says except how long it took.
+NOTED = ("step", "epoch", "loss", "accuracy", "samples", "lr", "test_loss", "test_accuracy", "test_samples")
+NORMED = """
+from torch import nn
+
+def build():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 5, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(196, 10)
+    )
+"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank did: how its training ended, and the samples that it learnt from, in order, as (epoch, index)."""
+
+    step: int
+    signal: int
+    samples: tuple[tuple[int, int], ...]
+    error: PacelineError | None = None
+
+
+def train_watched(settings: TrainSettings, folder: Path, resume: bool, before_step: Callable[[int], None]) -> Seen:
+    """Train in a rank. `before_step` gets the number of each step of this call, from 1."""
+    from paceline.training import loader, trainer
+
+    real = loader.split_window, trainer.load_windows, trainer.take_step
+    samples: list[tuple[int, int]] = []
+    epochs: list[int] = []
+    steps: list[int] = []
+
+    def split_window(*args: Any) -> Any:
+        parts = real[0](*args)
+        samples.extend((epochs[-1], int(index)) for part in parts for index in part.indices[: part.num_counted])
+        return parts
+
+    def load_windows(data: Any, order: Any, *rest: Any) -> Any:
+        epochs.append(order.epoch)
+        return real[1](data, order, *rest)
+
+    def take_step(*args: Any) -> Any:
+        steps.append(len(steps) + 1)
+        before_step(steps[-1])
+        return real[2](*args)
+
+    loader.split_window, trainer.load_windows, trainer.take_step = split_window, load_windows, take_step
+    try:
+        result = trainer.train(settings, folder, resume)
+    except (ConfigError, TrainingError) as error:  # returned: a rank that fails would be started anew
+        return Seen(0, 0, tuple(samples), error)
+    finally:
+        loader.split_window, trainer.load_windows, trainer.take_step = real
+    return Seen(result.step, result.signal, tuple(samples))
+
+
+def pass_by(step: int) -> None:
+    """Nothing happens."""
+
+
+def stop_the_last_rank(step: int) -> None:
+    if step == 4 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def outcomes(on_ranks):
+    """`outcomes(folder, ...)`: train SMALL with changes; what each rank saw, be it an error."""
+
+    def run(
+        folder: Path, resume: bool = False, before_step: Callable[[int], None] = pass_by, **changes: Any
+    ) -> list[Seen]:
+        folder.mkdir(exist_ok=True)
+        settings = TrainSettings(**(SMALL | changes))
+        return on_ranks(settings.ranks, train_watched, settings, folder, resume, before_step)
+
+    return run
+
+
+@pytest.fixture
+def train(outcomes):
+    """The same where no error is expected."""
+
+    def run(*args: Any, **options: Any) -> list[Seen]:
+        seen = outcomes(*args, **options)
+        assert [item.error for item in seen] == [None] * len(seen)
+        return seen
+
+    return run
+
+
+@pytest.fixture
+def refuse(outcomes):
+    """The same where all ranks have to raise the same error, which is returned."""
+
+    def run(*args: Any, **options: Any) -> PacelineError:
+        errors = [seen.error for seen in outcomes(*args, **options)]
+        assert errors[0] is not None and {str(error) for error in errors} == {str(errors[0])}
+        return errors[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def reference(warm_pool, tmp_path_factory) -> Path:
+    """The folder of SMALL, undisturbed."""
+    folder = tmp_path_factory.mktemp("reference")
+    warm_pool.run(train_watched, (TrainSettings(**SMALL), folder, False, pass_by), num_ranks=2)
+    return folder
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Newest first."""
+    return sorted((folder / "checkpoints").iterdir(), reverse=True)
+
+
+def copy_until(step: int, run: Path, folder: Path) -> Path:
+    """A copy of a run as if it had been killed some time after the checkpoint of this step."""
+    shutil.copytree(run, folder)
+    for path in checkpoints(folder):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    (folder / "weights.safetensors").unlink()
+    return folder
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Rows and weights to the bit; and optimizer, scaler and the random numbers of all ranks in the last checkpoint."""
+    rows, others = (
+        [{key: row.get(key) for key in NOTED} for row in load_metrics(folder / "metrics.jsonl")]
+        for folder in (one, other)
+    )
+    assert rows == others
+    assert (one / "weights.safetensors").read_bytes() == (other / "weights.safetensors").read_bytes()
+    last, other_last = checkpoints(one)[0], checkpoints(other)[0]
+    for file in ("model.safetensors", "state.safetensors", "state.json"):
+        assert (last / file).read_bytes() == (other_last / file).read_bytes(), file
+    assert not list(other.rglob(".*")), "something temporary is left"
+
+
+def test_a_stopped_run_saves_where_it_is_and_goes_on_to_the_bit(train, reference, tmp_path):
+    # One rank is told, all stop after the same step, whatever that is.
+    first = train(tmp_path / "run", before_step=stop_the_last_rank)
+    assert {(seen.signal, seen.step) for seen in first} == {(signal.SIGTERM, first[0].step)}
+    assert 4 <= first[0].step < STEPS and not (tmp_path / "run" / "weights.safetensors").exists()
+    assert checkpoints(tmp_path / "run")[0].name == f"step-{first[0].step:08}"
+    again = train(tmp_path / "run", resume=True)
+    assert {seen.step for seen in again} == {STEPS}
+    samples = collections.Counter(sample for seen in first + again for sample in seen.samples)
+    assert samples == {(epoch, index): 1 for epoch in range(2) for index in range(100)}
+    assert_same_run(reference, tmp_path / "run")
+
+
+CASES = {
+    "adamw": {"optimizer": "adamw", "lr": 0.003, "schedule": "cosine", "lr_warmup": 4, "weight_decay": 0.1},
+    "fp16": {"precision": "fp16", "clip": 1.0},
+    "bf16": {"precision": "bf16", "optimizer": "adamw", "lr": 0.003},
+    "accumulate": {"batch_size": 2, "accumulate": 3, "schedule": "linear", "tail": "pad"},
+    "torch": {"wrapper": "torch"},
+    "gloo": {"backend": "gloo", "tail": "drop", "clip": 0.5},
+    "normed": {"model": "normed"},
+    "normed-torch": {"model": "normed", "wrapper": "torch"},
+    "synced": {"model": "normed", "sync_batchnorm": True},
+    "alone": {"ranks": 1, "wrapper": "none"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_that_a_step_depends_on_is_kept(train, tmp_path, case):
+    changes = dict(CASES[case])
+    if changes.get("model") == "normed":
+        (tmp_path / "own.py").write_text(NORMED)
+        changes |= {"model": f"{tmp_path / 'own.py'}:build", "data": "synthetic:images"}
+        changes |= {"channels": None, "hidden": None, "dropout": None}
+    train(tmp_path / "whole", **changes)
+    # Step 6 is inside of an epoch, and the rows of later steps are there already.
+    folder = copy_until(6, tmp_path / "whole", tmp_path / "broken")
+    train(folder, resume=True, **changes)
+    assert_same_run(tmp_path / "whole", folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_another_number_of_ranks_takes_the_same_steps(train, tmp_path, ranks):
+    plain = {"dropout": None, "lr": 0.02}
+    first = train(tmp_path / "run", before_step=stop_the_last_rank, **plain)
+    shared = {"ranks": ranks, "batch_size": None, "global_batch_size": 12}
+    middle = train(tmp_path / "run", resume=True, before_step=stop_the_last_rank, **plain, **shared)
+    assert {seen.signal for seen in middle} == {signal.SIGTERM}
+    last = train(tmp_path / "run", resume=True, **plain)
+    samples = collections.Counter(sample for seen in first + middle + last for sample in seen.samples)
+    assert samples == {(epoch, index): 1 for epoch in range(2) for index in range(100)}
+    train(tmp_path / "whole", **plain)
+    rows, whole = (load_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "whole"))
+    assert [(row["step"], row["samples"]) for row in rows] == [(row["step"], row["samples"]) for row in whole]
+    # Sums in another order: close, and no more.
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=1e-3)
+    weights, others = (load_tensors(tmp_path / name / "weights.safetensors") for name in ("whole", "run"))
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=1e-2, atol=1e-4)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_passed_over_and_made_again(train, reference, tmp_path, name):
+    folder = copy_until(12, reference, tmp_path / "run")
+    flip_a_bit(checkpoints(folder)[0] / name)
+    (seen, _) = train(folder, resume=True)
+    assert len(seen.samples) == 50  # from step 9 on, which ended the first epoch
+    assert_same_run(reference, folder)
+    for path in checkpoints(folder):
+        load_checkpoint(path)
+
+
+def test_where_every_checkpoint_is_damaged_nothing_starts_anew(refuse, reference, tmp_path):
+    folder = copy_until(6, reference, tmp_path / "run")
+    for path in checkpoints(folder):
+        flip_a_bit(path / "model.safetensors")
+    before = (folder / "metrics.jsonl").read_bytes()
+    error = refuse(folder, resume=True)
+    assert isinstance(error, ConfigError) and "no checkpoint in" in str(error) and "2 are there" in str(error)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden": 9}, "another model"),
+        ({"batch_size": 5}, "and now there are 100 samples in batches of 10"),
+        ({"samples": 99}, "and now there are 99 samples in batches of 12"),
+        ({"epochs": 1}, "--epochs 1 is over after step 9, and the run is at step 15 already"),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_refused_and_left_alone(refuse, reference, tmp_path, changes, words):
+    folder = copy_until(15, reference, tmp_path / "run")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    error = refuse(folder, resume=True, **changes)
+    assert isinstance(error, ConfigError) and words in str(error)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_anew(train, reference, tmp_path):
+    folder = copy_until(0, reference, tmp_path / "run")
+    train(folder, resume=True)
+    assert_same_run(reference, folder)
+
+
+def test_a_finished_run_is_finished(train, refuse, reference, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(reference, folder)
+    (folder / "checkpoints" / ".saving-step-00000018").mkdir()
+    (folder / ".weights.safetensors.abc").touch()
+    assert [(seen.step, seen.samples) for seen in train(folder, resume=True)] == [(STEPS, ())] * 2
+    assert_same_run(reference, folder)
+    shutil.rmtree(folder / "checkpoints")
+    assert "is finished and holds no checkpoint" in str(refuse(folder, resume=True))
+    assert (folder / "weights.safetensors").read_bytes() == (reference / "weights.safetensors").read_bytes()
+
+
+def test_more_epochs_are_the_longer_run(train, reference, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(reference, folder)
+    train(folder, resume=True, epochs=3)
+    train(tmp_path / "longer", epochs=3)
+    assert_same_run(tmp_path / "longer", folder)
+
+
+def spoil_the_update(step: int) -> None:
+    """In step 5 the loss is still finite, and the weights after it are not."""
+    from paceline.training import step as steps
+
+    real = steps.update
+
+    def update(learner: Any, rate: float) -> None:
+        steps.update = real
+        real(learner, rate)
+        next(learner.module.parameters()).data.fill_(float("inf"))
+
+    if step == 5:
+        steps.update = update
+
+
+@pytest.mark.parametrize(
+    ("changes", "before_step", "kept"),
+    [
+        ({"lr": 1e20, "save_every": "epoch"}, pass_by, []),
+        ({"save_every": "3steps"}, spoil_the_update, ["step-00000003"]),
+        ({"save_every": "5steps"}, spoil_the_update, []),
+        ({"save_every": "1steps", "keep": 2}, spoil_the_update, ["step-00000004", "step-00000003"]),
+    ],
+)
+def test_what_is_no_number_is_never_saved(refuse, tmp_path, changes, before_step, kept):
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    error = refuse(folder, before_step=before_step, **changes)
+    assert isinstance(error, TrainingError) and "finite" in str(error) and "try a lower --lr" in str(error)
+    assert [path.name for path in checkpoints(folder)] == kept
+    words = f"the checkpoint of step {int(kept[0][5:])} is kept" if kept else "no checkpoint had been written yet"
+    assert words in str(error)
+    for path in checkpoints(folder):
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in load_checkpoint(path).model.values())
+    assert not (folder / "weights.safetensors").exists()
+
+
+def fill_the_disk(step: int) -> None:
+    """From the eighth step on, when the checkpoint of step 3 is on disk, no file can be written to the end."""
+    from paceline.training import sealing
+
+    real = sealing._write
+
+    def write(path: Path, data: Any) -> str:
+        real(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if step == 8:
+        sealing._write = write
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_harms_no_checkpoint(outcomes, train, reference, tmp_path):
+    # Only rank 0 knows, so the ranks are ended, and what was changed in them goes with them.
+    with pytest.raises(RecordError, match="No space left on device; it needs .* make room") as caught:
+        outcomes(tmp_path / "run", before_step=fill_the_disk)
+    assert "\n" not in str(caught.value)
+    kept = checkpoints(tmp_path / "run")
+    assert [load_checkpoint(path).step for path in kept][-1] == 3 and len(kept) <= 2
+    train(tmp_path / "run", resume=True)
+    assert_same_run(reference, tmp_path / "run")
