@@ -18,7 +18,9 @@ __all__ = [
     "format_duration",
     "format_memory",
     "format_ms",
+    "format_number_of",
     "format_rate",
+    "format_speed",
     "parse_counts",
     "parse_size",
     "parse_sizes",
@@ -139,3 +141,13 @@ def format_rate(bytes_per_s: float) -> str:
     """GB/s (10^9) with three significant digits and no unit, for the cells of a column in GB/s."""
     rate = bytes_per_s / GB
     return f"{rate:.1f}" if rate >= 100 else f"{rate:.2f}" if rate >= 1 else f"{rate:.4f}"
+
+
+def format_speed(per_s: float) -> str:
+    """Samples per second and the like: whole numbers, and decimals where there are few."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.1f}" if per_s >= 10 else f"{per_s:.2f}"
+
+
+def format_number_of(count: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`; for nouns that take an s."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -109,7 +109,6 @@ def test_every_kind_of_synthetic_data(arguments, has_accuracy):
     assert (document["epochs"][0]["accuracy"] is not None) == has_accuracy
 
 
-@pytest.mark.xfail(strict=True, reason="training.build asks every model for its default form, and an own one has none")
 @pytest.mark.parametrize(("data", "inputs"), [("mnist:mnist", 28 * 28), ("synthetic:images", 3 * 32 * 32)])
 def test_a_model_of_ones_own(tmp_path, data, inputs):
     (tmp_path / "own.py").write_text(OWN)

@@ -29,6 +29,7 @@ from paceline.runtime.launch import RankPool, check_rank_count, defer_signals
 from paceline.runtime.worker import listen
 from paceline.training.settings import TrainSettings
 from paceline.training.stopping import ECHO_S
+from paceline.units import format_speed
 
 if TYPE_CHECKING:
     from paceline.training.trainer import TrainProgress, TrainResult
@@ -147,7 +148,7 @@ def _describe_row(row: dict[str, Any], samples_per_s: float) -> str:
     words = [f"loss {row['loss']:.4f}" if row["loss"] is not None else "loss nan"]
     if row.get("accuracy") is not None:
         words.append(f"accuracy {row['accuracy']:.1%}")
-    words.append(f"{samples_per_s:,.0f} samples/s")
+    words.append(f"{format_speed(samples_per_s)} samples/s")
     if row.get("exposed_comm_s") is not None and row["step_s"]:
         words.append(f"exposed {row['exposed_comm_s'] / row['step_s']:.0%}")
     if row.get("test_accuracy") is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.records.phase_profile import PhaseRecord
 from paceline.report.tables import Column
-from paceline.units import GB, format_bytes, format_ms, format_rate
+from paceline.units import GB, format_bytes, format_ms, format_number_of, format_rate, format_speed
 
 __all__ = ["describe_phases", "phase_row", "phase_table"]
 
@@ -41,7 +41,7 @@ phase_table: Sequence[Column] = (
     Column("overlap", lambda r: _percent(r.overlap), is_optional=True),
     Column("comm overhead", lambda r: _percent(r.overhead)),
     Column("busbw (GB/s)", lambda r: "" if r.busbw_bytes_per_s is None else format_rate(r.busbw_bytes_per_s)),
-    Column("samples/s", lambda r: f"{r.samples_per_s:,.0f}"),
+    Column("samples/s", lambda r: format_speed(r.samples_per_s)),
     Column("source", lambda r: r.source, False),
 )
 
@@ -75,13 +75,14 @@ def phase_row(record: PhaseRecord) -> dict[str, Any]:
 
 def describe_phases(record: PhaseRecord) -> list[str]:
     """What the table does not show: what was sent, how sure the exposed part is, and what profiling costs."""
-    place = f"{record.world_size} rank{'s' if record.world_size > 1 else ''}, batch {record.batch_size}"
+    place = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
     lines = []
     if record.world_size > 1:
         noise = record.exposed_noise_s
         sure = "" if noise is None else f" ± {format_ms(noise)}"
         lines.append(
-            f"{place}: each rank sends {format_bytes(record.num_bytes)} in {record.num_messages} messages per step; "
+            f"{place}: each rank sends {format_bytes(record.num_bytes)} in "
+            f"{format_number_of(record.num_messages, 'message')} per step; "
             f"communication overhead {record.overhead:.1%} ({format_ms(record.exposed_s)}{sure} ms of "
             f"{format_ms(record.plain.median_s)})"
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.records.epochs import EpochSummary
 from paceline.report.plots import COLORS, new_figure
 from paceline.report.tables import Column
+from paceline.units import format_speed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +32,7 @@ epoch_table: Sequence[Column] = (
     Column("test loss", lambda e: _loss(e.test_loss)),
     Column("test accuracy", lambda e: _percent(e.test_accuracy)),
     Column("time (s)", lambda e: f"{e.seconds:.2f}"),
-    Column("samples/s", lambda e: f"{e.samples_per_s:,.0f}"),
+    Column("samples/s", lambda e: format_speed(e.samples_per_s)),
     Column("exposed comm", lambda e: _percent(e.exposed_share)),
     Column("data wait", lambda e: _percent(e.data_wait_share), is_optional=True),
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
@@ -61,11 +62,6 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -
     learner = build_learner(settings, world, train, plan)
     batches = settings.batches
     order = EpochOrder(len(train), batches.global_batch_size, settings.seed, 0, settings.tail)
-    if order.num_windows == 0:
-        raise ConfigError(
-            f"--tail drop leaves nothing of {len(train)} samples at a global batch of {batches.global_batch_size}: "
-            "use a smaller batch, or --tail keep"
-        )
     schedule = Schedule(
         shape=settings.schedule,
         peak=settings.lr,
@@ -94,6 +90,8 @@ def build_learner(settings: TrainSettings, world: World, data: DataSet, plan: Pl
     set_seed(settings.seed)
     module = build_model(settings.model, data.form, build_model_options(settings)).to(world.device)
     if settings.sync_batchnorm:
+        if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
+            raise ConfigError(f"--sync-batchnorm: {settings.model} has no BatchNorm; leave it out")
         module = SyncBatchNorm.convert_sync_batchnorm(module)
     if settings.compile:
         # Block by block: compiled as one, a model hands over all its gradients at the end of backward.
@@ -128,10 +126,24 @@ def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.M
     if settings.wrapper == "paceline":
         return DataParallel(module, plan=plan)
     if settings.wrapper == "torch":
+        if plan is not None:
+            _check_plan(plan, module)
         return DistributedDataParallel(module, **(plan.as_torch_kwargs() if plan is not None else {}))
     if settings.wrapper == "dp":
         return nn.DataParallel(module)
     return module
+
+
+def _check_plan(plan: Plan, module: nn.Module) -> None:
+    """Refuse a plan of another model: torch takes only its caps, and would not notice."""
+    planned = {gradient.name: gradient.num_bytes for gradient in plan.gradients}
+    here = {name: param.nbytes for name, param in module.named_parameters() if param.requires_grad}
+    if planned != here:
+        odd = sorted(planned.items() ^ here.items())[0][0]
+        raise ConfigError(
+            f"--plan is of {len(planned)} gradients and the model has {len(here)} (the first that differs is {odd}): "
+            "make a plan for this model"
+        )
 
 
 def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:

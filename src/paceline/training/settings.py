@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.training.schedules import SCHEDULES
+from paceline.units import format_number_of
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "TAILS", "WRAPPERS", "Batches", "SaveEvery", "TrainSettings", "settle_batches"]
 
@@ -48,7 +49,9 @@ def settle_batches(
         return Batches(world_size, batch_size or DEFAULT_BATCH_SIZE, accumulate or 1)
     if batch_size is None:
         parts = world_size * (accumulate or 1)
-        words = f"{world_size} ranks x {accumulate or 1} micro-batches"
+        words = f"{format_number_of(world_size, 'rank')}" + (
+            f" x {accumulate} micro-batches" if (accumulate or 1) > 1 else ""
+        )
         if global_batch_size % parts:
             raise ConfigError(
                 f"--global-batch-size {global_batch_size} cannot be shared by {words}: use a multiple of {parts}"
@@ -58,13 +61,13 @@ def settle_batches(
     if global_batch_size % parts:
         raise ConfigError(
             f"--global-batch-size {global_batch_size} is not a multiple of {parts} "
-            f"({world_size} ranks x --batch-size {batch_size}): use one, or leave out --batch-size"
+            f"({format_number_of(world_size, 'rank')} x --batch-size {batch_size}): use one, or leave out --batch-size"
         )
     needed = global_batch_size // parts
     if accumulate is not None and accumulate != needed:
         raise ConfigError(
-            f"--global-batch-size {global_batch_size} needs --accumulate {needed} with {world_size} ranks x "
-            f"--batch-size {batch_size}, and --accumulate {accumulate} was asked for: leave one of them out"
+            f"--global-batch-size {global_batch_size} needs --accumulate {needed} with "
+            f"{format_number_of(world_size, 'rank')} x --batch-size {batch_size}, and --accumulate {accumulate} was asked for: leave one of them out"
         )
     return Batches(world_size, batch_size, needed)
 

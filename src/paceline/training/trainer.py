@@ -29,6 +29,7 @@ from paceline.training.requests import build_model_options
 from paceline.training.settings import TrainSettings
 from paceline.training.step import find_bad_parameter, take_step
 from paceline.training.stopping import StopWish, catch_stop
+from paceline.units import format_number_of
 from paceline.workloads.choose import describe_model
 
 __all__ = ["TrainProgress", "TrainResult", "train"]
@@ -100,8 +101,9 @@ def _describe(job: Job, start: Position) -> str:
     again = f"; goes on at step {start.step}" if start.step else ""
     return (
         f"{job.settings.model} with {_count(job.learner.module):,} parameters on {job.train.describe()}; "
-        f"{world.world_size} rank{'s' if world.world_size > 1 else ''} on {world.backend} ({world.device.type}), "
-        f"global batch {batches.global_batch_size} = {made_of}, {job.steps_per_epoch} steps per epoch{again}"
+        f"{format_number_of(world.world_size, 'rank')} on {world.backend} ({world.device.type}), "
+        f"global batch {batches.global_batch_size} = {made_of}, "
+        f"{format_number_of(job.steps_per_epoch, 'step')} per epoch{again}"
     )
 
 
@@ -159,7 +161,7 @@ class _Run:
                 rate=rate,
                 lap=self._clock.lap(),
                 data_wait_s=waited_s,
-                exposed_s=read_exposed(job.learner.model),
+                exposed_s=read_exposed(job.learner.model, job.world.world_size),
                 phases=phases,
                 values=torch.stack(
                     [outcome.loss_sum.double(), (outcome.loss_sum if correct is None else correct).double()]
@@ -231,11 +233,11 @@ def _time_waits(windows: Iterator[T]) -> Iterator[tuple[T, float]]:
         yield window, time.perf_counter() - begin_s
 
 
-def read_exposed(model: nn.Module) -> float | None:
+def read_exposed(model: nn.Module, world_size: int) -> float | None:
     """Seconds of the last step in which this rank stood and waited for communication; None where nobody knows."""
     if not isinstance(model, DataParallel):
         return None if hasattr(model, "no_sync") else 0.0
-    return model.exposed_s
+    return model.exposed_s if world_size > 1 else 0.0
 
 
 def _evaluation_keys(evaluation: Evaluation) -> dict[str, Any]:

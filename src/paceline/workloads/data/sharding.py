@@ -44,7 +44,7 @@ class EpochOrder:
         if self.num_windows == 0:
             raise ConfigError(
                 f"{self.num_samples} samples make no whole global batch of {self.global_batch_size}: "
-                "use a smaller batch, or another tail than 'drop'"
+                "use a smaller batch, or --tail keep"
             )
 
     @property
