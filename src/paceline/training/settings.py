@@ -67,7 +67,8 @@ def settle_batches(
     if accumulate is not None and accumulate != needed:
         raise ConfigError(
             f"--global-batch-size {global_batch_size} needs --accumulate {needed} with "
-            f"{format_number_of(world_size, 'rank')} x --batch-size {batch_size}, and --accumulate {accumulate} was asked for: leave one of them out"
+            f"{format_number_of(world_size, 'rank')} x --batch-size {batch_size}, and --accumulate {accumulate} "
+            "was asked for: leave one of them out"
         )
     return Batches(world_size, batch_size, needed)
 
