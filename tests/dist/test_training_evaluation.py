@@ -22,7 +22,7 @@ CASES = {
 
 
 def evaluate_untrained(settings: TrainSettings, num_test: int, spread: float = 0.0) -> tuple[Evaluation, bool]:
-    """A fresh model on a test set of that size; `spread` moves each rank's buffers. Also whether it trains on."""
+    """A fresh model on a test set of that size; `spread` gives each rank other buffers. Also whether it trains on."""
     import paceline
     from paceline.training.build import build_job
     from paceline.training.evaluate import evaluate
@@ -36,7 +36,7 @@ def evaluate_untrained(settings: TrainSettings, num_test: int, spread: float = 0
             job.learner.model.train()
             for buffer in job.learner.module.buffers():
                 if buffer.is_floating_point():
-                    buffer += spread * (world.rank + 1)
+                    buffer *= 1 + spread * (world.rank + 1)
             found = evaluate(job.learner, job.test, world)
             return found, job.learner.module.training
     finally:
@@ -95,8 +95,10 @@ def test_the_answer_is_that_of_plain_torch(on_ranks, name):
 
 
 def test_running_statistics_are_those_of_rank_0_under_torch(on_ranks):
-    """The only batch goes to rank 1, and each rank was moved to statistics of its own; torch evens them out late."""
+    """The only batch goes to rank 1, and each rank has statistics of its own; torch evens them out late."""
     settings = replace(CNN, model="resnet18", channels=None, hidden=None, wrapper="torch")
     ((alone, _),) = on_ranks(1, evaluate_untrained, settings, 4, 0.5)
     for found, _ in on_ranks(2, evaluate_untrained, settings, 4, 0.5):
         assert found.loss == pytest.approx(alone.loss, rel=1e-6)
+    ((other, _),) = on_ranks(1, evaluate_untrained, settings, 4, 1.0)
+    assert other.loss != pytest.approx(alone.loss, rel=1e-5), "statistics would not matter"
