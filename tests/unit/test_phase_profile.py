@@ -118,7 +118,7 @@ def test_the_row_and_the_table_say_the_same(build_phases):
     row = phase_row(record)
     assert row["exposed_comm_s"] == pytest.approx(0.002) and row["comm_overhead"] == pytest.approx(0.2)
     assert row["backward_s"] == pytest.approx(0.004), "what is computed, not what is waited for"
-    assert row["busbw_gb_per_s"] == pytest.approx(0.8)
+    assert row["busbw_gbps"] == pytest.approx(0.8)
     assert row["profiling_cost"] == pytest.approx(0.01)
     assert (row["world_size"], row["batch_size"], row["accumulate"], row["source"]) == (2, 16, 2, "measured")
     head, _, line = render_markdown(phase_table, [record]).strip().splitlines()

@@ -35,9 +35,14 @@ class Seat:
         return values
 
 
+def took(seconds: float) -> PhaseTimes:
+    """A step of so long."""
+    return PhaseTimes([("step", 0.0), ("end", seconds)])
+
+
 def build_note(step=1, loss_sum=2.0, correct=1.0, **changes):
     fields = {
-        "step": step, "epoch": 0, "num_samples": 8, "num_targets": 8, "rate": 0.1, "step_s": 0.01, "data_wait_s": 0.001,
+        "step": step, "epoch": 0, "num_samples": 8, "num_targets": 8, "rate": 0.1, "lap": took(0.01), "data_wait_s": 0.001,
         "exposed_s": None, "phases": PhaseTimes(), "values": torch.tensor([loss_sum, correct]).double(),
         "has_accuracy": True,
     }  # fmt: skip
@@ -71,9 +76,15 @@ def test_the_loss_of_a_row_is_the_mean_over_the_targets_of_all_ranks():
 
 def test_times_are_of_the_slowest_rank_and_exposed_is_an_average():
     notes = [
-        build_note(step_s=0.1, data_wait_s=0.03, exposed_s=0.02, phases=PhaseTimes([("forward", 1.0), ("end", 1.5)])),
-        build_note(step_s=0.2, data_wait_s=0.01, exposed_s=0.04, phases=PhaseTimes([("forward", 7.0), ("end", 7.1)])),
-        build_note(step_s=0.1, data_wait_s=0.02, exposed_s=None, phases=PhaseTimes([("forward", 2.0), ("end", 2.2)])),
+        build_note(
+            lap=took(0.1), data_wait_s=0.03, exposed_s=0.02, phases=PhaseTimes([("forward", 1.0), ("end", 1.5)])
+        ),
+        build_note(
+            lap=took(0.2), data_wait_s=0.01, exposed_s=0.04, phases=PhaseTimes([("forward", 7.0), ("end", 7.1)])
+        ),
+        build_note(
+            lap=took(0.1), data_wait_s=0.02, exposed_s=None, phases=PhaseTimes([("forward", 2.0), ("end", 2.2)])
+        ),
     ]
     (row,) = meet(*([note] for note in notes))[0].rows
     assert (row["step_s"], row["data_wait_s"]) == (0.2, 0.03)
@@ -125,7 +136,7 @@ def test_ranks_meet_about_four_times_a_second_and_agree_on_when(step_s, every):
     """What counts is the slowest rank, which all have heard of."""
     journals = [Journal(None, StopWish()) for _ in range(2)]
     assert [journal.is_due for journal in journals] == [False, False]
-    meet([build_note(step_s=step_s)], [build_note(step_s=step_s / 7)], journals=journals)
+    meet([build_note(lap=took(step_s))], [build_note(lap=took(step_s / 7))], journals=journals)
     assert [journal.every for journal in journals] == [every] * 2
     for journal in journals:
         for step in range(every):

@@ -36,7 +36,7 @@ def test_batches_are_settled_from_what_was_asked(ranks, batch_size, global_batch
         ((1, 0, None, None), "--batch-size 0"),
         ((1, None, 0, None), "--global-batch-size 0"),
         ((1, None, None, 0), "--accumulate 0"),
-        ((3, None, 25, None), "25 cannot be shared by 3 ranks x 1 micro-batches: use a multiple of 3"),
+        ((3, None, 25, None), "25 cannot be shared by 3 ranks: use a multiple of 3"),
         ((2, None, 6, 2), "a multiple of 4"),
         ((2, 4, 20, None), "not a multiple of 8"),
         ((2, 4, 24, 2), "needs --accumulate 3"),
