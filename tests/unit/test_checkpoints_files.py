@@ -1,12 +1,14 @@
 """Files of tensors: other readers read them, and a header that lies is refused before its tensors are made."""
 
 import json
+import mmap
 
 import pytest
 import safetensors.torch
 import torch
 
 from paceline.errors import ConfigError, RecordError
+from paceline.training.sealing import save_folder, verify_folder
 from paceline.training.tensorfiles import TensorBuffer, load_tensors
 from paceline.training.weights import check_fingerprint, export_weights, fingerprint, plain_names
 
@@ -143,3 +145,14 @@ def test_another_model_is_described_by_its_first_differences():
         "checkpoint c is of another model: of 6 tensors 4 missing (l1, l2, l3, ...); 1 extra (x); "
         "1 of another type or shape (l0 is float32 [2, 4] and should be float32 [2, 3]): "
     )
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_large_file_is_whole_whether_or_not_it_passes_by_the_page_cache(tmp_path, start):
+    """From the start of a page it may; from the byte behind it cannot. Neither is its length whole pages."""
+    memory = mmap.mmap(-1, 10 * 2**20)
+    memory.write(bytes(range(256)) * (10 * 2**12))
+    data = memoryview(memory)[start : start + 9 * 2**20 + 123]
+    save_folder(tmp_path / "folder", {"large": data, "small": b"few"})
+    verify_folder(tmp_path / "folder", ["large", "small"])
+    assert (tmp_path / "folder" / "large").read_bytes() == bytes(data)

@@ -6,6 +6,8 @@ What the files mean does not belong here.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -78,16 +80,40 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _write(path: Path, data: bytes | memoryview) -> str:
-    """Write and fsync a new file; its checksum."""
+    """Write and fsync a new file; its checksum.
+
+    Large ones go past the page cache where the file system can: copying 90 MB into it takes 30 to 120 ms of a core, and
+    writing them from where they lie takes 6.
+    """
     checksum, view = 0, memoryview(data)
-    with path.open("xb", buffering=0) as file:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        is_direct = len(view) >= _CHUNK_BYTES and _write_direct(handle)
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
             checksum = zlib.crc32(chunk, checksum)
             while chunk:  # a write may be short, above all on a disk that is nearly full
-                chunk = chunk[file.write(chunk) :]
-        os.fsync(file.fileno())
+                try:
+                    chunk = chunk[os.write(handle, chunk) :]
+                except OSError as error:
+                    if not is_direct or error.errno != errno.EINVAL:
+                        raise
+                    # Not aligned: the end of the file, or what follows a short write.
+                    is_direct = False
+                    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
     return f"{checksum:08x}"
+
+
+def _write_direct(handle: int) -> bool:
+    """Have writes pass by the page cache; False where that cannot be."""
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
+    except (OSError, AttributeError):  # another file system, or another system
+        return False
+    return True
 
 
 def _read_sum(path: Path) -> tuple[int, str]:

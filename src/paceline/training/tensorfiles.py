@@ -29,6 +29,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _METADATA = "__metadata__"
+_PAGE_BYTES = 4096
 
 
 class TensorBuffer:
@@ -51,9 +52,11 @@ class TensorBuffer:
         header, num_bytes = _render_header({name: tensors[name] for name in order}, metadata)
         on_gpu = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         total_bytes = len(header) + num_bytes
-        if self._buffer.numel() < total_bytes or (on_gpu and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=bool(on_gpu))
-        file = self._buffer[:total_bytes]
+        if self._buffer.numel() < total_bytes + _PAGE_BYTES or (on_gpu and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(total_bytes + _PAGE_BYTES, dtype=torch.uint8, pin_memory=bool(on_gpu))
+        # From the start of a page on: only then can it be written past the page cache.
+        first = -self._buffer.data_ptr() % _PAGE_BYTES
+        file = self._buffer[first : first + total_bytes]
         view = file.numpy().data
         view[: len(header)] = header
         start = len(header)
