@@ -42,7 +42,8 @@ def took(seconds: float) -> PhaseTimes:
 
 def build_note(step=1, loss_sum=2.0, correct=1.0, **changes):
     fields = {
-        "step": step, "epoch": 0, "num_samples": 8, "num_targets": 8, "rate": 0.1, "lap": took(0.01), "data_wait_s": 0.001,
+        "step": step, "epoch": 0, "num_samples": 8, "num_targets": 8, "rate": 0.1, "lap": took(0.01),
+        "data_wait_s": 0.001,
         "exposed_s": None, "phases": PhaseTimes(), "values": torch.tensor([loss_sum, correct]).double(),
         "has_accuracy": True,
     }  # fmt: skip
