@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.workloads.data.sets import Augmentation, ImageData
+from paceline.workloads.data.synthetic import build_synthetic
 from paceline.workloads.forms import DataForm
 
 COUNT, SIZE = 40, 12
@@ -78,3 +79,13 @@ def test_epochs_and_seeds_differ():
 
 def test_describes_itself_in_one_line():
     assert build_images().describe() == "test, train: 40 images of 3 x 12 x 12 in 10 classes, made"
+
+
+@pytest.mark.parametrize("kind", ["images", "numbers", "tokens", "pairs"])
+def test_the_first_samples_of_a_set_are_those_of_the_whole(kind):
+    whole = build_synthetic(f"synthetic:{kind}", "test")
+    few = whole.first(5)
+    indices = torch.arange(5)
+    assert len(few) == 5 and len(whole) == 512 and len(whole.first(1000)) == 512
+    assert torch.equal(few.take(indices).inputs, whole.take(indices).inputs)
+    assert torch.equal(few.take(indices).targets, whole.take(indices).targets)

@@ -57,6 +57,9 @@ def train(
     augment: Annotated[
         bool | None, typer.Option("--augment/--no-augment", help="Crop and flip images. Default: CIFAR-10 alone.")
     ] = None,
+    test_samples: Annotated[
+        int | None, typer.Option("--test-samples", help="Evaluate on the first so many. Default: all of them.")
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Note forward, backward and optimizer of each step.")
     ] = False,
@@ -79,7 +82,7 @@ def train(
         job, ranks[0], read_one(job["batch_size"], "--batch-size"),
         epochs=epochs, global_batch_size=global_batch_size, tail=tail, clip=clip, lr=lr, momentum=momentum,
         weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, augment=augment, profile=profile,
-        save_every=save_every, keep=keep, tensorboard=tensorboard,
+        test_samples=test_samples, save_every=save_every, keep=keep, tensorboard=tensorboard,
     )  # fmt: skip
     asked = _read_asked(context_)
     if "momentum" in asked and typed.optimizer != "sgd":

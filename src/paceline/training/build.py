@@ -82,7 +82,8 @@ def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
     )
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
     train = load_data(request, "train", form, world.device, folder)
-    return train, load_data(request, "test", form, world.device, folder)
+    test = load_data(request, "test", form, world.device, folder)
+    return train, test if settings.test_samples is None else test.first(settings.test_samples)
 
 
 def build_learner(settings: TrainSettings, world: World, data: DataSet, plan: Plan | None = None) -> Learner:

@@ -124,6 +124,7 @@ class TrainSettings:
     keep: int = 3
     seed: int = 1
     samples: int | None = None
+    test_samples: int | None = None
     context: int | None = None
     tokenizer: str = "auto"
     augment: bool | None = None
@@ -153,6 +154,7 @@ class TrainSettings:
             ("--keep", self.keep, 1),
             ("--lr-warmup", self.lr_warmup, 0),
             ("--samples", self.samples, 1),
+            ("--test-samples", self.test_samples, 1),
             ("--context", self.context, 2),
             ("--threads", self.threads, 1),
             ("--seed", self.seed, 0),

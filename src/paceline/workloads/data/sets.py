@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 
@@ -10,6 +12,9 @@ from paceline.workloads.data.seeds import derive_seed
 from paceline.workloads.forms import Batch, DataForm
 
 __all__ = ["Augmentation", "DataSet", "ImageData", "PairData", "TokenData"]
+
+# The fields that have a row for each sample.
+_ROWS = ("inputs", "targets", "lengths")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,6 +34,11 @@ class DataSet:
     def take(self, indices: torch.Tensor) -> Batch:
         """The samples of these indices, where the set is: on the host, or on the device for a synthetic one."""
         return Batch(_select(self.inputs, indices), _select(self.targets, indices))
+
+    def first(self, num_samples: int) -> Self:
+        """The first so many samples, or all where there are fewer."""
+        rows: dict[str, Any] = {name: value[:num_samples] for name, value in vars(self).items() if name in _ROWS}
+        return dataclasses.replace(self, **rows)
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
         """What a model takes, made on the batch's device from what `take(indices)` gave."""
