@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from paceline.cli import bench, bench_wrappers, doctor, profile, train
+from paceline.cli import bench, bench_wrappers, doctor, predict, profile, train
 from paceline.errors import PacelineError, TrainingError
 
 __all__ = ["app", "main"]
@@ -26,6 +26,7 @@ app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 app.command("train")(train.train)
 app.add_typer(profile.app, name="profile")
+app.command("predict")(predict.predict)
 
 
 def _print_version(wanted: bool) -> None:

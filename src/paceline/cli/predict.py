@@ -1,0 +1,121 @@
+"""`paceline predict`: what a step will cost, before anyone pays for it. Needs no torch and starts no rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.options import Json, Out
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.predict.curves import MeasuredCurve
+    from paceline.predict.layerwise import LayerwiseModel
+
+__all__ = ["predict"]
+
+_MOST_ROWS = 24
+
+
+def predict(
+    csv: Annotated[
+        Path | None,
+        typer.Option("--csv", help="A folder with layer-sizes, layer-times and allreduce-times as CSV files."),
+    ] = None,
+    out: Out = Path("runs"),
+    json: Json = False,
+) -> None:
+    """Which bucket size, and what would move it? Predicted from tables of layers and of all-reduce."""
+    if csv is None:
+        raise ConfigError("nothing to predict from: give --csv FOLDER")
+    from paceline.records.store import RunFolder
+
+    model, curve = _load(csv)
+    with RunFolder.create(out, "predict") as folder:
+        _report(folder, csv, model, curve, json)
+
+
+def _find(folder: Path, stem: str) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(f"--csv {folder}: no such folder")
+    found = sorted(folder.glob(f"{stem}*.csv"))
+    if len(found) != 1:
+        what = "no file" if not found else f"{len(found)} files"
+        raise ConfigError(f"--csv {folder}: {what} named {stem}*.csv; one is needed")
+    return found[0]
+
+
+def _load(folder: Path) -> tuple[LayerwiseModel, MeasuredCurve]:
+    from paceline.predict.curves import fit_curve
+    from paceline.predict.layerwise import build_layerwise_model
+    from paceline.records.exchange import load_layer_sizes, load_layer_times, load_table
+
+    sizes = load_layer_sizes(_find(folder, "layer-sizes"))
+    times = load_layer_times(_find(folder, "layer-times"))
+    records = [record for record in load_table(_find(folder, "allreduce-times")) if record.world_size > 1]
+    worlds = {(record.backend, record.world_size) for record in records}
+    if len(worlds) != 1:
+        raise ConfigError(f"--csv {folder}: all-reduce of {len(worlds)} backends or numbers of ranks; one is needed")
+    curve = fit_curve((record.num_bytes, record.time_s) for record in records)
+    return build_layerwise_model(sizes, times), curve
+
+
+def _report(folder: object, csv: Path, model: LayerwiseModel, curve: MeasuredCurve, json: bool) -> None:
+    from paceline.cli.session import print_json, stdout
+    from paceline.predict.caps import estimate_caps, estimate_sensitivity
+    from paceline.predict.search import find_best_cuts
+    from paceline.predict.simulate import MachineCosts
+    from paceline.records.store import RunFolder
+    from paceline.report import cap_tables, plots, tables
+    from paceline.units import format_bytes, format_ms
+
+    assert isinstance(folder, RunFolder)
+    costs = MachineCosts(curve=curve)
+    caps = estimate_caps(model.sizes, model.ready_s, model.backward, costs)
+    changes = estimate_sensitivity(model.sizes, model.ready_s, model.backward, costs, curve)
+    cuts, free = find_best_cuts(model.sizes, model.ready_s, model.backward, costs)
+    low, high = caps.plateau
+    floor_s = curve.estimate_s(model.sizes[-1])
+    notes = [
+        *model.notes,
+        f"best bucket size: {format_bytes(low)} to {format_bytes(high)}, all within 1 % of "
+        f"{format_ms(caps.best.backward_s)} ms; "
+        f"the best free plan, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
+        f"the last gradient ({model.gradients[-1].name}, {format_bytes(model.sizes[-1])}) is ready only at the end: "
+        f"{format_ms(floor_s)} ms stay exposed whatever the bucket size",
+        "assumed: one message at a time, no copies, no contention; the times include what ranks waited for each other",
+    ]
+    runs = cap_tables.merge_points(caps.points)
+    document = {
+        "caps": [cap_tables.cap_row(point) for point in caps.points],
+        "best": cap_tables.cap_row(caps.best),
+        "plateau_low_bytes": low,
+        "plateau_high_bytes": high,
+        "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
+        "sensitivity": [cap_tables.change_row(change) for change in changes],
+        "local_backward_s": caps.local_s,
+        "notes": notes,
+        "source": "simulated",
+    }
+    folder.write("caps.csv", tables.render_csv([cap_tables.cap_row(point) for point in caps.points]))
+    folder.write("caps.md", tables.render_markdown(cap_tables.cap_table, runs))
+    folder.write("sensitivity.md", tables.render_markdown(cap_tables.change_table, changes))
+    for name, figure in (
+        ("caps", cap_tables.plot_caps(caps, "Backward time against bucket size", str(csv.name))),
+        ("sensitivity", cap_tables.plot_sensitivity(changes, "What would move the best bucket size", str(csv.name))),
+    ):
+        folder.write(f"{name}.png", plots.render_png(figure))
+        folder.write(f"{name}.svg", plots.render_svg(figure))
+    if json:
+        print_json({"run": str(folder.path), **document})
+        return
+    console = stdout()
+    fast = [run for run in runs if run[0].backward_s < 1.5 * caps.best.backward_s]
+    shown = fast if len(fast) <= _MOST_ROWS else [*fast[: _MOST_ROWS // 2], *fast[-_MOST_ROWS // 2 :]]
+    console.print(tables.render_terminal(cap_tables.cap_table, shown, "backward against bucket size", console.width))
+    console.print(tables.render_terminal(cap_tables.change_table, changes, "what would move it", console.width))
+    for note in notes:
+        console.print(note, markup=False)
+    console.print(f"run: {folder.path}")

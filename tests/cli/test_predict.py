@@ -1,0 +1,65 @@
+"""`paceline predict` on tables of layers: a plateau, what moves it, and one line for what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+SIZES = ",Name,No. Params\n0,Token embedding,1000000\n1,Layer 0,3000000\n2,Layer 1,3000000\n3,LM head,1000000\n"
+TIMES = "Name,min,max,mean,std,median\n" + "".join(
+    f"{name},{s},{s},{s},0,{s}\n"
+    for name, s in (("layer_0 grad", 0.02), ("layer_1 grad", 0.02), ("lm_head grad", 0.01))
+)
+ALLREDUCE = "backend,world_size,total_elements,total_bytes,average_time,stdev_time\n" + "".join(
+    f"nccl,8,{n},{4 * n},{1e-4 + 4 * n / 1e9},0\n" for n in (1, 10_000, 1_000_000, 10_000_000)
+)
+
+
+@pytest.fixture
+def tables(tmp_path) -> Path:
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for name, text in (("layer-sizes", SIZES), ("layer-times", TIMES), ("allreduce-times", ALLREDUCE)):
+        (folder / f"{name}-model.csv").write_text(text)
+    return folder
+
+
+def test_one_document_with_the_plateau(command, tables, tmp_path):
+    answer = command("predict", "--csv", str(tables), "--json", "--out", str(tmp_path / "runs"))
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    assert document["source"] == "simulated" and document["local_backward_s"] == pytest.approx(0.05)
+    assert [row["num_buckets"] for row in document["caps"]] == [3, 2, 1]
+    # The first layer, 12 MB, and the tied embedding, 4 MB, are ready last: two messages are exposed whatever the plan.
+    assert document["best"]["exposed_s"] == pytest.approx(2e-4 + 16e6 / 1e9, rel=0.05)
+    assert document["plateau_low_bytes"] <= document["best"]["high_bytes"] <= document["plateau_high_bytes"]
+    assert {row["changed"] for row in document["sensitivity"]} == {"B", "alpha", "beta"}
+    run = Path(document["run"])
+    assert {path.name for path in run.iterdir()} >= {"caps.csv", "caps.md", "caps.png", "sensitivity.md"}
+
+
+def test_a_person_reads_the_answer(command, tables, tmp_path):
+    answer = command("predict", "--csv", str(tables), "--out", str(tmp_path / "runs"))
+    assert answer.code == 0 and "best bucket size" in answer.out and "one tied tensor" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda folder: (folder / "layer-times-model.csv").unlink(), "no file named layer-times*.csv"),
+        (lambda folder: (folder / "layer-times-2.csv").write_text(TIMES), "2 files named layer-times*.csv"),
+        (lambda folder: (folder / "layer-times-model.csv").write_text("x\n"), "layer-times-model.csv"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(command, tables, tmp_path, break_it, words):
+    break_it(tables)
+    answer = command("predict", "--csv", str(tables), "--out", str(tmp_path / "runs"))
+    assert answer.code == 2 and words in answer.err and answer.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_nothing_to_predict_from(command, tmp_path):
+    assert "give --csv FOLDER" in command("predict", "--out", str(tmp_path)).err
+    assert "no such folder" in command("predict", "--csv", str(tmp_path / "none"), "--out", str(tmp_path)).err
