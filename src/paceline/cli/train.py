@@ -176,12 +176,11 @@ def _change(saved: TrainSettings, typed: TrainSettings, asked: Sequence[str]) ->
                 f"{settings.ranks} ranks cannot share the run's global batch of {size} samples equally, and with "
                 f"another it would be another run: use one of {fits} ranks"
             )
-        settings = dataclasses.replace(
-            settings,
-            global_batch_size=size,
-            batch_size=changes.get("batch_size"),
-            accumulate=changes.get("accumulate"),
-        )
+        batch_size, accumulate = changes.get("batch_size"), changes.get("accumulate")
+        same = saved.batches.batch_size
+        if batch_size is None and accumulate is None and size % (settings.ranks * same) == 0:
+            batch_size = same  # what fits into memory, and what BatchNorm sees at a time, stay as they were
+        settings = dataclasses.replace(settings, global_batch_size=size, batch_size=batch_size, accumulate=accumulate)
     return settings
 
 
