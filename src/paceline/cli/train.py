@@ -132,7 +132,8 @@ def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -
     settings = _change(load_config(run), typed, asked)
     check_job(settings)
     metrics = run / _METRICS
-    num_steps = load_metrics(metrics)[-1]["step"] if metrics.exists() and metrics.stat().st_size else 0
+    rows = load_metrics(metrics) if metrics.exists() else []  # none where only a part of the first was written
+    num_steps = rows[-1]["step"] if rows else 0
     if not is_launched() or read_place().rank == 0:
         prolong_config(run, settings.epochs)
     result = run_training(settings, run, True)
