@@ -200,6 +200,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(command, whole
     assert_same_run(whole, broken)
 
 
+def test_a_run_whose_metrics_are_a_part_of_a_line_goes_on(command, broken):
+    (broken / "metrics.jsonl").write_text('{"st')
+    answer = command("train", "--resume", str(broken))
+    assert answer.code == 0, answer.err
+
+
 def test_a_finished_run_is_shown_and_more_epochs_are_remembered(command, whole, tmp_path):
     folder = tmp_path / "finished"
     shutil.copytree(whole, folder)

@@ -173,3 +173,9 @@ def test_every_advice_has_a_number_and_nothing_gives_none():
     )
     with pytest.raises(RecordError, match="no overview"):
         advise([], FACTS)
+
+
+def test_a_gpu_whose_tensor_cores_know_no_bf16_is_told_fp16():
+    made = MadeTrace(properties={"name": "Tesla V100-SXM2-16GB"}).step().kernel("volta_sgemm_128x64_nn", 0, 9)
+    (advice,) = advise([build_overview(made.build())], StepFacts(32))
+    assert "--precision fp16" in advice.text

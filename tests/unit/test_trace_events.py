@@ -104,3 +104,11 @@ def test_a_bucket_does_not_count_beside_the_kernel_that_carries_it():
 )
 def test_names_of_kernels_tell_tensor_cores(name, matmul, tensor_cores):
     assert (is_matmul(name), on_tensor_cores(name)) == (matmul, tensor_cores)
+
+
+@pytest.mark.parametrize(
+    "name", ["fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "fmha_cutlassB_f16_aligned_64x64_k64_sm80"]
+)
+def test_attention_with_a_mask_in_half_precision_is_on_tensor_cores(name):
+    assert is_matmul(name) and on_tensor_cores(name)
+    assert not on_tensor_cores("fmha_cutlassF_f32_aligned_64x64_rf_sm80")

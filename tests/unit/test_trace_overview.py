@@ -187,3 +187,8 @@ def test_children_that_begin_with_their_parent_are_inside_it():
 
 def test_lanes_hold_no_two_at_a_time():
     assert find_lanes([(0, 3), (1, 2), (2, 4), (3, 5)]) == [0, 1, 1, 0]
+
+
+def test_on_a_cpu_the_operators_that_fetch_data_are_waited_for():
+    made = MadeTrace().step().phase("data", 0, 4).op("aten::index_select", 0.1, 3.9).op("aten::mm", 4, 9)
+    assert shares_ms(build_overview(made.build())) == {"data": 4, "cpu": 5, "other": 1}

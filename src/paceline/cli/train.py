@@ -135,7 +135,8 @@ def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -
     settings = _change(load_config(run), typed, asked)
     check_job(settings)
     metrics = run / _METRICS
-    num_steps = load_metrics(metrics)[-1]["step"] if metrics.exists() and metrics.stat().st_size else 0
+    rows = load_metrics(metrics) if metrics.exists() else []  # none where only a part of the first was written
+    num_steps = rows[-1]["step"] if rows else 0
     if not is_launched() or read_place().rank == 0:
         prolong_config(run, settings.epochs)
     result = run_training(settings, run, True)
@@ -179,12 +180,11 @@ def _change(saved: TrainSettings, typed: TrainSettings, asked: Sequence[str]) ->
                 f"{settings.ranks} ranks cannot share the run's global batch of {size} samples equally, and with "
                 f"another it would be another run: use one of {fits} ranks"
             )
-        settings = dataclasses.replace(
-            settings,
-            global_batch_size=size,
-            batch_size=changes.get("batch_size"),
-            accumulate=changes.get("accumulate"),
-        )
+        batch_size, accumulate = changes.get("batch_size"), changes.get("accumulate")
+        same = saved.batches.batch_size
+        if batch_size is None and accumulate is None and size % (settings.ranks * same) == 0:
+            batch_size = same  # what fits into memory, and what BatchNorm sees at a time, stay as they were
+        settings = dataclasses.replace(settings, global_batch_size=size, batch_size=batch_size, accumulate=accumulate)
     return settings
 
 

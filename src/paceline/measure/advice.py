@@ -27,6 +27,7 @@ _PEAK_RATIOS = (
     (re.compile(r"T4", re.I), 65 / 8.1), (re.compile(r"L40|L4\b|RTX|A10\b|A40", re.I), 4.0),
 )  # fmt: skip
 _UNKNOWN_RATIO = 8.0
+_WITHOUT_BF16 = re.compile(r"V100|T4\b|TITAN V|RTX 20\d\d|Quadro RTX", re.I)
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,8 @@ def _on_tensor_cores(overview: Overview, facts: StepFacts) -> list[Advice]:
     gain_s = min(gpu.missed_s * (1 - 1 / assumed), max(0.0, overview.step_s - overview.host_s))
     if gain_s < _WORTH * overview.step_s:
         return []
-    todo = "--precision bf16" if facts.precision == "fp32" else "sizes that are multiples of 8"
+    half = "fp16" if _WITHOUT_BF16.search(gpu.name) else "bf16"
+    todo = f"--precision {half}" if facts.precision == "fp32" else "sizes that are multiples of 8"
     text = (
         f"tensor cores idle: {format_duration(gpu.missed_s)} of matrix kernels per step do not use them: {todo}; "
         f"estimated {format_duration(gain_s)} less, if they become {assumed:.1f} times as fast, half of what the peaks "

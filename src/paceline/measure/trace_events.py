@@ -57,7 +57,11 @@ _MATMUL = re.compile(
     r"gemm|_mm_|matmul|nvjet|xmma|wgmma|hmma|flash|fmha|sdpa|attention|fprop|dgrad|wgrad|convolve|conv\dd|winograd",
     re.I,
 )
-_ON_TENSOR_CORES = re.compile(r"tensorop|tensor\d+x|hmma|imma|wgmma|nvjet|16816|1688|884|flash|xmma|tf32", re.I)
+_ON_TENSOR_CORES = re.compile(
+    # The last are torch's attention with a mask, which names the type and not the instruction.
+    r"tensorop|tensor\d+x|hmma|imma|wgmma|nvjet|16816|1688|884|flash|xmma|tf32|fmha_cutlass[FB]_b?f16",
+    re.I,
+)
 # Their names say that they multiply on the ordinary cores, whatever else they say.
 _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
 

@@ -2,7 +2,8 @@
 
 Each instant of a step counts once. With kernels in the trace it belongs to the first of: a kernel that computes, a
 message, a copy, waiting for data, the host (an operator or a call of the runtime), other. Without kernels the operators
-are what computes and come before messages. So `communication` is what is exposed: a message behind arithmetic is free.
+are what computes and come before messages, but those that fetch data are waited for. So `communication` is what is
+exposed: a message behind arithmetic is free.
 """
 
 from __future__ import annotations
@@ -167,10 +168,14 @@ def build_overview(trace: RankTrace) -> Overview:
 
 def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Event]]:
     """The events of each class in the order of precedence; `compute` is the operators of a trace without kernels."""
-    groups: dict[str, list[Event]] = {
-        name: [] for name in ("kernel", "compute", "communication", "copy", "data", "cpu")
-    }
     on_gpu = any(event.get("cat") == "kernel" for event in events)
+    # On a CPU the operators inside the range of the data are what fetches it, and compute nothing.
+    order = (
+        ("kernel", "compute", "communication", "copy", "data", "cpu")
+        if on_gpu
+        else ("data", "compute", "communication", "copy", "cpu", "kernel")
+    )
+    groups: dict[str, list[Event]] = {name: [] for name in order}
     for event in events:
         kind, name = event.get("cat"), event["name"]
         if is_collective(event):

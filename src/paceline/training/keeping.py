@@ -5,6 +5,8 @@ How a checkpoint is written whole or not at all is in `checkpoints`.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -29,6 +31,8 @@ from paceline.training.weights import check_fingerprint, export_weights, fingerp
 __all__ = ["CHECKPOINTS", "METRICS", "WEIGHTS", "Found", "Keeper", "Position"]
 
 CHECKPOINTS, METRICS, WEIGHTS, EVENTS = "checkpoints", "metrics.jsonl", "weights.safetensors", "events"
+# The ranks of a run that was killed live on for a moment.
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,40 @@ class Keeper:
         self._tensorboard = settings.tensorboard
         self._metrics: MetricsLog | None = None
         self._events: EventsLog | None = None
+        self._held: int | None = None
+
+    # -- the folder is one run's --------------------------------------------------------------------------------------
+
+    def _hold_folder(self) -> None:
+        """Refuse a folder that a living run writes to: each would cut off the other's metrics and checkpoints.
+
+        The system lets go of it when this process ends, in whatever way.
+        """
+        if self._held is not None or self._folder is None:
+            return
+        handle, until_s = os.open(self._folder, os.O_RDONLY), time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < until_s:
+                    time.sleep(0.05)
+                    continue
+                os.close(handle)
+                raise ConfigError(
+                    f"{self._folder} is written to by another run: wait for its end, or stop it"
+                ) from None
+            except OSError:  # a file system without locks
+                os.close(handle)
+                return
+        self._held = handle
+
+    def release(self) -> None:
+        """Let others write to the folder."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -73,6 +111,7 @@ class Keeper:
         loaded, problem = None, ""
         if self._world.rank == 0:
             try:
+                self._hold_folder()
                 loaded = self._store.load_latest()
                 if loaded is None and (self._folder / WEIGHTS).exists():
                     problem = f"{self._folder} is finished and holds no checkpoint to go on from: start anew"
@@ -116,6 +155,7 @@ class Keeper:
         if not self._writes:
             return
         assert self._folder is not None and self._store is not None
+        self._hold_folder()
         self._store.remove_leftovers()
         for name in (METRICS, WEIGHTS):
             for path in self._folder.glob(f".{name}.*"):

@@ -120,5 +120,6 @@ def _load_ahead(
 
 
 def _pin(batch: Batch) -> Batch:
-    mask = None if batch.mask is None else batch.mask.pin_memory()
-    return Batch(batch.inputs.pin_memory(), batch.targets.pin_memory(), mask)
+    # Contiguous: a part of each row (of tokens, of padded pairs) would be gathered into pageable memory on its way.
+    mask = None if batch.mask is None else batch.mask.contiguous().pin_memory()
+    return Batch(batch.inputs.contiguous().pin_memory(), batch.targets.contiguous().pin_memory(), mask)

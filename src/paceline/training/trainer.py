@@ -5,6 +5,7 @@ One step is in `step`, what ranks tell each other in `journal`, what is kept on 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
@@ -66,10 +67,12 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainRe
     with (
         catch_stop() as wish,
         init(settings.backend, settings.device, threads=settings.threads, announce=None) as world,
+        contextlib.ExitStack() as ending,
     ):
         settings = dataclasses.replace(settings, ranks=world.world_size)
         settings.check()
         keeper = Keeper(folder, settings, world)
+        ending.callback(keeper.release)
         found = keeper.find() if resume else None
         job = build_job(settings, world, found.plan if found is not None else None)
         start = keeper.restore(job, found) if found is not None else Position(0, 0, 0)

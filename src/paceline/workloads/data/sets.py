@@ -81,7 +81,7 @@ class PairData(DataSet):
         longest = int(lengths.max())
         batch = super().take(indices)
         mask = torch.arange(longest) < lengths[:, None]
-        return Batch(batch.inputs[:, :longest], batch.targets, mask.long().to(batch.inputs.device))
+        return Batch(batch.inputs[:, :longest], batch.targets, _send(mask.long(), batch.inputs.device))
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Augmentation:
     def apply(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """The images, each moved by its row of `draws`."""
         count, channels, height, width = images.shape
-        down, right, flips = draws.to(images.device, torch.int64)[:, :, None].unbind(dim=1)
+        down, right, flips = _send(draws.long(), images.device)[:, :, None].unbind(dim=1)
         rows = _mirror(torch.arange(height, device=images.device) + down, height)
         columns = torch.arange(width, device=images.device)
         columns = _mirror(torch.where(flips > 0, width - 1 - columns, columns) + right, width)
@@ -143,7 +143,15 @@ class ImageData(DataSet):
 
 
 def _select(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    return rows.index_select(0, indices.to(rows.device))
+    return rows.index_select(0, _send(indices, rows.device))
+
+
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small tensor of the host on the device, without waiting for it: from pageable memory `to` would make the host
+    wait until the GPU is done with all that was asked of it before, a whole step, which would look like data."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _mirror(places: torch.Tensor, size: int) -> torch.Tensor:
