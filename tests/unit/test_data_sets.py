@@ -89,3 +89,10 @@ def test_the_first_samples_of_a_set_are_those_of_the_whole(kind):
     assert len(few) == 5 and len(whole) == 512 and len(whole.first(1000)) == 512
     assert torch.equal(few.take(indices).inputs, whole.take(indices).inputs)
     assert torch.equal(few.take(indices).targets, whole.take(indices).targets)
+
+
+def test_a_set_has_a_checksum_of_all_its_samples():
+    one, same = (build_synthetic("synthetic:images", "train", samples=8, seed=1) for _ in range(2))
+    other = build_synthetic("synthetic:images", "train", samples=8, seed=2)
+    assert one.checksum == same.checksum != other.checksum
+    assert one.first(7).checksum != one.checksum

@@ -151,7 +151,7 @@ def test_pairs_fit_the_context_and_lose_no_more_than_they_must(first, second, co
 
 
 @pytest.mark.parametrize(
-    ("wished", "context", "expected"), [(None, None, 384), (64, None, 64), (1024, None, 384), (64, 500, 500)]
+    ("wished", "context", "expected"), [(None, None, 384), (64, None, 384), (1024, None, 384), (64, 500, 500)]
 )
 def test_the_context_of_pairs(tmp_path, wished, context, expected):
     form = wished and DataForm(kind="tokens", shape=(wished,), num_classes=2, vocabulary=259)

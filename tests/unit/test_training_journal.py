@@ -132,7 +132,7 @@ def test_rank_0_alone_says_when_to_save(saves, wanted):
     assert [heard.wants_save for heard in meet([build_note()], [build_note()], saves=saves)] == [wanted] * 2
 
 
-@pytest.mark.parametrize(("step_s", "every"), [(10.0, 1), (0.1, 2), (0.01, 25), (1e-5, 200), (0.0, 200)])
+@pytest.mark.parametrize(("step_s", "every"), [(10.0, 1), (0.1, 2), (0.01, 25), (1e-5, 100), (0.0, 100)])
 def test_ranks_meet_about_four_times_a_second_and_agree_on_when(step_s, every):
     """What counts is the slowest rank, which all have heard of."""
     journals = [Journal(None, StopWish()) for _ in range(2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,16 +72,26 @@ def phases(
             return measure_phases
 
         records: list[Any] = []
-        with show_cells("profile phases", len(asked)) as show:
-            for number, settings in enumerate(asked):
-                hear = functools.partial(show, number)
-                records += run_on_ranks(settings, load, (settings, sizes, iters, warmup), hear)
+        grid = {"batch_sizes": list(sizes), "ranks": list(counts)}
+        try:
+            with show_cells("profile phases", len(asked)) as show:
+                for number, settings in enumerate(asked):
+
+                    def hear(message: Any, number: int = number) -> None:
+                        records.extend(message.records)
+                        show(number, message)
+
+                    run_on_ranks(settings, load, (settings, sizes, iters, warmup), hear)
+        except BaseException:
+            if records and run is not None:
+                run.save(records, ["broken off: the cells that were finished"], grid)
+            raise
         if run is None:
             return
         from paceline.report.phase_tables import describe_phases, phase_row, phase_table
 
         notes = [line for record in records for line in describe_phases(record)]
-        run.save(records, notes, {"batch_sizes": list(sizes), "ranks": list(counts)})
+        run.save(records, notes, grid)
         run.write_table("table", phase_table, records, [phase_row(record) for record in records])
         if json:
             run.print_json({"records": [phase_row(record) for record in records]})

@@ -58,16 +58,20 @@ def _row(row: Any) -> dict[str, Any]:
 
 
 def _compare_traces(first: Path, second: Path) -> Sequence[Any]:
-    from paceline.measure.trace_compare import compare_overviews, overview_from_json
+    from paceline.measure.trace_compare import ComparedRow, compare_overviews, overview_from_json
 
-    loaded = []
+    loaded, speeds = [], []
     for path in (first, second):
         try:
             document = json_module.loads((path / OVERVIEW).read_text())
             loaded.append(overview_from_json(document["overviews"][0]))
+            facts = document["facts"]
+            samples = facts["batch_size"] * facts["accumulate"] * facts["world_size"]
+            speeds.append(samples / loaded[-1].step_s)
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise RecordError(f"{path / OVERVIEW} cannot be read: {error}") from None
-    return compare_overviews(*loaded)
+    # Steps of different batches are compared by what they get done.
+    return [ComparedRow("samples/s", "", *speeds), *compare_overviews(*loaded)]
 
 
 def _compare_phases(first: Path, second: Path) -> Sequence[Any]:

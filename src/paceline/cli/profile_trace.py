@@ -32,7 +32,7 @@ def report_trace(run: ProfileRun, settings: TrainSettings, traced: Sequence[Trac
 
     traces = [one.trace for one in traced]
     first = traced[0]
-    facts = StepFacts(first.batch_size, first.accumulate, first.precision, first.world_size)
+    facts = StepFacts(first.batch_size, first.accumulate, first.precision, first.world_size, settings.compile)
     overviews = [build_overview(trace) for trace in traces]
     advice = advise(overviews, facts, find_lateness(traces))
     save_trace(merge_traces(traces), run.folder.path / "trace.json.gz")

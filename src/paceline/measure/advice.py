@@ -38,6 +38,7 @@ class StepFacts:
     accumulate: int = 1
     precision: str = "fp32"
     world_size: int = 1
+    is_compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def _on_messages(overview: Overview, facts: StepFacts) -> list[Advice]:
     of_what = "kernel time" if gpu else "the step"
     later = share / (share + 2 * (1 - share))
     more = 2 * facts.accumulate
+    halved_s = min(exposed_s, overview.message_s / 2)
     found = [
         Advice(
             "accumulate",
@@ -100,9 +102,9 @@ def _on_messages(overview: Overview, facts: StepFacts) -> list[Advice]:
         ),
         Advice(
             "compress",
-            f"{format_duration(exposed_s)} of messages per step is exposed: half the bytes, by a hook that sends bf16, "
-            f"would save about {format_duration(exposed_s / 2)} if their time follows their size",
-            exposed_s / 2,
+            f"{format_duration(exposed_s)} of messages per step is exposed: half the bytes, by a communication hook "
+            f"that sends bf16, would save about {format_duration(halved_s)} if their time follows their size",
+            halved_s,
             "estimated",
             step_s,
         ),
@@ -113,8 +115,8 @@ def _on_messages(overview: Overview, facts: StepFacts) -> list[Advice]:
             Advice(
                 "buckets",
                 f"messages take {format_duration(overview.message_s)} and backward {format_duration(backward_s)}, yet "
-                f"{format_duration(exposed_s)} is exposed: another plan of buckets could hide nearly all of it; "
-                "see paceline tune",
+                f"{format_duration(exposed_s)} is exposed: another plan of buckets (--plan) could hide "
+                "nearly all of it",
                 exposed_s,
                 "at most",
                 step_s,
@@ -146,8 +148,8 @@ def _on_data(overview: Overview) -> list[Advice]:
     if waited_s < _WORTH * overview.step_s:
         return []
     text = (
-        f"the step waits {format_duration(waited_s)} for data, {overview.share('data'):.0%} of it: more workers of the "
-        "loader, or batches that are made ahead"
+        f"the step waits {format_duration(waited_s)} for data, {overview.share('data'):.0%} of it: smaller inputs, or "
+        "batches that are made ahead"
     )
     return [Advice("data", text, waited_s, "at most", overview.step_s)]
 
@@ -179,9 +181,10 @@ def _on_host(overview: Overview, facts: StepFacts) -> list[Advice]:
     idle_s = overview.seconds("cpu") + overview.seconds("other")
     if overview.gpu is None or idle_s < _IDLE_WORTH * overview.step_s:
         return []
+    compiled = "" if facts.is_compiled else ", or --compile"
     text = (
         f"the GPU is {overview.gpu.busy:.0%} busy, and {format_duration(idle_s)} of the step is the host's: a batch "
-        f"larger than {facts.batch_size}, or --compile; bounded by the GPU alone, a step would be "
+        f"larger than {facts.batch_size}{compiled}; bounded by the GPU alone, a step would be "
         f"{overview.step_s / (overview.step_s - idle_s):.1f} times as fast"
     )
     return [Advice("host", text, idle_s, "at most", overview.step_s)]

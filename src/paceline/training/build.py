@@ -62,10 +62,13 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -
     learner = build_learner(settings, world, train, plan)
     batches = settings.batches
     order = EpochOrder(len(train), batches.global_batch_size, settings.seed, 0, settings.tail)
+    num_steps = settings.epochs * order.num_windows
+    if settings.lr_warmup >= num_steps:
+        raise ConfigError(f"--lr-warmup {settings.lr_warmup} of {num_steps} steps in all: leave some to train at --lr")
     schedule = Schedule(
         shape=settings.schedule,
         peak=settings.lr,
-        num_steps=settings.epochs * order.num_windows,
+        num_steps=num_steps,
         warmup_steps=settings.lr_warmup,
     )
     return Job(settings, world, batches, train, test, learner, schedule)

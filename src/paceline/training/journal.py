@@ -19,7 +19,7 @@ from paceline.training.stopping import StopWish
 
 __all__ = ["Heard", "Journal", "StepNote"]
 
-_MEET_EVERY_S, _MOST_STEPS = 0.25, 200
+_MEET_EVERY_S, _MOST_STEPS = 0.25, 100
 
 
 @dataclass

@@ -137,6 +137,11 @@ class Keeper:
                 f"{meta['global_batch_size']}, and now there are {len(job.train)} samples in batches of "
                 f"{job.batches.global_batch_size}: the place in the data would be another; keep both"
             )
+        if meta.get("checksum", job.train.checksum) != job.train.checksum:
+            raise ConfigError(
+                f"{loaded.path} was trained on other samples than {job.train.describe()}: name the data that it was "
+                "trained on (synthetic data also differs between cpu and cuda)"
+            )
         check_fingerprint(loaded.fingerprint, fingerprint(learner.module.state_dict()), f"checkpoint {loaded.path}")
         learner.module.load_state_dict(loaded.model)
         learner.optimizer.load_state_dict(state["optimizer"])
@@ -201,6 +206,7 @@ class Keeper:
             "world_size": self._world.world_size,
             "global_batch_size": job.batches.global_batch_size,
             "num_samples": len(job.train),
+            "checksum": job.train.checksum,
             "plan": None if plan is None else plan.to_json(),
         }
         self._store.save(position.step, learner.module.state_dict(), state, meta)

@@ -169,6 +169,8 @@ class TrainSettings:
         ):
             if real is not None and (not math.isfinite(real) or real < 0 or (is_open and real == 0)):
                 raise ConfigError(f"{flag} {real}: a finite number {'above' if is_open else 'from'} 0 is needed")
+        if self.momentum >= 1:
+            raise ConfigError(f"--momentum {self.momentum}: below 1 is needed, or steps grow without end")
         SaveEvery.parse(self.save_every)
         _ = self.batches
         if self.wrapper in ("none", "dp") and self.ranks > 1:

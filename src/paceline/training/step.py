@@ -117,8 +117,9 @@ def update(learner: Learner, rate: float) -> None:
 
 
 def find_bad_parameter(module: nn.Module) -> str:
-    """The first parameter, in the order of the model, that is not finite; else the first whose gradient is not."""
-    named = list(module.named_parameters())
+    """The first parameter or buffer of the model that is not finite; else the first whose gradient is not."""
+    floating = (pair for pair in module.named_buffers() if pair[1].is_floating_point() and pair[1].numel())
+    named = [*module.named_parameters(), *floating]
     # One pass over all, and one answer to wait for on a GPU.
     norms = torch._foreach_norm([param.detach() for _, param in named], ord=float("inf"))
     finite = torch.isfinite(torch.stack([norm.float() for norm in norms])).tolist()

@@ -75,7 +75,7 @@ def load_data(
     labelled["source"] += f", tokens by {tokenizer.name}"
     if request.name == "text":
         return _load_blocks(request, split, found, labelled, tokenizer, request.context or wished or _TEXT_CONTEXT)
-    context = request.context or min(wished or tokenizer.pair_context, tokenizer.pair_context)
+    context = request.context or tokenizer.pair_context
     return _load_pairs(request, split, found, labelled, tokenizer, context)
 
 
