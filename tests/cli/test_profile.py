@@ -144,7 +144,7 @@ def test_layers_are_files_that_can_be_read_again(out):
 
 @pytest.fixture(scope="module")
 def curve(out) -> str:
-    asked = ("bench", "allreduce", "--sizes", "1KiB,64KiB,1MiB", "--ranks", "2", "--iters", "5", "--backend", "gloo")
+    asked = ("bench", "allreduce", "--sizes", "64KiB,1MiB,16MiB", "--ranks", "2", "--iters", "5", "--backend", "gloo")
     return str(find_run(type_command(*asked, "--out", out)))
 
 

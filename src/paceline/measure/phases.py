@@ -25,8 +25,7 @@ from paceline.parallel import DataParallel
 from paceline.records.phase_profile import PHASES, PhaseRecord
 from paceline.records.samples import Samples
 from paceline.runtime.worker import post
-from paceline.runtime.world import init
-from paceline.training.build import Job, build_job, build_learner
+from paceline.training.build import Job, build_job, build_learner, open_world
 from paceline.training.loader import Window, load_windows
 from paceline.training.phases import NoPhases, PhaseClock, Phases
 from paceline.training.settings import TrainSettings
@@ -53,7 +52,7 @@ def measure_phases(
 ) -> list[PhaseRecord]:
     """Profile the job at each batch size per rank. Collective: every rank of the launched world must call this."""
     records: list[PhaseRecord] = []
-    with init(settings.backend, settings.device, threads=settings.threads, announce=None) as world:
+    with open_world(settings) as world:
         for number, batch_size in enumerate(batch_sizes):
             asked = dataclasses.replace(settings, ranks=world.world_size, batch_size=batch_size)
             job = build_job(asked, world)

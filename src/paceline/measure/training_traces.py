@@ -19,8 +19,8 @@ from paceline.measure.trace_events import RankTrace
 from paceline.measure.traces import record_trace
 from paceline.records import LayerProfileRecord
 from paceline.runtime.worker import post
-from paceline.runtime.world import World, init
-from paceline.training.build import Job, build_job
+from paceline.runtime.world import World
+from paceline.training.build import Job, build_job, open_world
 from paceline.training.phases import PhaseTimes
 from paceline.training.settings import TrainSettings
 from paceline.training.step import take_step, update
@@ -62,10 +62,6 @@ class TracedJob:
     description: str
 
 
-def _open(settings: TrainSettings) -> World:
-    return init(settings.backend, settings.device, threads=settings.threads, announce=None)
-
-
 def _build(settings: TrainSettings, world: World) -> Job:
     job = build_job(dataclasses.replace(settings, ranks=world.world_size), world)
     job.learner.model.train()
@@ -77,7 +73,7 @@ def trace_job(settings: TrainSettings, warmup: int, active: int, extras: tuple[s
 
     Collective: every rank of the launched world must call this.
     """
-    with _open(settings) as world:
+    with open_world(settings) as world:
         job = _build(settings, world)
         learner, windows, phases = job.learner, cycle_windows(job), _TracedPhases()
         num_steps = [0]
@@ -116,7 +112,7 @@ def trace_job(settings: TrainSettings, warmup: int, active: int, extras: tuple[s
 
 def measure_job_layers(settings: TrainSettings, iters: int, warmup: int) -> LayerProfileRecord:
     """Profile the bare model of the job, layer by layer, on one rank: communication would blur it."""
-    with _open(settings) as world:
+    with open_world(settings) as world:
         job = _build(dataclasses.replace(settings, wrapper="none"), world)
         learner = job.learner
         window = next(cycle_windows(job))

@@ -5,6 +5,8 @@ What they do together is in `trainer`.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from paceline.errors import ConfigError
 from paceline.parallel import DataParallel, SyncBatchNorm
 from paceline.plan import Plan
 from paceline.runtime.ranks import set_seed
-from paceline.runtime.world import World
+from paceline.runtime.world import World, init
+from paceline.training.kernels import settled_kernels
 from paceline.training.requests import build_data_request, build_model_options
 from paceline.training.schedules import Schedule
 from paceline.training.settings import Batches, TrainSettings
@@ -29,7 +32,7 @@ from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder
 from paceline.workloads.own_model import is_own
 
-__all__ = ["Job", "build_job", "build_learner", "load_sets"]
+__all__ = ["Job", "build_job", "build_learner", "load_sets", "open_world"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,16 @@ class Job:
     @property
     def steps_per_epoch(self) -> int:
         return self.order(0).num_windows
+
+
+@contextlib.contextmanager
+def open_world(settings: TrainSettings) -> Iterator[World]:
+    """The world that the settings ask for. Collective: every rank must call this."""
+    with (
+        init(settings.backend, settings.device, threads=settings.threads, announce=None) as world,
+        settled_kernels(world.device, settings.precision),
+    ):
+        yield world
 
 
 def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -> Job:

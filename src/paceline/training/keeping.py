@@ -76,6 +76,7 @@ class Keeper:
         """
         if self._held is not None or self._folder is None:
             return
+        self._folder.mkdir(parents=True, exist_ok=True)
         handle, until_s = os.open(self._folder, os.O_RDONLY), time.monotonic() + _PATIENCE_S
         while True:
             try:

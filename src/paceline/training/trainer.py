@@ -19,8 +19,7 @@ from torch import nn
 from paceline.errors import ConfigError, TrainingError
 from paceline.parallel import DataParallel
 from paceline.runtime.worker import post
-from paceline.runtime.world import init
-from paceline.training.build import Job, build_job
+from paceline.training.build import Job, build_job, open_world
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.journal import Heard, Journal, StepNote
 from paceline.training.keeping import Keeper, Position
@@ -66,7 +65,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainRe
     """Train as asked; rank 0 writes into the run's folder. Collective: every rank of the launched world calls this."""
     with (
         catch_stop() as wish,
-        init(settings.backend, settings.device, threads=settings.threads, announce=None) as world,
+        open_world(settings) as world,
         contextlib.ExitStack() as ending,
     ):
         settings = dataclasses.replace(settings, ranks=world.world_size)
