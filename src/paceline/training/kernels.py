@@ -1,5 +1,4 @@
-"""Which of torch's kernels a run computes with, settled before its first step. Choosing among them is torch's business."""
-
+"""Which of torch's kernels a run computes with, settled before its first step. Choosing them is torch's business."""
 from __future__ import annotations
 
 import contextlib
