@@ -1,4 +1,5 @@
 """Which of torch's kernels a run computes with, settled before its first step. Choosing them is torch's business."""
+
 from __future__ import annotations
 
 import contextlib
