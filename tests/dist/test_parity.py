@@ -245,7 +245,7 @@ def run_case(name: str, backend: str) -> list[str]:
 
 # Every case on every backend, and with an even and an odd number of ranks; not all of that with all of it, for time's
 # sake: `make test-gloo` has the other half of gloo's.
-@pytest.mark.parametrize(("world_size", "backend"), zip((2, 3), BACKENDS * 2, strict=False))
+@pytest.mark.parametrize(("world_size", "backend"), list(zip((2, 3), BACKENDS * 2, strict=False)))
 @pytest.mark.parametrize("name", CASES)
 def test_every_rung_trains_as_one_process_does(on_ranks, name, world_size, backend):
     found = [line for lines in on_ranks(world_size, run_case, name, backend, timeout_s=40) for line in lines]

@@ -25,6 +25,7 @@ from paceline.records.kinds import (
     record_to_json,
 )
 from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, ParameterTimes
+from paceline.records.phase_profile import PhaseRecord
 from paceline.records.samples import REDUCERS, Samples, Summary
 
 
@@ -169,6 +170,20 @@ def layer_profiles(draw):
     )  # fmt: skip
 
 
+@st.composite
+def phase_records(draw):
+    ranks, count = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    some = samples(shape=(ranks, count))
+    names = ("timing", "plain", "silent", "silent_backward", "data_wait", "forward", "backward", "optimizer")
+    texts = ("model", "data", "wrapper", "backend", "device", "precision", "note")
+    counts = ("batch_size", "accumulate", "num_parameters", "num_bytes", "num_messages")
+    return PhaseRecord(
+        world_size=ranks, busy=draw(st.none() | some), source=draw(st.sampled_from(SOURCES)),
+        **{name: draw(some) for name in names}, **{name: draw(TEXT) for name in texts},
+        **{name: draw(COUNT) for name in counts},
+    )  # fmt: skip
+
+
 RECORDS = {
     "collective": st.builds(
         CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT,
@@ -182,6 +197,7 @@ RECORDS = {
     "layer_size": st.builds(LayerSizeRecord, layer=TEXT, num_params=COUNT, **SHARED),
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
     "layer_profile": layer_profiles(),
+    "phases": phase_records(),
     "wrapper": WRAPPERS,
 }  # fmt: skip
 
