@@ -206,7 +206,9 @@ RESULTS = sorted((Path(__file__).parents[2] / "results").glob("*/*/run.json"))
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parts[-3]}/{path.parts[-2]}")
 def test_the_published_runs_can_be_read_whatever_their_version(path):
     document, run = json.loads(path.read_text()), load_run(path)
-    assert len(run.records) == len(document["records"]) > 0
+    assert len(run.records) == len(document["records"])
+    # What a trace says is in its own files, and not in records.
+    assert run.records or (run.verb == "profile trace" and (path.parent / "overview.json").exists())
     if document["version"] == 1:
         assert {getattr(record, "memory", "ordinary") for record in run.records} == {"ordinary"}
 
