@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.parallel import SyncBatchNorm
 from paceline.training.loader import LoadedBatch
 from paceline.training.phases import Phases
-from paceline.workloads.forms import DataForm
+from paceline.workloads.forms import Batch, DataForm
 from paceline.workloads.losses import compute_outcome
 
 __all__ = ["Learner", "StepOutcome", "find_bad_parameter", "take_step"]
 
+_OVER_RANKS = (SyncBatchNorm, nn.SyncBatchNorm)
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,6 +43,13 @@ class Learner:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
+
+    def fill(self, loaded: LoadedBatch) -> Batch:
+        """What is computed in a place that no sample of this rank has: one that does not count or, before layers that
+        normalise over all ranks and would count it, none."""
+        if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
+            return loaded.batch
+        return loaded.batch.first(0)
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """Backwards inside stay on this rank."""
@@ -81,7 +90,7 @@ def take_step(
         with contextlib.nullcontext() if is_last else learner.no_sync():
             phases.enter("forward")
             with learner.autocast():
-                outcome = compute_outcome(learner.model, loaded.batch, learner.form)
+                outcome = compute_outcome(learner.model, learner.fill(loaded), learner.form)
             weight = 1.0 if loaded.num_counted else 0.0
             loss = outcome.loss_sum * (weight * learner.world_size / num_targets)
             phases.enter("backward")

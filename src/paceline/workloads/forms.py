@@ -59,6 +59,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    def first(self, num_samples: int) -> Batch:
+        """The first so many samples."""
+        mask = None if self.mask is None else self.mask[:num_samples]
+        return Batch(self.inputs[:num_samples], self.targets[:num_samples], mask)
+
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
         mask = None if self.mask is None else self.mask.to(device, non_blocking=non_blocking)

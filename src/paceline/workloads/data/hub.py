@@ -53,8 +53,8 @@ def load_from_hub(name: str) -> Path:
         for split in SPLITS:
             find_files(name, copy, split)
         return copy
-    except Exception:
-        pass  # no copy, or the half of one: the next call says what is wrong, if anything
+    except (OSError, ValueError):
+        pass  # no copy, or the half of one (the library's own errors are both): fetch it
     try:
         _knock(ENDPOINT)
         return Path(snapshot_download(**wanted)) / folder
