@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from paceline.cli.options import MODEL_HELP, WRAPPER_HELP, Backend, BatchSize, Device, Ranks, Threads
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError
 from paceline.units import parse_counts
 
 if TYPE_CHECKING:
@@ -162,16 +162,3 @@ def check_job(settings: TrainSettings) -> None:
         kind = default_form(settings.model, build_model_options(settings)).kind
         if kind not in ("pairs", "tokens"):
             raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
-    if settings.plan is not None:
-        _check_plan(Path(settings.plan))
-
-
-def _check_plan(path: Path) -> None:
-    from paceline.plan import Plan
-
-    try:
-        Plan.from_json(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"--plan {path}: {error.strerror}; give the file of a plan") from None
-    except (PacelineError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--plan {path}: {error}") from None

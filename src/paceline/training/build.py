@@ -21,7 +21,7 @@ from paceline.plan import Plan
 from paceline.runtime.ranks import set_seed
 from paceline.runtime.world import World, init
 from paceline.training.kernels import settled_kernels
-from paceline.training.requests import build_data_request, build_model_options
+from paceline.training.requests import build_data_request, build_model_options, load_plan
 from paceline.training.schedules import Schedule
 from paceline.training.settings import Batches, TrainSettings
 from paceline.training.step import Learner
@@ -117,7 +117,7 @@ def build_learner(settings: TrainSettings, world: World, data: DataSet, plan: Pl
     # What is drawn from here on (dropout) differs between ranks.
     set_seed(settings.seed, per_rank=True)
     if settings.plan is not None:
-        plan = _load_plan(Path(settings.plan))
+        plan = load_plan(Path(settings.plan))
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
     return Learner(
         model=_wrap(module, settings, plan),
@@ -130,13 +130,6 @@ def build_learner(settings: TrainSettings, world: World, data: DataSet, plan: Pl
         precision=settings.precision,
         clip=settings.clip,
     )
-
-
-def _load_plan(path: Path) -> Plan:
-    try:
-        return Plan.from_json(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"--plan {path}: {error.strerror}") from None
 
 
 def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.Module:
