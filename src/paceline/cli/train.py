@@ -54,9 +54,15 @@ def train(
         str, typer.Option("--schedule", help="constant, cosine or linear (to 0 at the end)")
     ] = "constant",
     lr_warmup: Annotated[int, typer.Option("--lr-warmup", help="Steps in which the learning rate climbs.")] = 0,
+    label_smoothing: Annotated[
+        float, typer.Option("--label-smoothing", help="Share of a target that is spread over all classes.")
+    ] = 0.0,
     augment: Annotated[
         bool | None, typer.Option("--augment/--no-augment", help="Crop and flip images. Default: CIFAR-10 alone.")
     ] = None,
+    cutout: Annotated[
+        int, typer.Option("--cutout", help="Side of the square that is hidden in augmented images, in pixels.")
+    ] = 0,
     test_samples: Annotated[
         int | None, typer.Option("--test-samples", help="Evaluate on the first so many. Default: all of them.")
     ] = None,
@@ -81,7 +87,8 @@ def train(
     typed = build_settings(
         job, ranks[0], read_one(job["batch_size"], "--batch-size"),
         epochs=epochs, global_batch_size=global_batch_size, tail=tail, clip=clip, lr=lr, momentum=momentum,
-        weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, augment=augment, profile=profile,
+        weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, augment=augment, cutout=cutout,
+        label_smoothing=label_smoothing, profile=profile,
         test_samples=test_samples, save_every=save_every, keep=keep, tensorboard=tensorboard,
     )  # fmt: skip
     asked = _read_asked(context_)

@@ -6,6 +6,7 @@ assumption, the text states it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ __all__ = ["Advice", "StepFacts", "advise"]
 # Below these shares of the step nothing is advised: noise between runs is of that size.
 _WORTH, _IDLE_WORTH = 0.05, 0.2
 _TINY_KERNEL_S = 10e-6
+# A batch that keeps the GPU busy has this much more work than fills the step as it is.
+_FILL = 1.1
 # Dense peaks with tensor cores in bf16 (fp16 on V100 and T4) over fp32 without, from the makers' data sheets.
 _PEAK_RATIOS = (
     (re.compile(r"H100|H200|GH200", re.I), 989 / 67), (re.compile(r"A100|A800", re.I), 312 / 19.5),
@@ -182,10 +185,12 @@ def _on_host(overview: Overview, facts: StepFacts) -> list[Advice]:
     if overview.gpu is None or idle_s < _IDLE_WORTH * overview.step_s:
         return []
     compiled = "" if facts.is_compiled else ", or --compile"
+    # The host's time is that of its launches, whatever they work on; the GPU's grows with the batch.
+    needed = facts.batch_size * _FILL / max(overview.gpu.busy, 1e-3)
     text = (
-        f"the GPU is {overview.gpu.busy:.0%} busy, and {format_duration(idle_s)} of the step is the host's: a batch "
-        f"larger than {facts.batch_size}{compiled}; bounded by the GPU alone, a step would be "
-        f"{overview.step_s / (overview.step_s - idle_s):.1f} times as fast"
+        f"the GPU is {overview.gpu.busy:.0%} busy, and {format_duration(idle_s)} of the step is the host's: a batch of "
+        f"{2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size}, if memory allows{compiled}; bounded by the "
+        f"GPU alone, a step would be {overview.step_s / (overview.step_s - idle_s):.1f} times as fast"
     )
     return [Advice("host", text, idle_s, "at most", overview.step_s)]
 

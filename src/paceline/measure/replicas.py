@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -133,6 +134,7 @@ def _count_allocated(device: torch.device, settle: bool) -> int:
     if device.type != "cuda":
         return 0
     if settle:
+        gc.collect()  # a wrapper that was tried before may hold its tensors in a cycle
         torch.cuda.synchronize(device)
         time.sleep(_WATCHDOG_S)
     return torch.cuda.memory_allocated(device)

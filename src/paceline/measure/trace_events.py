@@ -147,9 +147,12 @@ def _names_collective(kind: str | None, name: str) -> bool:
 
 
 def find_messages(events: Iterable[Event]) -> list[Event]:
-    """The messages of a trace. Where kernels show them, a bucket's own times, queueing included, would count twice."""
-    found = [event for event in events if event["ph"] == "X" and is_collective(event)]
-    on_gpu = any(event["cat"] == "kernel" for event in found)
+    """The messages of a trace. Where kernels show them, a bucket's own times, queueing included, would count twice; and
+    where NCCL was asked and no kernel shows it, as on one rank, nothing was sent."""
+    timed = [event for event in events if event["ph"] == "X"]
+    by_nccl = any(event.get("cat") == "user_annotation" and event["name"].startswith("nccl:") for event in timed)
+    found = [event for event in timed if is_collective(event)]
+    on_gpu = by_nccl or any(event["cat"] == "kernel" for event in found)
     return [event for event in found if not on_gpu or event["cat"] != BUCKET]
 
 

@@ -158,7 +158,7 @@ def build_overview(trace: RankTrace) -> Overview:
         phases_s={name: union_time(*_columns(spans[name]), windows) * scale for name in spans},
         message_s=union_time(*_edges(messages), windows) * scale,
         host_s=_host_time(events, windows) * scale,
-        optimizer_passes=_count_passes(begun, spans.get("optimizer")),
+        optimizer_passes=_count_passes(begun, windows),
         operators=_operators(begun, len(steps)),
         kernels=_kernels(kernels, len(steps)),
         gpu=_gpu_use(trace, events, kernels, windows),
@@ -243,7 +243,10 @@ def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
     return sums
 
 
-def _count_passes(events: Sequence[Event], spans: Floats | None) -> int:
+def _count_passes(events: Sequence[Event], windows: Floats) -> int:
+    # Operators are the host's, and so must the range be in which they are looked for.
+    on_host = [event for event in events if event.get("cat") != "gpu_user_annotation"]
+    spans = find_phases(on_host, windows).get("optimizer")
     if spans is None:
         return 0
     inside = _begun_inside(events, spans)

@@ -18,14 +18,18 @@ _BACKWARD, _OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer.step#"
 
 
 def phase_spans(events: Sequence[Event], begin: float, end: float) -> list[tuple[str, float, float]]:
-    """The phases of the host between two moments: as annotated, else as autograd and the optimizer show them.
+    """The phases between two moments: as annotated, by the GPU's times where it has them (the host runs ahead of it),
+    else as autograd and the optimizer show them.
 
     Without annotations backward is from the first to the last node of autograd, and forward what is before it: with
     accumulation, where they take turns, only annotations tell them apart.
     """
     own = [e for e in events if e["ph"] == "X" and begin <= e["ts"] < end]
     annotated = [e for e in own if e.get("cat") == "user_annotation"]
-    spans = [(e["name"], e["ts"], min(end, e["ts"] + e["dur"])) for e in annotated if e["name"] in PHASES]
+    on_gpu = [e for e in own if e.get("cat") == "gpu_user_annotation" and e["name"] in PHASES]
+    timed = {e["name"] for e in on_gpu}
+    marks = on_gpu + [e for e in annotated if e["name"] in PHASES and e["name"] not in timed]
+    spans = [(e["name"], e["ts"], min(end, e["ts"] + e["dur"])) for e in marks]
     named = {name for name, _, _ in spans}
     if "backward" not in named:
         nodes = [e for e in own if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
@@ -42,7 +46,8 @@ def phase_spans(events: Sequence[Event], begin: float, end: float) -> list[tuple
 
 def find_phases(events: Sequence[Event], windows: Floats) -> dict[str, Floats]:
     """Begin and end of each span of each phase, in order; a phase that the trace does not show is left out."""
-    telling = [e for e in events if e.get("cat") == "user_annotation" or e["name"].startswith(_BACKWARD)]
+    ranges = ("user_annotation", "gpu_user_annotation")
+    telling = [e for e in events if e.get("cat") in ranges or e["name"].startswith(_BACKWARD)]
     spans = [span for begin, end in windows for span in phase_spans(telling, begin, end)]
     chosen = {phase: [span[1:] for span in spans if span[0] == phase] for phase in PHASES}
     return {phase: np.array(found, dtype=np.float64) for phase, found in chosen.items() if found}

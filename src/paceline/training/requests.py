@@ -26,6 +26,7 @@ def build_data_request(settings: TrainSettings) -> DataRequest:
         samples=settings.samples,
         seed=settings.seed,
         augment=settings.augment,
+        cutout=settings.cutout,
     )
 
 

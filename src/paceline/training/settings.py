@@ -114,6 +114,7 @@ class TrainSettings:
     lr: float = 0.05
     momentum: float = 0.9
     weight_decay: float = 0.0
+    label_smoothing: float = 0.0
     schedule: str = "constant"
     lr_warmup: int = 0
     wrapper: str = "paceline"
@@ -128,6 +129,7 @@ class TrainSettings:
     context: int | None = None
     tokenizer: str = "auto"
     augment: bool | None = None
+    cutout: int = 0
     channels: tuple[int, ...] | None = None
     hidden: int | None = None
     dropout: float | None = None
@@ -158,6 +160,7 @@ class TrainSettings:
             ("--context", self.context, 2),
             ("--threads", self.threads, 1),
             ("--seed", self.seed, 0),
+            ("--cutout", self.cutout, 0),
         ):
             if number is not None and number < least:
                 raise ConfigError(f"{flag} {number}: at least {least} is needed")
@@ -166,11 +169,14 @@ class TrainSettings:
             ("--clip", self.clip, True),
             ("--momentum", self.momentum, False),
             ("--weight-decay", self.weight_decay, False),
+            ("--label-smoothing", self.label_smoothing, False),
         ):
             if real is not None and (not math.isfinite(real) or real < 0 or (is_open and real == 0)):
                 raise ConfigError(f"{flag} {real}: a finite number {'above' if is_open else 'from'} 0 is needed")
         if self.momentum >= 1:
             raise ConfigError(f"--momentum {self.momentum}: below 1 is needed, or steps grow without end")
+        if self.label_smoothing >= 1:
+            raise ConfigError(f"--label-smoothing {self.label_smoothing}: below 1 is needed, or nothing is left to learn")
         SaveEvery.parse(self.save_every)
         _ = self.batches
         if self.wrapper in ("none", "dp") and self.ranks > 1:

@@ -39,6 +39,7 @@ class Learner:
     world_size: int
     precision: str
     clip: float | None
+    label_smoothing: float = 0.0
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -90,7 +91,9 @@ def take_step(
         with contextlib.nullcontext() if is_last else learner.no_sync():
             phases.enter("forward")
             with learner.autocast():
-                outcome = compute_outcome(learner.model, learner.fill(loaded), learner.form)
+                outcome = compute_outcome(
+                    learner.model, learner.fill(loaded), learner.form, label_smoothing=learner.label_smoothing
+                )
             weight = 1.0 if loaded.num_counted else 0.0
             loss = outcome.loss_sum * (weight * learner.world_size / num_targets)
             phases.enter("backward")

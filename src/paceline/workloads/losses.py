@@ -26,8 +26,13 @@ class Outcome:
     num_correct: torch.Tensor | None
 
 
-def compute_outcome(model: Callable[..., Any], batch: Batch, form: DataForm) -> Outcome:
-    """Cross-entropy where there are classes, squared error where numbers are predicted; summed, in float32."""
+def compute_outcome(
+    model: Callable[..., Any], batch: Batch, form: DataForm, *, label_smoothing: float = 0.0
+) -> Outcome:
+    """Cross-entropy where there are classes, squared error where numbers are predicted; summed, in float32.
+
+    `label_smoothing` is the share of a target that is spread evenly over all classes.
+    """
     output = model(batch.inputs) if batch.mask is None else model(batch.inputs, attention_mask=batch.mask)
     predicted = getattr(output, "logits", output)
     if not isinstance(predicted, torch.Tensor):
@@ -50,5 +55,7 @@ def compute_outcome(model: Callable[..., Any], batch: Batch, form: DataForm) -> 
             f"and {form.num_classes} classes: {needed} is needed"
         )
     logits, targets = predicted.reshape(-1, classes), batch.targets.reshape(-1)
-    loss = F.cross_entropy(logits.float(), targets, reduction="sum", ignore_index=IGNORED)
+    loss = F.cross_entropy(
+        logits.float(), targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
+    )
     return Outcome(loss, (logits.detach().argmax(dim=-1) == targets).sum())

@@ -107,7 +107,7 @@ def _load_pictures(request: DataRequest, split: str, found: Found, labelled: dic
         form=DataForm(kind="images", shape=images.shape[1:], num_classes=_NUM_CLASSES),
         inputs=torch.from_numpy(images[:count].copy()), targets=torch.from_numpy(labels[:count].copy()),
         mean=look.mean, std=look.std,
-        augmentation=Augmentation(look.pad, look.flip, request.seed) if augment else None,
+        augmentation=Augmentation(look.pad, look.flip, request.seed, request.cutout) if augment else None,
         **labelled,
     )  # fmt: skip
 

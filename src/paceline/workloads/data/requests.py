@@ -28,7 +28,8 @@ class DataRequest:
 
     `path` of None means the hub's copy. `context` is tokens per sequence, None: what fits. `tokenizer` is `auto` (the
     model's own, else bytes), `bytes`, or a folder. `samples` takes the first so many of the training split, or says how
-    many to make. `augment` of None means: as is usual for the set.
+    many to make. `augment` of None means: as is usual for the set; `cutout` is the side of the
+    square that augmentation hides, in pixels.
     """
 
     name: str
@@ -38,6 +39,7 @@ class DataRequest:
     samples: int | None = None
     seed: int = 0
     augment: bool | None = None
+    cutout: int = 0
 
 
 def parse_data(text: str) -> tuple[str, str | None]:
@@ -64,6 +66,8 @@ def check_request(request: DataRequest) -> None:
         raise ConfigError(f"{name} is no text: leave out context and tokenizer")
     if request.augment and name not in _IMAGES:
         raise ConfigError(f"{name} cannot be augmented: that is for {', '.join(_IMAGES)}")
+    if request.cutout and (name not in _IMAGES or not (name == "cifar10" if request.augment is None else request.augment)):
+        raise ConfigError(f"cutout {request.cutout} is a part of augmentation, and {name} is not augmented: leave it out")
     if name.startswith("synthetic"):
         if request.path is not None or request.tokenizer != "auto":
             raise ConfigError(f"{name} is made, not read: leave out path and tokenizer")

@@ -95,9 +95,14 @@ class PairData(DataSet):
         return Batch(batch.inputs[:, :longest], batch.targets, _send(mask.long(), batch.inputs.device))
 
 
+# The middle of a cutout is drawn in these parts of an image, whose size is not known then.
+_PARTS = 1 << 14
+
+
 @dataclass(frozen=True)
 class Augmentation:
-    """A random crop of the image padded by `pad` pixels that mirror its edge, and a horizontal flip where it may.
+    """A random crop of the image padded by `pad` pixels that mirror its edge, a horizontal flip where it may, and a
+    square of `cutout` pixels a side, anywhere and partly outside perhaps, in which nothing is seen.
 
     What a sample gets follows from seed, epoch and its index alone: it is the same on any rank, for any number of
     ranks, and after a resume.
@@ -106,10 +111,12 @@ class Augmentation:
     pad: int
     flip: bool
     seed: int
+    cutout: int = 0
     _tables: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def draw(self, num_samples: int, epoch: int) -> torch.Tensor:
-        """The shift down, the shift right and the flip of every sample of an epoch, on the host."""
+        """Of every sample of an epoch: the shift down, the shift right, the flip, and with a cutout the row and the column
+        of its middle, in parts of `_PARTS` of the image. On the host."""
         # A thread that fetches ahead may be in the next epoch already: the table is handed on, not looked up again.
         table = self._tables.get((num_samples, epoch))
         if table is None:
@@ -117,6 +124,9 @@ class Augmentation:
             shifts = torch.randint(-self.pad, self.pad + 1, (num_samples, 2), generator=generator, dtype=torch.int16)
             flips = torch.randint(2, (num_samples, 1), generator=generator, dtype=torch.int16)
             table = torch.cat([shifts, flips * self.flip], dim=1)
+            if self.cutout:
+                middles = torch.randint(_PARTS, (num_samples, 2), generator=generator, dtype=torch.int16)
+                table = torch.cat([table, middles], dim=1)
             self._tables.clear()
             self._tables[num_samples, epoch] = table
         return table
@@ -124,12 +134,22 @@ class Augmentation:
     def apply(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """The images, each moved by its row of `draws`."""
         count, channels, height, width = images.shape
-        down, right, flips = _send(draws.long(), images.device)[:, :, None].unbind(dim=1)
+        down, right, flips = _send(draws[:, :3].long(), images.device)[:, :, None].unbind(dim=1)
         rows = _mirror(torch.arange(height, device=images.device) + down, height)
         columns = torch.arange(width, device=images.device)
         columns = _mirror(torch.where(flips > 0, width - 1 - columns, columns) + right, width)
         places = (rows[:, :, None] * width + columns[:, None, :]).reshape(count, 1, -1).expand(-1, channels, -1)
         return images.reshape(count, channels, -1).gather(2, places).reshape(images.shape)
+
+    def hide(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        """The normalised images with the mean, 0, in the square of each one's row of `draws`."""
+        middles = _send(draws[:, 3:].long(), images.device)
+        inside = []
+        for axis, size in enumerate(images.shape[2:]):
+            first = (middles[:, axis] * size).div(_PARTS, rounding_mode="floor") - self.cutout // 2
+            places = torch.arange(size, device=images.device) - first[:, None]
+            inside.append((places >= 0) & (places < self.cutout))
+        return images.masked_fill_((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0.0)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -142,7 +162,7 @@ class ImageData(DataSet):
     _scales: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
-        images = batch.inputs
+        images, draws = batch.inputs, None
         if self.augmentation is not None:
             draws = _select(self.augmentation.draw(len(self), epoch), indices)
             images = self.augmentation.apply(images, draws)
@@ -150,7 +170,10 @@ class ImageData(DataSet):
             mean, std = torch.tensor([self.mean, self.std])[:, :, None, None]
             self._scales[images.device] = torch.stack([1 / (255 * std), -mean / std]).to(images.device)
         scale, shift = self._scales[images.device]
-        return Batch(images.to(torch.float32).mul_(scale).add_(shift), batch.targets)
+        images = images.to(torch.float32).mul_(scale).add_(shift)
+        if draws is not None and self.augmentation is not None and self.augmentation.cutout:
+            images = self.augmentation.hide(images, draws)
+        return Batch(images, batch.targets)
 
 
 def _select(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
