@@ -141,6 +141,11 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
     raise AssertionError(f"not within {timeout_s} s: {condition}")
 
 
+def _read_environment() -> dict[str, str]:
+    # The KMP ones are set by libraries that transformers imports, where they are installed.
+    return {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST" and not k.startswith("KMP_")}
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks an environment variable, a thread, a child process or a process group."""
@@ -148,11 +153,11 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
     uses_pool = "warm_pool" in request.fixturenames or "on_ranks" in request.fixturenames
     pool = request.getfixturevalue("warm_pool") if uses_pool else None
-    environment = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    environment = _read_environment()
     threads = set(threading.enumerate())
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    assert {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"} == environment
+    assert _read_environment() == environment
     assert not dist.is_initialized()
     left = [thread.name for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert not left, f"threads left behind: {left}"

@@ -96,3 +96,18 @@ def test_a_set_has_a_checksum_of_all_its_samples():
     other = build_synthetic("synthetic:images", "train", samples=8, seed=2)
     assert one.checksum == same.checksum != other.checksum
     assert one.first(7).checksum != one.checksum
+
+
+def test_a_cutout_hides_one_square_and_nothing_else():
+    augmentation = Augmentation(0, False, 3, cutout=4)
+    whole, cut = build_images(augmentation=Augmentation(0, False, 3)), build_images(augmentation=augmentation)
+    before, after = prepared(whole, range(COUNT), 0), prepared(cut, range(COUNT), 0)
+    hidden = (before != after).any(dim=1)
+    for image, mask in zip(after, hidden, strict=True):
+        rows, columns = mask.any(dim=1).nonzero().flatten(), mask.any(dim=0).nonzero().flatten()
+        # At an edge a part of the square is outside.
+        assert 2 <= len(rows) <= 4 and 2 <= len(columns) <= 4
+        assert not image[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1].any()
+    assert len({tuple(mask.flatten().tolist()) for mask in hidden}) > COUNT // 4
+    assert torch.equal(prepared(cut, range(COUNT), 0), after)
+    assert not torch.equal(prepared(cut, range(COUNT), 1), after)

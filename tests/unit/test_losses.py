@@ -22,6 +22,14 @@ def answer(value, targets, form, mask=None):
     return compute_outcome(lambda inputs, **rest: value, Batch(torch.zeros(len(targets), 3), targets, mask), form)
 
 
+def test_a_smoothed_target_is_spread_over_all_classes():
+    batch = Batch(torch.zeros(6, 3), CLASSES, None)
+    outcome = compute_outcome(lambda inputs: LOGITS, batch, IMAGES, label_smoothing=0.2)
+    logs = LOGITS.double().log_softmax(1)
+    by_hand = -sum(0.8 * logs[k][CLASSES[k]] + 0.2 * logs[k].mean() for k in range(6))
+    assert outcome.loss_sum.item() == pytest.approx(by_hand.item(), rel=1e-6)
+
+
 def test_classes_cost_cross_entropy():
     outcome = answer(LOGITS, CLASSES, IMAGES)
     by_hand = sum(-LOGITS[k].double().softmax(0)[CLASSES[k]].log() for k in range(6))

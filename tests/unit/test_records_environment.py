@@ -14,6 +14,7 @@ def no_process(monkeypatch):
     """Capturing asks git for the commit; unit tests start no process."""
     answer = SimpleNamespace(stdout="0123456789ab-dirty\n")
     monkeypatch.setattr(module.subprocess, "run", lambda *args, **kwargs: answer)
+    monkeypatch.delenv("PACELINE_COMMIT", raising=False)
 
 
 @pytest.mark.parametrize(("override", "host"), [("published-name", "published-name"), ("", "node7"), (None, "node7")])

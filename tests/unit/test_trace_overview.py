@@ -115,6 +115,20 @@ def test_phases_are_those_annotated_else_those_that_autograd_shows():
         made.phase("backward", 5, 7).phase("optimizer", 7, 8).op("autograd::engine::evaluate_function: A", 1, 7)
 
 
+def test_phases_are_the_gpus_where_it_was_timed():
+    made = MadeTrace().step().phase("forward", 0, 1).phase("backward", 1, 2).phase("optimizer", 2, 3)
+    made.add("gpu_user_annotation", "forward", 1, 4).add("gpu_user_annotation", "backward", 4, 9)
+    phases = build_overview(made.kernel(SGEMM, 1, 9).build()).phases_s
+    assert {name: round(s * 1e3, 6) for name, s in phases.items()} == {"forward": 3, "backward": 5, "optimizer": 1}
+
+
+@pytest.mark.parametrize(("backend", "exposed_ms"), [("nccl", 0), ("gloo", 3)])
+def test_buckets_are_no_messages_where_nccl_was_asked_and_sent_nothing(backend, exposed_ms):
+    made = MadeTrace().step().kernel(SGEMM, 0, 5).bucket(3, 8)
+    made.add("user_annotation", f"{backend}:allreduce_coalesced", 3, 3.1)
+    assert build_overview(made.build()).seconds("communication") == pytest.approx(exposed_ms / 1e3)
+
+
 def test_a_trace_without_steps_is_refused():
     with pytest.raises(RecordError, match="rank 0 has no step"):
         build_overview(MadeTrace().op("aten::mm", 0, 1).build())

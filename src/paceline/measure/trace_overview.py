@@ -286,7 +286,7 @@ def _argument(event: Event, name: str) -> float | None:
 def _mean_occupancy(kernels: Sequence[Event]) -> float | None:
     """The mean over time of those kernels that tell; those of messages occupy few SMs on purpose and tell nothing."""
     told = [(e["dur"], _argument(e, "est. achieved occupancy %")) for e in kernels]
-    pairs = [(time_us, percent / 100) for time_us, percent in told if percent is not None]
+    pairs = [(time_us, percent / 100) for time_us, percent in told if percent]  # 0 is how the profiler says unknown
     total = sum(time_us for time_us, _ in pairs)
     return sum(time_us * share for time_us, share in pairs) / total if total else None
 

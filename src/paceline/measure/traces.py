@@ -63,6 +63,7 @@ def record_trace(
         schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
         record_shapes="shapes" in extras,
         profile_memory="memory" in extras,
+        acc_events=True,  # there is one cycle, and without this torch warns that the others are forgotten
     )
 
     timed: list[StepTimes] = []
@@ -82,7 +83,8 @@ def record_trace(
             if isinstance(model, DataParallel):
                 model.time_next_step()
             take_step(number)
-            timed += _read_times(model)
+            if device.type != "cuda" or world_size > 1:  # NCCL sends nothing on one rank
+                timed += _read_times(model)
     trace = read_chrome(_export(profiler), rank)
     events = [*trace.events, *_bucket_events(trace, timed)]
     return replace(trace, world_size=world_size, device=device.type, events=events)
