@@ -189,8 +189,8 @@ def _on_host(overview: Overview, facts: StepFacts) -> list[Advice]:
     needed = facts.batch_size * _FILL / max(overview.gpu.busy, 1e-3)
     text = (
         f"the GPU is {overview.gpu.busy:.0%} busy, and {format_duration(idle_s)} of the step is the host's: a batch of "
-        f"{2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size}, if memory allows{compiled}; bounded by the "
-        f"GPU alone, a step would be {overview.step_s / (overview.step_s - idle_s):.1f} times as fast"
+        f"{2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size}, if memory allows{compiled}; bounded by "
+        f"the GPU alone, a step would be {overview.step_s / (overview.step_s - idle_s):.1f} times as fast"
     )
     return [Advice("host", text, idle_s, "at most", overview.step_s)]
 

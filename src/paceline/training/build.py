@@ -122,7 +122,9 @@ def build_learner(settings: TrainSettings, world: World, data: DataSet, plan: Pl
     if settings.plan is not None:
         plan = load_plan(Path(settings.plan))
     if settings.label_smoothing and not data.form.num_classes:
-        raise ConfigError(f"--label-smoothing {settings.label_smoothing}: {data.name} has numbers for targets; leave it out")
+        raise ConfigError(
+            f"--label-smoothing {settings.label_smoothing}: {data.name} has numbers for targets; leave it out"
+        )
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
     return Learner(
         model=_wrap(module, settings, plan),

@@ -176,7 +176,9 @@ class TrainSettings:
         if self.momentum >= 1:
             raise ConfigError(f"--momentum {self.momentum}: below 1 is needed, or steps grow without end")
         if self.label_smoothing >= 1:
-            raise ConfigError(f"--label-smoothing {self.label_smoothing}: below 1 is needed, or nothing is left to learn")
+            raise ConfigError(
+                f"--label-smoothing {self.label_smoothing}: below 1 is needed, or nothing is left to learn"
+            )
         SaveEvery.parse(self.save_every)
         _ = self.batches
         if self.wrapper in ("none", "dp") and self.ranks > 1:

@@ -66,8 +66,12 @@ def check_request(request: DataRequest) -> None:
         raise ConfigError(f"{name} is no text: leave out context and tokenizer")
     if request.augment and name not in _IMAGES:
         raise ConfigError(f"{name} cannot be augmented: that is for {', '.join(_IMAGES)}")
-    if request.cutout and (name not in _IMAGES or not (name == "cifar10" if request.augment is None else request.augment)):
-        raise ConfigError(f"cutout {request.cutout} is a part of augmentation, and {name} is not augmented: leave it out")
+    if request.cutout and (
+        name not in _IMAGES or not (name == "cifar10" if request.augment is None else request.augment)
+    ):
+        raise ConfigError(
+            f"cutout {request.cutout} is a part of augmentation, and {name} is not augmented: leave it out"
+        )
     if name.startswith("synthetic"):
         if request.path is not None or request.tokenizer != "auto":
             raise ConfigError(f"{name} is made, not read: leave out path and tokenizer")
