@@ -115,8 +115,8 @@ class Augmentation:
     _tables: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def draw(self, num_samples: int, epoch: int) -> torch.Tensor:
-        """Of every sample of an epoch: the shift down, the shift right, the flip, and with a cutout the row and the column
-        of its middle, in parts of `_PARTS` of the image. On the host."""
+        """Of every sample of an epoch: the shift down, the shift right, the flip, and with a cutout the row and the
+        column of its middle, in parts of `_PARTS` of the image. On the host."""
         # A thread that fetches ahead may be in the next epoch already: the table is handed on, not looked up again.
         table = self._tables.get((num_samples, epoch))
         if table is None:
