@@ -19,7 +19,7 @@ from paceline.predict.search import (
     plan_by_cuts,
     simulate_cuts,
 )
-from paceline.predict.simulate import Backward, MachineCosts
+from paceline.predict.simulate import Backward, Contention, MachineCosts
 
 sizes_lists = st.lists(st.integers(1, 1000), min_size=1, max_size=12)
 
@@ -81,7 +81,7 @@ def test_without_contention_the_dynamic_programme_is_exact(sizes, alpha_s, rate,
 def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate, servers):
     ready = evenly_ready(sizes, 1.0)
     backward = Backward(tuple(ready), 1.0)
-    costs = MachineCosts(curve=line(alpha_s, rate), compute_rate=compute_rate, servers=servers, launch_s=1e-3)
+    costs = MachineCosts(curve=line(alpha_s, rate), contention=Contention.uniform(compute_rate, 1.0), servers=servers, launch_s=1e-3)
     intervals = enumerate_caps(sizes)
     by_cap = {i.cuts: simulate_cuts(sizes, ready, i.cuts, backward, costs).step_s for i in intervals}
     best_cap = min(by_cap, key=lambda cuts: by_cap[cuts])

@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.plan import Gradient, plan_like_torch
 from paceline.predict.costs import AlphaBeta
 from paceline.predict.curves import LineCurve, MeasuredCurve
-from paceline.predict.simulate import Backward, MachineCosts, simulate_backward, simulate_buckets
+from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_backward, simulate_buckets
 
 
 def line(alpha_s: float, bytes_per_s: float) -> LineCurve:
@@ -35,8 +35,7 @@ def passes(draw: st.DrawFn) -> tuple[list[int], list[float], Backward, MachineCo
         launch_s=draw(st.floats(0, 1e-3)),
         gather_s_per_byte=draw(st.floats(0, 1e-10)),
         scatter_s_per_byte=draw(st.floats(0, 1e-10)),
-        compute_rate=draw(rates),
-        message_rate=draw(rates),
+        contention=Contention.uniform(draw(rates), draw(rates)),
         pair_rate=draw(rates),
         late_s=draw(st.floats(0, 1e-3)),
         finish_s=draw(st.floats(0, 1e-3)),
@@ -66,7 +65,7 @@ def test_a_step_is_never_shorter_than_its_parts(case):
 @given(passes(), st.floats(1.0, 10.0))
 def test_slower_messages_never_make_a_step_shorter(case, factor):
     sizes, ready, backward, costs = case
-    if costs.compute_rate < 1 or costs.servers > 1:
+    if costs.contention.rates(1)[0] < 1 or costs.servers > 1:
         costs = MachineCosts(curve=costs.curve, launch_s=costs.launch_s, late_s=costs.late_s)
     slow = line(costs.curve.line.alpha_s * factor, costs.curve.line.beta_bytes_per_s / factor)
     slower = MachineCosts(curve=slow, launch_s=costs.launch_s, late_s=costs.late_s)
@@ -107,7 +106,7 @@ def test_a_timeline_by_hand():
 def test_contention_by_hand():
     """While a message is under way the rank computes at half its speed, and the message moves at half of its own."""
     backward = Backward((1.0,), 2.0)
-    costs = MachineCosts(curve=line(0.0, 10.0), compute_rate=0.5, message_rate=0.5)
+    costs = MachineCosts(curve=line(0.0, 10.0), contention=Contention.uniform(0.5, 0.5))
     step = simulate_buckets([10], [1.0], backward, costs)
     # From 1 s on: the second that is left takes 2 s, and the message of 1 s takes 2 s as well.
     assert (step.backward_s, step.over_s) == (3.0, 3.0)
@@ -147,7 +146,7 @@ def test_a_plan_is_simulated_by_its_gradients():
         simulate_backward(plan, Backward((1.0, 2.0), 3.0), MachineCosts(curve=line(0.0, 1.0)))
 
 
-@pytest.mark.parametrize("broken", [{"servers": 0}, {"compute_rate": 0.0}, {"message_rate": 1.5}, {"pair_rate": -1.0}])
+@pytest.mark.parametrize("broken", [{"servers": 0}, {"pair_rate": -1.0}])
 def test_costs_that_cannot_be_are_refused(broken):
     with pytest.raises(ConfigError):
         MachineCosts(curve=line(0.0, 1.0), **broken)
@@ -169,3 +168,19 @@ def test_a_measured_curve_passes_through_its_points_and_stays_between_them(point
         assert min(t0, t1) * (1 - 1e-9) <= between <= max(t0, t1) * (1 + 1e-9)
     assert curve.estimate_s(points[-1][0] * 3) > points[-1][1]
     assert not curve.describe_doubt(points[-1][0] * 2) and curve.describe_doubt(points[-1][0] * 2.5)
+
+
+@pytest.mark.parametrize(
+    ("size", "rates"),
+    [(1, (0.2, 0.1)), (10, (0.2, 0.1)), (100, (0.5, 0.3)), (31.622776601683793, (0.35, 0.2)), (10**9, (0.5, 0.3))],
+)
+def test_contention_is_interpolated_on_a_log_axis_and_constant_beyond(size, rates):
+    assert Contention((10, 100), (0.2, 0.5), (0.1, 0.3)).rates(size) == pytest.approx(rates)
+
+
+@pytest.mark.parametrize(
+    "broken", [((), (), ()), ((2, 1), (1.0, 1.0), (1.0, 1.0)), ((1,), (0.0,), (1.0,)), ((1,), (1.0,), (1.5,))]
+)
+def test_contention_that_cannot_be_is_refused(broken):
+    with pytest.raises(ConfigError):
+        Contention(*broken)

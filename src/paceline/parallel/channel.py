@@ -18,6 +18,7 @@ from paceline.errors import CollectiveError
 from paceline.parallel.placement import destroy_group, open_group
 from paceline.runtime.world import find_departed
 from paceline.transport.group import PacelineGroup
+from paceline.transport.works import FinishedWork
 
 __all__ = ["Channel", "LostPeerError", "naming_the_lost"]
 
@@ -84,6 +85,8 @@ class Channel:
 
     def start_sum(self, tensor: torch.Tensor, average: bool = False) -> dist.Work:
         """Start the sum over all ranks (or the average, where the backend folds it in), in place."""
+        if self.world_size == 1:
+            return FinishedWork([tensor])  # not even a call of the backend, which takes as long as on many ranks
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         if self._writes_late:
@@ -94,7 +97,7 @@ class Channel:
 
     def start_sums(self, tensors: Sequence[torch.Tensor], average: bool = False) -> dist.Work:
         """The same for many tensors in one launch; NCCL only."""
-        if len(tensors) == 1:
+        if len(tensors) == 1 or self.world_size == 1:
             return self.start_sum(tensors[0], average)
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
         return self.group.allreduce_coalesced(real, self._many_average if average else self._many)

@@ -16,6 +16,7 @@ from paceline.predict.simulate import Backward, MachineCosts, SimulatedStep, sim
 
 __all__ = [
     "CapInterval",
+    "choose_caps",
     "cut_by_cap",
     "enumerate_caps",
     "find_best_cuts",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 _MAX_ROUNDS = 200
+_SMALLEST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,21 @@ def enumerate_caps(sizes: Sequence[int]) -> list[CapInterval]:
         if len(cuts) == 1:
             return found
         low = high + 1
+
+
+def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Caps to try on the job itself: about as many, evenly spread on a log axis, no two with the same buckets.
+
+    The largest makes one bucket; the smallest is a hundredth of it.
+    """
+    total = sum(sizes)
+    intervals = enumerate_caps(sizes)
+    found: dict[tuple[int, ...], int] = {}
+    for number in range(count):
+        cap = max(1, round(total * _SMALLEST_SHARE ** (1 - number / max(1, count - 1))))
+        interval = next((i for i in intervals if cap <= i.high_bytes), intervals[-1])
+        found.setdefault(interval.cuts, min(cap, total))
+    return tuple(found.values())
 
 
 def simulate_cuts(

@@ -7,6 +7,8 @@ order, messages queue for the servers of the backend, and both sides slow each o
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +16,7 @@ from paceline.errors import ConfigError
 from paceline.plan import Plan
 from paceline.predict.curves import Curve
 
-__all__ = ["Backward", "MachineCosts", "SimulatedBucket", "SimulatedStep", "simulate_backward"]
+__all__ = ["Backward", "Contention", "MachineCosts", "SimulatedBucket", "SimulatedStep", "simulate_backward"]
 
 _EPSILON = 1e-12
 
@@ -38,14 +40,52 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class Contention:
+    """How a message and arithmetic slow each other down, by the size of the message: 1 is undisturbed.
+
+    Small messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines
+    on a log axis, beyond them constant.
+    """
+
+    sizes: tuple[int, ...] = (1,)
+    compute_rates: tuple[float, ...] = (1.0,)
+    message_rates: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        rates = (*self.compute_rates, *self.message_rates)
+        if not len(self.sizes) == len(self.compute_rates) == len(self.message_rates) or not self.sizes:
+            raise ConfigError("contention needs a rate of each sort for every size")
+        if list(self.sizes) != sorted(set(self.sizes)) or not all(0 < rate <= 1 for rate in rates):
+            raise ConfigError(f"contention at {self.sizes} with rates {rates}: sizes in order, rates above 0, up to 1")
+
+    @classmethod
+    def uniform(cls, compute_rate: float, message_rate: float) -> Contention:
+        """The same for messages of every size."""
+        return cls((1,), (compute_rate,), (message_rate,))
+
+    def rates(self, num_bytes: int) -> tuple[float, float]:
+        """How fast a rank computes while such a message is under way, and how fast the message moves meanwhile."""
+        right = bisect.bisect_right(self.sizes, num_bytes)
+        if right in (0, len(self.sizes)):
+            place = min(right, len(self.sizes) - 1)
+            return self.compute_rates[place], self.message_rates[place]
+        low, high = self.sizes[right - 1], self.sizes[right]
+        share = math.log(num_bytes / low) / math.log(high / low)
+        compute, message = (
+            rates[right - 1] + share * (rates[right] - rates[right - 1])
+            for rates in (self.compute_rates, self.message_rates)
+        )
+        return compute, message
+
+
+@dataclass(frozen=True)
 class MachineCosts:
     """What messages cost here. All times are of a rank that is otherwise alone, unless they say so.
 
     `servers`: messages that are under way at once (1 on NCCL and paceline, 2 on gloo). `launch_s`: the host's time per
-    bucket. `gather_s_per_byte` and `scatter_s_per_byte`: the copies into and out of a bucket. `compute_rate`: how fast
-    a rank computes while messages are under way (1: undisturbed). `message_rate`: how fast a message moves while ranks
-    compute. `pair_rate`: how fast each of two messages moves. `late_s`: by how much the last rank comes after this one.
-    `finish_s`: the host's time after the last message.
+    bucket. `gather_s_per_byte` and `scatter_s_per_byte`: the copies into and out of a bucket. `contention`: how
+    messages and arithmetic slow each other. `pair_rate`: how fast each of two messages moves. `late_s`: by how much the
+    last rank comes after this one. `finish_s`: what follows the last message.
     """
 
     curve: Curve
@@ -53,17 +93,15 @@ class MachineCosts:
     launch_s: float = 0.0
     gather_s_per_byte: float = 0.0
     scatter_s_per_byte: float = 0.0
-    compute_rate: float = 1.0
-    message_rate: float = 1.0
+    contention: Contention = Contention()
     pair_rate: float = 1.0
     late_s: float = 0.0
     finish_s: float = 0.0
 
     def __post_init__(self) -> None:
-        rates = (self.compute_rate, self.message_rate, self.pair_rate)
-        if self.servers < 1 or not all(0 < rate <= 1 for rate in rates):
+        if self.servers < 1 or not 0 < self.pair_rate <= 1:
             raise ConfigError(
-                f"{self.servers} servers and rates {rates}: at least 1 server, and rates above 0, up to 1"
+                f"{self.servers} servers, a pair at the rate {self.pair_rate}: at least 1, and a rate above 0, up to 1"
             )
 
 
@@ -77,6 +115,7 @@ class SimulatedBucket:
     start_s: float = 0.0
     done_s: float = 0.0
     work_s: float = field(default=0.0, repr=False)  # what is left of its transfer, undisturbed
+    rates: tuple[float, float] = field(default=(1.0, 1.0), repr=False)  # see `Contention.rates`
 
     @property
     def queue_s(self) -> float:
@@ -128,8 +167,8 @@ def simulate_buckets(
 class _Run:
     """The state of the simulation between two events.
 
-    Progress of computing is counted in seconds of the undisturbed backward; it goes at `compute_rate` while messages
-    are under way. Handing a bucket over is computing, too.
+    Progress of computing is counted in seconds of the undisturbed backward; it is slower while messages are under way.
+    Handing a bucket over is computing, too.
     """
 
     def __init__(self, sizes: Sequence[int], ready_s: Sequence[float], backward: Backward, costs: MachineCosts) -> None:
@@ -177,32 +216,38 @@ class _Run:
             bucket.start_s = self.now_s
             # The last rank arrives a little later: nothing moves before, but the server is taken.
             bucket.work_s = self.costs.curve.estimate_s(bucket.num_bytes) + self.costs.late_s
+            bucket.rates = self.costs.contention.rates(bucket.num_bytes)
             self.moving.append(bucket)
 
-    def _message_rate(self, is_computing: bool) -> float:
-        rate = self.costs.message_rate if is_computing else 1.0
-        return rate * (self.costs.pair_rate if len(self.moving) > 1 else 1.0)
+    def _speeds(self, is_computing: bool) -> list[float]:
+        """How fast each message under way moves now."""
+        together = self.costs.pair_rate if len(self.moving) > 1 else 1.0
+        return [together * (bucket.rates[1] if is_computing else 1.0) for bucket in self.moving]
 
     def _advance_compute(self, work_s: float) -> None:
         """Compute so much undisturbed work; messages move meanwhile, and each slows the other."""
         while work_s > _EPSILON:
-            rate = self.costs.compute_rate if self.moving else 1.0
+            # Two messages take no more of a core than the one that takes more: they share it.
+            rate = min((bucket.rates[0] for bucket in self.moving), default=1.0)
             until_s = work_s / rate
-            speed = self._message_rate(is_computing=True)
-            first_s = min((bucket.work_s / speed for bucket in self.moving), default=until_s)
-            elapsed_s = min(until_s, first_s)
+            speeds = self._speeds(is_computing=True)
+            elapsed_s = min(until_s, self._next_end_s(speeds))
             work_s -= elapsed_s * rate
-            self._move(elapsed_s, speed)
+            self._move(elapsed_s, speeds)
 
     def _drain(self) -> None:
         """Only messages are left."""
         while self.moving:
-            speed = self._message_rate(is_computing=False)
-            self._move(min(bucket.work_s for bucket in self.moving) / speed, speed)
+            speeds = self._speeds(is_computing=False)
+            self._move(self._next_end_s(speeds), speeds)
 
-    def _move(self, elapsed_s: float, speed: float) -> None:
+    def _next_end_s(self, speeds: Sequence[float]) -> float:
+        left = (bucket.work_s / speed for bucket, speed in zip(self.moving, speeds, strict=True))
+        return min(left, default=math.inf)
+
+    def _move(self, elapsed_s: float, speeds: Sequence[float]) -> None:
         self.now_s += elapsed_s
-        for bucket in self.moving:
+        for bucket, speed in zip(self.moving, speeds, strict=True):
             bucket.work_s -= elapsed_s * speed
         done = [bucket for bucket in self.moving if bucket.work_s <= _EPSILON]
         for bucket in done:

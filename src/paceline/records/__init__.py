@@ -15,6 +15,7 @@ from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, Param
 from paceline.records.phase_profile import PhaseRecord
 from paceline.records.samples import Samples, Summary
 from paceline.records.store import Run, RunFolder, load_run, save_run
+from paceline.records.tuning import TuneStepRecord
 
 __all__ = [
     "BlockTimes",
@@ -32,6 +33,7 @@ __all__ = [
     "RunFolder",
     "Samples",
     "Summary",
+    "TuneStepRecord",
     "WrapperRecord",
     "bus_factor",
     "capture_environment",

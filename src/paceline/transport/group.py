@@ -268,7 +268,9 @@ class PacelineGroup(_TorchGroup):
         self._num_started += len(asked)
         timeout_s = max(0.0, opts.timeout.total_seconds())  # below 0: the group's own
         actions = [action for action in after if action is not None]
-        while self._pending and (oldest := next(iter(self._pending.values()))).is_through():
+        for oldest in list(self._pending.values()):  # of a copy: the thread of the Futures takes Works out meanwhile
+            if not oldest.is_through():
+                break
             oldest.exception()  # nobody need keep a Work, or wait for it
         if not _is_asynchronous(opts):
             for operation in asked:

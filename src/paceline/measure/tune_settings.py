@@ -1,0 +1,59 @@
+"""What a tuning run is asked to do, checked before any rank starts. Imports no torch. Measuring is in `tuning`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.training.settings import TrainSettings
+from paceline.units import MIB
+
+__all__ = ["FULL", "QUICK", "Effort", "TuneSettings"]
+
+KIB = 1 << 10
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: caps of the job itself, rounds within a budget, and sizes of the messages that disturb."""
+
+    num_caps: int
+    min_rounds: int
+    max_rounds: int
+    budget_s: float
+    confirm_s: float
+    message_bytes: tuple[int, ...]
+
+
+FULL = Effort(8, 12, 60, 75.0, 30.0, (64 * KIB, MIB, 8 * MIB))
+QUICK = Effort(5, 8, 20, 20.0, 10.0, (256 * KIB, 4 * MIB))
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """A training job, and how its plans are judged. `caps_bytes` are chosen over the whole range where they are empty.
+
+    `confirms` is whether the job itself is run at all.
+    """
+
+    job: TrainSettings
+    effort: Effort = FULL
+    caps_bytes: tuple[int, ...] = ()
+    confirms: bool = True
+    iters: int | None = None
+
+    def check(self) -> None:
+        job = self.job
+        if job.wrapper not in ("paceline", "torch"):
+            raise ConfigError(f"--wrapper {job.wrapper} has no buckets to tune: use paceline or torch")
+        if job.plan is not None:
+            raise ConfigError(f"--plan {job.plan}: a plan is what is looked for here; leave it out")
+        if job.batches.accumulate != 1:
+            raise ConfigError(
+                f"--accumulate {job.batches.accumulate}: gradients travel behind the last micro-batch alone, so tune "
+                "without it; the plan is the same"
+            )
+        if self.iters is not None and self.iters < 2:
+            raise ConfigError(f"--iters {self.iters}: at least 2 are needed to know the noise")
+        if any(cap < 1 for cap in self.caps_bytes):
+            raise ConfigError(f"--caps {self.caps_bytes}: at least 1 byte each")
