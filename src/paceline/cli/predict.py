@@ -48,7 +48,7 @@ def predict(
     ] = None,
     straggler: Annotated[
         str,
-        typer.Option("--straggler", help="How much ranks differ: a standard deviation such as 3%, or profile's own."),
+        typer.Option("--straggler", help="How much ranks differ: a standard deviation such as 3%, or profile: as its steps."),
     ] = "0%",
     out: Out = Path("runs"),
     json: Json = False,

@@ -89,12 +89,9 @@ def _build_fabrics(asked: WhatIf) -> list[Fabric]:
     elif asked.ranks_per_node != 1:
         raise ConfigError(f"--ranks-per-node {asked.ranks_per_node} shapes a --network, and there is none")
     if asked.allreduce is not None:
-        run = load_run(asked.allreduce)
-        records = [record for record in run.records if isinstance(record, CollectiveRecord)]
+        records = [record for record in load_run(asked.allreduce).records if isinstance(record, CollectiveRecord)]
         try:
-            fabrics.append(
-                build_measured_fabric(records, asked.backend, asked.algorithm, run.environment.details.get("hosts"))
-            )
+            fabrics.append(build_measured_fabric(records, asked.backend, asked.algorithm))
         except (ConfigError, RecordError) as error:
             raise type(error)(f"--allreduce {asked.allreduce}: {error}") from None
     return fabrics

@@ -33,8 +33,8 @@ __all__ = ["AssumedFabric", "Fabric", "MeasuredFabric", "build_measured_fabric"]
 
 # Nobody measured a network that is only named: its times are taken to be known to this standard deviation.
 ASSUMED_ERROR = 0.10
-# And a measured one loses as much for each doubling of the ranks away from the measured ones.
-ERROR_PER_DOUBLING = 0.10
+# And a measured one is known worse with each doubling of the ranks away: what sweeps on full hosts were off by.
+ERROR_PER_DOUBLING = 0.20
 
 
 class Fabric(Protocol):
@@ -159,14 +159,14 @@ class Sweep:
 class MeasuredFabric:
     """Sweeps of one backend: on their own ranks as measured, on others scaled from the nearest as the fits say.
 
-    `what` is the name with device and dtype. `shift` moves the times on other ranks by so many standard deviations of what is known of them.
+    `what` is the name with device and dtype. `shift` moves the times on other ranks by so many standard deviations of
+    what is known of them.
     """
 
     name: str
     what: str
     sweeps: tuple[Sweep, ...]
     fits: tuple[FamilyFit, ...]
-    hosts: int | None = None
     shift: float = 0.0
 
     @property
@@ -186,10 +186,9 @@ class MeasuredFabric:
             f"{format_rate(fit.bytes_per_s)} GB/s, which fits the sweep to {fit.error:.0%}"
             for fit in self.fits
         ]
-        if self.hosts == 1:
-            lines.append(
-                f"{self.name} was measured on one host: ranks beyond it are taken to bring links as fast as those"
-            )
+        shares = any(fit.algorithm == "shared" for fit in self.fits)
+        others = "share the memory of the same host" if shares else "bring links as fast as those that were measured"
+        lines.append(f"{self.name}: further ranks {others}")
         return tuple(lines)
 
     def build_curve(self, world_size: int) -> NamedCurve:
@@ -221,7 +220,7 @@ def _describe(record: CollectiveRecord) -> str:
 
 
 def build_measured_fabric(
-    records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto", hosts: int | None = None
+    records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto"
 ) -> MeasuredFabric:
     """The sweep of one backend, and the family that its algorithm is known to follow, or the one that is asked for.
 
@@ -249,7 +248,7 @@ def build_measured_fabric(
         fits = tuple(fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))
     except MeasurementError as error:
         raise RecordError(f"{kinds[0]}: {error}") from None
-    return MeasuredFabric(_name(records[0]), kinds[0], _sweeps(records), fits, hosts)
+    return MeasuredFabric(_name(records[0]), kinds[0], _sweeps(records), fits)
 
 
 def _seconds(record: CollectiveRecord) -> tuple[float, ...]:

@@ -134,7 +134,8 @@ def _simulate_row(
     caps = estimate_caps(sizes, model.ready_s, backward, costs)
     low, high = caps.plateau
     # Launches cost nothing here, but do in truth: of plans that take the same time the one with the fewest buckets.
-    same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
+    plateau = [point for point in caps.points if low <= point.low_bytes and point.high_bytes <= high]
+    same = [point for point in plateau if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: point.num_buckets)
     cuts = cut_by_cap([0, *itertools.accumulate(sizes)], best.high_bytes)
     step = simulate_cuts(sizes, model.ready_s, cuts, backward, costs)
