@@ -94,6 +94,11 @@ def test_a_sweep_serves_its_own_ranks_and_others_by_its_family(sweep, algorithm)
     assert fabric.build_curve(1).estimate_s(10**6) == 0
 
 
+def test_a_size_is_doubted_by_what_was_measured_on_those_ranks(sweep):
+    curve = build_measured_fabric([*sweep((2,)), *sweep((4,))[:2]], None).build_curve(4)
+    assert curve.describe_doubt(2 * 10**6) == "" and "largest measured size" in curve.describe_doubt(10**7)
+
+
 @pytest.mark.parametrize(
     ("backend", "families"), [("gloo", ["gloo"]), ("paceline", ["shared"]), ("nccl", ["ring", "tree"])]
 )

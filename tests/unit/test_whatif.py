@@ -68,6 +68,7 @@ def test_efficiency_never_grows_with_ranks(latency_s, rate, ranks):
             assert more.efficiency <= fewer.efficiency * (1 + 2e-3)
         for row in rows:
             assert 0 < row.efficiency <= 1 + 1e-9 and row.low_s <= row.step_s <= row.high_s
+            assert row.efficiency_low <= row.efficiency <= row.efficiency_high <= 1 + 1e-9
             assert row.plateau_low_bytes <= row.best_cap_bytes <= row.plateau_high_bytes
             assert row.step_s == pytest.approx(row.local_s + row.exposed_s + row.straggler_s)
 

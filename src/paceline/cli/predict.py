@@ -48,7 +48,7 @@ def predict(
     ] = None,
     straggler: Annotated[
         str,
-        typer.Option("--straggler", help="How much ranks differ: a standard deviation such as 3%, or profile: as its steps."),
+        typer.Option("--straggler", help="How much ranks differ: a standard deviation such as 3%, or `profile`'s."),
     ] = "0%",
     out: Out = Path("runs"),
     json: Json = False,

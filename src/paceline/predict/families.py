@@ -202,7 +202,8 @@ class ScaledCurve:
         return self.measured.estimate_s(size) * self.here.estimate_s(size) / self.there.estimate_s(size)
 
     def describe_doubt(self, num_bytes: float) -> str:
-        return self.here.describe_doubt(num_bytes)
+        # The sizes are those of this curve: the fit may have seen larger ones on other ranks.
+        return "; ".join(filter(None, (self.here.describe_doubt(0), self.measured.describe_doubt(num_bytes))))
 
     def name_algorithm(self, num_bytes: float) -> str:
         if self.here.world_size == self.there.world_size:

@@ -48,6 +48,7 @@ class Scenario:
 class WhatIfRow:
     """One fabric with so many ranks under its best bucket size; `low_s` to `high_s` hold the step in 90 % of draws.
 
+    `efficiency_low` and `efficiency_high` do for the efficiency, each step against the local one of the same draw.
     `exposed_s` is what communication adds, and `straggler_s` what waiting for the slowest rank adds. `default_step_s`
     is the step with torch's default buckets. `bound` says what everything waits for, `doubt` why not to trust the row.
     """
@@ -58,6 +59,8 @@ class WhatIfRow:
     step_s: float
     low_s: float
     high_s: float
+    efficiency_low: float
+    efficiency_high: float
     local_s: float
     exposed_s: float
     straggler_s: float
@@ -141,13 +144,16 @@ def _simulate_row(
     step = simulate_cuts(sizes, model.ready_s, cuts, backward, costs)
     default = simulate_backward(plan_like_torch(model.gradients, range(len(sizes))), backward, costs)
     wait = estimate_wait(scenario.spread, world_size)
-    times = []
+    times, efficiencies = [], []
     for drawn, other in zip(passes, varied, strict=True):
         there = _build_costs(other, other.build_curve(world_size))
         simulated = simulate_cuts(sizes, drawn.ready_s, cuts, drawn, there)
         times.append(simulated.step_s + wait * _computing_s(drawn))
+        efficiencies.append(_local_s(drawn) / times[-1])
     straggler_s = wait * _computing_s(backward)
-    step_s = step.step_s + straggler_s
+    step_s, local_s = step.step_s + straggler_s, _local_s(backward)
+    low_s, high_s = _hold(step_s, times)
+    efficiency_low, efficiency_high = _hold(local_s / step_s, efficiencies)
     moved = [bucket.num_bytes for bucket in step.buckets]
     names = dict.fromkeys(curve.name_algorithm(size) for size in sorted(moved, reverse=True))
     return WhatIfRow(
@@ -155,9 +161,11 @@ def _simulate_row(
         world_size=world_size,
         algorithm="none" if world_size == 1 else " + ".join(names),
         step_s=step_s,
-        low_s=min(step_s, quantile(times, 0.05)) if times else step_s,
-        high_s=max(step_s, quantile(times, 0.95)) if times else step_s,
-        local_s=backward.before_s + backward.total_s + backward.after_s,
+        low_s=low_s,
+        high_s=high_s,
+        efficiency_low=efficiency_low,
+        efficiency_high=efficiency_high,
+        local_s=local_s,
         exposed_s=max(0.0, step.exposed_s),
         straggler_s=straggler_s,
         best_cap_bytes=best.high_bytes,
@@ -173,6 +181,15 @@ def _simulate_row(
 def _computing_s(backward: Backward) -> float:
     """What ranks do by themselves before they need each other."""
     return backward.before_s + backward.total_s
+
+
+def _local_s(backward: Backward) -> float:
+    return _computing_s(backward) + backward.after_s
+
+
+def _hold(value: float, draws: Sequence[float]) -> tuple[float, float]:
+    """From p5 to p95 of the draws, and never without the value itself."""
+    return (min(value, quantile(draws, 0.05)), max(value, quantile(draws, 0.95))) if draws else (value, value)
 
 
 def _find_bound(step: SimulatedStep, straggler_s: float) -> str:

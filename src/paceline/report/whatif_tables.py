@@ -37,7 +37,7 @@ whatif_table: Sequence[Column] = (
     Column("of step", lambda r: f"{r.exposed_share:.1%}", is_optional=True),
     Column("bucket size", _advise, False),
     Column("buckets", lambda r: str(r.num_buckets), is_optional=True),
-    Column("saves", lambda r: f"{r.gain:.1%}"),
+    Column("saves", lambda r: f"{max(0.0, r.gain):.1%}"),
     Column("slowest rank (ms)", lambda r: format_ms(r.straggler_s)),
     Column("bound by", lambda r: r.bound, False),
     Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", False),
@@ -55,6 +55,8 @@ def whatif_row(row: Any) -> dict[str, Any]:
         "high_s": row.high_s,
         "local_step_s": row.local_s,
         "efficiency": row.efficiency,
+        "efficiency_low": row.efficiency_low,
+        "efficiency_high": row.efficiency_high,
         "exposed_s": row.exposed_s,
         "exposed_share": row.exposed_share,
         "straggler_s": row.straggler_s,
@@ -87,8 +89,8 @@ def plot_efficiency(rows: Sequence[Any], title: str, subtitle: str) -> Figure:
         axes.plot(xs, [100 * row.efficiency for row in line], "--", color=color, label=f"{network} (simulated)")
         axes.fill_between(
             xs,
-            [100 * row.local_s / row.high_s for row in line],
-            [100 * row.local_s / row.low_s for row in line],
+            [100 * row.efficiency_low for row in line],
+            [100 * row.efficiency_high for row in line],
             color=color,
             alpha=0.12,
         )
@@ -98,7 +100,7 @@ def plot_efficiency(rows: Sequence[Any], title: str, subtitle: str) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
     axes.set_xticks([], minor=True)
-    axes.set_ylim(0, max(105.0, axes.get_ylim()[1]))
+    axes.set_ylim(0, 105)
     axes.set_xlabel("ranks")
     axes.set_ylabel("weak scaling efficiency (%)")
     axes.legend(fontsize=8.5, frameon=False)
