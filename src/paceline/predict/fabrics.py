@@ -33,7 +33,7 @@ __all__ = ["AssumedFabric", "Fabric", "MeasuredFabric", "build_measured_fabric"]
 
 # Nobody measured a network that is only named: its times are taken to be known to this standard deviation.
 ASSUMED_ERROR = 0.10
-# And a measured one is known worse with each doubling of the ranks away: chosen on the sweeps of docs/performance-model.
+# And a measured one is known worse with each doubling of the ranks away; chosen on the sweeps that the docs cite.
 ERROR_PER_DOUBLING = 0.20
 
 
