@@ -61,5 +61,5 @@ def test_what_is_missing_is_said_in_one_line(command, tables, tmp_path, break_it
 
 
 def test_nothing_to_predict_from(command, tmp_path):
-    assert "give --csv FOLDER" in command("predict", "--out", str(tmp_path)).err
+    assert "or --csv FOLDER" in command("predict", "--out", str(tmp_path)).err
     assert "no such folder" in command("predict", "--csv", str(tmp_path / "none"), "--out", str(tmp_path)).err

@@ -10,8 +10,10 @@ import typer
 from paceline.units import parse_counts
 
 __all__ = [
+    "BACKEND_HELP",
     "COMPARE_HELP",
     "MODEL_HELP",
+    "NETWORK_HELP",
     "WRAPPER_HELP",
     "Backend",
     "BatchSize",
@@ -29,9 +31,9 @@ __all__ = [
     "split_names",
 ]
 
-Backend = Annotated[
-    str, typer.Option("--backend", help="gloo, paceline or nccl; a benchmark takes several, in turns: gloo,paceline")
-]
+BACKEND_HELP = "gloo, paceline or nccl; a benchmark takes several, in turns: gloo,paceline"
+NETWORK_HELP = "Networks: nvlink,pcie4,hdr,100gbe,10gbe,1gbe, or 10Gb/s,50us by itself."
+Backend = Annotated[str, typer.Option("--backend", help=BACKEND_HELP)]
 Ranks = Annotated[
     str | None,
     typer.Option(

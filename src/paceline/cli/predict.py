@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import Json, Out
+from paceline.cli.jobs import Accumulate
+from paceline.cli.options import BACKEND_HELP, NETWORK_HELP, Json, Out, Ranks
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["predict"]
 
 _MOST_ROWS = 24
+_RANKS = "8,64,1024,16384"
 
 
 def predict(
@@ -24,12 +26,71 @@ def predict(
         Path | None,
         typer.Option("--csv", help="A folder with layer-sizes, layer-times and allreduce-times as CSV files."),
     ] = None,
+    model_profile: Annotated[
+        Path | None, typer.Option("--model-profile", help="A run of `profile layers`: its folder or its run.json.")
+    ] = None,
+    allreduce: Annotated[
+        Path | None, typer.Option("--allreduce", help="A run of `bench allreduce`; beyond its ranks it is scaled.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option("--backend", help=BACKEND_HELP)] = None,
+    network: Annotated[str | None, typer.Option("--network", help=NETWORK_HELP)] = None,
+    ranks: Ranks = None,
+    ranks_per_node: Annotated[
+        int, typer.Option("--ranks-per-node", help="Ranks that share a node, and its link to the --network.")
+    ] = 1,
+    inside: Annotated[str, typer.Option("--inside", help="The network between the ranks of a node.")] = "nvlink",
+    algorithm: Annotated[
+        str, typer.Option("--algorithm", help="auto, ring, tree, two-level, gloo or shared (memory)")
+    ] = "auto",
+    accumulate: Accumulate = None,
+    gradients: Annotated[
+        str | None, typer.Option("--gradients", help="fp32 or bf16. Default: as they are in the profile.")
+    ] = None,
+    straggler: Annotated[
+        str,
+        typer.Option("--straggler", help="How much ranks differ: a standard deviation such as 3%, or `profile`'s."),
+    ] = "0%",
     out: Out = Path("runs"),
     json: Json = False,
 ) -> None:
-    """Which bucket size, and what would move it? Predicted from tables of layers and of all-reduce."""
+    """What will a step cost: on other networks and ranks (--model-profile), or with other bucket sizes (--csv)?"""
+    if csv is not None and model_profile is not None:
+        raise ConfigError("--csv and --model-profile are two models: give one of them")
+    if model_profile is not None:
+        from paceline.cli.predict_scaling import WhatIf, report_what_if
+
+        asked = WhatIf(
+            model_profile=model_profile,
+            allreduce=allreduce,
+            backend=backend,
+            network=network,
+            inside=inside,
+            ranks=_RANKS if ranks is None else ranks,
+            ranks_per_node=ranks_per_node,
+            algorithm=algorithm,
+            accumulate=1 if accumulate is None else accumulate,
+            gradients=gradients,
+            straggler=straggler,
+        )
+        report_what_if(asked, out, json)
+        return
     if csv is None:
-        raise ConfigError("nothing to predict from: give --csv FOLDER")
+        raise ConfigError("nothing to predict from: give --model-profile RUN or --csv FOLDER")
+    stray = {
+        "--allreduce": allreduce is not None,
+        "--backend": backend is not None,
+        "--network": network is not None,
+        "--ranks": ranks is not None,
+        "--ranks-per-node": ranks_per_node != 1,
+        "--inside": inside != "nvlink",
+        "--algorithm": algorithm != "auto",
+        "--accumulate": accumulate is not None,
+        "--gradients": gradients is not None,
+        "--straggler": straggler != "0%",
+    }
+    if any(stray.values()):
+        names = ", ".join(name for name, is_given in stray.items() if is_given)
+        raise ConfigError(f"{names} with --csv, whose tables are all it uses: give --model-profile instead")
     from paceline.records.store import RunFolder
 
     model, curve = _load(csv)

@@ -17,7 +17,7 @@ from paceline.cli.jobs import (
     read_world,
     takes_job,
 )
-from paceline.cli.options import COMPARE_HELP, Iters, Json, Out, Warmup
+from paceline.cli.options import COMPARE_HELP, NETWORK_HELP, Iters, Json, Out, Warmup
 from paceline.errors import ConfigError
 from paceline.units import parse_counts
 
@@ -189,9 +189,7 @@ def trace(
 @takes_job
 def comm_table(
     job: dict[str, Any],
-    network: Annotated[
-        str, typer.Option("--network", help="Networks: nvlink,pcie4,hdr,100gbe,10gbe,1gbe, or 10Gb/s,50us by itself.")
-    ] = "nvlink,pcie4,hdr,10gbe",
+    network: Annotated[str, typer.Option("--network", help=NETWORK_HELP)] = "nvlink,pcie4,hdr,10gbe",
     curve: Annotated[
         list[Path] | None, typer.Option("--curve", help="A run of `bench allreduce` whose curve is used, too.")
     ] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +14,6 @@ if TYPE_CHECKING:
     from paceline.training.settings import TrainSettings
 
 __all__ = ["report_networks"]
-
-
-def _read_networks(text: str) -> list[Network]:
-    """Names by commas; a network by its rate and latency has a comma of its own."""
-    from paceline.predict.networks import NETWORKS, find_network
-
-    parts = re.findall(r"[^,]*/s\s*,[^,]+|[^,]+", text)
-    if not parts:
-        raise ConfigError(f"--network {text!r} names none: known are {', '.join(known.name for known in NETWORKS)}")
-    return [find_network(part) for part in parts]
 
 
 def _read_curves(paths: Sequence[Path], ranks: Sequence[int]) -> list[MeasuredNetwork]:
@@ -51,7 +40,9 @@ def report_networks(
     out: Path,
     json: bool,
 ) -> None:
-    networks: list[Network | MeasuredNetwork] = [*_read_networks(network), *_read_curves(curves, ranks)]
+    from paceline.predict.networks import find_networks
+
+    networks: list[Network | MeasuredNetwork] = [*find_networks(network), *_read_curves(curves, ranks)]
     with open_run("profile comm-table", settings, out) as run:
 
         def load() -> Callable[..., Any]:

@@ -16,7 +16,15 @@ from paceline.predict.costs import AlphaBeta, fit_collectives
 from paceline.records import CollectiveRecord
 from paceline.units import format_duration, format_rate
 
-__all__ = ["NETWORKS", "MeasuredNetwork", "Network", "build_measured_networks", "estimate_allreduce", "find_network"]
+__all__ = [
+    "NETWORKS",
+    "MeasuredNetwork",
+    "Network",
+    "build_measured_networks",
+    "estimate_allreduce",
+    "find_network",
+    "find_networks",
+]
 
 _CUSTOM = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|bit|B)/s,(\d+(?:\.\d+)?)(ns|us|µs|ms|s)")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -91,6 +99,15 @@ def find_network(text: str) -> Network:
     raise ConfigError(
         f"unknown network {text!r}: {hint}known are {', '.join(known)}, or write its rate and latency as 10Gb/s,50us"
     )
+
+
+def find_networks(text: str) -> list[Network]:
+    """Networks by commas, each once; one by its rate and latency has a comma of its own."""
+    parts = [part.strip() for part in re.findall(r"[^,]*/s\s*,[^,]+|[^,]+", text)]
+    found = [find_network(part) for part in dict.fromkeys(filter(None, parts))]
+    if not found:
+        raise ConfigError(f"--network {text!r} names none: known are {', '.join(known.name for known in NETWORKS)}")
+    return list(dict.fromkeys(found))
 
 
 def build_measured_networks(records: Sequence[CollectiveRecord]) -> list[MeasuredNetwork]:

@@ -1,0 +1,163 @@
+"""`paceline predict --model-profile`: files of a laptop, answers about a cluster, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.records import (
+    BlockTimes,
+    CollectiveRecord,
+    Environment,
+    LayerProfileRecord,
+    ParameterTimes,
+    Run,
+    Samples,
+    save_run,
+)
+
+MIB = 2**20
+KEYS = {
+    "network", "world_size", "algorithm", "step_s", "low_s", "high_s", "local_step_s", "efficiency",
+    "efficiency_low", "efficiency_high", "exposed_s",
+    "exposed_share", "straggler_s", "best_cap_bytes", "plateau_low_bytes", "plateau_high_bytes", "num_buckets",
+    "default_step_s", "gain", "keeps_default", "bound", "doubt", "source",
+}  # fmt: skip
+
+
+def samples(*times_s: float, ranks: int = 1) -> Samples:
+    return Samples(seconds=tuple((time_s,) * ranks for time_s in times_s))
+
+
+def profile() -> LayerProfileRecord:
+    moments = [0.02 * (number + 1) for number in range(4)]
+    return LayerProfileRecord(
+        model="toy", device="cpu", dtype="float32", batch_size=2,
+        parameters=tuple(
+            ParameterTimes(f"{number}.weight", 40 * MIB, 10 * MIB, "float32", "all", (moment, moment, moment))
+            for number, moment in enumerate(moments)
+        ),
+        blocks=(BlockTimes("all", (0.01,) * 3, (0.02,) * 3),),
+        timing=samples(0.12, 0.13, 0.14), forward=samples(0.03, 0.03, 0.03), backward=samples(0.08, 0.08, 0.08),
+        optimizer=samples(0.02, 0.02, 0.02), profiled_step=samples(0.13, 0.13, 0.13),
+        profiled_forward=samples(0.03, 0.03, 0.03), profiled_backward=samples(0.08, 0.08, 0.08),
+    )  # fmt: skip
+
+
+def allreduce(backend: str, world_size: int, size: int) -> CollectiveRecord:
+    seconds = world_size * 1e-4 + size / 1e9
+    return CollectiveRecord(
+        collective="all_reduce", backend=backend, device="cpu", world_size=world_size, num_bytes=size,
+        dtype="float32", op="sum", timing=samples(seconds, 1.01 * seconds, ranks=world_size),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path) -> dict[str, str]:
+    environment = Environment(
+        host="box", system="Linux", cpu="Some CPU", cores=8, memory_bytes=2**34, python="3.11", versions={},
+        variables={}, command_line="", git_commit="", load_average=0.0, details={},
+    )  # fmt: skip
+    sweep = [allreduce("gloo", world, size) for world in (2, 4) for size in (1000, MIB, 100 * MIB)]
+    both = [*sweep, *(allreduce("paceline", 2, size) for size in (1000, MIB, 100 * MIB))]
+    made = {"profile": [profile()], "gloo": sweep, "both": both}
+    for name, records in made.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        save_run(Run(name, {}, environment, tuple(records)), folder / "run.json")
+    return {name: str(tmp_path / name) for name in made}
+
+
+@pytest.fixture
+def predict(command, files, tmp_path):
+    """`predict --model-profile` on the small profile; words in braces are the files."""
+
+    def run(*words: str):
+        filled = [word.format(**files) for word in words]
+        return command("predict", "--model-profile", files["profile"], *filled, "--out", str(tmp_path / "runs"))
+
+    return run
+
+
+def test_a_row_for_each_network_and_number_of_ranks(predict):
+    answer = predict(
+        "--network", "10gbe,1GB/s,50us", "--allreduce", "{gloo}/run.json", "--ranks", "1,4,16384", "--json"
+    )
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    rows = document["rows"]
+    assert [(row["network"], row["world_size"]) for row in rows] == [
+        (name, count) for name in ("10gbe", "1GB/s,50us", "gloo") for count in (1, 4, 16384)
+    ]
+    assert all(set(row) == KEYS and row["source"] == "simulated" for row in rows) and document["source"] == "simulated"
+    assert [row["efficiency"] for row in rows[::3]] == [1.0, 1.0, 1.0]
+    for one, four, many in (rows[:3], rows[3:6], rows[6:]):
+        assert one["step_s"] < four["step_s"] < many["step_s"] and four["low_s"] <= four["step_s"] <= four["high_s"]
+    assert rows[7]["algorithm"] == "measured" and rows[8]["doubt"] and not rows[7]["doubt"]
+    assert any("10 Gb/s Ethernet" in line for line in document["assumptions"])
+    assert any(line.startswith("doubtful: gloo on 16,384 ranks") for line in document["assumptions"])
+    written = {path.name for path in Path(document["run"]).iterdir()}
+    assert written == {"table.csv", "table.md", "efficiency.png", "efficiency.svg"}
+
+
+def test_a_person_reads_the_table_and_what_it_assumes(predict):
+    answer = predict("--network", "hdr", "--ranks", "8,1024", "--straggler", "3%", "--accumulate", "4")
+    assert answer.code == 0, answer.err
+    for words in ("efficiency", "1,024", "slowest rank (ms)", "assumed:", "varies by 3.0%", "4 micro-batches", "run: "):
+        assert words in answer.out
+
+
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (["--gradients", "bf16"], lambda row, plain: row["exposed_s"] < 0.7 * plain["exposed_s"]),
+        (["--accumulate", "3"], lambda row, plain: row["step_s"] == pytest.approx(plain["step_s"] + 2 * 0.11)),
+        (["--straggler", "5%"], lambda row, plain: row["straggler_s"] > 0 == plain["straggler_s"]),
+        (["--straggler", "profile"], lambda row, plain: row["straggler_s"] > 0),
+        (["--algorithm", "tree"], lambda row, plain: row["algorithm"] == "tree" != plain["algorithm"]),
+        (["--ranks-per-node", "8"], lambda row, plain: row["step_s"] < 0.5 * plain["step_s"]),
+        (["--ranks-per-node", "8", "--inside", "1gbe"], lambda row, plain: row["step_s"] > plain["step_s"]),
+    ],
+)
+def test_each_option_does_what_it_says(predict, words, change):
+    asked = ["--network", "10gbe", "--ranks", "8", "--json"]
+    plain, changed = (json.loads(predict(*asked, *more).out)["rows"][0] for more in ([], words))
+    assert change(changed, plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "give --network NAMES, --allreduce RUN, or both"),
+        (["--network", "hdr", "--ranks", "0"], "--ranks '0' is not a whole number of at least 1"),
+        (["--network", "hrd"], "did you mean hdr"),
+        (["--network", "hdr", "--algorithm", "tre"], "did you mean tree"),
+        (["--network", "hdr", "--algorithm", "shared"], "shared memory is no network"),
+        (["--network", "hdr", "--algorithm", "two-level"], "give --ranks-per-node"),
+        (["--network", "hdr", "--straggler", "3"], "a share such as 3%"),
+        (["--network", "hdr", "--straggler", "300%"], "spread of 300%"),
+        (["--network", "hdr", "--accumulate", "0"], "0 micro-batches"),
+        (["--network", "hdr", "--gradients", "fp8"], "known are fp32, bf16"),
+        (["--network", "hdr", "--backend", "gloo"], "there is none"),
+        (["--allreduce", "{gloo}", "--ranks-per-node", "8"], "shapes a --network"),
+        (["--allreduce", "{both}"], "gloo on cpu in float32; paceline on cpu in float32"),
+        (["--allreduce", "{both}", "--backend", "nccl"], "there is gloo, paceline"),
+        (["--allreduce", "{both}", "--backend", "paceline"], "in one host's memory cannot be"),
+        (["--allreduce", "{profile}"], "no all-reduce on two or more ranks"),
+        (["--allreduce", "{gloo}/none"], "does not exist"),
+        (["--network", "hdr", "--csv", "{gloo}"], "give one of them"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(predict, tmp_path, words, told):
+    answer = predict(*words)
+    assert answer.code == 2 and told in answer.err and answer.err.count("\n") == 1, answer
+    assert not (tmp_path / "runs").exists()
+
+
+def test_another_kind_of_run_and_stray_options_are_refused(command, files, tmp_path):
+    answer = command("predict", "--model-profile", files["gloo"], "--network", "hdr", "--out", str(tmp_path / "runs"))
+    assert answer.code == 2 and "0 layer profiles are in this run of `gloo`" in answer.err
+    answer = command("predict", "--csv", files["gloo"], "--ranks", "8", "--algorithm", "ring")
+    assert answer.code == 2 and "--ranks, --algorithm with --csv" in answer.err

@@ -1,0 +1,155 @@
+"""All-reduce families keep to what holds for any of them and to sums by hand; fits give back what they were made of."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError, MeasurementError
+from paceline.predict.curves import MeasuredCurve
+from paceline.predict.families import (
+    FAMILIES,
+    BestCurve,
+    FamilyCurve,
+    ScaledCurve,
+    TwoLevelCurve,
+    check_algorithm,
+    fit_family,
+)
+
+MIB = 2**20
+names = st.sampled_from(sorted(FAMILIES))
+ranks = st.integers(2, 20_000)
+sizes = st.integers(1, 2**36)
+latencies = st.floats(0, 1e-3)
+rates = st.floats(1e6, 1e13)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_bytes", "world_size", "seconds"),
+    [
+        ("ring", 1000, 4, 6 * 1e-3 + 1.5),
+        ("ring", 1000, 2, 2 * 1e-3 + 1.0),
+        ("tree", 1000, 2, 2 * 1e-3 + 1.0),
+        ("tree", 1000, 8, 6 * 1e-3 + 2.0),
+        ("tree", 1000, 9, 8 * 1e-3 + 2.0),
+        ("gloo", 1000, 4, 3 * 2 * 1e-3 + 1.5),
+        # Up to 2P MiB two segments to a part are enough; beyond, segments of 1 MiB are counted.
+        ("gloo", 8 * MIB, 4, 3 * 2 * 1e-3 + 1.5 * 8 * MIB / 1000),
+        ("gloo", 12 * MIB, 4, 3 * 3 * 1e-3 + 1.5 * 12 * MIB / 1000),
+        ("shared", 1000, 4, 4 * 1e-3 + 8.0),
+        ("ring", 1000, 1, 0.0),
+        ("shared", 0, 4, 0.0),
+    ],
+)
+def test_a_family_by_hand(algorithm, num_bytes, world_size, seconds):
+    assert FamilyCurve(algorithm, world_size, 1e-3, 1000.0).estimate_s(num_bytes) == pytest.approx(seconds)
+
+
+def test_two_levels_by_hand():
+    # Inside 4 ranks: 6 latencies of 1 ms and 3/2 of the bytes. Between 2 nodes: 2 of 10 ms and all the bytes.
+    curve = TwoLevelCurve(FamilyCurve("ring", 4, 1e-3, 1e4), FamilyCurve("ring", 2, 1e-2, 1e3))
+    assert curve.estimate_s(1000) == pytest.approx(6e-3 + 0.15 + 2e-2 + 1.0)
+    assert curve.name_algorithm(1000) == "two-level (ring)"
+
+
+@given(st.sampled_from(["ring", "tree"]), ranks, st.integers(0, 5000), sizes, st.integers(0, 2**36), latencies, rates)
+def test_more_ranks_and_more_bytes_never_cost_less(name, few, more, small, larger, alpha_s, rate):
+    here = FamilyCurve(name, few, alpha_s, rate)
+    there = FamilyCurve(name, few + more, alpha_s, rate)
+    near = 1 + 1e-12
+    assert here.estimate_s(small) <= there.estimate_s(small) * near
+    assert here.estimate_s(small) <= here.estimate_s(small + larger) * near
+
+
+@given(ranks, sizes, latencies, rates)
+def test_the_best_is_the_quickest_and_says_which_that_is(world_size, num_bytes, alpha_s, rate):
+    curves = tuple(FamilyCurve(name, world_size, alpha_s, rate) for name in ("ring", "tree", "gloo"))
+    best = BestCurve(curves)
+    assert best.estimate_s(num_bytes) == min(curve.estimate_s(num_bytes) for curve in curves)
+    (winner,) = [curve for curve in curves if curve.algorithm == best.name_algorithm(num_bytes)]
+    assert winner.estimate_s(num_bytes) == best.estimate_s(num_bytes)
+
+
+def test_many_ranks_take_the_tree_for_small_messages_and_few_the_ring_for_large():
+    def choose(world_size: int, num_bytes: int) -> str:
+        curves = tuple(FamilyCurve(name, world_size, 1e-6, 1e10) for name in ("ring", "tree"))
+        return BestCurve(curves).name_algorithm(num_bytes)
+
+    assert (choose(1024, 1000), choose(4, 10**9)) == ("tree", "ring")
+
+
+@given(names, st.floats(1e-7, 1e-2), st.floats(1e6, 1e12), st.lists(st.integers(2, 64), min_size=1, max_size=4))
+def test_a_fit_gives_back_what_the_points_were_made_of(name, alpha_s, rate, worlds):
+    truth = {world: FamilyCurve(name, world, alpha_s, rate) for world in worlds}
+    # Sizes at which the latency and the bandwidth matter about alike: else nobody could tell one of them.
+    middle = alpha_s * rate
+    points = [
+        (size, world, curve.estimate_s(size))
+        for world, curve in truth.items()
+        for size in (max(1, int(middle / 100)), max(2, int(middle)), max(3, int(middle * 100)))
+    ]
+    fit = fit_family(points, name)
+    assert fit.error < 1e-6
+    for size, world, seconds in points:
+        assert fit.build_curve(world).estimate_s(size) == pytest.approx(seconds, rel=1e-6)
+    assert fit.build_curve(100).estimate_s(10**8) == pytest.approx(
+        FamilyCurve(name, 100, alpha_s, rate).estimate_s(10**8), rel=1e-4
+    )
+
+
+def test_a_fit_has_residuals_and_no_negative_latency():
+    fit = fit_family([(1000, 2, 0.5), (2000, 2, 2.0), (4000, 2, 4.0)], "ring")
+    assert fit.alpha_s == 0 and len(fit.residuals) == 3 and fit.error > 0.1
+
+
+@pytest.mark.parametrize(
+    ("points", "reason"),
+    [
+        ([(1000, 2, 1.0)], "two or more sizes"),
+        ([(1000, 1, 1.0), (2000, 1, 2.0)], "got 0 points"),
+        ([(1000, 2, 0.0), (2000, 2, 2.0)], "0 s cannot be fitted"),
+        ([(1000, 2, 5.0), (10**6, 2, 1.0)], "do not grow"),
+    ],
+)
+def test_points_without_a_fit_are_refused(points, reason):
+    with pytest.raises(MeasurementError, match=reason):
+        fit_family(points, "ring")
+
+
+def test_beyond_what_was_measured_an_estimate_is_doubted():
+    fit = fit_family([(1000, 2, 1.0), (2000, 2, 2.0), (2000, 8, 4.0)], "ring")
+    assert fit.build_curve(16).describe_doubt(4000) == ""
+    assert "17 ranks are beyond twice" in fit.build_curve(17).describe_doubt(4000)
+    both = fit.build_curve(17).describe_doubt(4001)
+    assert "17 ranks" in both and "largest measured size" in both
+    assert FamilyCurve("ring", 10**6, 1e-6, 1e9).describe_doubt(2**50) == ""  # assumed, not measured
+
+
+@pytest.mark.parametrize(("algorithm", "world_size"), [("shared", 1024), ("ring", 0)])
+def test_what_cannot_be_is_refused(algorithm, world_size):
+    with pytest.raises(ConfigError, match=f"{world_size:,}"):
+        FamilyCurve(algorithm, world_size, 1e-6, 1e9)
+
+
+@given(st.floats(1, 2**24), st.integers(2, 5000))
+def test_a_scaled_curve_is_the_measured_one_at_home_and_grows_as_its_family(num_bytes, world_size):
+    measured = MeasuredCurve((4, 2**20, 2**24), (1e-4, 3e-3, 9e-3))
+    there = FamilyCurve("ring", 2, 1e-5, 1e9)
+    home = ScaledCurve(measured, there, there)
+    assert home.estimate_s(num_bytes) == pytest.approx(measured.estimate_s(num_bytes))
+    assert home.name_algorithm(num_bytes) == "measured"
+    away = ScaledCurve(measured, there, FamilyCurve("ring", world_size, 1e-5, 1e9))
+    assert away.estimate_s(num_bytes) >= home.estimate_s(num_bytes) * (1 - 1e-12)
+    assert away.estimate_s(4) == pytest.approx(
+        1e-4 * away.here.estimate_s(4) / there.estimate_s(4)
+    ) and away.estimate_s(1) == away.estimate_s(4)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("rign", "did you mean ring"), ("twolevel", "two-level"), ("x", "known are")]
+)
+def test_an_unknown_algorithm_is_refused_with_the_nearest(name, hint):
+    with pytest.raises(ConfigError, match=hint):
+        check_algorithm(name)
