@@ -81,7 +81,9 @@ def test_without_contention_the_dynamic_programme_is_exact(sizes, alpha_s, rate,
 def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate, servers):
     ready = evenly_ready(sizes, 1.0)
     backward = Backward(tuple(ready), 1.0)
-    costs = MachineCosts(curve=line(alpha_s, rate), contention=Contention.uniform(compute_rate, 1.0), servers=servers, launch_s=1e-3)
+    costs = MachineCosts(
+        curve=line(alpha_s, rate), contention=Contention.uniform(compute_rate, 1.0), servers=servers, launch_s=1e-3
+    )
     intervals = enumerate_caps(sizes)
     by_cap = {i.cuts: simulate_cuts(sizes, ready, i.cuts, backward, costs).step_s for i in intervals}
     best_cap = min(by_cap, key=lambda cuts: by_cap[cuts])

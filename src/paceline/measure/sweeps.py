@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -24,38 +25,53 @@ class Sweep:
     `extra` is a collective and its bytes, 0 for none. Collective: every rank must make the same calls.
     """
 
-    def __init__(self, channel: Channel, world: World, num_bytes: int, extra: tuple[str, int]) -> None:
-        self._channel, self._world, self._extra = channel, world, extra
+    def __init__(
+        self, channel: Channel, world: World, control: dist.ProcessGroup, num_bytes: int, extra: tuple[str, int]
+    ) -> None:
+        self._channel, self._world, self._control, self._extra = channel, world, control, extra
         self._memory = channel.allocate(max(1, num_bytes // 4), torch.float32, world.device)
         is_alone = world.world_size == 1
         self._singles: dict[int, list[float]] = {} if is_alone else {size: [] for size in _choose_sizes(num_bytes)}
         pairs = [size for size in _PAIR_BYTES if 2 * size <= num_bytes]
         self._pairs: dict[int, list[float]] = {} if is_alone else {size: [] for size in pairs}
         self._extras: list[float] = []
+        self._tasks = list(self._build_tasks())
 
-    def run_once(self) -> None:
+    def run_part(self, place: int, num_places: int, repetition: int) -> None:
+        """The part of a round that belongs to one of its places; which, changes from round to round."""
+        tasks = self._tasks
+        for index in range(len(tasks)):
+            if (index + repetition) % num_places == place:
+                tasks[index]()
+
+    def _build_tasks(self) -> Iterator[Callable[[], None]]:
         for size, times in self._singles.items():
-            times.append(self._time([self._memory[: size // 4]]))
+            yield functools.partial(self._time, (size,), times)
         for size, times in self._pairs.items():
-            count = size // 4
-            times.append(self._time([self._memory[:count], self._memory[count : 2 * count]]))
+            yield functools.partial(self._time, (size, size), times)
+        if self._extra[1] and self._singles:
+            yield self._time_extra
+
+    def _time_extra(self) -> None:
         collective, num_bytes = self._extra
-        if num_bytes and self._singles:
-            part = torch.zeros(max(1, num_bytes // 4), device=self._world.device)
-            self._meet()
-            begin_s = time.perf_counter()
-            if collective == "broadcast":
-                dist.broadcast(part, 0, self._channel.group)
-            else:
-                self._channel.wait(self._channel.start_sum(part), "a message that is timed")
-            self._extras.append(time.perf_counter() - begin_s)
+        part = torch.zeros(max(1, num_bytes // 4), device=self._world.device)
+        self._meet()
+        begin_s = time.perf_counter()
+        if collective == "broadcast":
+            dist.broadcast(part, 0, self._channel.group)
+        else:
+            self._channel.wait(self._channel.start_sum(part), "a message that is timed")
+        self._extras.append(time.perf_counter() - begin_s)
 
     def _meet(self) -> None:
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
-        dist.barrier(group=self._world.control)
+        dist.barrier(group=self._control)
 
-    def _time(self, parts: list[torch.Tensor]) -> float:
+    def _time(self, sizes: tuple[int, ...], times: list[float]) -> None:
+        parts = torch.split(self._memory[: sum(sizes) // 4], [size // 4 for size in sizes])
+        for part in parts:
+            part.fill_(1.0)  # a bucket was written just before it leaves
         self._meet()
         begin_s = time.perf_counter()
         works = [self._channel.start_sum(part) for part in parts]
@@ -63,7 +79,7 @@ class Sweep:
             self._channel.wait(work, "a message that is timed")
         if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
-        return time.perf_counter() - begin_s
+        times.append(time.perf_counter() - begin_s)
 
     def build_records(self, num_warmup: int) -> Iterator[Record]:
         world = self._world
@@ -78,9 +94,7 @@ class Sweep:
                 collective="all_reduce", num_bytes=size, dtype="float32", op="sum", timing=samples(times), **where
             )
         for size, times in self._pairs.items():
-            yield ChunksRecord(
-                total_bytes=2 * size, chunk_bytes=size, dtype="float32", timing=samples(times), **where
-            )
+            yield ChunksRecord(total_bytes=2 * size, chunk_bytes=size, dtype="float32", timing=samples(times), **where)
         collective, num_bytes = self._extra
         if self._extras:
             yield CollectiveRecord(

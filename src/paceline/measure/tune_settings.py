@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
+from paceline.predict.curves import Curve
+from paceline.predict.fabrics import AssumedFabric
+from paceline.predict.networks import Network
 from paceline.training.settings import TrainSettings
 from paceline.units import MIB
 
@@ -33,7 +36,8 @@ QUICK = Effort(5, 8, 20, 20.0, 10.0, (256 * KIB, 4 * MIB))
 class TuneSettings:
     """A training job, and how its plans are judged. `caps_bytes` are chosen over the whole range where they are empty.
 
-    `confirms` is whether the job itself is run at all.
+    `confirms` is whether the job itself is run at all. With a `network`, one rank sends to `network_ranks - 1` others
+    that do not exist. `takes_lists`: the wrapper can be given a cap for each bucket.
     """
 
     job: TrainSettings
@@ -41,6 +45,16 @@ class TuneSettings:
     caps_bytes: tuple[int, ...] = ()
     confirms: bool = True
     iters: int | None = None
+    network: Network | None = None
+    network_ranks: int = 2
+    algorithm: str = "auto"
+    takes_lists: bool = True
+
+    def build_curve(self) -> Curve | None:
+        """What messages cost on the emulated network; None where they are measured."""
+        if self.network is None:
+            return None
+        return AssumedFabric(self.network, self.network, algorithm=self.algorithm).build_curve(self.network_ranks)
 
     def check(self) -> None:
         job = self.job
@@ -52,6 +66,11 @@ class TuneSettings:
             raise ConfigError(
                 f"--accumulate {job.batches.accumulate}: gradients travel behind the last micro-batch alone, so tune "
                 "without it; the plan is the same"
+            )
+        if self.network is not None and (job.ranks != 1 or self.network_ranks < 2):
+            raise ConfigError(
+                f"--network {self.network.name} with --ranks {job.ranks} and {self.network_ranks} on the network: one "
+                "rank sends, to at least one other that does not exist; use --ranks 1 and --network-ranks 2 or more"
             )
         if self.iters is not None and self.iters < 2:
             raise ConfigError(f"--iters {self.iters}: at least 2 are needed to know the noise")

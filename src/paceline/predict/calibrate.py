@@ -128,7 +128,7 @@ def fit_job(evidence: Evidence, curve: Curve | None = None, draw: Draw | None = 
         finish_s=extra_s if plain.wrapper == "paceline" else 0.0,
     )
     before_s += extra_s if plain.wrapper != "paceline" else 0.0
-    gradients = tuple(Gradient(p.name, p.num_bytes, p.dtype) for p in used)
+    gradients = tuple(Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype) for p in used)
     return CalibratedJob(gradients, ready_s, Backward(ready_s, backward_s, before_s, after_s), costs)
 
 
@@ -153,10 +153,10 @@ def _fit_contention(
         if overlapped_s <= 0:
             continue
         moved_s = max(0.0, alone_s - (under_way_s - overlapped_s))
-        rates[record.message_bytes] = (
-            min(1.0, max(_SLOWEST, 1 - delay_s / overlapped_s)),
-            min(1.0, max(_SLOWEST, moved_s / overlapped_s)),
-        )
+        compute_rate = min(1.0, max(_SLOWEST, 1 - delay_s / overlapped_s))
+        # What arithmetic loses moves the message: a core is never idle while both want it.
+        message_rate = min(1.0, max(_SLOWEST, moved_s / overlapped_s, 1 - compute_rate))
+        rates[record.message_bytes] = compute_rate, message_rate
     if not rates:
         return Contention()
     sizes = tuple(sorted(rates))

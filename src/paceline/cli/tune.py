@@ -1,0 +1,163 @@
+"""`paceline tune`: which buckets for this job on these ranks, how much they gain, and how sure that is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.cli.jobs import build_settings, check_job, read_one, read_world, takes_job
+from paceline.cli.options import NETWORK_HELP, Iters, Json, Out
+from paceline.errors import ConfigError
+from paceline.units import parse_sizes
+
+if TYPE_CHECKING:
+    from paceline.cli.profiling import ProfileRun
+    from paceline.measure.tune_settings import TuneSettings
+    from paceline.tune import Tuning
+
+__all__ = ["tune"]
+
+_BATCH_SIZE = 4
+
+
+@takes_job
+def tune(
+    job: dict[str, Any],
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer bucket sizes and rounds: about a minute.")] = False,
+    no_confirm: Annotated[
+        bool, typer.Option("--no-confirm", help="Predict only: the job itself is never run under a plan.")
+    ] = False,
+    caps: Annotated[
+        str | None,
+        typer.Option("--caps", help="Bucket sizes to run: 1MiB,4MiB,25MiB. Default: over the range."),
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option("--network", help=f"Emulate one instead of sending, with --ranks 1. {NETWORK_HELP}")
+    ] = None,
+    network_ranks: Annotated[
+        int, typer.Option("--network-ranks", help="Ranks on the emulated network, this one included.")
+    ] = 8,
+    iters: Iters = None,
+    out: Out = Path("runs"),
+    json: Json = False,
+) -> None:
+    """Find the best buckets: measure this machine and model, predict every plan, confirm, and write the plan.
+
+    The batch size is 4 per rank unless asked otherwise.
+    """
+    settings = _read(job, quick, no_confirm, caps, network, network_ranks, iters)
+    settings.check()
+    check_job(settings.job)
+    from paceline.cli.profiling import open_run, run_on_ranks, show_cells
+
+    with open_run("tune", settings.job, out) as run:
+
+        def load() -> Callable[..., Any]:
+            from paceline.tune import run_tuning
+
+            return run_tuning
+
+        with show_cells("tune", 1) as show:
+            records, gradients, default_plan = run_on_ranks(
+                settings.job, load, (settings,), lambda message: show(0, message)
+            )
+        if run is None:
+            return
+        from paceline.tune import judge_tuning
+
+        _report(run, settings, judge_tuning(settings, records, gradients, default_plan), json)
+
+
+def _read(
+    job: dict[str, Any],
+    quick: bool,
+    no_confirm: bool,
+    caps: str | None,
+    network: str | None,
+    network_ranks: int,
+    iters: int | None,
+) -> TuneSettings:
+    from paceline.measure.tune_settings import FULL, QUICK, TuneSettings
+    from paceline.predict.networks import find_network
+
+    ranks = read_world(job["ranks"], 2 if network is None else 1)
+    if len(ranks) != 1:
+        raise ConfigError(f"--ranks {job['ranks']}: a job is tuned on one number of ranks")
+    # Small, unless asked: buckets matter where there is little arithmetic to hide them.
+    batch_size = read_one(job["batch_size"], "--batch-size") or _BATCH_SIZE
+    train = build_settings(job, ranks[0], batch_size)
+    return TuneSettings(
+        job=train,
+        effort=QUICK if quick else FULL,
+        caps_bytes=parse_sizes(caps) if caps is not None else (),
+        confirms=not no_confirm,
+        iters=iters,
+        network=None if network is None else find_network(network),
+        network_ranks=network_ranks,
+        takes_lists=job["wrapper"] != "torch" or _torch_takes_lists(),
+    )
+
+
+def _torch_takes_lists() -> bool:
+    """Whether this torch has `bucket_cap_mb_list`; asked without importing it."""
+    from importlib.metadata import version
+
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
+
+
+def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool) -> None:
+    from paceline.predict.search import enumerate_caps
+    from paceline.records import TuneStepRecord
+    from paceline.report import tuning as report
+    from paceline.units import format_number_of
+
+    judgement, choice, job = tuning.judgement, tuning.choice, settings.job
+    where = f"{settings.network.name}, {settings.network_ranks} ranks, emulated" if settings.network else ""
+    title = f"{job.model} on {where or format_number_of(job.ranks, 'rank')}, wrapper {job.wrapper}"
+    backend = next(record.backend for record in tuning.records if isinstance(record, TuneStepRecord))
+    verdict = report.say_verdict(tuning, f"{title}, {backend}")
+    plan_path = run.folder.write("plan.json", tuning.plan.to_json())
+    notes = [*report.describe_errors(judgement), *_describe_torch(tuning), verdict]
+    more = {
+        "network": None if settings.network is None else settings.network.name,
+        "network_ranks": settings.network_ranks if settings.network else None,
+        "confirms": settings.confirms,
+        "default_buckets": list(tuning.default_plan.bucket_bytes),
+    }
+    run.save(tuning.records, notes, more)
+    run.write_table("grid", report.grid_table, judgement.points, [report.grid_row(p) for p in judgement.points])
+    step = choice.estimate.step
+    buckets = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
+    rows = [{**dataclasses.asdict(bucket), "bucket": number} for number, bucket, _ in buckets]
+    rows = [{key: value for key, value in row.items() if key not in ("work_s", "rates")} for row in rows]
+    run.write_table("buckets", report.bucket_table, buckets, rows)
+    sizes = tuning.model.job.sizes
+    caps = [(i.low_bytes, i.high_bytes, tuning.model.job.simulate(i.cuts).step_s) for i in enumerate_caps(sizes)]
+    figure = report.plot_tuning(tuning, f"Step time against bucket size: {title}", run.machine, caps)
+    picture = run.write_figure("tuning", figure)
+    if json:
+        run.print_json(report.tuning_row(tuning, str(plan_path), verdict))
+        return
+    run.print_table(report.grid_table, judgement.points, title)
+    run.print_table(report.bucket_table, buckets, "the default" if choice.is_default else "the recommended plan")
+    run.close(notes[:-1])
+    from paceline.cli import session
+
+    console = session.stdout()
+    console.print(f"plan: {plan_path} (for `train --plan`)")
+    console.print(f"picture: {picture}")
+    console.print(verdict, markup=False)
+
+
+def _describe_torch(tuning: Tuning) -> list[str]:
+    try:
+        arguments = tuning.plan.as_torch_kwargs()
+    except ConfigError as error:
+        return [f"no arguments for torch's wrapper: {error}"]
+    listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return [f"for torch's own wrapper: DistributedDataParallel(model, {listed})"]

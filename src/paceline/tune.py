@@ -1,0 +1,118 @@
+"""Measure, predict, confirm, plan: which buckets are best for a training job on these ranks.
+
+One tuning, top to bottom. What is measured is in `measure.tuning`, the model in `predict`, the words in `report.tuning`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from paceline.measure.tune_settings import TuneSettings
+from paceline.plan import Gradient, Plan
+from paceline.predict.calibrate import Evidence
+from paceline.predict.judgement import GridPoint, Judgement, judge
+from paceline.predict.plans import Choice, PlanModel
+from paceline.predict.search import choose_caps
+from paceline.records import Record, TuneStepRecord
+from paceline.units import format_bytes
+
+__all__ = ["Tuning", "find_plan", "judge_tuning", "run_tuning"]
+
+RECOMMENDED = "recommended"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All of it: the records, the model fitted to those that may calibrate it, what it chose, and how right it was."""
+
+    records: tuple[Record, ...]
+    model: PlanModel
+    choice: Choice
+    default_plan: Plan
+    plan: Plan
+    judgement: Judgement
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What rank 0 concluded from the calibration. `plan` is the default one where nothing better is known."""
+
+    choice: Choice
+    plan: Plan
+
+
+def find_plan(
+    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
+) -> tuple[PlanModel, Choice, Plan]:
+    """The plan that the model recommends, from the records that may calibrate it. Pure."""
+    model = PlanModel(Evidence.sort(records), settings.build_curve())
+    choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
+    if choice.is_default:
+        return model, choice, default_plan
+    what = f"cap {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "free"
+    plan = model.build_plan(gradients, choice.estimate.cuts, f"tuned: {what}")
+    return model, choice, plan
+
+
+def run_tuning(settings: TuneSettings) -> tuple[list[Record], tuple[Gradient, ...], Plan]:
+    """Measure on all ranks, choose on rank 0, confirm on all; the records, the gradients and the default plan.
+
+    Collective: every rank of the launched world must call this.
+    """
+    from paceline.measure.settings import Progress
+    from paceline.measure.tuning import Candidate, TuningBench
+    from paceline.runtime.worker import post
+    from paceline.training.build import open_world
+
+    with open_world(settings.job) as world:
+        if world.world_size == 1 and settings.network is None:
+            raise ConfigError("--ranks 1 sends nothing: tune 2 or more, or give a --network to emulate")
+
+        def tell(share: float, what: str) -> None:
+            if world.rank == 0:
+                post(Progress((what == "confirming") + share, 2 if settings.confirms else 1, what))
+
+        bench = TuningBench(settings, world, tell)
+        try:
+            records = bench.calibrate()
+            default_plan = bench.plan_default()
+            if not settings.confirms:
+                return records, bench.gradients, default_plan
+            candidates: list[Candidate] = []
+            if world.rank == 0:
+                _, choice, plan = find_plan(settings, records, bench.gradients, default_plan)
+                candidates = [Candidate("default")]
+                if not choice.is_default:
+                    candidates.append(Candidate(RECOMMENDED, plan=plan))
+                best = _find_best(records)
+                if best is not None:
+                    candidates.append(Candidate(best.label, best.cap_bytes))
+            records += bench.confirm(world.share(candidates)[0])
+            return records, bench.gradients, default_plan
+        finally:
+            bench.close()
+
+
+def _find_best(records: Sequence[Record]) -> TuneStepRecord | None:
+    """The fastest cap of the sweep, to hold the recommended plan against."""
+    plans = [record for record in records if isinstance(record, TuneStepRecord) and record.role == "plan"]
+    return min(plans, key=lambda record: record.timing.median_s, default=None)
+
+
+def judge_tuning(
+    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
+) -> Tuning:
+    """Everything that follows from the records of a tuning. Pure."""
+    model, choice, plan = find_plan(settings, records, gradients, default_plan)
+    plans = [record for record in records if isinstance(record, TuneStepRecord) and record.role == "plan"]
+    grid = [record for record in plans if not record.note]
+    confirmed = [record for record in plans if record.note]
+    if grid:
+        points = [GridPoint(r.cap_bytes, model.estimate_cap(r.cap_bytes), model.plain_s, r) for r in grid]
+    else:
+        caps = settings.caps_bytes or choose_caps(model.job.sizes, settings.effort.num_caps)
+        points = [GridPoint(cap, model.estimate_cap(cap), model.plain_s) for cap in caps]
+    recommended = "default" if choice.is_default else RECOMMENDED
+    return Tuning(tuple(records), model, choice, default_plan, plan, judge(points, confirmed, recommended))
