@@ -1,6 +1,6 @@
 """Measure, predict, confirm, plan: which buckets are best for a training job on these ranks.
 
-One tuning, top to bottom. What is measured is in `measure.tuning`, the model in `predict`, the words in `report.tuning`.
+One tuning, top to bottom. What is measured is in `measure.tuning`, the model in `predict`, the words in `report`.
 """
 
 from __future__ import annotations

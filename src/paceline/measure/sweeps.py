@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,11 @@ class Sweep:
 
     def build_records(self, num_warmup: int) -> Iterator[Record]:
         world = self._world
-        where = {"backend": world.backend, "device": world.device.type, "world_size": world.world_size}
+        where: dict[str, Any] = {
+            "backend": world.backend,
+            "device": world.device.type,
+            "world_size": world.world_size,
+        }
 
         def samples(mine: list[float]) -> Samples:
             rows = tuple(zip(*world.share(mine), strict=True))

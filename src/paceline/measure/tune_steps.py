@@ -117,7 +117,7 @@ def time_alone(channel: Channel, memory: torch.Tensor, num_bytes: int) -> float:
 
 
 def wrap(module: nn.Module, wrapper: str, candidate: Candidate, group: dist.ProcessGroup | None) -> nn.Module:
-    cap = {"bucket_cap_mb": candidate.cap_bytes / MIB} if candidate.cap_bytes else {}
+    cap: dict[str, Any] = {"bucket_cap_mb": candidate.cap_bytes / MIB} if candidate.cap_bytes else {}
     if wrapper == "paceline":
         return DataParallel(module, process_group=group, plan=candidate.plan, **cap)
     kwargs: dict[str, Any] = candidate.plan.as_torch_kwargs() if candidate.plan is not None else dict(cap)

@@ -1,7 +1,7 @@
 """One training job under many plans of buckets, and what its prediction learns from, all in turns on all ranks.
 
-Each round: every size of all-reduce once, and one step of every sort. What is concluded is in `predict.calibrate`, which
-never sees the steps of the job itself.
+Each round: every size of all-reduce once, and one step of every sort. What is concluded is in `predict.calibrate`,
+which never sees the steps of the job itself.
 """
 
 from __future__ import annotations
@@ -129,9 +129,8 @@ class TuningBench:
         self._disturbing = self._channel.allocate(self._num_bytes // 4, torch.float32, self._world.device)
         num_warmup = self._run(effort.budget_s, sweep, "measuring")
         records: list[Record] = list(sweep.build_records(num_warmup))
-        records += [
-            self._build_record(variant, num_warmup) for variant in self._variants if variant.label != "profiled"
-        ]
+        shown = [variant for variant in self._variants if variant is not self._profiled]
+        records += [self._build_record(variant, num_warmup) for variant in shown]
         self._profile = self._build_profile(num_warmup)
         return [*records, self._profile]
 
@@ -298,7 +297,7 @@ class TuningBench:
 
     def _build_record(self, variant: Variant, num_warmup: int) -> TuneStepRecord:
         job, world = self._settings.job, self._world
-        times = {phase: self._samples(variant.phases_s[phase], num_warmup) for phase in PHASES}
+        forward, backward, optimizer = (self._samples(variant.phases_s[phase], num_warmup) for phase in PHASES)
         is_disturbed = variant.role == "disturbed"
         return TuneStepRecord(
             model=job.model, wrapper=job.wrapper, backend=world.backend, device=world.device.type,
@@ -306,7 +305,7 @@ class TuningBench:
             label=variant.label, cap_bytes=variant.cap_bytes if variant.role == "plan" else 0,
             bucket_bytes=read_buckets(variant.learner.model), message_bytes=variant.message_bytes,
             num_messages=variant.num_messages if is_disturbed else 0,
-            timing=self._samples(variant.step_s, num_warmup), **times,
+            timing=self._samples(variant.step_s, num_warmup), forward=forward, backward=backward, optimizer=optimizer,
             source="emulated" if self._networks is not None and variant.role == "plan" else "measured",
             under_way=self._samples(variant.under_way_s, num_warmup) if is_disturbed else None,
             overlapped=self._samples(variant.overlapped_s, num_warmup) if is_disturbed else None,

@@ -1,4 +1,4 @@
-"""From the records of a machine and a job to the inputs of the simulator. Pure; the steps of the job itself are refused.
+"""From the records of a machine and a job to the inputs of the simulator. Pure; the job's own steps are left out.
 
 What the inputs predict is in `simulate`; which plan is best in `search`.
 """

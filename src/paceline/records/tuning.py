@@ -21,12 +21,12 @@ ROLES = (*CALIBRATING, "plan")
 
 @dataclass(frozen=True, kw_only=True)
 class TuneStepRecord(Record):
-    """Steps of one sort. `plain`: the bare model. `local`: in the wrapper, in a world of one rank. `disturbed`: the bare
-    model while `num_messages` messages of `message_bytes` are sent beside its backward. `plan`: the job itself.
+    """Steps of one sort. `plain`: the bare model. `local`: in the wrapper, in a world of one rank. `disturbed`: the
+    bare model while `num_messages` messages of `message_bytes` are sent beside its backward. `plan`: the job itself.
 
     `bucket_bytes` are the wrapper's buckets, as it tells them; `cap_bytes` what they were made by, 0 where that is no
-    cap. Of `disturbed` steps alone: `under_way` is the mean time of a step's messages from their start to their end, and
-    `overlapped` the part of it before the end of backward.
+    cap. Of `disturbed` steps alone: `under_way` is the mean time of a step's messages from their start to their end,
+    and `overlapped` the part of it before the end of backward.
     """
 
     kind: ClassVar[str] = "tune_step"

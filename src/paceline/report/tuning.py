@@ -73,7 +73,7 @@ def describe_errors(judgement: Any) -> list[str]:
         tau = judgement.kendall_tau
         lines.append(
             f"predicted steps are {judgement.mape:.1%} off on average, {judgement.max_error:.1%} at most; what "
-            f"communication adds, {judgement.exposed_error:.0%} of it or {judgement.exposed_step_error:.1%} of the step; "
+            f"communication adds, {judgement.exposed_error:.0%} of it or {judgement.exposed_step_error:.1%} of a step; "
             f"{judgement.coverage:.0%} of the measured points lie in their 90 %; rank correlation "
             f"{'unknown' if tau is None else format(tau, '.2f')}; noise {judgement.noise:.1%}"
         )
@@ -101,16 +101,16 @@ def say_verdict(tuning: Any, job: str) -> str:
     if gain is None:
         return f"{job}: use {cap}, {count}: predicted {choice.gain:.1%} less than the default"
     noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
-    words = (
-        f"{1 - gain.value:.1%}{noise} less"
-        if gain.is_clear
-        else f"the same within the noise ({1 - gain.value:+.1%}{noise})"
-    )
+    measured = f"{1 - gain.value:.1%}{noise}"
+    if not gain.is_clear:
+        return (
+            f"{job}: keep the default: {cap}, {count}, was predicted to take {choice.gain:.1%} less, and measured "
+            f"{measured} less, within the noise"
+        )
+    words = "less" if gain.value < 1 else "less (more, that is: a wrong prediction)"
     return (
-        f"{job}: use {cap}, {count}: measured {words} than the default in turns, predicted {choice.gain:.1%} "
-        f"(regret {judgement.regret:.1%})"
-        if gain.is_clear
-        else f"{job}: {cap}, {count}, is {words} as the default; predicted {choice.gain:.1%} less"
+        f"{job}: use {cap}, {count}: it takes {measured} {words} than the default, measured in turns; predicted "
+        f"{choice.gain:.1%}, regret {judgement.regret:.1%}"
     )
 
 
@@ -163,16 +163,16 @@ def plot_tuning(tuning: Any, title: str, subtitle: str, caps: Sequence[tuple[int
     sizes = [point.cap_bytes / MIB for point in points]
     axes.fill_between(
         sizes, [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points],
-        color=COLORS[0], alpha=0.15, linewidth=0, label="90 % of measured steps",
+        color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval",
     )  # fmt: skip
     measured = [point for point in points if point.measured is not None]
     if measured:
         centers = [point.measured_s * 1e3 for point in measured]
-        low = [c - p.measured.timing.p10_s * 1e3 for c, p in zip(centers, measured, strict=True)]
-        high = [p.measured.timing.p90_s * 1e3 - c for c, p in zip(centers, measured, strict=True)]
+        below = [c - p.measured.timing.p10_s * 1e3 for c, p in zip(centers, measured, strict=True)]
+        above = [p.measured.timing.p90_s * 1e3 - c for c, p in zip(centers, measured, strict=True)]
         places = [point.cap_bytes / MIB for point in measured]
         axes.errorbar(
-            places, centers, yerr=[[max(0.0, v) for v in low], [max(0.0, v) for v in high]], fmt="o-", capsize=3,
+            places, centers, yerr=[[max(0.0, v) for v in below], [max(0.0, v) for v in above]], fmt="o-", capsize=3,
             color=COLORS[1], linewidth=1, label="measured: median, p10 to p90",
         )  # fmt: skip
         best = tuning.judgement.best_measured
