@@ -100,4 +100,4 @@ def _count_cycles(device: torch.device) -> float:
         end.record()
         torch.cuda.synchronize(device)
         rates.append(_CYCLES / (begin.elapsed_time(end) / 1e3))
-    return max(rates)
+    return float(max(rates))

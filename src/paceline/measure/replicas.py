@@ -154,6 +154,9 @@ def build_replica(
     """A fresh replica in its wrapper. Ranks begin with different parameters: a wrapper that does not broadcast rank 0's
     is found out. Collective: every rank of the group must call this."""
     workload, device = MODELS[model], group.device
+    if device.type == "cuda":
+        # NCCL lets go of the memory of its last message when another one is over: a former replica's, perhaps.
+        dist.all_reduce(torch.zeros(1, device=device), group=group.data)
     before = _count_allocated(device, True)
     module = wrapping.wrap(build_module(model, seed + rank, device), group.data)
     held = _count_allocated(device, True) - before

@@ -167,7 +167,7 @@ class TuningBench:
 
     def _build(self, candidate: Candidate | None = None, group: dist.ProcessGroup | None = None) -> Learner:
         """A replica of its own, bare or in the wrapper with these buckets."""
-        learner = build_learner(self._job.settings, self._world, self._job.train)
+        learner = build_learner(self._job.settings, self._world, self._job.train, like=self._job.learner.module)
         if candidate is None:
             return learner
         wrapped = wrap(learner.module, self._settings.job.wrapper, candidate, group)
