@@ -1,0 +1,278 @@
+#!/usr/bin/env python
+"""How wrong are the predictions of `paceline tune`? All cases, an ablation and baselines, as tables.
+
+    benchmarks/validate_tuning.py OUT [--only NAME]
+
+Runs `paceline tune` for each case that OUT does not hold yet, then makes every table anew from the runs in OUT. Takes
+about half an hour on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.measure.tune_settings import FULL, TuneSettings
+from paceline.plan import Plan, plan_like_torch
+from paceline.predict.calibrate import CalibratedJob, Evidence
+from paceline.predict.costs import fit_alpha_beta
+from paceline.predict.curves import LineCurve, MeasuredCurve
+from paceline.predict.networks import find_network
+from paceline.predict.search import enumerate_caps
+from paceline.predict.simulate import Backward, Contention
+from paceline.records import LayerProfileRecord, TuneStepRecord, load_run
+from paceline.training.settings import TrainSettings
+from paceline.tune import Tuning, judge_tuning
+from paceline.units import MIB, format_bytes
+
+MODELS = {
+    "mlp": "--model mlp --hidden 2048 --batch-size 4",
+    "cnn": "--model cnn --batch-size 16",
+    "resnet18": "--model resnet18 --batch-size 2",
+    "gpt2-mini": "--model gpt2-mini --batch-size 4",
+}
+# Name, bit/s and latency of the emulated networks, and their ranks.
+NETWORKS = {"1Gb": "1Gb/s,50us", "10Gb": "10Gb/s,20us", "100Gb": "100Gb/s,5us"}
+EMULATED = (
+    ("mlp", "1Gb", 2), ("mlp", "10Gb", 64), ("mlp", "100Gb", 1024), ("cnn", "1Gb", 64), ("cnn", "10Gb", 2),
+    ("cnn", "100Gb", 1024), ("resnet18", "1Gb", 2), ("resnet18", "10Gb", 1024), ("gpt2-mini", "1Gb", 64),
+    ("gpt2-mini", "10Gb", 2), ("gpt2-mini", "100Gb", 1024),
+)  # fmt: skip
+
+
+def list_cases() -> Iterator[tuple[str, str]]:
+    """The name of each case, and the arguments of `tune`."""
+    for model, backend in itertools.product(MODELS, ("gloo", "paceline")):
+        yield f"{model}-{backend}", f"{MODELS[model]} --ranks 2 --backend {backend}"
+    for model in ("mlp", "gpt2-mini"):
+        yield f"{model}-gloo-torch", f"{MODELS[model]} --ranks 2 --backend gloo --wrapper torch"
+    for model, network, ranks in EMULATED:
+        name = f"{model}-{network}-{ranks}-ranks"
+        yield name, f"{MODELS[model]} --ranks 1 --quick --network {NETWORKS[network]} --network-ranks {ranks}"
+    torch = f"{MODELS['gpt2-mini']} --wrapper torch --ranks 1 --quick --network {NETWORKS['1Gb']} --network-ranks 8"
+    yield "gpt2-mini-1Gb-8-ranks-torch", torch
+
+
+def measure(out: Path, name: str, arguments: str) -> None:
+    if (out / name).exists():
+        print(f"{out / name} is there already: not measured again")
+        return
+    new = out / "new"
+    command = [sys.executable, "-m", "paceline", "tune", *arguments.split(), "--out", str(new)]
+    print(name, flush=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}")
+    print(done.stdout.strip().splitlines()[-1], flush=True)
+    (folder,) = new.iterdir()
+    for picture in folder.glob("*.svg"):
+        picture.unlink()
+    folder.rename(out / name)
+    new.rmdir()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    tuning: Tuning
+    is_emulated: bool
+
+
+def load_case(folder: Path) -> Case:
+    """Everything from the records alone: what the run printed is not used."""
+    run = load_run(folder / "run.json")
+    network = run.config["network"]
+    known = {field: value for field, value in run.config.items() if field in TrainSettings.__dataclass_fields__}
+    settings = TuneSettings(
+        job=TrainSettings.from_json(known),
+        effort=FULL,
+        network=None if network is None else find_network(network),
+        network_ranks=run.config["network_ranks"] or 2,
+    )
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    profile = next(record for record in run.records if isinstance(record, LayerProfileRecord))
+    place = {gradient.name: index for index, gradient in enumerate(plan.gradients)}
+    order = [place[parameter.name] for parameter in profile.parameters]
+    default = plan_like_torch(plan.gradients, order, run.config["default_buckets"])
+    return Case(folder.name, judge_tuning(settings, run.records, plan.gradients, default), network is not None)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def render(head: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(['---', *['--:'] * (len(head) - 1)])}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def render_cases(cases: list[Case]) -> str:
+    rows = []
+    for case in cases:
+        j, tuning = case.tuning.judgement, case.tuning
+        gain = j.gain
+        measured = "default kept" if gain is None else f"{1 - gain.value:+.1%} ± {gain.noise or 0:.1%}"
+        rows.append([
+            f"[{case.name}]({case.name}/grid.md)", str(len(j.measured)), percent(j.mape), percent(j.max_error),
+            percent(j.exposed_error), percent(j.exposed_step_error), percent(j.coverage),
+            "" if j.kendall_tau is None else f"{j.kendall_tau:.2f}", percent(j.noise), "yes" if j.is_flat else "no",
+            percent(j.regret), f"{tuning.choice.gain:.1%}", measured,
+        ])  # fmt: skip
+    for what, chosen in (
+        ("measured", [c for c in cases if not c.is_emulated]),
+        ("emulated", [c for c in cases if c.is_emulated]),
+    ):
+        points = [p for case in chosen for p in case.tuning.judgement.measured]
+        if not points:
+            continue
+        errors = [abs(p.error or 0.0) for p in points]
+        exposed = [(abs((p.estimate.exposed_s) - (p.exposed_s or 0.0)), abs(p.exposed_s or 0.0)) for p in points]
+        regrets = [c.tuning.judgement.regret or 0.0 for c in chosen]
+        within = sum(r <= max(0.01, c.tuning.judgement.noise) for r, c in zip(regrets, chosen, strict=True))
+        rows.append([
+            f"**all {what}**", str(len(points)), percent(statistics.fmean(errors)), percent(max(errors)),
+            percent(sum(e for e, _ in exposed) / sum(x for _, x in exposed)), "",
+            percent(statistics.fmean(bool(p.is_covered) for p in points)), "", "", "",
+            f"{within} of {len(chosen)} within 1 % or the noise", "", "",
+        ])  # fmt: skip
+    head = ["case", "points", "MAPE", "largest error", "error on what is added", "of the step", "in the 90 %", "tau", "noise",
+            "flat", "regret", "gain predicted", "gain measured"]  # fmt: skip
+    return render(head, rows)
+
+
+Change = Callable[[CalibratedJob], CalibratedJob]
+
+
+def _line(job: CalibratedJob) -> CalibratedJob:
+    curve = job.costs.curve
+    if not isinstance(curve, MeasuredCurve):
+        return job
+    line = fit_alpha_beta(list(zip(curve.sizes, curve.seconds, strict=True)))
+    return replace(job, costs=replace(job.costs, curve=LineCurve(line)))
+
+
+def _even(job: CalibratedJob) -> CalibratedJob:
+    """Gradients ready in proportion to their bytes, as where no layer was timed."""
+    done, total = list(itertools.accumulate(job.sizes)), sum(job.sizes)
+    ready = tuple(job.backward.total_s * part / total for part in done)
+    backward = Backward(ready, job.backward.total_s, job.backward.before_s, job.backward.after_s)
+    return replace(job, ready_s=ready, backward=backward)
+
+
+ABLATIONS: dict[str, Change] = {
+    "the whole model": lambda job: job,
+    "without contention": lambda job: replace(job, costs=replace(job.costs, contention=Contention())),
+    "one message at a time": lambda job: replace(job, costs=replace(job.costs, servers=1)),
+    "no cost of a bucket": lambda job: replace(job, costs=replace(job.costs, launch_s=0.0)),
+    "no copies": lambda job: replace(job, costs=replace(job.costs, gather_s_per_byte=0.0)),
+    "a line for the curve": _line,
+    "ready by bytes": _even,
+    "nothing after the last bucket": lambda job: replace(job, costs=replace(job.costs, finish_s=0.0)),
+}
+
+
+def render_ablation(cases: list[Case]) -> str:
+    rows = []
+    for name, change in ABLATIONS.items():
+        cells = []
+        for is_emulated in (False, True):
+            errors, added = [], []
+            for case in (c for c in cases if c.is_emulated == is_emulated):
+                job = change(case.tuning.model.job)
+                for point in case.tuning.judgement.measured:
+                    step_s = job.simulate(job.cut(point.cap_bytes)).step_s
+                    errors.append(abs(step_s / (point.measured_s or math.nan) - 1))
+                    added.append((abs(step_s - (point.measured_s or 0.0)), abs(point.exposed_s or 0.0)))
+            cells += ["", "", ""] if not errors else [
+                percent(statistics.fmean(errors)), percent(max(errors)),
+                percent(sum(e for e, _ in added) / sum(x for _, x in added)),
+            ]  # fmt: skip
+        rows.append([name, *cells])
+    head = [
+        "",
+        *(f"{what}, {kind}" for kind in ("measured", "emulated") for what in ("MAPE", "largest", "of what is added")),
+    ]
+    return render(head, rows)
+
+
+def _greedy(job: CalibratedJob) -> tuple[int, ...]:
+    """MG-WFBP's idea: wait for the next gradient if it comes before the latency of a message of its own is paid."""
+    alpha_s = job.costs.curve.estimate_s(1)
+    cuts: list[int] = []
+    free_s = first = 0
+    for index in range(len(job.sizes)):
+        start_s = max(free_s, job.ready_s[index])
+        if index + 1 < len(job.sizes) and job.ready_s[index + 1] < start_s + alpha_s:
+            continue
+        free_s = start_s + job.costs.curve.estimate_s(sum(job.sizes[first : index + 1]))
+        cuts.append(index + 1)
+        first = index + 1
+    return tuple(cuts)
+
+
+def _square_root(job: CalibratedJob) -> tuple[int, ...]:
+    alpha_s, total = job.costs.curve.estimate_s(1), sum(job.sizes)
+    return job.cut(max(1, round(total * math.sqrt(alpha_s / job.backward.total_s))))
+
+
+def _random(job: CalibratedJob) -> tuple[int, ...]:
+    source, total = random.Random(1), sum(job.sizes)
+    tried = [job.cut(max(1, round(total * 0.01 ** source.random()))) for _ in range(20)]
+    return min(tried, key=lambda cuts: job.simulate(cuts).step_s)
+
+
+BASELINES: dict[str, Callable[[CalibratedJob], tuple[int, ...]]] = {
+    "25 MiB": lambda job: job.cut(25 * MIB),
+    "100 MB": lambda job: job.cut(100_000_000),
+    "Megatron's rule, 40 M elements": lambda job: job.cut(160_000_000),
+    "the square-root formula": _square_root,
+    "MG-WFBP's greedy merge": _greedy,
+    "the best of 20 random caps": _random,
+    "the best cap": lambda job: min((i.cuts for i in enumerate_caps(job.sizes)), key=lambda c: job.simulate(c).step_s),
+}
+
+
+def render_baselines(cases: list[Case]) -> str:
+    """Steps under other rules over steps under the recommended plan, all simulated on the same calibration."""
+    rows = []
+    for case in cases:
+        job = case.tuning.model.job
+        ours = case.tuning.choice.estimate.step_s
+        cells = [f"{job.simulate(rule(job)).step_s / ours - 1:+.1%}" for rule in BASELINES.values()]
+        rows.append([case.name, *cells])
+    return render(["case", *BASELINES], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", help="cases whose names contain this")
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    names = []
+    for name, arguments in list_cases():
+        names.append(name)
+        if not asked.only or asked.only in name:
+            measure(asked.out, name, arguments)
+    cases = [load_case(asked.out / name) for name in names if (asked.out / name).exists()]
+    for name, text in (
+        ("cases", render_cases(cases)), ("ablation", render_ablation(cases)), ("baselines", render_baselines(cases)),
+    ):  # fmt: skip
+        (asked.out / f"{name}.md").write_text(text)
+        print(f"\n{name}\n{text}")
+
+
+if __name__ == "__main__":
+    main()
