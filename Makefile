@@ -21,10 +21,9 @@ $(STAMP): pyproject.toml setup.py $(wildcard src/paceline/transport/native/*)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## Look at this machine, measure all-reduce, train on two ranks (about a minute)
+demo: $(STAMP) ## Look at this machine, and find the best buckets for a small GPT-2 on two ranks (about a minute)
 	$(BIN)/paceline doctor
-	$(BIN)/paceline bench allreduce --ranks 2 --sizes 64KiB,1MiB,16MiB
-	$(BIN)/python examples/train_by_hand.py
+	$(BIN)/paceline tune --model gpt2-tiny --ranks 2 --quick
 
 test: $(STAMP) ## Run the tests (minutes on two cores)
 	$(BIN)/python -m pytest
@@ -54,6 +53,7 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	  --sizes 4KiB,64KiB,1MiB,10MiB,100MiB
 	$(BIN)/paceline bench chunks --backend gloo,paceline
 	$(BIN)/paceline bench wrappers --backend gloo,paceline --wrapper bare,torch,torch-tuned,paceline
+	$(BIN)/python benchmarks/validate_tuning.py runs/tuning
 
 clean: ## Remove .venv and caches (runs/ stays)
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

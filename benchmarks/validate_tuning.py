@@ -19,20 +19,19 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.measure.tune_settings import FULL, TuneSettings
 from paceline.plan import Plan, plan_like_torch
-from paceline.predict.calibrate import CalibratedJob, Evidence
+from paceline.predict.calibrate import CalibratedJob
 from paceline.predict.costs import fit_alpha_beta
 from paceline.predict.curves import LineCurve, MeasuredCurve
 from paceline.predict.networks import find_network
 from paceline.predict.search import enumerate_caps
 from paceline.predict.simulate import Backward, Contention
-from paceline.records import LayerProfileRecord, TuneStepRecord, load_run
+from paceline.records import LayerProfileRecord, load_run
 from paceline.training.settings import TrainSettings
 from paceline.tune import Tuning, judge_tuning
-from paceline.units import MIB, format_bytes
+from paceline.units import MIB
 
 MODELS = {
     "mlp": "--model mlp --hidden 2048 --batch-size 4",
@@ -147,8 +146,8 @@ def render_cases(cases: list[Case]) -> str:
             percent(statistics.fmean(bool(p.is_covered) for p in points)), "", "", "",
             f"{within} of {len(chosen)} within 1 % or the noise", "", "",
         ])  # fmt: skip
-    head = ["case", "points", "MAPE", "largest error", "error on what is added", "of the step", "in the 90 %", "tau", "noise",
-            "flat", "regret", "gain predicted", "gain measured"]  # fmt: skip
+    head = ["case", "points", "MAPE", "largest error", "error on what is added", "of the step", "in the 90 %", "tau",
+            "noise", "flat", "regret", "gain predicted", "gain measured"]  # fmt: skip
     return render(head, rows)
 
 
@@ -211,7 +210,7 @@ def _greedy(job: CalibratedJob) -> tuple[int, ...]:
     """MG-WFBP's idea: wait for the next gradient if it comes before the latency of a message of its own is paid."""
     alpha_s = job.costs.curve.estimate_s(1)
     cuts: list[int] = []
-    free_s = first = 0
+    free_s, first = 0.0, 0
     for index in range(len(job.sizes)):
         start_s = max(free_s, job.ready_s[index])
         if index + 1 < len(job.sizes) and job.ready_s[index + 1] < start_s + alpha_s:

@@ -1,0 +1,88 @@
+#!/usr/bin/env python
+"""A `paceline` command between two hosts that are network namespaces of this machine, joined by a link of a given rate.
+
+    benchmarks/limited_link.py OUT [--rate 1gbit] [-- tune --model gpt2-mini ...]
+
+Needs root, `ip` and `tc`; the namespaces and the link are made here and removed at the end, whatever happens. Loopback
+and other interfaces are not touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+DEFAULT = "tune --model gpt2-mini --batch-size 4 --backend gloo --wrapper torch"
+PORT = 29400  # inside the namespaces, where nobody else is
+TIMEOUT_S = 900
+
+
+def call(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+
+
+@contextlib.contextmanager
+def linked_hosts(rate: str) -> Iterator[tuple[str, str]]:
+    """Two namespaces that see each other, at 10.213.7.1 and .2, and nothing else."""
+    mark = secrets.token_hex(3)
+    names = f"paceline-{mark}-a", f"paceline-{mark}-b"
+    ends = f"pl{mark}a", f"pl{mark}b"
+    try:
+        for name in names:
+            call("ip", "netns", "add", name)
+        call("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+        for number, (name, end) in enumerate(zip(names, ends, strict=True), 1):
+            inside = ("ip", "netns", "exec", name)
+            call("ip", "link", "set", end, "netns", name)
+            call(*inside, "ip", "link", "set", end, "name", "eth0")
+            call(*inside, "ip", "address", "add", f"10.213.7.{number}/24", "dev", "eth0")
+            call(*inside, "ip", "link", "set", "lo", "up")
+            call(*inside, "ip", "link", "set", "eth0", "up")
+            limit = ("tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+            call(*inside, "tc", "qdisc", "add", "dev", "eth0", "root", *limit)
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(("ip", "netns", "delete", name), capture_output=True, timeout=30)
+
+
+def run_ranks(names: tuple[str, str], arguments: list[str], out: Path) -> int:
+    """One rank in each namespace; what rank 0 says is shown, and both end when one fails."""
+    ranks = []
+    for rank, name in enumerate(names):
+        place = {
+            "MASTER_ADDR": "10.213.7.1", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "paceline", *arguments, "--out", str(out)]
+        ranks.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env={**os.environ, **place}))
+    try:
+        return max(rank.wait(TIMEOUT_S) for rank in ranks)
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("arguments", nargs="*")
+    asked = parser.parse_args()
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        raise SystemExit("limited_link: root, `ip` and `tc` are needed: network namespaces are made here")
+    with linked_hosts(asked.rate) as names:
+        sys.exit(run_ranks(names, asked.arguments or DEFAULT.split(), asked.out))
+
+
+if __name__ == "__main__":
+    main()
