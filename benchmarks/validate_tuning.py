@@ -41,6 +41,7 @@ MODELS = {
 }
 # Name, bit/s and latency of the emulated networks, and their ranks.
 NETWORKS = {"1Gb": "1Gb/s,50us", "10Gb": "10Gb/s,20us", "100Gb": "100Gb/s,5us"}
+ALONE = "--ranks 1 --threads 1 --quick"  # the other core is for the thread that is the network
 EMULATED = (
     ("mlp", "1Gb", 2), ("mlp", "10Gb", 64), ("mlp", "100Gb", 1024), ("cnn", "1Gb", 64), ("cnn", "10Gb", 2),
     ("cnn", "100Gb", 1024), ("resnet18", "1Gb", 2), ("resnet18", "10Gb", 1024), ("gpt2-mini", "1Gb", 64),
@@ -56,9 +57,9 @@ def list_cases() -> Iterator[tuple[str, str]]:
         yield f"{model}-gloo-torch", f"{MODELS[model]} --ranks 2 --backend gloo --wrapper torch"
     for model, network, ranks in EMULATED:
         name = f"{model}-{network}-{ranks}-ranks"
-        yield name, f"{MODELS[model]} --ranks 1 --quick --network {NETWORKS[network]} --network-ranks {ranks}"
-    torch = f"{MODELS['gpt2-mini']} --wrapper torch --ranks 1 --quick --network {NETWORKS['1Gb']} --network-ranks 8"
-    yield "gpt2-mini-1Gb-8-ranks-torch", torch
+        yield name, f"{MODELS[model]} {ALONE} --network {NETWORKS[network]} --network-ranks {ranks}"
+    torch = f"--wrapper torch --network {NETWORKS['1Gb']} --network-ranks 8"
+    yield "gpt2-mini-1Gb-8-ranks-torch", f"{MODELS['gpt2-mini']} {ALONE} {torch}"
 
 
 def measure(out: Path, name: str, arguments: str) -> None:

@@ -90,12 +90,12 @@ def say_verdict(tuning: Any, job: str) -> str:
     if choice.is_default:
         times = [p.measured_s if p.measured_s is not None else p.estimate.step_s for p in judgement.points]
         spread = max(times) / min(times) - 1
-        why = "flat: " if judgement.is_flat else ""
+        sizes = f"all bucket sizes lie within {spread:.1%}"
+        if judgement.is_flat:
+            noise = f", the noise being {judgement.noise:.1%}" if judgement.noise else ", predicted"
+            return f"{job}: flat: keep the default, {count}: {sizes}{noise}"
         regret = "" if judgement.regret is None else f" (regret {judgement.regret:.1%})"
-        return (
-            f"{job}: {why}keep the default, {count}: no plan is predicted to gain more than the noise, and all bucket "
-            f"sizes lie within {spread:.1%}{regret}"
-        )
+        return f"{job}: keep the default, {count}: no plan is predicted to gain more than the noise; {sizes}{regret}"
     cap = f"bucket size {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "the plan"
     gain = judgement.gain
     if gain is None:
