@@ -35,9 +35,7 @@ def tune(
         str | None,
         typer.Option("--caps", help="Bucket sizes to run: 1MiB,4MiB,25MiB. Default: over the range."),
     ] = None,
-    network: Annotated[
-        str | None, typer.Option("--network", help=f"Emulate one instead of sending, with --ranks 1. {NETWORK_HELP}")
-    ] = None,
+    network: Annotated[str | None, typer.Option("--network", help=NETWORK_HELP)] = None,
     network_ranks: Annotated[
         int, typer.Option("--network-ranks", help="Ranks on the emulated network, this one included.")
     ] = 8,
@@ -47,7 +45,8 @@ def tune(
 ) -> None:
     """Find the best buckets: measure this machine and model, predict every plan, confirm, and write the plan.
 
-    The batch size is 4 per rank unless asked otherwise.
+    The batch size is 4 per rank unless asked otherwise. With --network nothing is sent: one rank computes, and its
+    buckets take as long as that network would.
     """
     settings = _read(job, quick, no_confirm, caps, network, network_ranks, iters)
     settings.check()

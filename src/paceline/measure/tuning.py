@@ -93,7 +93,7 @@ class TuningBench:
             for p in self._params
         )
 
-    def plan_default(self) -> Plan:
+    def build_default_plan(self) -> Plan:
         """The buckets of the wrapper where nobody says anything, by the order that was profiled on rank 0."""
         place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
         order = [place[parameter.name] for parameter in self._profile.parameters]
