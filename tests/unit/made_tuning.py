@@ -42,7 +42,8 @@ class MadeJob:
     wrapper: str = "paceline"
     backend: str = "gloo"
     count: int = 9
-    noise: float = 0.0
+    noise: float = 0.0  # of steps
+    message_noise: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -83,13 +84,19 @@ class MadeJob:
         where: dict[str, Any] = {"backend": self.backend, "device": "cpu", "world_size": 2, "dtype": "float32"}
         whole: dict[str, Any] = {"collective": "all_reduce", "op": "sum", **where}
         messages: list[Record] = [
-            CollectiveRecord(num_bytes=size, timing=self._samples(draw, self.message_s(size)), **whole)
+            CollectiveRecord(
+                num_bytes=size, timing=self._samples(draw, self.message_s(size), self.message_noise), **whole
+            )
             for size in self.sweep_sizes
         ]
         pair_s = self.message_s(MIB) / self.pair_rate
-        messages.append(ChunksRecord(total_bytes=2 * MIB, chunk_bytes=MIB, timing=self._samples(draw, pair_s), **where))
+        messages.append(
+            ChunksRecord(
+                total_bytes=2 * MIB, chunk_bytes=MIB, timing=self._samples(draw, pair_s, self.message_noise), **where
+            )
+        )
         if self.extra_s:
-            timing = self._samples(draw, self.extra_s)
+            timing = self._samples(draw, self.extra_s, self.message_noise)
             messages.append(CollectiveRecord(num_bytes=400, timing=timing, note="buffers", **whole))
         disturbed = [self.build_disturbed(draw, *rates) for rates in self.disturbed]
         return [*messages, *steps, *disturbed, self._build_profile(draw)]
@@ -97,7 +104,7 @@ class MadeJob:
     def build_step(self, draw: random.Random, role: str, label: str, backward_s: float, **more: Any) -> TuneStepRecord:
         step_s = self.forward_s + backward_s + self.optimizer_s
         phases = {"timing": step_s, "forward": self.forward_s, "backward": backward_s, "optimizer": self.optimizer_s}
-        samples = {name: self._samples(draw, seconds) for name, seconds in phases.items()}
+        samples = {name: self._samples(draw, seconds, self.noise) for name, seconds in phases.items()}
         return TuneStepRecord(
             model="made", wrapper=self.wrapper, backend=self.backend, device="cpu", world_size=2, batch_size=4,
             role=role, label=label, **samples, **more,
@@ -128,8 +135,8 @@ class MadeJob:
         rows |= {name: rows["forward"] for name in ("backward", "optimizer")}
         return replace(step, **rows, **more)
 
-    def _samples(self, draw: random.Random, seconds: float) -> Samples:
-        times_s = [seconds * max(0.1, 1 + self.noise * draw.gauss(0, 1)) for _ in range(self.count)]
+    def _samples(self, draw: random.Random, seconds: float, noise: float) -> Samples:
+        times_s = [seconds * max(0.1, 1 + noise * draw.gauss(0, 1)) for _ in range(self.count)]
         return Samples(seconds=tuple((time_s, 0.9 * time_s) for time_s in times_s))
 
     def _build_profile(self, draw: random.Random) -> LayerProfileRecord:

@@ -124,7 +124,7 @@ def test_without_a_sweep_or_with_a_summary_of_one_nothing_is_fitted():
 
 
 def test_a_draw_of_a_bootstrap_can_be_repeated_and_draws_what_was_taken_in_turns_together():
-    noisy = replace(JOB, noise=0.2)
+    noisy = replace(JOB, noise=0.2, message_noise=0.2)
     evidence = Evidence.sort(noisy.build_calibration())
     first, again, other = (fit_job(evidence, draw=resample(random.Random(seed))) for seed in (3, 3, 4))
     assert first == again != other
@@ -141,7 +141,7 @@ def test_a_draw_of_a_bootstrap_can_be_repeated_and_draws_what_was_taken_in_turns
 
 
 def test_all_repetitions_are_used_where_nobody_draws():
-    evidence = Evidence.sort(replace(JOB, noise=0.2).build_calibration())
+    evidence = Evidence.sort(replace(JOB, noise=0.2, message_noise=0.2).build_calibration())
     assert fit_job(evidence) == fit_job(evidence, draw=range)
     assert resample(random.Random(0))(1) == [0] and set(resample(random.Random(0))(4)) <= set(range(4))
 
