@@ -54,6 +54,11 @@ def emulated(out) -> dict:
     return read(type_alone(*TUNE, *asked, "--json", "--out", out))
 
 
+@pytest.fixture(scope="module")
+def emulated_torch(out) -> dict:
+    return read(type_alone(*TUNE, "--network", "1Gb/s,20us", "--wrapper", "torch", "--json", "--out", out))
+
+
 def assert_complete(document: dict, wrapper: str, backend: str, world_size: int) -> None:
     assert set(document) >= KEYS
     assert (document["model"], document["wrapper"]) == ("cnn", wrapper)
@@ -137,16 +142,15 @@ def test_a_network_that_does_not_exist(emulated):
     assert "10gbe, 16 ranks, emulated" in emulated["verdict"]
 
 
-def test_torchs_wrapper_on_a_network_that_does_not_exist(out):
-    asked = ("--network", "1Gb/s,20us", "--wrapper", "torch", "--json", "--out", out)
-    document = read(type_alone(*TUNE, *asked))
-    assert_complete(document, "torch", document["backend"], 1)
-    assert {point["source"] for point in document["grid"]} == {"emulated"}
+def test_torchs_wrapper_on_a_network_that_does_not_exist(emulated_torch):
+    assert_complete(emulated_torch, "torch", emulated_torch["backend"], 1)
+    assert {point["source"] for point in emulated_torch["grid"]} == {"emulated"}
 
 
-@pytest.mark.parametrize("wrapper", ["paceline", "torch"])
-def test_training_takes_the_plan(emulated, out, wrapper):
-    asked = ("--batch-size", "4", "--samples", "16", "--wrapper", wrapper, "--plan", emulated["plan"])
+@pytest.mark.parametrize(("wrapper", "tuned"), [("paceline", "emulated"), ("torch", "emulated_torch")])
+def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
+    plan = request.getfixturevalue(tuned)["plan"]
+    asked = ("--batch-size", "4", "--samples", "16", "--wrapper", wrapper, "--plan", plan)
     answer = type_alone("train", *TINY, *asked, "--epochs", "1", "--json", "--out", out)
     assert answer.code == 0, answer.err
     other = type_alone("train", "--channels", "3", "4", *asked, "--out", out)
