@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.errors import ConfigError
 from paceline.measure.tune_settings import TuneSettings
 from paceline.plan import Gradient, Plan
 from paceline.predict.calibrate import Evidence
@@ -67,8 +66,6 @@ def run_tuning(settings: TuneSettings) -> tuple[list[Record], tuple[Gradient, ..
     from paceline.training.build import open_world
 
     with open_world(settings.job) as world:
-        if world.world_size == 1 and settings.network is None:
-            raise ConfigError("--ranks 1 sends nothing: tune 2 or more, or give a --network to emulate")
 
         def tell(share: float, what: str) -> None:
             if world.rank == 0:
@@ -77,7 +74,7 @@ def run_tuning(settings: TuneSettings) -> tuple[list[Record], tuple[Gradient, ..
         bench = TuningBench(settings, world, tell)
         try:
             records = bench.calibrate()
-            default_plan = bench.plan_default()
+            default_plan = bench.build_default_plan()
             if not settings.confirms:
                 return records, bench.gradients, default_plan
             candidates: list[Candidate] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -62,6 +63,20 @@ def more_than_the_queue_holds() -> None:
     assert not dist.group.WORLD._pending  # type: ignore[union-attr]
 
 
+def futures_while_others_start() -> None:
+    """The thread that completes Futures takes Works out of the list that starting another one looks through."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads get in each other's way
+    try:
+        works = (dist.all_reduce(torch.full((4,), float(number)), async_op=True) for number in range(2000))
+        told = [work.get_future().then(lambda done: float(done.value()[0][0])) for work in works]
+        found = torch.futures.wait_all(told)
+    finally:
+        sys.setswitchinterval(before_s)
+    assert found == [2.0 * number for number in range(2000)]
+    assert not dist.group.WORLD._pending  # type: ignore[union-attr]
+
+
 def tensors_that_stand_for_others() -> None:
     from torch.distributed._functional_collectives import all_reduce
 
@@ -85,7 +100,7 @@ def results_that_have_no_room() -> None:
     "program",
     [
         all_of_several, outputs_after_wait, results_after_a_barrier, more_than_the_queue_holds,
-        tensors_that_stand_for_others, results_that_have_no_room,
+        futures_while_others_start, tensors_that_stand_for_others, results_that_have_no_room,
     ],
 )  # fmt: skip
 def test_results_are_there_when_they_are_said_to_be(on_ranks, program, lanes):

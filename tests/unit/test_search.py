@@ -12,6 +12,7 @@ from paceline.plan import Gradient, plan_like_torch
 from paceline.predict.costs import AlphaBeta
 from paceline.predict.curves import LineCurve
 from paceline.predict.search import (
+    choose_caps,
     cut_by_cap,
     enumerate_caps,
     find_best_cuts,
@@ -51,6 +52,21 @@ def test_every_distinct_partition_is_found_once_and_its_caps_are_right(sizes):
     for interval in intervals[:-1]:
         caps = by_trying[interval.cuts]
         assert (interval.low_bytes, interval.high_bytes) == (caps[0], caps[-1])
+
+
+@given(sizes_lists, st.integers(2, 9))
+def test_caps_to_try_differ_in_their_buckets_and_span_the_range(sizes, count):
+    totals = [0, *itertools.accumulate(sizes)]
+    caps = choose_caps(sizes, count)
+    cuts = [cut_by_cap(totals, cap) for cap in caps]
+    assert 1 <= len(caps) <= count and list(caps) == sorted(set(caps))
+    assert len(set(cuts)) == len(cuts)
+    assert cuts[-1] == (len(sizes),) and cuts[0] == cut_by_cap(totals, max(1, round(totals[-1] / 100)))
+
+
+def test_caps_to_try_are_even_on_a_log_axis_where_gradients_allow_it():
+    assert choose_caps([1] * 10_000, 5) == (100, 316, 1000, 3162, 10_000)
+    assert choose_caps([5], 8) == (1,)
 
 
 @settings(deadline=None)

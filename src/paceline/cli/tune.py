@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
-_BATCH_SIZE = 4
+_BATCH_SIZE, _NETWORK_RANKS = 4, 8
 
 
 @takes_job
@@ -35,19 +35,18 @@ def tune(
         str | None,
         typer.Option("--caps", help="Bucket sizes to run: 1MiB,4MiB,25MiB. Default: over the range."),
     ] = None,
-    network: Annotated[
-        str | None, typer.Option("--network", help=f"Emulate one instead of sending, with --ranks 1. {NETWORK_HELP}")
-    ] = None,
+    network: Annotated[str | None, typer.Option("--network", help=NETWORK_HELP)] = None,
     network_ranks: Annotated[
-        int, typer.Option("--network-ranks", help="Ranks on the emulated network, this one included.")
-    ] = 8,
+        int | None, typer.Option("--network-ranks", help="Ranks on the network, this one included; 8 if not given.")
+    ] = None,
     iters: Iters = None,
     out: Out = Path("runs"),
     json: Json = False,
 ) -> None:
     """Find the best buckets: measure this machine and model, predict every plan, confirm, and write the plan.
 
-    The batch size is 4 per rank unless asked otherwise.
+    The batch size is 4 per rank unless asked otherwise. With --network nothing is sent: one rank computes, and its
+    buckets take as long as that network would.
     """
     settings = _read(job, quick, no_confirm, caps, network, network_ranks, iters)
     settings.check()
@@ -78,12 +77,14 @@ def _read(
     no_confirm: bool,
     caps: str | None,
     network: str | None,
-    network_ranks: int,
+    network_ranks: int | None,
     iters: int | None,
 ) -> TuneSettings:
     from paceline.measure.tune_settings import FULL, QUICK, TuneSettings
     from paceline.predict.networks import find_network
 
+    if network is None and network_ranks is not None:
+        raise ConfigError(f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one")
     ranks = read_world(job["ranks"], 2 if network is None else 1)
     if len(ranks) != 1:
         raise ConfigError(f"--ranks {job['ranks']}: a job is tuned on one number of ranks")
@@ -97,7 +98,7 @@ def _read(
         confirms=not no_confirm,
         iters=iters,
         network=None if network is None else find_network(network),
-        network_ranks=network_ranks,
+        network_ranks=_NETWORK_RANKS if network_ranks is None else network_ranks,
         takes_lists=job["wrapper"] != "torch" or _torch_takes_lists(),
     )
 

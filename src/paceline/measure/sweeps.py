@@ -30,7 +30,8 @@ class Sweep:
         self, channel: Channel, world: World, control: dist.ProcessGroup, num_bytes: int, extra: tuple[str, int]
     ) -> None:
         self._channel, self._world, self._control, self._extra = channel, world, control, extra
-        self._memory = channel.allocate(max(1, num_bytes // 4), torch.float32, world.device)
+        num_bytes = max(num_bytes, 2 * _SMALLEST_BYTES)  # of a tiny model, too, there is a curve
+        self._memory = channel.allocate(num_bytes // 4, torch.float32, world.device)
         is_alone = world.world_size == 1
         self._singles: dict[int, list[float]] = {} if is_alone else {size: [] for size in _choose_sizes(num_bytes)}
         pairs = [size for size in _PAIR_BYTES if 2 * size <= num_bytes]

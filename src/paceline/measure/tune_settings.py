@@ -1,4 +1,4 @@
-"""What a tuning run is asked to do, checked before any rank starts. Imports no torch. Measuring is in `tuning`."""
+"""What a tuning run is asked to do, checked before any rank starts and without torch. Measuring is in `tuning`."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ class TuneSettings:
                 f"--accumulate {job.batches.accumulate}: gradients travel behind the last micro-batch alone, so tune "
                 "without it; the plan is the same"
             )
+        if self.network is None and job.ranks == 1:
+            raise ConfigError("--ranks 1 sends nothing: tune 2 or more, or give a --network to emulate")
         if self.network is not None and (job.ranks != 1 or self.network_ranks < 2):
             raise ConfigError(
                 f"--network {self.network.name} with --ranks {job.ranks} and {self.network_ranks} on the network: one "

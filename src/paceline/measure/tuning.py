@@ -93,7 +93,7 @@ class TuningBench:
             for p in self._params
         )
 
-    def plan_default(self) -> Plan:
+    def build_default_plan(self) -> Plan:
         """The buckets of the wrapper where nobody says anything, by the order that was profiled on rank 0."""
         place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
         order = [place[parameter.name] for parameter in self._profile.parameters]
@@ -267,8 +267,9 @@ class TuningBench:
 
         if not variant.num_messages:
             alone_s = time_alone(self._channel, self._disturbing, variant.message_bytes)
-            fitting = self._ready[-1][1] / (_SLOWEST * alone_s) if self._ready else 1.0
-            mine = max(1, min(_MOST_MESSAGES, int(fitting)))
+            ready_s, total_s = self._ready[-1] if self._ready else ({}, 0.0)
+            # One gradient sends one message.
+            mine = max(1, min(_MOST_MESSAGES, len(ready_s), int(total_s / (_SLOWEST * alone_s))))
             variant.num_messages = min(self._world.share(mine))
         # All ranks at the same gradients, by the record of rank 0.
         places = self._world.share(self._pick_places(variant.num_messages))[0]

@@ -105,10 +105,10 @@ def fit_job(evidence: Evidence, curve: Curve | None = None, draw: Draw | None = 
     num_bytes = evidence.profile.num_bytes
     backward_s = center(plain.backward)
     local_s = center(one.backward)
-    # The copies of the wrapper; they can be within the noise.
-    gather_s = max(0.0, local_s - backward_s)
     more = max(0.0, center(each.timing) - center(one.timing))
     launch_s = more / max(1, each.num_buckets - one.num_buckets)
+    # The copies of the wrapper, without its one launch; they can be within the noise.
+    gather_s = max(0.0, local_s - backward_s - launch_s)
     step_s, after_s = center(one.timing), center(one.optimizer)
     before_s = max(0.0, step_s - backward_s - gather_s - after_s - launch_s)
     used = [parameter for parameter in evidence.profile.parameters if parameter.median_s is not None]

@@ -75,7 +75,7 @@ class PlanModel:
         spread_s = statistics.stdev(drawn)
         model_s = _MODEL_ERROR * max(0.0, step.step_s - self.plain_s)
         sd_s = math.sqrt(spread_s**2 + model_s**2 + (self.noise * step.step_s) ** 2)
-        low_s, high_s = step.step_s - _Z90 * sd_s, step.step_s + _Z90 * sd_s
+        low_s, high_s = max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s
         return Estimate(tuple(cuts), step.step_s, low_s, high_s, step.step_s - self.plain_s, step)
 
     def estimate_cap(self, cap_bytes: int) -> Estimate:

@@ -58,8 +58,19 @@ class TuneStepRecord(Record):
             samples: Samples | None = getattr(self, phase)
             if samples and (samples.count, samples.num_ranks) != (self.timing.count, self.timing.num_ranks):
                 raise RecordError(f"{self.model}, {self.label}: {phase} has other repetitions or ranks than the step")
-        if (self.role == "disturbed") != (self.num_messages > 0 and self.under_way is not None):
+        counted = (
+            self.num_messages > 0,
+            self.message_bytes > 0,
+            self.under_way is not None,
+            self.overlapped is not None,
+        )
+        if set(counted) != {self.role == "disturbed"}:
             raise RecordError(f"{self.model}, {self.label}: messages are counted in disturbed steps, and only there")
+        if self.cap_bytes < 0 or self.world_size < 1 or any(size < 0 for size in self.bucket_bytes):
+            raise RecordError(
+                f"{self.model}, {self.label}: {self.world_size} ranks, buckets of {self.bucket_bytes} by a cap of "
+                f"{self.cap_bytes} bytes cannot be"
+            )
 
     @property
     def num_buckets(self) -> int:

@@ -107,9 +107,13 @@ def say_verdict(tuning: Any, job: str) -> str:
             f"{job}: keep the default: {cap}, {count}, was predicted to take {choice.gain:.1%} less, and measured "
             f"{measured} less, within the noise"
         )
-    words = "less" if gain.value < 1 else "less (more, that is: a wrong prediction)"
+    if gain.value > 1:
+        return (
+            f"{job}: keep the default: {cap}, {count}, was predicted to take {choice.gain:.1%} less, and takes "
+            f"{gain.value - 1:.1%}{noise} more: a wrong prediction"
+        )
     return (
-        f"{job}: use {cap}, {count}: it takes {measured} {words} than the default, measured in turns; predicted "
+        f"{job}: use {cap}, {count}: it takes {measured} less than the default, measured in turns; predicted "
         f"{choice.gain:.1%}, regret {judgement.regret:.1%}"
     )
 

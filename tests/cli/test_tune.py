@@ -1,0 +1,184 @@
+"""`paceline tune` as a user types it, on a model so small that what it finds means nothing: that it is found counts."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline import load_run
+from paceline.plan import Plan
+from paceline.records import CollectiveRecord, LayerProfileRecord, TuneStepRecord
+from tests.cli.test_train import type_alone, type_command
+from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
+from tests.conftest import Answer
+
+TINY = ("--channels", "2", "4", "--hidden", "16")
+CAPS = (16, 1024, 4 << 20)
+TUNE = ("tune", *TINY, "--batch-size", "1", "--samples", "16", "--caps", "16B,1KiB,4MiB", "--iters", "2")
+KEYS = {
+    "model", "wrapper", "backend", "world_size", "grid", "mape", "max_error", "exposed_error", "kendall_tau", "flat",
+    "noise", "best_predicted_cap_bytes", "best_measured_cap_bytes", "regret", "plan", "plan_measured_s",
+    "default_measured_s", "verdict",
+}  # fmt: skip
+FILES = {
+    "run.json", "plan.json", "grid.md", "grid.csv", "buckets.md", "buckets.csv", "tuning.png", "tuning.svg",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("runs"))
+
+
+def read(answer: Answer) -> dict:
+    assert answer.code == 0, answer.err
+    document: dict = json.loads(answer.out)
+    return document
+
+
+def steps_of(document: dict) -> list[TuneStepRecord]:
+    return [record for record in load_run(Path(document["run"])).records if isinstance(record, TuneStepRecord)]
+
+
+@pytest.fixture(scope="module")
+def on_gloo(out) -> dict:
+    return read(type_command(*TUNE, "--ranks", "2", "--backend", "gloo", "--json", "--out", out))
+
+
+@pytest.fixture(scope="module")
+def emulated(out) -> dict:
+    asked = ("--network", "10gbe", "--network-ranks", "16")
+    return read(type_alone(*TUNE, *asked, "--json", "--out", out))
+
+
+@pytest.fixture(scope="module")
+def emulated_torch(out) -> dict:
+    return read(type_alone(*TUNE, "--network", "1Gb/s,20us", "--wrapper", "torch", "--json", "--out", out))
+
+
+def assert_complete(document: dict, wrapper: str, backend: str, world_size: int) -> None:
+    assert set(document) >= KEYS
+    assert (document["model"], document["wrapper"]) == ("cnn", wrapper)
+    assert (document["backend"], document["world_size"]) == (backend, world_size)
+    assert [point["cap_bytes"] for point in document["grid"]] == list(CAPS)
+    counts = [point["num_buckets"] for point in document["grid"]]
+    assert counts[0] > counts[1] > counts[2] == 1
+    for point in document["grid"]:
+        assert point["low_s"] < point["predicted_s"] < point["high_s"] and point["measured_s"] > 0
+        assert point["same_layout"] is True
+    errors = [abs(point["predicted_s"] / point["measured_s"] - 1) for point in document["grid"]]
+    assert document["mape"] == pytest.approx(sum(errors) / 3)
+    assert document["best_measured_cap_bytes"] in CAPS and document["best_predicted_cap_bytes"] in CAPS
+    assert document["regret"] >= 0 and document["default_measured_s"] > 0 and document["plan_measured_s"] > 0
+    assert {path.name for path in Path(document["run"]).iterdir()} == FILES
+    plan = Plan.from_json(Path(document["plan"]).read_text())
+    run = load_run(Path(document["run"]))
+    assert run.complete and run.verb == "tune" and run.warnings[-1] == document["verdict"]
+    (profile,) = (record for record in run.records if isinstance(record, LayerProfileRecord))
+    assert {g.name for g in plan.gradients} == {p.name for p in profile.parameters}
+    assert plan.num_bytes == profile.num_bytes
+
+
+def test_everything_is_measured_predicted_and_written(on_gloo):
+    assert_complete(on_gloo, "paceline", "gloo", 2)
+    steps = steps_of(on_gloo)
+    assert all(record.timing.count == 2 and record.timing.num_ranks == 2 for record in steps)
+    assert {record.role for record in steps} == {"plain", "local", "plan"}
+    grid = [record for record in steps if record.role == "plan" and not record.note]
+    assert [record.cap_bytes for record in grid] == list(CAPS)
+    confirmed = {record.label for record in steps if record.note == "confirmed"}
+    assert "default" in confirmed and ("recommended" in confirmed) != on_gloo["keeps_default"]
+    assert all(record.source == "measured" for record in steps)
+    sweep = [r for r in load_run(Path(on_gloo["run"])).records if isinstance(r, CollectiveRecord)]
+    assert len(sweep) >= 2 and {record.world_size for record in sweep} == {2}
+    with (Path(on_gloo["run"]) / "grid.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["measured_s"]) for row in rows] == [point["measured_s"] for point in on_gloo["grid"]]
+
+
+def test_on_shared_memory_with_messages_beside_backward(out):
+    # Wide enough that a message of 256 KiB fits twice into its gradients.
+    wide = ("--hidden", "700", "--quick", "--backend", "paceline")
+    document = read(type_command(*TUNE, *wide, "--ranks", "2", "--json", "--out", out))
+    assert_complete(document, "paceline", "paceline", 2)
+    (disturbed,) = (record for record in steps_of(document) if record.role == "disturbed")
+    assert disturbed.message_bytes == 256 << 10 and 1 <= disturbed.num_messages <= 4
+    assert 0 < disturbed.overlapped.median_s <= disturbed.under_way.median_s
+
+
+def test_torchs_wrapper_has_the_layout_that_was_simulated(out):
+    asked = ("--wrapper", "torch", "--backend", "gloo", "--ranks", "2")
+    document = read(type_command(*TUNE, *asked, "--json", "--out", out))
+    assert_complete(document, "torch", "gloo", 2)
+    grid = [record for record in steps_of(document) if record.role == "plan" and not record.note]
+    assert [record.num_buckets for record in grid] == [point["num_buckets"] for point in document["grid"]]
+
+
+def test_a_prediction_alone_never_runs_the_job_under_a_plan(out):
+    # All gradients together are smaller than the smallest message of a sweep.
+    smallest = ("--channels", "1", "1", "--hidden", "2")
+    answer = type_command(*TUNE, *smallest, "--ranks", "2", "--no-confirm", "--out", out)
+    assert answer.code == 0, answer.err
+    lines = answer.out.strip().splitlines()
+    assert lines[-1].startswith("cnn on 2 ranks, wrapper paceline") and "\n\n\n" not in answer.out
+    run = Path(answer.out.split("run: ", 1)[1].splitlines()[0])
+    for words in ("predicted (ms)", "simulated", f"picture: {run / 'tuning.png'}", "for torch's own wrapper: "):
+        assert words in answer.out
+    steps = steps_of({"run": run})
+    assert sum(steps[-1].bucket_bytes) < 4096
+    assert {record.role for record in steps} == {"plain", "local"}
+
+
+def test_a_network_that_does_not_exist(emulated):
+    assert_complete(emulated, "paceline", emulated["backend"], 1)
+    assert {point["source"] for point in emulated["grid"]} == {"emulated"}
+    sources = {record.role: record.source for record in steps_of(emulated)}
+    assert sources == {"plain": "measured", "local": "measured", "plan": "emulated"}
+    config = load_run(Path(emulated["run"])).config
+    assert (config["network"], config["network_ranks"]) == ("10gbe", 16)
+    assert "10gbe, 16 ranks, emulated" in emulated["verdict"]
+
+
+def test_torchs_wrapper_on_a_network_that_does_not_exist(emulated_torch):
+    assert_complete(emulated_torch, "torch", emulated_torch["backend"], 1)
+    assert {point["source"] for point in emulated_torch["grid"]} == {"emulated"}
+
+
+@pytest.mark.parametrize(("wrapper", "tuned"), [("paceline", "emulated"), ("torch", "emulated_torch")])
+def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
+    plan = request.getfixturevalue(tuned)["plan"]
+    asked = ("--batch-size", "4", "--samples", "16", "--wrapper", wrapper, "--plan", plan)
+    answer = type_alone("train", *TINY, *asked, "--epochs", "1", "--json", "--out", out)
+    assert answer.code == 0, answer.err
+    other = type_alone("train", "--channels", "3", "4", *asked, "--out", out)
+    assert other.code == 2 and "plan" in other.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--ranks", "1"), "--ranks 1 sends nothing: tune 2 or more, or give a --network to emulate"),
+        (("--ranks", "2,4"), "--ranks 2,4: a job is tuned on one number of ranks"),
+        (("--wrapper", "none", "--ranks", "1"), "--wrapper none has no buckets to tune: use paceline or torch"),
+        (("--wrapper", "dp"), "--wrapper dp has no buckets to tune"),
+        (("--accumulate", "2"), "--accumulate 2: gradients travel behind the last micro-batch alone"),
+        (("--plan", "plan.json"), "--plan plan.json: a plan is what is looked for here; leave it out"),
+        (("--network", "10gb"), "unknown network '10gb': did you mean 10gbe?"),
+        (("--network", "10gbe", "--ranks", "2"), "--network 10gbe with --ranks 2"),
+        (("--network", "10gbe", "--network-ranks", "1"), "use --ranks 1 and --network-ranks 2 or more"),
+        (("--network-ranks", "16"), "--network-ranks 16 without a --network"),
+        (("--caps", "0"), "'0' has no unit"),
+        (("--caps", "0B"), "size 0 in '0B'"),
+        (("--caps", ","), "no size in"),
+        (("--iters", "1"), "--iters 1: at least 2 are needed to know the noise"),
+        (("--batch-size", "4,8"), "--batch-size 4,8: one number is needed here"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_at_once(command, monkeypatch, tmp_path, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert_refused(command("tune", *TINY, *arguments), words)
