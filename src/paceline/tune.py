@@ -30,16 +30,23 @@ class Tuning:
     model: PlanModel
     choice: Choice
     default_plan: Plan
-    plan: Plan
+    recommended_plan: Plan
     judgement: Judgement
 
+    @property
+    def keeps_default(self) -> bool:
+        """Whether the default is the answer: nothing better was predicted, or what was did not prove better."""
+        gain = self.judgement.gain
+        return self.choice.is_default or (gain is not None and not (gain.is_clear and gain.value < 1))
 
-@dataclass(frozen=True)
-class _Found:
-    """What rank 0 concluded from the calibration. `plan` is the default one where nothing better is known."""
+    @property
+    def is_of_torch(self) -> bool:
+        return any(isinstance(record, TuneStepRecord) and record.wrapper == "torch" for record in self.records)
 
-    choice: Choice
-    plan: Plan
+    @property
+    def plan(self) -> Plan:
+        """The answer."""
+        return self.default_plan if self.keeps_default else self.recommended_plan
 
 
 def find_plan(

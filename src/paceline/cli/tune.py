@@ -156,6 +156,8 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
 
 
 def _describe_torch(tuning: Tuning) -> list[str]:
+    if tuning.keeps_default and tuning.is_of_torch:
+        return ["for torch's own wrapper: DistributedDataParallel(model), as it is"]
     try:
         arguments = tuning.plan.as_torch_kwargs()
     except ConfigError as error:

@@ -142,7 +142,7 @@ def tuning_row(tuning: Any, plan_path: str, verdict: str) -> dict[str, Any]:
         "best_predicted_cap_bytes": judgement.best_predicted.cap_bytes,
         "best_measured_cap_bytes": None if best_measured is None else best_measured.cap_bytes,
         "regret": judgement.regret,
-        "keeps_default": tuning.choice.is_default,
+        "keeps_default": tuning.keeps_default,
         "predicted_gain": tuning.choice.gain,
         "plan": plan_path,
         "plan_measured_s": recommended,
