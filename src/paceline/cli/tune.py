@@ -115,6 +115,7 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
     from paceline.predict.search import enumerate_caps
     from paceline.records import TuneStepRecord
     from paceline.report import tuning as report
+    from paceline.report.simulated_timeline import render_timeline
     from paceline.units import format_number_of
 
     judgement, choice, job = tuning.judgement, tuning.choice, settings.job
@@ -137,12 +138,16 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
     rows = [{**dataclasses.asdict(bucket), "bucket": number} for number, bucket, _ in buckets]
     rows = [{key: value for key, value in row.items() if key not in ("work_s", "rates")} for row in rows]
     run.write_table("buckets", report.bucket_table, buckets, rows)
+    default = tuning.model.estimate(tuning.model.cut_like(tuning.default_plan.bucket_bytes)).step
+    steps = {"the default": default} | ({} if choice.is_default else {"the recommended plan": step})
+    run.folder.write("simulated-timeline.json", render_timeline(steps))
     sizes = tuning.model.job.sizes
     caps = [(i.low_bytes, i.high_bytes, tuning.model.job.simulate(i.cuts).step_s) for i in enumerate_caps(sizes)]
     figure = report.plot_tuning(tuning, f"Step time against bucket size: {title}", run.machine, caps)
     picture = run.write_figure("tuning", figure)
     if json:
-        run.print_json(report.tuning_row(tuning, str(plan_path), verdict))
+        ranks = {"world_size": settings.network_ranks} if settings.network is not None else {}
+        run.print_json(report.tuning_row(tuning, str(plan_path), verdict) | ranks)
         return
     run.print_table(report.grid_table, judgement.points, title)
     run.print_table(report.bucket_table, buckets, "the default" if choice.is_default else "the recommended plan")

@@ -120,7 +120,7 @@ def say_verdict(tuning: Any, job: str) -> str:
 
 def tuning_row(tuning: Any, plan_path: str, verdict: str) -> dict[str, Any]:
     """The tuning as one JSON document. Errors and regret are fractions."""
-    judgement, record = tuning.judgement, tuning.records[0]
+    judgement = tuning.judgement
     best_measured = judgement.best_measured
     steps = [r for r in tuning.records if r.kind == "tune_step"]
     times = {label: record.timing.median_s for label, record in judgement.confirmed.items()}
@@ -129,7 +129,7 @@ def tuning_row(tuning: Any, plan_path: str, verdict: str) -> dict[str, Any]:
         "model": steps[0].model,
         "wrapper": steps[0].wrapper,
         "backend": steps[0].backend,
-        "world_size": record.world_size if hasattr(record, "world_size") else steps[0].world_size,
+        "world_size": steps[0].world_size,
         "grid": [grid_row(point) for point in judgement.points],
         "mape": judgement.mape,
         "max_error": judgement.max_error,
