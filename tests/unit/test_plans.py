@@ -156,3 +156,10 @@ def test_cuts_are_the_nearest_where_a_wrapper_splits_gradients_or_knows_more_of_
         cuts = MODEL.cut_like((*plan.bucket_bytes, 400))
         assert list(cuts) == sorted(set(cuts)) and cuts[-1] == 8 and cuts[0] >= 1
     assert MODEL.cut_like((17 * MIB + 4, 15 * MIB)) == (3, 8)
+
+
+@pytest.mark.parametrize(("of", "first"), [("message_noise", "all-reduce"), ("noise", "the model's own step")])
+def test_the_input_that_is_known_worst_is_named_first(of, first):
+    doubts = build(replace(SLOW, **{of: 0.2})).estimate_doubts(EACH)
+    assert next(iter(doubts)) == first and doubts[first] > 0
+    assert list(doubts.values()) == sorted(doubts.values(), reverse=True)

@@ -124,7 +124,8 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
     backend = next(record.backend for record in tuning.records if isinstance(record, TuneStepRecord))
     verdict = report.say_verdict(tuning, f"{title}, {backend}")
     plan_path = run.folder.write("plan.json", tuning.plan.to_json())
-    notes = [*report.describe_errors(judgement), *_describe_torch(tuning), verdict]
+    doubts = report.describe_doubts(tuning.model.estimate_doubts(choice.estimate.cuts))
+    notes = [*report.describe_errors(judgement), doubts, *_describe_torch(tuning), verdict]
     more = {
         "network": None if settings.network is None else settings.network.name,
         "network_ranks": settings.network_ranks if settings.network else None,

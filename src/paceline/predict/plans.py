@@ -10,8 +10,8 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from paceline.plan import Gradient, Plan
 from paceline.predict.calibrate import CalibratedJob, Evidence, fit_job, resample
@@ -77,6 +77,29 @@ class PlanModel:
         sd_s = math.sqrt(spread_s**2 + model_s**2 + (self.noise * step.step_s) ** 2)
         low_s, high_s = max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s
         return Estimate(tuple(cuts), step.step_s, low_s, high_s, step.step_s - self.plain_s, step)
+
+    def estimate_doubts(self, cuts: Sequence[int]) -> dict[str, float]:
+        """The standard deviation of the step, as a share of it, that comes from each input alone; the largest first.
+
+        That input is the one to measure again, where the answer hangs on it.
+        """
+        base = self.job
+        step_s = base.simulate(cuts).step_s
+
+        def take(draw: CalibratedJob, *names: str) -> CalibratedJob:
+            return replace(base, costs=replace(base.costs, **{name: getattr(draw.costs, name) for name in names}))
+
+        inputs: dict[str, Callable[[CalibratedJob], CalibratedJob]] = {
+            "all-reduce": lambda draw: take(draw, "curve", "pair_rate", "finish_s"),
+            "contention": lambda draw: take(draw, "contention"),
+            "the wrapper's own cost": lambda draw: take(draw, "launch_s", "gather_s_per_byte"),
+            "the model's own step": lambda draw: replace(base, ready_s=draw.ready_s, backward=draw.backward),
+        }
+        shares = {
+            name: statistics.stdev(vary(draw).simulate(cuts).step_s for draw in self._draws) / step_s
+            for name, vary in inputs.items()
+        }
+        return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     def estimate_cap(self, cap_bytes: int) -> Estimate:
         return self.estimate(self.job.cut(cap_bytes))

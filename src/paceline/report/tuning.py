@@ -15,7 +15,16 @@ from paceline.units import MIB, format_bytes, format_ms, format_number_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["bucket_table", "describe_errors", "grid_row", "grid_table", "plot_tuning", "say_verdict", "tuning_row"]
+__all__ = [
+    "bucket_table",
+    "describe_doubts",
+    "describe_errors",
+    "grid_row",
+    "grid_table",
+    "plot_tuning",
+    "say_verdict",
+    "tuning_row",
+]
 
 
 def _maybe_ms(seconds: float | None) -> str:
@@ -81,6 +90,14 @@ def describe_errors(judgement: Any) -> list[str]:
     if odd:
         lines.append(f"the wrapper's buckets are not the simulated ones at {', '.join(odd)}")
     return lines
+
+
+def describe_doubts(doubts: dict[str, float]) -> str:
+    """Which input the prediction hangs on, in a line."""
+    listed = ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
+    return (
+        f"standard deviation of the predicted step by input: {listed}; measure {next(iter(doubts))} again to be surer"
+    )
 
 
 def say_verdict(tuning: Any, job: str) -> str:
