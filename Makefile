@@ -53,7 +53,7 @@ bench: $(STAMP) ## Run what needs time and a quiet machine; results go to runs/
 	  --sizes 4KiB,64KiB,1MiB,10MiB,100MiB
 	$(BIN)/paceline bench chunks --backend gloo,paceline
 	$(BIN)/paceline bench wrappers --backend gloo,paceline --wrapper bare,torch,torch-tuned,paceline
-	$(BIN)/python benchmarks/validate_tuning.py runs/tuning
+	$(BIN)/python benchmarks/validate_tuning.py
 
 clean: ## Remove .venv and caches (runs/ stays)
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """How wrong are the predictions of `paceline tune`? All cases, an ablation and baselines, as tables.
 
-    benchmarks/validate_tuning.py OUT [--only NAME]
+    benchmarks/validate_tuning.py [OUT] [--only NAME] [--keep]
 
-Runs `paceline tune` for each case that OUT does not hold yet, then makes every table anew from the runs in OUT. Takes
-about half an hour on two quiet cores.
+Runs `paceline tune` for each case, then makes every table anew from the runs in OUT, by default the folder `tuning` of
+this host under results/. `--keep` does not measure again what is there. Takes about half an hour on two quiet cores.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
+import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,8 +57,8 @@ def list_cases() -> Iterator[tuple[str, str]]:
     """The name of each case, and the arguments of `tune`."""
     for model, backend in itertools.product(MODELS, ("gloo", "paceline")):
         yield f"{model}-{backend}", f"{MODELS[model]} --ranks 2 --backend {backend}"
-    for model in ("mlp", "gpt2-mini"):
-        yield f"{model}-gloo-torch", f"{MODELS[model]} --ranks 2 --backend gloo --wrapper torch"
+    for model, backend in (("mlp", "gloo"), ("gpt2-mini", "gloo"), ("gpt2-mini", "paceline")):
+        yield f"{model}-{backend}-torch", f"{MODELS[model]} --ranks 2 --backend {backend} --wrapper torch"
     for model, network, ranks in EMULATED:
         name = f"{model}-{network}-{ranks}-ranks"
         yield name, f"{MODELS[model]} {ALONE} --network {NETWORKS[network]} --network-ranks {ranks}"
@@ -63,10 +67,7 @@ def list_cases() -> Iterator[tuple[str, str]]:
 
 
 def measure(out: Path, name: str, arguments: str) -> None:
-    if (out / name).exists():
-        print(f"{out / name} is there already: not measured again")
-        return
-    new = out / "new"
+    new = Path(tempfile.mkdtemp(prefix="new-", dir=out))
     command = [sys.executable, "-m", "paceline", "tune", *arguments.split(), "--out", str(new)]
     print(name, flush=True)
     done = subprocess.run(command, capture_output=True, text=True)
@@ -76,6 +77,7 @@ def measure(out: Path, name: str, arguments: str) -> None:
     (folder,) = new.iterdir()
     for picture in folder.glob("*.svg"):
         picture.unlink()
+    shutil.rmtree(out / name, ignore_errors=True)
     folder.rename(out / name)
     new.rmdir()
 
@@ -257,14 +259,16 @@ def render_baselines(cases: list[Case]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
+    host = os.environ.get("PACELINE_HOST") or platform.node()
+    parser.add_argument("out", type=Path, nargs="?", default=Path("results") / host / "tuning")
     parser.add_argument("--only", help="cases whose names contain this")
+    parser.add_argument("--keep", action="store_true", help="do not measure again what is there")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     names = []
     for name, arguments in list_cases():
         names.append(name)
-        if not asked.only or asked.only in name:
+        if (not asked.only or asked.only in name) and not (asked.keep and (asked.out / name).exists()):
             measure(asked.out, name, arguments)
     cases = [load_case(asked.out / name) for name in names if (asked.out / name).exists()]
     for name, text in (

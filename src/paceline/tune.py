@@ -6,8 +6,10 @@ One tuning, top to bottom. What is measured is in `measure.tuning`, the model in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from paceline.errors import PacelineError
 from paceline.measure.tune_settings import TuneSettings
 from paceline.plan import Gradient, Plan
 from paceline.predict.calibrate import Evidence
@@ -16,6 +18,9 @@ from paceline.predict.plans import Choice, PlanModel
 from paceline.predict.search import choose_caps
 from paceline.records import Record, TuneStepRecord
 from paceline.units import format_bytes
+
+if TYPE_CHECKING:
+    from paceline.measure.tune_steps import Candidate
 
 __all__ = ["Tuning", "find_plan", "judge_tuning", "run_tuning"]
 
@@ -37,7 +42,9 @@ class Tuning:
     def keeps_default(self) -> bool:
         """Whether the default is the answer: nothing better was predicted, or what was did not prove better."""
         gain = self.judgement.gain
-        return self.choice.is_default or (gain is not None and not (gain.is_clear and gain.value < 1))
+        if gain is None:
+            return self.choice.is_default or self.judgement.is_flat
+        return not (gain.is_clear and gain.value < 1)
 
     @property
     def is_of_torch(self) -> bool:
@@ -59,6 +66,8 @@ def find_plan(
         return model, choice, default_plan
     what = f"cap {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "free"
     plan = model.build_plan(gradients, choice.estimate.cuts, f"tuned: {what}")
+    if settings.job.wrapper == "torch":
+        plan.as_torch_kwargs()  # refuses what torch's rule cannot make, before anything is confirmed
     return model, choice, plan
 
 
@@ -68,7 +77,7 @@ def run_tuning(settings: TuneSettings) -> tuple[list[Record], tuple[Gradient, ..
     Collective: every rank of the launched world must call this.
     """
     from paceline.measure.settings import Progress
-    from paceline.measure.tuning import Candidate, TuningBench
+    from paceline.measure.tuning import TuningBench
     from paceline.runtime.worker import post
     from paceline.training.build import open_world
 
@@ -84,19 +93,35 @@ def run_tuning(settings: TuneSettings) -> tuple[list[Record], tuple[Gradient, ..
             default_plan = bench.build_default_plan()
             if not settings.confirms:
                 return records, bench.gradients, default_plan
-            candidates: list[Candidate] = []
+            found: list[Candidate] | PacelineError | None = None
             if world.rank == 0:
-                _, choice, plan = find_plan(settings, records, bench.gradients, default_plan)
-                candidates = [Candidate("default")]
-                if not choice.is_default:
-                    candidates.append(Candidate(RECOMMENDED, plan=plan))
-                best = _find_best(records)
-                if best is not None:
-                    candidates.append(Candidate(best.label, best.cap_bytes))
-            records += bench.confirm(world.share(candidates)[0])
+                try:
+                    found = _list_candidates(settings, records, bench.gradients, default_plan)
+                except PacelineError as error:  # raised on all ranks: the others would wait for the answer
+                    found = error
+            candidates = world.share(found)[0]
+            if isinstance(candidates, PacelineError):
+                raise candidates
+            records += bench.confirm(candidates)
             return records, bench.gradients, default_plan
         finally:
             bench.close()
+
+
+def _list_candidates(
+    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
+) -> list[Candidate]:
+    """What is confirmed in turns: the default, the recommended plan if it is another, and the best cap of the sweep."""
+    from paceline.measure.tune_steps import Candidate
+
+    _, choice, plan = find_plan(settings, records, gradients, default_plan)
+    candidates = [Candidate("default")]
+    if not choice.is_default:
+        candidates.append(Candidate(RECOMMENDED, plan=plan))
+    best = _find_best(records)
+    if best is not None:
+        candidates.append(Candidate(best.label, best.cap_bytes))
+    return candidates
 
 
 def _find_best(records: Sequence[Record]) -> TuneStepRecord | None:
@@ -118,5 +143,14 @@ def judge_tuning(
     else:
         caps = settings.caps_bytes or choose_caps(model.job.sizes, settings.effort.num_caps)
         points = [GridPoint(cap, model.estimate_cap(cap), model.plain_s) for cap in caps]
+    told = next((record for record in confirmed if record.label == RECOMMENDED), None)
+    if told is not None and told.bucket_bytes != plan.bucket_bytes:
+        # Judged is what was recommended when it was confirmed, not what would be today.
+        estimate = model.estimate(model.cut_like(told.bucket_bytes))
+        plan = model.build_plan(gradients, estimate.cuts, "tuned")
+        default = model.estimate(model.cut_like(default_plan.bucket_bytes))
+        choice = Choice(estimate, 0, False, 1 - estimate.step_s / default.step_s)
+    elif told is None and confirmed:
+        choice = replace(choice, is_default=True)
     recommended = "default" if choice.is_default else RECOMMENDED
     return Tuning(tuple(records), model, choice, default_plan, plan, judge(points, confirmed, recommended))

@@ -141,7 +141,7 @@ def test_each_option_does_what_it_says(predict, words, change):
         (["--network", "hdr", "--accumulate", "0"], "0 micro-batches"),
         (["--network", "hdr", "--gradients", "fp8"], "known are fp32, bf16"),
         (["--network", "hdr", "--backend", "gloo"], "there is none"),
-        (["--allreduce", "{gloo}", "--ranks-per-node", "8"], "shapes a --network"),
+        (["--allreduce", "{gloo}", "--ranks-per-node", "8"], "shape a --network"),
         (["--allreduce", "{both}"], "gloo on cpu in float32; paceline on cpu in float32"),
         (["--allreduce", "{both}", "--backend", "nccl"], "there is gloo, paceline"),
         (["--allreduce", "{both}", "--backend", "paceline"], "in one host's memory cannot be"),

@@ -25,6 +25,7 @@ KEYS = {
 }  # fmt: skip
 FILES = {
     "run.json", "plan.json", "grid.md", "grid.csv", "buckets.md", "buckets.csv", "tuning.png", "tuning.svg",
+    "simulated-timeline.json",
 }  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def test_everything_is_measured_predicted_and_written(on_gloo):
     grid = [record for record in steps if record.role == "plan" and not record.note]
     assert [record.cap_bytes for record in grid] == list(CAPS)
     confirmed = {record.label for record in steps if record.note == "confirmed"}
-    assert "default" in confirmed and ("recommended" in confirmed) != on_gloo["keeps_default"]
+    assert "default" in confirmed and ("recommended" in confirmed or on_gloo["keeps_default"])
     assert all(record.source == "measured" for record in steps)
     sweep = [r for r in load_run(Path(on_gloo["run"])).records if isinstance(r, CollectiveRecord)]
     assert len(sweep) >= 2 and {record.world_size for record in sweep} == {2}
@@ -133,7 +134,7 @@ def test_a_prediction_alone_never_runs_the_job_under_a_plan(out):
 
 
 def test_a_network_that_does_not_exist(emulated):
-    assert_complete(emulated, "paceline", emulated["backend"], 1)
+    assert_complete(emulated, "paceline", emulated["backend"], 16)
     assert {point["source"] for point in emulated["grid"]} == {"emulated"}
     sources = {record.role: record.source for record in steps_of(emulated)}
     assert sources == {"plain": "measured", "local": "measured", "plan": "emulated"}
@@ -143,7 +144,7 @@ def test_a_network_that_does_not_exist(emulated):
 
 
 def test_torchs_wrapper_on_a_network_that_does_not_exist(emulated_torch):
-    assert_complete(emulated_torch, "torch", emulated_torch["backend"], 1)
+    assert_complete(emulated_torch, "torch", emulated_torch["backend"], 8)
     assert {point["source"] for point in emulated_torch["grid"]} == {"emulated"}
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.plan import Gradient, Plan, plan_by_cap, plan_shaped
 from paceline.predict.calibrate import Evidence
-from paceline.predict.plans import PlanModel, build_plan_model
+from paceline.predict.plans import PlanModel
 from paceline.units import MIB
 from tests.unit.made_tuning import KIB, MadeJob
 
@@ -26,7 +26,7 @@ EACH = tuple(range(1, 9))
 
 
 def build(job: MadeJob) -> PlanModel:
-    return build_plan_model(Evidence.sort(job.build_calibration()))
+    return PlanModel(Evidence.sort(job.build_calibration()))
 
 
 def every_cut(count):

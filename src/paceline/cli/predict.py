@@ -38,7 +38,9 @@ def predict(
     ranks_per_node: Annotated[
         int, typer.Option("--ranks-per-node", help="Ranks that share a node, and its link to the --network.")
     ] = 1,
-    inside: Annotated[str, typer.Option("--inside", help="The network between the ranks of a node.")] = "nvlink",
+    inside: Annotated[
+        str | None, typer.Option("--inside", help="The network between the ranks of a node. Default: nvlink.")
+    ] = None,
     algorithm: Annotated[
         str, typer.Option("--algorithm", help="auto, ring, tree, two-level, gloo or shared (memory)")
     ] = "auto",
@@ -82,7 +84,7 @@ def predict(
         "--network": network is not None,
         "--ranks": ranks is not None,
         "--ranks-per-node": ranks_per_node != 1,
-        "--inside": inside != "nvlink",
+        "--inside": inside is not None,
         "--algorithm": algorithm != "auto",
         "--accumulate": accumulate is not None,
         "--gradients": gradients is not None,

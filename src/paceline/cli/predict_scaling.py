@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["WhatIf", "report_what_if"]
 
 
+_INSIDE = "nvlink"
+
+
 @dataclass(frozen=True)
 class WhatIf:
     """What was typed, as it was typed."""
@@ -26,7 +29,7 @@ class WhatIf:
     allreduce: Path | None
     backend: str | None
     network: str | None
-    inside: str
+    inside: str | None
     ranks: str
     ranks_per_node: int
     algorithm: str
@@ -81,13 +84,15 @@ def _build_fabrics(asked: WhatIf) -> list[Fabric]:
         raise ConfigError(f"--backend {asked.backend} chooses from an --allreduce run, and there is none")
     fabrics: list[Fabric] = []
     if asked.network is not None:
-        inside = find_network(asked.inside)
+        if asked.inside is not None and asked.ranks_per_node == 1:
+            raise ConfigError(f"--inside {asked.inside} joins the ranks of a node: give --ranks-per-node, too")
+        inside = find_network(asked.inside or _INSIDE)
         fabrics += [
             AssumedFabric(network, inside, asked.ranks_per_node, asked.algorithm)
             for network in find_networks(asked.network)
         ]
-    elif asked.ranks_per_node != 1:
-        raise ConfigError(f"--ranks-per-node {asked.ranks_per_node} shapes a --network, and there is none")
+    elif asked.ranks_per_node != 1 or asked.inside is not None:
+        raise ConfigError("--ranks-per-node and --inside shape a --network, and there is none")
     if asked.allreduce is not None:
         records = [record for record in load_run(asked.allreduce).records if isinstance(record, CollectiveRecord)]
         try:

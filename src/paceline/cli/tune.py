@@ -82,6 +82,7 @@ def _read(
 ) -> TuneSettings:
     from paceline.measure.tune_settings import FULL, QUICK, TuneSettings
     from paceline.predict.networks import find_network
+    from paceline.training.requests import takes_cap_lists
 
     if network is None and network_ranks is not None:
         raise ConfigError(f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one")
@@ -99,16 +100,8 @@ def _read(
         iters=iters,
         network=None if network is None else find_network(network),
         network_ranks=_NETWORK_RANKS if network_ranks is None else network_ranks,
-        takes_lists=job["wrapper"] != "torch" or _torch_takes_lists(),
+        takes_lists=job["wrapper"] != "torch" or takes_cap_lists(),
     )
-
-
-def _torch_takes_lists() -> bool:
-    """Whether this torch has `bucket_cap_mb_list`; asked without importing it."""
-    from importlib.metadata import version
-
-    major, minor = version("torch").split(".")[:2]
-    return (int(major), int(minor)) >= (2, 13)
 
 
 def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool) -> None:
@@ -140,7 +133,7 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
     rows = [{key: value for key, value in row.items() if key not in ("work_s", "rates")} for row in rows]
     run.write_table("buckets", report.bucket_table, buckets, rows)
     default = tuning.model.estimate(tuning.model.cut_like(tuning.default_plan.bucket_bytes)).step
-    steps = {"the default": default} | ({} if choice.is_default else {"the recommended plan": step})
+    steps = {"the default": default} | ({} if choice.is_default else {"the plan predicted best": step})
     run.folder.write("simulated-timeline.json", render_timeline(steps))
     sizes = tuning.model.job.sizes
     caps = [(i.low_bytes, i.high_bytes, tuning.model.job.simulate(i.cuts).step_s) for i in enumerate_caps(sizes)]
@@ -151,7 +144,7 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
         run.print_json(report.tuning_row(tuning, str(plan_path), verdict) | ranks)
         return
     run.print_table(report.grid_table, judgement.points, title)
-    run.print_table(report.bucket_table, buckets, "the default" if choice.is_default else "the recommended plan")
+    run.print_table(report.bucket_table, buckets, "the default" if choice.is_default else "the plan predicted best")
     run.close(notes[:-1])
     from paceline.cli import session
 
@@ -169,4 +162,5 @@ def _describe_torch(tuning: Tuning) -> list[str]:
     except ConfigError as error:
         return [f"no arguments for torch's wrapper: {error}"]
     listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
-    return [f"for torch's own wrapper: DistributedDataParallel(model, {listed})"]
+    needs = " (torch 2.13 or newer)" if "bucket_cap_mb_list" in arguments else ""
+    return [f"for torch's own wrapper: DistributedDataParallel(model, {listed}){needs}"]

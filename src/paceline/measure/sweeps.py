@@ -10,28 +10,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.measure.engine import synchronize
 from paceline.parallel.channel import Channel
 from paceline.records import ChunksRecord, CollectiveRecord, Record, Samples
 from paceline.runtime.world import World
 
-__all__ = ["Sweep"]
+__all__ = ["SMALLEST_BYTES", "Sweep"]
 
-_SMALLEST_BYTES, _DENSE_BYTES = 4 << 10, 64 << 10
+# With less than twice this there is no curve.
+SMALLEST_BYTES = 4 << 10
+_DENSE_BYTES = 64 << 10
 _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
 
 
 class Sweep:
     """The wrapper's own messages, from small to all gradients at once; pairs; and what else a step sends.
 
-    `extra` is a collective and its bytes, 0 for none. Collective: every rank must make the same calls.
+    `memory` is where the wrapper's buckets would lie, and `extra` a collective and its bytes, 0 for none. Collective:
+    every rank must make the same calls.
     """
 
     def __init__(
-        self, channel: Channel, world: World, control: dist.ProcessGroup, num_bytes: int, extra: tuple[str, int]
+        self,
+        channel: Channel,
+        world: World,
+        control: dist.ProcessGroup,
+        memory: torch.Tensor,
+        extra: tuple[str, int],
     ) -> None:
         self._channel, self._world, self._control, self._extra = channel, world, control, extra
-        num_bytes = max(num_bytes, 2 * _SMALLEST_BYTES)  # of a tiny model, too, there is a curve
-        self._memory = channel.allocate(num_bytes // 4, torch.float32, world.device)
+        self._memory, num_bytes = memory, memory.nbytes
         is_alone = world.world_size == 1
         self._singles: dict[int, list[float]] = {} if is_alone else {size: [] for size in _choose_sizes(num_bytes)}
         pairs = [size for size in _PAIR_BYTES if 2 * size <= num_bytes]
@@ -63,11 +71,11 @@ class Sweep:
             dist.broadcast(part, 0, self._channel.group)
         else:
             self._channel.wait(self._channel.start_sum(part), "a message that is timed")
+        synchronize(self._world.device)
         self._extras.append(time.perf_counter() - begin_s)
 
     def _meet(self) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        synchronize(self._world.device)
         dist.barrier(group=self._control)
 
     def _time(self, sizes: tuple[int, ...], times: list[float]) -> None:
@@ -79,8 +87,7 @@ class Sweep:
         works = [self._channel.start_sum(part) for part in parts]
         for work in works:
             self._channel.wait(work, "a message that is timed")
-        if self._world.device.type == "cuda":
-            torch.cuda.synchronize(self._world.device)
+        synchronize(self._world.device)
         times.append(time.perf_counter() - begin_s)
 
     def build_records(self, num_warmup: int) -> Iterator[Record]:
@@ -110,7 +117,7 @@ class Sweep:
 
 
 def _choose_sizes(num_bytes: int) -> list[int]:
-    sizes, size = [], _SMALLEST_BYTES
+    sizes, size = [], SMALLEST_BYTES
     while size < num_bytes * 0.75:
         sizes.append(size)
         size *= 4 if size < _DENSE_BYTES else 2

@@ -47,14 +47,13 @@ class TuneSettings:
     iters: int | None = None
     network: Network | None = None
     network_ranks: int = 2
-    algorithm: str = "auto"
     takes_lists: bool = True
 
     def build_curve(self) -> Curve | None:
         """What messages cost on the emulated network; None where they are measured."""
         if self.network is None:
             return None
-        return AssumedFabric(self.network, self.network, algorithm=self.algorithm).build_curve(self.network_ranks)
+        return AssumedFabric(self.network, self.network).build_curve(self.network_ranks)
 
     def check(self) -> None:
         job = self.job

@@ -20,7 +20,7 @@ from paceline.measure.engine import synchronize
 from paceline.measure.layer_moments import LayerHooks, Moments
 from paceline.measure.phases import cycle_windows
 from paceline.measure.rounds import Pace, run_rounds
-from paceline.measure.sweeps import Sweep
+from paceline.measure.sweeps import SMALLEST_BYTES, Sweep
 from paceline.measure.tune_settings import TuneSettings
 from paceline.measure.tune_steps import (
     PHASES,
@@ -125,8 +125,8 @@ class TuningBench:
         if self._settings.confirms:
             for cap in caps:
                 self._add_plan(Candidate(f"cap {format_bytes(cap)}", cap))
-        sweep = Sweep(self._channel, self._world, self._control, self._num_bytes, self._find_extra())
-        self._disturbing = self._channel.allocate(self._num_bytes // 4, torch.float32, self._world.device)
+        sweep = Sweep(self._channel, self._world, self._control, self._allocate(), self._find_extra())
+        self._disturbing = self._allocate()
         num_warmup = self._run(effort.budget_s, sweep, "measuring")
         records: list[Record] = list(sweep.build_records(num_warmup))
         shown = [variant for variant in self._variants if variant is not self._profiled]
@@ -177,6 +177,13 @@ class TuningBench:
 
     def _find_params(self, learner: Learner) -> list[nn.Parameter]:
         return [param for param in learner.module.parameters() if param.requires_grad]
+
+    def _allocate(self) -> torch.Tensor:
+        """Memory for as much as all gradients, of the kind in which the wrapper's buckets lie."""
+        elements = max(self._num_bytes, 2 * SMALLEST_BYTES) // 4
+        if self._settings.job.wrapper == "torch":
+            return torch.zeros(elements, device=self._world.device)
+        return self._channel.allocate(elements, torch.float32, self._world.device)
 
     def _find_extra(self) -> tuple[str, int]:
         """The collective that the wrapper adds to each step for buffers, and its bytes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import MeasurementError
 from paceline.plan import Gradient
@@ -146,8 +146,8 @@ def _fit_contention(
     for record in evidence.disturbed:
         assert record.under_way is not None and record.overlapped is not None
         # From the last rank's start on; a message that waits for a peer takes no core.
-        under_way_s = _center_least(record.under_way)
-        overlapped_s = min(_center_least(record.overlapped), under_way_s)
+        under_way_s = center(replace(record.under_way, reducer="min"))
+        overlapped_s = min(center(replace(record.overlapped, reducer="min")), under_way_s)
         delay_s = max(0.0, center(record.backward) - backward_s) / record.num_messages
         alone_s = curve.estimate_s(record.message_bytes)
         if overlapped_s <= 0:
@@ -161,10 +161,6 @@ def _fit_contention(
         return Contention()
     sizes = tuple(sorted(rates))
     return Contention(sizes, tuple(rates[size][0] for size in sizes), tuple(rates[size][1] for size in sizes))
-
-
-def _center_least(samples: Samples) -> float:
-    return statistics.median(min(row) for row in samples.seconds)
 
 
 def _fit_pair_rate(evidence: Evidence, curve: Curve, center: Callable[[Samples], float]) -> float:

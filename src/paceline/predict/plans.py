@@ -19,7 +19,7 @@ from paceline.predict.curves import Curve
 from paceline.predict.search import enumerate_caps, find_best_cuts, plan_by_cuts
 from paceline.predict.simulate import SimulatedStep
 
-__all__ = ["Choice", "Estimate", "PlanModel", "build_plan_model"]
+__all__ = ["Choice", "Estimate", "PlanModel"]
 
 _DRAWS = 40
 _SEED = 11
@@ -142,7 +142,3 @@ class PlanModel:
         # What never had a gradient travels last, with the rest of the last bucket.
         cuts = [*list(cuts)[:-1], len(gradients)]
         return plan_by_cuts(gradients, [*order, *missing], cuts, rule)
-
-
-def build_plan_model(evidence: Evidence, curve: Curve | None = None) -> PlanModel:
-    return PlanModel(evidence, curve)

@@ -104,7 +104,8 @@ def say_verdict(tuning: Any, job: str) -> str:
     """The answer in one sentence."""
     choice, judgement = tuning.choice, tuning.judgement
     count = format_number_of(choice.estimate.num_buckets, "bucket")
-    if choice.is_default:
+    gain = judgement.gain
+    if choice.is_default or (gain is None and tuning.keeps_default):
         times = [p.measured_s if p.measured_s is not None else p.estimate.step_s for p in judgement.points]
         spread = max(times) / min(times) - 1
         sizes = f"all bucket sizes lie within {spread:.1%}"
@@ -114,7 +115,6 @@ def say_verdict(tuning: Any, job: str) -> str:
         regret = "" if judgement.regret is None else f" (regret {judgement.regret:.1%})"
         return f"{job}: keep the default, {count}: no plan is predicted to gain more than the noise; {sizes}{regret}"
     cap = f"bucket size {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "the plan"
-    gain = judgement.gain
     if gain is None:
         return f"{job}: use {cap}, {count}: predicted {choice.gain:.1%} less than the default"
     noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
@@ -141,7 +141,7 @@ def tuning_row(tuning: Any, plan_path: str, verdict: str) -> dict[str, Any]:
     best_measured = judgement.best_measured
     steps = [r for r in tuning.records if r.kind == "tune_step"]
     times = {label: record.timing.median_s for label, record in judgement.confirmed.items()}
-    recommended = times.get(judgement.recommended)
+    answer = "default" if tuning.keeps_default else judgement.recommended
     return {
         "model": steps[0].model,
         "wrapper": steps[0].wrapper,
@@ -162,7 +162,8 @@ def tuning_row(tuning: Any, plan_path: str, verdict: str) -> dict[str, Any]:
         "keeps_default": tuning.keeps_default,
         "predicted_gain": tuning.choice.gain,
         "plan": plan_path,
-        "plan_measured_s": recommended,
+        "plan_measured_s": times.get(answer),
+        "recommended_measured_s": times.get(judgement.recommended),
         "default_measured_s": times.get("default"),
         "verdict": verdict,
     }

@@ -22,7 +22,7 @@ from paceline.plan import Plan
 from paceline.runtime.ranks import set_seed
 from paceline.runtime.world import World, init
 from paceline.training.kernels import settled_kernels
-from paceline.training.requests import build_data_request, build_model_options, load_plan
+from paceline.training.requests import build_data_request, build_model_options, load_plan, takes_cap_lists
 from paceline.training.schedules import Schedule
 from paceline.training.settings import Batches, TrainSettings
 from paceline.training.step import Learner
@@ -153,9 +153,16 @@ def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.M
     if settings.wrapper == "paceline":
         return DataParallel(module, plan=plan)
     if settings.wrapper == "torch":
-        if plan is not None:
-            _check_plan(plan, module)
-        return DistributedDataParallel(module, **(plan.as_torch_kwargs() if plan is not None else {}))
+        if plan is None:
+            return DistributedDataParallel(module)
+        _check_plan(plan, module)
+        kwargs = plan.as_torch_kwargs()
+        if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
+            raise ConfigError(
+                "--plan has buckets that no single cap makes, and a cap for each needs torch 2.13 or newer: use "
+                "--wrapper paceline, or a plan of `tune --wrapper torch` on this torch"
+            )
+        return DistributedDataParallel(module, **kwargs)
     if settings.wrapper == "dp":
         return nn.DataParallel(module)
     return module

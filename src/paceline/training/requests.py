@@ -5,6 +5,7 @@ Building what is asked for is in `build`.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError
@@ -13,7 +14,7 @@ from paceline.training.settings import TrainSettings
 from paceline.workloads.choose import ModelOptions, check_model
 from paceline.workloads.data.requests import DataRequest, check_request, parse_data
 
-__all__ = ["build_data_request", "build_model_options", "check_requests", "load_plan"]
+__all__ = ["build_data_request", "build_model_options", "check_requests", "load_plan", "takes_cap_lists"]
 
 
 def build_data_request(settings: TrainSettings) -> DataRequest:
@@ -40,6 +41,12 @@ def check_requests(settings: TrainSettings) -> None:
     check_request(build_data_request(settings))
     if settings.plan is not None:
         load_plan(Path(settings.plan))
+
+
+def takes_cap_lists() -> bool:
+    """Whether the installed torch can give its wrapper a cap for each bucket; asked without importing it."""
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def load_plan(path: Path) -> Plan:

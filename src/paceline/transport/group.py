@@ -138,6 +138,9 @@ class PacelineGroup(_TorchGroup):
         tensors, opts = _as_list(tensors), _as_options(c10d.AllreduceOptions, opts, timeout)
         if len(tensors) > 1 or opts.reduceOp.op not in _OPS or not is_reducible(tensors[0]):
             return self._backend(tensors[0]).allreduce(tensors, opts)
+        if self._size == 1:
+            self._num_started += 1
+            return FinishedWork(tensors)  # whatever the operation: there is one operand
         return self._all_reduce(tensors[0], opts, tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
