@@ -27,6 +27,7 @@ from paceline.records.kinds import (
 from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, ParameterTimes
 from paceline.records.phase_profile import PhaseRecord
 from paceline.records.samples import REDUCERS, Samples, Summary
+from paceline.records.tuning import ROLES, TuneStepRecord
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,22 @@ def phase_records(draw):
     )  # fmt: skip
 
 
+@st.composite
+def tune_steps(draw):
+    ranks, count = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    some = samples(shape=(ranks, count))
+    messages = {}
+    if (role := draw(st.sampled_from(ROLES))) == "disturbed":
+        sizes = {"message_bytes": draw(COUNT), "num_messages": draw(COUNT)}
+        messages = {**sizes, "under_way": draw(some), "overlapped": draw(some)}
+    texts = ("model", "wrapper", "backend", "device", "label", "note")
+    return TuneStepRecord(
+        role=role, world_size=ranks, batch_size=draw(COUNT), source=draw(st.sampled_from(SOURCES)),
+        cap_bytes=draw(COUNT) if role == "plan" else 0, bucket_bytes=tuple(draw(st.lists(COUNT, max_size=3))),
+        **{name: draw(some) for name in PHASES}, **{name: draw(TEXT) for name in texts}, **messages,
+    )  # fmt: skip
+
+
 RECORDS = {
     "collective": st.builds(
         CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT,
@@ -198,6 +215,7 @@ RECORDS = {
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
     "layer_profile": layer_profiles(),
     "phases": phase_records(),
+    "tune_step": tune_steps(),
     "wrapper": WRAPPERS,
 }  # fmt: skip
 
