@@ -29,6 +29,7 @@ __all__ = [
     "Group",
     "Measured",
     "Timing",
+    "choose_meeting",
     "measure_cells",
     "merge_timings",
     "run_cells",
@@ -230,6 +231,12 @@ def _open_world(settings: GroupSettings) -> World:
     return init("gloo", device, threads=settings.threads, timeout_s=_PATIENCE_S, announce=None)
 
 
+def choose_meeting(world: World) -> str:
+    """The backend of the barriers before timed calls: ranks leave one in shared memory within microseconds of each
+    other, and one of gloo's far apart."""
+    return "paceline" if world.shares_clock and not why_not() else "gloo"
+
+
 def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group]]:
     """For each number of ranks, one group per backend. Collective: every rank must call this, in or out of a group."""
     groups: dict[int, list[Group]] = {}
@@ -237,9 +244,7 @@ def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group
         if n > world.world_size:
             raise ConfigError(f"{n} ranks asked of a world of {world.world_size}")
         members = list(range(n))
-        # Ranks leave a barrier in shared memory within microseconds of each other, and one of gloo's far apart.
-        meeting = "paceline" if world.shares_clock and not why_not() else "gloo"
-        control = dist.new_group(members, backend=meeting, timeout=timedelta(seconds=_PATIENCE_S))
+        control = dist.new_group(members, backend=choose_meeting(world), timeout=timedelta(seconds=_PATIENCE_S))
         groups[n] = []
         for backend in settings.backends:
             kind = settings.device_of(backend)

@@ -19,7 +19,7 @@ from paceline.measure.layer_moments import LayerHooks, Moments
 from paceline.measure.rounds import no_garbage_collection
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Samples
 
-__all__ = ["LayerStep", "measure_layers"]
+__all__ = ["LayerStep", "measure_layers", "order_by_ready"]
 
 Block = tuple[str, nn.Module]
 
@@ -204,7 +204,7 @@ def _build_record(
         device=device.type,
         dtype=step.dtype,
         batch_size=step.batch_size,
-        parameters=tuple(_order_by_ready(parameters)),
+        parameters=tuple(order_by_ready(parameters)),
         blocks=tuple(
             BlockTimes(name, tuple(s.forward_s[index] for s in seen), tuple(s.backward_s[index] for s in seen))
             for index, (name, _) in enumerate(blocks)
@@ -220,7 +220,7 @@ def _build_record(
     )
 
 
-def _order_by_ready(parameters: list[ParameterTimes]) -> list[ParameterTimes]:
+def order_by_ready(parameters: list[ParameterTimes]) -> list[ParameterTimes]:
     """By median; equal ones in the reverse of the model's order, which is the usual order of backward."""
     late = float("inf")
     medians = {p.name: late if p.median_s is None else p.median_s for p in parameters}

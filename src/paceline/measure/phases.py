@@ -10,7 +10,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
 from paceline.measure.engine import synchronize
-from paceline.measure.rounds import Pace, run_rounds
+from paceline.measure.replicas import read_buckets
+from paceline.measure.rounds import Pace, build_samples, run_rounds
 from paceline.measure.settings import Progress
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
@@ -184,9 +184,9 @@ class _Steps:
         everyone: list[tuple[dict[str, _Times], list[float]]] = job.world.share((times, self._busy_s))
 
         def samples(pick: Callable[[dict[str, _Times]], list[float]]) -> Samples:
-            return _build_samples([pick(theirs) for theirs, _ in everyone], num_warmup)
+            return build_samples([pick(theirs) for theirs, _ in everyone], num_warmup)
 
-        num_bytes, num_messages = _count_messages(job.learner)
+        buckets = read_buckets(job.learner.model)
         has_busy = len(self._busy_s) > num_warmup and job.world.world_size > 1
         return PhaseRecord(
             model=job.settings.model,
@@ -199,8 +199,8 @@ class _Steps:
             batch_size=job.batches.batch_size,
             accumulate=job.batches.accumulate,
             num_parameters=len(job.learner.parameters),
-            num_bytes=num_bytes,
-            num_messages=num_messages,
+            num_bytes=sum(buckets),
+            num_messages=len(buckets),
             timing=samples(lambda t: t["marked"].step_s),
             plain=samples(lambda t: t["plain"].step_s),
             silent=samples(lambda t: t["silent"].step_s),
@@ -209,13 +209,8 @@ class _Steps:
             forward=samples(lambda t: t["marked"].parts_s["forward"]),
             backward=samples(lambda t: t["marked"].parts_s["backward"]),
             optimizer=samples(lambda t: t["marked"].parts_s["optimizer"]),
-            busy=_build_samples([busy for _, busy in everyone], num_warmup) if has_busy else None,
+            busy=build_samples([busy for _, busy in everyone], num_warmup) if has_busy else None,
         )
-
-
-def _build_samples(by_rank: list[list[float]], num_warmup: int) -> Samples:
-    rows = tuple(zip(*by_rank, strict=True))
-    return Samples(seconds=rows[num_warmup:], warmup_seconds=rows[:num_warmup])
 
 
 def cycle_windows(job: Job) -> Generator[Window, None, None]:
@@ -236,15 +231,3 @@ def _check_whole(job: Job, size: int) -> None:
         raise ConfigError(
             f"{job.train.describe()}: less than one global batch of {size}; use a smaller --batch-size, or more samples"
         )
-
-
-def _count_messages(learner: Learner) -> tuple[int, int]:
-    """The bytes that one rank hands to all-reduce in a step, and in how many messages."""
-    model: Any = learner.model
-    if isinstance(model, DataParallel) and model.plan is not None:
-        return model.plan.num_bytes, len(model.plan.buckets)
-    if isinstance(model, DistributedDataParallel):
-        told = model._get_ddp_logging_data()
-        sizes = [int(size) for size in str(told.get("rebuilt_bucket_sizes", "")).split(",") if size.strip()]
-        return sum(sizes), len(sizes)
-    return 0, 0

@@ -170,3 +170,15 @@ def build_replica(
         dtype=dtype,
         held_bytes=held,
     )
+
+
+def read_buckets(model: nn.Module) -> tuple[int, ...]:
+    """The bytes of each bucket as the wrapper itself tells them, in the order in which they leave; none if bare."""
+    if isinstance(model, DataParallel):
+        return model.plan.bucket_bytes if model.plan is not None else ()
+    if isinstance(model, DistributedDataParallel):
+        told = model._get_ddp_logging_data()
+        # Where a parameter may be unused, torch never cuts them anew.
+        listed = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or "")
+        return tuple(int(size) for size in listed.split(",") if size.strip())
+    return ()

@@ -9,13 +9,15 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Pace", "agree_on_max", "no_garbage_collection", "run_rounds"]
+from paceline.records import Samples
+
+__all__ = ["Pace", "agree_on_max", "build_samples", "no_garbage_collection", "run_rounds"]
 
 _TELL_S = 0.2
 
@@ -63,6 +65,12 @@ def run_rounds(
             if tell is not None and time.perf_counter() - last_told_s > _TELL_S:
                 tell((repetition + 1) / iters)
                 last_told_s = time.perf_counter()
+
+
+def build_samples(by_rank: Sequence[Sequence[float]], num_warmup: int) -> Samples:
+    """What each rank timed in every round, warm-ups first, as samples."""
+    rows = tuple(zip(*by_rank, strict=True))
+    return Samples(seconds=rows[num_warmup:], warmup_seconds=rows[:num_warmup])
 
 
 def agree_on_max(value: float, control: dist.ProcessGroup) -> float:

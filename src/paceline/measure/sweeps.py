@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.measure.engine import synchronize
+from paceline.measure.rounds import build_samples
 from paceline.parallel.channel import Channel
 from paceline.records import ChunksRecord, CollectiveRecord, Record, Samples
 from paceline.runtime.world import World
@@ -99,8 +100,7 @@ class Sweep:
         }
 
         def samples(mine: list[float]) -> Samples:
-            rows = tuple(zip(*world.share(mine), strict=True))
-            return Samples(seconds=rows[num_warmup:], warmup_seconds=rows[:num_warmup])
+            return build_samples(world.share(mine), num_warmup)
 
         for size, times in self._singles.items():
             yield CollectiveRecord(

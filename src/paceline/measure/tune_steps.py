@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.errors import ConfigError
 from paceline.measure.layer_moments import LayerHooks, Moments
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
@@ -23,7 +22,7 @@ from paceline.training.phases import PhaseClock
 from paceline.training.step import Learner
 from paceline.units import MIB
 
-__all__ = ["PHASES", "Candidate", "Disturbance", "ReadyPhases", "Variant", "read_buckets", "time_alone", "wrap"]
+__all__ = ["PHASES", "Candidate", "Disturbance", "ReadyPhases", "Variant", "time_alone", "wrap"]
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -122,17 +121,3 @@ def wrap(module: nn.Module, wrapper: str, candidate: Candidate, group: dist.Proc
         return DataParallel(module, process_group=group, plan=candidate.plan, **cap)
     kwargs: dict[str, Any] = candidate.plan.as_torch_kwargs() if candidate.plan is not None else dict(cap)
     return DistributedDataParallel(module, process_group=group, **kwargs)
-
-
-def read_buckets(model: nn.Module) -> tuple[int, ...]:
-    """The bytes of each bucket as the wrapper itself tells them, in the order in which they leave; none if bare."""
-    if isinstance(model, DataParallel):
-        return model.plan.bucket_bytes if model.plan is not None else ()
-    if isinstance(model, DistributedDataParallel):
-        told = model._get_ddp_logging_data()
-        listed = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or "")
-        sizes = tuple(int(size) for size in listed.split(",") if size.strip())
-        if not sizes:
-            raise ConfigError("torch's wrapper tells no bucket sizes: it needs two steps to settle them")
-        return sizes
-    return ()

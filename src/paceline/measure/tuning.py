@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from paceline.measure.emulation import EmulatedNetwork
-from paceline.measure.engine import synchronize
+from paceline.measure.engine import choose_meeting, synchronize
 from paceline.measure.layer_moments import LayerHooks, Moments
+from paceline.measure.layers import order_by_ready
 from paceline.measure.phases import cycle_windows
-from paceline.measure.rounds import Pace, run_rounds
+from paceline.measure.replicas import read_buckets
+from paceline.measure.rounds import Pace, build_samples, run_rounds
 from paceline.measure.sweeps import SMALLEST_BYTES, Sweep
 from paceline.measure.tune_settings import TuneSettings
 from paceline.measure.tune_steps import (
@@ -28,7 +29,6 @@ from paceline.measure.tune_steps import (
     Disturbance,
     ReadyPhases,
     Variant,
-    read_buckets,
     time_alone,
     wrap,
 )
@@ -44,7 +44,6 @@ from paceline.runtime.world import World
 from paceline.training.build import Job, build_job, build_learner
 from paceline.training.phases import PhaseClock
 from paceline.training.step import Learner, take_step
-from paceline.transport import why_not
 from paceline.units import format_bytes
 
 __all__ = ["Candidate", "TuningBench"]
@@ -70,11 +69,9 @@ class TuningBench:
         group = dist.group.WORLD
         assert group is not None
         self._group = group
-        # Ranks leave a barrier in shared memory within microseconds of each other, and one of gloo's far apart.
-        meets_in_memory = world.shares_clock and not why_not()
-        self._control = dist.new_group(backend="paceline") if meets_in_memory else world.control
+        self._control = dist.new_group(backend=choose_meeting(world))
         self._alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
-        self._params = [param for param in self._job.learner.module.parameters() if param.requires_grad]
+        self._params = self._job.learner.parameters
         self._num_bytes = sum(param.nbytes for param in self._params)
         self._channel = Channel(group, world.device)
         self._moments = Moments(world.device)
@@ -112,7 +109,7 @@ class TuningBench:
         effort, on_cpu = self._settings.effort, self._world.device.type == "cpu"
         self._plain = self._add("plain", "plain", self._build())
         self._profiled = self._add("plain", "profiled", self._build())
-        self._hooks = LayerHooks(self._find_params(self._profiled.learner), [], self._moments)
+        self._hooks = LayerHooks(self._profiled.learner.parameters, [], self._moments)
         if self._world.world_size > 1 and on_cpu:
             for num_bytes in effort.message_bytes:
                 if 2 * num_bytes <= self._num_bytes:
@@ -174,9 +171,6 @@ class TuningBench:
         if self._networks is not None:
             self._networks[group is self._group].attach(wrapped)
         return dataclasses.replace(learner, model=wrapped)
-
-    def _find_params(self, learner: Learner) -> list[nn.Parameter]:
-        return [param for param in learner.module.parameters() if param.requires_grad]
 
     def _allocate(self) -> torch.Tensor:
         """Memory for as much as all gradients, of the kind in which the wrapper's buckets lie."""
@@ -280,7 +274,7 @@ class TuningBench:
             variant.num_messages = min(self._world.share(mine))
         # All ranks at the same gradients, by the record of rank 0.
         places = self._world.share(self._pick_places(variant.num_messages))[0]
-        params = self._find_params(variant.learner)
+        params = variant.learner.parameters
         # Nodes are held with their hooks: one that nobody holds is made anew by the forward, without any.
         nodes = [get_gradient_edge(params[index]).node for index in places]
         return [(node, node.register_hook(disturbance.fire)) for node in nodes]
@@ -300,8 +294,7 @@ class TuningBench:
     # -- records ------------------------------------------------------------------------------------------------------
 
     def _samples(self, mine: list[float], num_warmup: int) -> Samples:
-        rows = tuple(zip(*self._world.share(mine), strict=True))
-        return Samples(seconds=rows[num_warmup:], warmup_seconds=rows[:num_warmup])
+        return build_samples(self._world.share(mine), num_warmup)
 
     def _build_record(self, variant: Variant, num_warmup: int) -> TuneStepRecord:
         job, world = self._settings.job, self._world
@@ -335,18 +328,15 @@ class TuningBench:
             )
             for index, param in enumerate(self._params)
         ]
-        medians = {p.name: float("inf") if p.median_s is None else p.median_s for p in parameters}
-        ordered = sorted(reversed(parameters), key=lambda parameter: medians[parameter.name])
         plain, profiled = self._plain, self._profiled
 
         def first(values: list[float]) -> Samples:
-            rows = tuple((value,) for value in self._world.share(values)[0])
-            return Samples(seconds=rows[num_warmup:], warmup_seconds=rows[:num_warmup])
+            return build_samples(self._world.share(values)[:1], num_warmup)
 
         backward = Samples(seconds=tuple((total_s,) for _, total_s in ready))
         return LayerProfileRecord(
             model=job.model, device=self._world.device.type, dtype=job.precision,
-            batch_size=self._job.batches.batch_size, parameters=tuple(ordered), blocks=(),
+            batch_size=self._job.batches.batch_size, parameters=tuple(order_by_ready(parameters)), blocks=(),
             timing=first(plain.step_s), forward=first(plain.phases_s["forward"]),
             backward=first(plain.phases_s["backward"]), optimizer=first(plain.phases_s["optimizer"]),
             profiled_step=first(profiled.step_s), profiled_forward=first(profiled.phases_s["forward"]),
