@@ -14,14 +14,18 @@ from paceline.records.kinds import (
 from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, ParameterTimes
 from paceline.records.phase_profile import PhaseRecord
 from paceline.records.samples import Samples, Summary
+from paceline.records.scaling import BatchRecord, CurvePoint, LargeBatchRecord, ScaleRecord
 from paceline.records.store import Run, RunFolder, load_run, save_run
 from paceline.records.tuning import TuneStepRecord
 
 __all__ = [
+    "BatchRecord",
     "BlockTimes",
     "ChunksRecord",
     "CollectiveRecord",
+    "CurvePoint",
     "Environment",
+    "LargeBatchRecord",
     "LayerProfileRecord",
     "LayerSizeRecord",
     "LayerTimeRecord",
@@ -32,6 +36,7 @@ __all__ = [
     "Run",
     "RunFolder",
     "Samples",
+    "ScaleRecord",
     "Summary",
     "TuneStepRecord",
     "WrapperRecord",

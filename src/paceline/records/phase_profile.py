@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import RecordError
-from paceline.records.kinds import KINDS, Record, bus_factor
+from paceline.records.exposure import Exposure
+from paceline.records.kinds import KINDS, Record
 from paceline.records.pairs import Ratio, compare_times
 from paceline.records.samples import Samples
 
@@ -21,7 +22,7 @@ PHASES = ("data_wait", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseRecord(Record):
+class PhaseRecord(Exposure, Record):
     """Training steps of one job. `timing` are steps with their phases marked, `plain` without, `silent` with
     communication off; equal numbers of repetitions are neighbours in time.
 
@@ -61,55 +62,8 @@ class PhaseRecord(Record):
                 raise RecordError(f"{self.model}: {name} has other repetitions or ranks than the steps")
 
     @property
-    def samples_per_s(self) -> float:
-        """Over all ranks, in plain steps."""
-        return self.world_size * self.batch_size * self.accumulate / self.plain.median_s
-
-    @property
-    def exposed_s(self) -> float:
-        """Step time minus the time of the same step with communication off; 0 where that is within the noise of it."""
-        return max(0.0, self._exposed_median())
-
-    def _exposed_median(self) -> float:
-        if self.world_size == 1:
-            return 0.0
-        pairs = zip(self.plain.reduced_s, self.silent.reduced_s, strict=True)
-        return float(statistics.median(here - there for here, there in pairs))
-
-    @property
-    def compute_s(self) -> float:
-        """The step with communication off."""
-        return self.silent.median_s if self.world_size > 1 else self.plain.median_s
-
-    @property
-    def overhead(self) -> float:
-        """Exposed communication as a share of the step: the "communication overhead" of a training run."""
-        return self.exposed_s / (self.exposed_s + self.compute_s)
-
-    @property
-    def exposed_noise_s(self) -> float | None:
-        """Half the 95 % interval of the exposed seconds, where there are ranks and repetitions enough to tell."""
-        if self.world_size == 1:
-            return None
-        ratio = compare_times(self.plain.reduced_s, self.silent.reduced_s)
-        return None if ratio.noise is None else ratio.noise * self.silent.median_s
-
-    @property
-    def busy_s(self) -> float | None:
-        return None if self.busy is None else self.busy.median_s
-
-    @property
-    def overlap(self) -> float | None:
-        """1 - exposed / busy: the share of communication that backward hid."""
-        busy_s = self.busy_s
-        return None if not busy_s else 1 - self.exposed_s / busy_s
-
-    @property
-    def busbw_bytes_per_s(self) -> float | None:
-        """The bus bandwidth while messages were under way, from the bytes really sent."""
-        if not self.busy_s or self.world_size == 1:
-            return None
-        return self.num_bytes / self.busy_s * bus_factor("all_reduce", self.world_size)
+    def plain_steps(self) -> Samples:
+        return self.plain
 
     @property
     def gap_s(self) -> float:
