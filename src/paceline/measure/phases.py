@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
+from paceline.measure.busy import AskedSteps
 from paceline.measure.engine import synchronize
 from paceline.measure.replicas import read_buckets
 from paceline.measure.rounds import Pace, build_samples, run_rounds
@@ -29,7 +28,7 @@ from paceline.training.build import Job, build_job, build_learner, open_world
 from paceline.training.loader import Window, load_windows
 from paceline.training.phases import NoPhases, PhaseClock, Phases
 from paceline.training.settings import TrainSettings
-from paceline.training.step import Learner, take_step
+from paceline.training.step import take_step
 
 __all__ = ["cycle_windows", "measure_phases"]
 
@@ -73,35 +72,6 @@ def measure_phases(
     return records
 
 
-class _TimedMessages:
-    """A communication hook for torch's wrapper that does what it does without one, and notes from when to when."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self.spans: list[tuple[float, float]] = []
-
-    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        begin_s = time.perf_counter()
-        buffer = bucket.buffer().div_(self._world_size)
-        future = dist.all_reduce(buffer, async_op=True).get_future()
-
-        def note(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            self.spans.append((begin_s, time.perf_counter()))
-            return done.value()[0]
-
-        timed: torch.futures.Future[torch.Tensor] = future.then(note)
-        return timed
-
-    def take_busy_s(self) -> float:
-        """How long at least one message was under way since this was asked last."""
-        spans, self.spans = sorted(self.spans), []
-        busy_s, until_s = 0.0, 0.0
-        for begin_s, end_s in spans:
-            busy_s += max(0.0, end_s - max(begin_s, until_s))
-            until_s = max(until_s, end_s)
-        return busy_s
-
-
 class _Steps:
     """Four kinds of steps of one job: plain, with phases marked, without communication, and asked about messages."""
 
@@ -110,26 +80,17 @@ class _Steps:
         self._times = {kind: _Times() for kind in _KINDS}
         self._busy_s: list[float] = []
         self._windows = cycle_windows(job)
-        self._messages: _TimedMessages | None = None
-        self._asked = job.learner
-        if job.settings.wrapper == "torch" and job.world.device.type == "cpu":
-            # torch takes a hook only before the first step: a second replica carries it.
-            self._asked = build_learner(job.settings, job.world, job.train)
-            messages = self._messages = _TimedMessages(job.world.world_size)
-            assert isinstance(self._asked.model, DistributedDataParallel)
-            # torch compares annotations with types, and ours are strings: a lambda has none.
-            self._asked.model.register_comm_hook(None, lambda state, bucket: messages.send(bucket))
-        for learner in (job.learner, self._asked):
-            learner.model.train()
+        self._asked = AskedSteps(job.learner, lambda: build_learner(job.settings, job.world, job.train))
+        job.learner.model.train()
 
     def __enter__(self) -> _Steps:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._windows.close()
-        for learner in (self._job.learner, self._asked):
-            if isinstance(learner.model, DataParallel):
-                learner.model.stop()
+        self._asked.close()
+        if isinstance(self._job.learner.model, DataParallel):
+            self._job.learner.model.stop()
 
     def run(self, iters: int | None, warmup: int | None, tell: Callable[[float], None]) -> int:
         """All rounds; returns how many were warm-ups."""
@@ -147,11 +108,11 @@ class _Steps:
     def _take(self, kind: str) -> float:
         """One step, begun by all ranks together and timed to its end."""
         job, device = self._job, self._job.world.device
-        learner = self._asked if kind == "asked" else job.learner
+        learner = self._asked.learner if kind == "asked" else job.learner
         quiet = learner.no_sync() if kind == "silent" else contextlib.nullcontext()
         phases: Phases = PhaseClock(device) if kind in ("marked", "silent") else NoPhases()
-        if kind == "asked" and isinstance(learner.model, DataParallel):
-            learner.model.time_next_step()
+        if kind == "asked":
+            self._asked.begin()
         synchronize(device)
         dist.barrier(group=job.world.control)
         begin_s = time.perf_counter()
@@ -162,21 +123,17 @@ class _Steps:
         marked = phases.end()
         synchronize(device)
         seconds = time.perf_counter() - begin_s
-        self._note(kind, learner, seconds, {"data_wait": waited_s, **marked.read()})
+        self._note(kind, seconds, {"data_wait": waited_s, **marked.read()})
         return seconds
 
-    def _note(self, kind: str, learner: Learner, seconds: float, parts_s: dict[str, float]) -> None:
+    def _note(self, kind: str, seconds: float, parts_s: dict[str, float]) -> None:
         times = self._times[kind]
         times.step_s.append(seconds)
         for name, value in parts_s.items():
             times.parts_s[name].append(value)
-        if kind != "asked":
-            return
-        if self._messages is not None:
-            self._busy_s.append(self._messages.take_busy_s())
-        elif isinstance(learner.model, DataParallel):
-            asked = learner.model.report().times
-            self._busy_s.append(0.0 if asked is None else asked.busy_s)
+        busy_s = self._asked.take_busy_s() if kind == "asked" else None
+        if busy_s is not None:
+            self._busy_s.append(busy_s)
 
     def build_record(self, num_warmup: int) -> PhaseRecord:
         """Collective: every rank must call this, and every rank gets the record."""
