@@ -1,0 +1,124 @@
+"""Whole epochs of a job on one rank at one batch size: their time without data loading, and their memory.
+
+Which batch sizes there are belongs to the study; what follows from the times is in `records`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import re
+import time
+from pathlib import Path
+
+import torch
+
+from paceline.measure.engine import synchronize
+from paceline.measure.settings import Progress
+from paceline.records import BatchRecord, Record, Samples
+from paceline.runtime.worker import post
+from paceline.training.build import Job, build_job, open_world
+from paceline.training.loader import load_windows
+from paceline.training.phases import NoPhases
+from paceline.training.settings import TrainSettings
+from paceline.training.step import take_step
+
+__all__ = ["measure_batch"]
+
+# What torch says when memory is over: on a GPU by its class, on a CPU by its text alone.
+_FULL = re.compile(r"can't allocate memory|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+
+
+def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
+    """Epochs of the job, the first of them a warm-up. One that does not fit into memory is a record, too."""
+    with open_world(settings) as world:
+        _offer_to_be_killed()
+        job = build_job(dataclasses.replace(settings, ranks=world.world_size), world)
+        job.learner.model.train()
+        _reset_peak(world.device)
+        epoch_s: list[float] = []
+        waits_s: list[float] = []
+        failure = ""
+        try:
+            for epoch in range(epochs):
+                seconds, waited_s = _run_epoch(job, epoch, epochs)
+                epoch_s.append(seconds)
+                waits_s.append(waited_s)
+        except (RuntimeError, MemoryError) as error:
+            if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(error))):
+                raise
+            failure = f"out of memory in epoch {len(epoch_s) + 1}"
+        peak_bytes = _read_peak(world.device)
+        record = BatchRecord(
+            model=settings.model,
+            data=job.train.name,
+            device=world.device.type,
+            precision=settings.precision,
+            threads=torch.get_num_threads(),
+            batch_size=job.batches.batch_size,
+            num_samples=len(job.train),
+            num_steps=job.steps_per_epoch,
+            timing=None if failure else _build_samples(epoch_s),
+            data_wait=None if failure else _build_samples(waits_s),
+            peak_bytes=peak_bytes,
+            failure=failure,
+        )
+        del job
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [record]
+
+
+def _build_samples(seconds: list[float]) -> Samples:
+    return Samples(seconds=tuple((s,) for s in seconds[1:]), warmup_seconds=((seconds[0],),))
+
+
+def _run_epoch(job: Job, epoch: int, epochs: int) -> tuple[float, float]:
+    """(seconds of the epoch's steps, seconds that they waited for data)."""
+    world, learner = job.world, job.learner
+    order = job.order(epoch)
+    windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
+    synchronize(world.device)
+    begin_s = told_s = time.perf_counter()
+    waited_s = 0.0
+    while True:
+        asked_s = time.perf_counter()
+        window = next(windows, None)
+        waited_s += time.perf_counter() - asked_s
+        if window is None:
+            break
+        num_targets = window.num_samples * learner.form.targets_per_sample
+        take_step(learner, window.batches, num_targets, job.settings.lr, NoPhases())
+        if time.perf_counter() - told_s > 0.5:
+            told_s = time.perf_counter()
+            done = (epoch + (window.number + 1) / order.num_windows) / epochs
+            post(Progress(done, 1, f"batch size {job.batches.batch_size}"))
+    synchronize(world.device)
+    return time.perf_counter() - begin_s - waited_s, waited_s
+
+
+def _offer_to_be_killed() -> None:
+    """Where the kernel must end a process for memory, let it be this one and not somebody's desktop."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of this process so far
+
+
+def _read_peak(device: torch.device) -> int:
+    """The most bytes since the reset: of tensors on CUDA, of the whole process on the CPU; 0 where nobody tells."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
