@@ -61,6 +61,11 @@ class Schedule:
                 f"schedule {self.shape} with drops {self.drops}: drops belong to piecewise, which needs them"
             )
         check_drops(self.drops)
+        if self.drops and self.drops[0] * self.num_steps < self.warmup_steps:
+            raise ConfigError(
+                f"a drop at {self.drops[0]} of {self.num_steps} steps, inside of the warm-up of {self.warmup_steps}: "
+                "drop later, or warm up in fewer steps"
+            )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step; steps count from 0."""

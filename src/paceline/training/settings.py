@@ -198,9 +198,8 @@ class TrainSettings:
     def _check_large_batch(self) -> None:
         """Refuse options of one optimizer, schedule or norm beside another, where they would change nothing."""
         if self.trust_coefficient is not None and self.optimizer != "lars":
-            raise ConfigError(
-                f"--trust-coefficient {self.trust_coefficient} with --optimizer {self.optimizer}: it is of lars; leave it out"
-            )
+            found = f"--trust-coefficient {self.trust_coefficient} with --optimizer {self.optimizer}"
+            raise ConfigError(f"{found}: leave it out, or use lars")
         if bool(self.lr_drops) != (self.schedule == "piecewise"):
             found = f"--lr-drops {','.join(map(str, self.lr_drops))}" if self.lr_drops else "no --lr-drops"
             raise ConfigError(
