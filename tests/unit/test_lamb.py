@@ -86,6 +86,7 @@ def test_a_run_that_goes_on_is_equal_to_the_last_bit_and_counts_on():
     other = [nn.Parameter(param.detach().clone()) for param in half]
     third = LAMB(other, lr=123.0)
     third.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert third.state_dict()["param_groups"] == second.state_dict()["param_groups"]
     assert [state["step"] for state in third.state.values()] == [3, 3, 3]
     for step in range(3, 6):
         give_gradients(other, step)

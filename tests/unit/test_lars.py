@@ -166,6 +166,7 @@ def test_a_run_that_goes_on_is_equal_to_the_last_bit():
     other = [nn.Parameter(param.detach().clone()) for param in half]
     third = LARS(other, lr=123.0)
     third.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert third.state_dict()["param_groups"] == second.state_dict()["param_groups"]
     assert third.param_groups[0]["lr"] == 1.0
     for step in range(3, 6):
         give_gradients(other, step)

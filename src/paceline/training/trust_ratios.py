@@ -66,6 +66,7 @@ class LayerwiseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it here, and a state would not be what was saved
         for group in self.param_groups:
             for name, value in self.defaults.items():  # the state of torch's own optimizer knows fewer
                 group.setdefault(name, value)
