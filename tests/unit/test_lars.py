@@ -249,15 +249,15 @@ def test_sparse_gradients_are_refused_by_shape():
 
 
 def test_precisions_may_be_mixed_in_one_group():
-    """The squares of a bfloat16 vector this long do not add up in bfloat16; in float32 they do."""
-    long = nn.Parameter(torch.full((64, 64), 0.5, dtype=torch.bfloat16))
+    """Norms of 2**17 and 2**16, which float16 cannot hold, and float32 can."""
+    large = nn.Parameter(torch.full((64, 64), 2048.0, dtype=torch.float16))
     exact = make(shapes=((3, 2),))[0]
-    optimizer = LARS([long, exact], lr=1.0, momentum=0.0, trust_coefficient=0.25)
-    long.grad, exact.grad = torch.full_like(long, 2.0), torch.ones_like(exact)
+    optimizer = LARS([large, exact], lr=1.0, momentum=0.0, trust_coefficient=0.25)
+    large.grad, exact.grad = torch.full_like(large, 1024.0), torch.ones_like(exact)
     wanted = exact.detach() - 0.25 * exact.detach().norm() / math.sqrt(6)
     optimizer.step()
-    assert long.dtype == torch.bfloat16
-    assert long.unique().tolist() == [0.5 - 0.25 * 0.5]  # |w| / |g| is 1/4, so each moves by 1/4 of 1/4 of 2
+    assert large.dtype == torch.float16
+    assert large.unique().tolist() == [2048 - 0.25 * 2 * 1024]
     torch.testing.assert_close(exact.detach(), wanted, rtol=1e-8, atol=0)
 
 
