@@ -17,12 +17,14 @@ if TYPE_CHECKING:
         PacelineError,
         RecordError,
     )
-    from paceline.parallel import DataParallel, SyncBatchNorm
+    from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
     from paceline.plan import Plan
     from paceline.records.store import Run, load_run
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
+    from paceline.training.lamb import LAMB
+    from paceline.training.lars import LARS
 
 __version__ = "0.1.0"
 
@@ -30,19 +32,24 @@ _HOMES = {
     "paceline.errors": (
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
     ),
-    "paceline.parallel": ("DataParallel", "SyncBatchNorm"),
+    "paceline.parallel": ("DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
     "paceline.plan": ("Plan",),
     "paceline.records.store": ("Run", "load_run"),
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
+    "paceline.training.lamb": ("LAMB",),
+    "paceline.training.lars": ("LARS",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "CollectiveError",
     "ConfigError",
     "DataParallel",
+    "GhostBatchNorm",
     "LaunchError",
     "MeasurementError",
     "PacelineError",

@@ -156,6 +156,25 @@ def test_the_cnn_has_the_asked_for_layers(mnist, channels, hidden, num_parameter
     assert json.loads(answer.out)["num_parameters"] == num_parameters
 
 
+@pytest.mark.parametrize(
+    ("asked", "rates"),
+    [
+        (("--optimizer", "lars", "--lr", "4", "--momentum", "0.8", "--trust-coefficient", "0.01"), [4.0] * 4),
+        (("--optimizer", "lamb", "--lr", "0.01", "--schedule", "linear"), [0.01, 0.0075, 0.005, 0.0025]),
+        (("--lr", "0.1", "--schedule", "piecewise", "--lr-drops", "0.5,0.75"), [0.1, 0.1, 0.01, 0.001]),
+    ],
+    ids=["lars", "lamb", "piecewise"],
+)
+def test_options_for_large_batches(mnist, asked, rates, tmp_path):
+    asked = ("--data", mnist, "--batch-size", "16", "--seed", "2", *asked, "--json", "--out", str(tmp_path))
+    answer = type_alone("train", *TINY, *asked)
+    assert answer.code == 0, answer.err
+    run = Path(json.loads(answer.out)["run"])
+    assert [row["lr"] for row in load_rows(run)] == pytest.approx(rates)
+    again = type_alone("train", "--resume", str(run))  # its settings, drops too, come back from JSON
+    assert again.code == 0 and "the run was over" in again.err
+
+
 def test_a_run_goes_on_with_fewer_ranks_and_moved_data(trained, tmp_path):
     run = trained[1]
     moved = save_mnist(tmp_path / "elsewhere")

@@ -181,6 +181,14 @@ def test_sync_batchnorm_is_that_of_the_whole_batch(train_on, train_alone, wrappe
     assert_parity(train_on(2, settings, num_test=1), train_alone(RESNET, num_test=1))
 
 
+def test_ghost_batchnorm_on_one_rank_is_batchnorm_on_two(train_on, train_alone):
+    """Global batches of 4, no tail: ghosts of 2 samples are the shares of two ranks, and so are the averages of both."""
+    settings = replace(RESNET, samples=8)
+    alone = train_alone(replace(settings, ghost_batchnorm=2), num_test=1)
+    assert_parity(train_on(2, settings, num_test=1), alone)
+    assert train_alone(settings, num_test=1).losses[0] != pytest.approx(alone.losses[0], rel=1e-3)
+
+
 NORMED = """
 from torch import nn
 
@@ -207,6 +215,9 @@ def test_sync_batchnorm_sees_no_sample_twice(train_on, train_alone, tmp_path, sa
         {"clip": 0.05},
         {"optimizer": "adamw", "lr": 1e-3, "weight_decay": 0.1},
         {"schedule": "cosine", "lr_warmup": 2, "momentum": 0.0},
+        {"trust_coefficient": 0.01, "optimizer": "lars", "lr": 2.0, "weight_decay": 0.1},
+        {"lr": 0.01, "optimizer": "lamb", "weight_decay": 0.1},
+        {"lr_drops": (0.3, 0.6), "schedule": "piecewise"},
     ],
     ids=lambda changes: next(iter(changes)),
 )

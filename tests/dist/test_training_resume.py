@@ -184,6 +184,8 @@ def test_a_stopped_run_saves_where_it_is_and_goes_on_to_the_bit(train, reference
 
 CASES = {
     "adamw": {"optimizer": "adamw", "lr": 0.003, "schedule": "cosine", "lr_warmup": 4, "weight_decay": 0.1},
+    "lars": {"optimizer": "lars", "lr": 2.0, "schedule": "piecewise", "lr_drops": (0.3, 0.6), "weight_decay": 0.01},
+    "lamb": {"optimizer": "lamb", "lr": 0.01, "schedule": "linear"},
     "fp16": {"precision": "fp16", "clip": 1.0},
     "bf16": {"precision": "bf16", "optimizer": "adamw", "lr": 0.003},
     "accumulate": {"batch_size": 2, "accumulate": 3, "schedule": "linear", "tail": "pad"},
@@ -191,6 +193,7 @@ CASES = {
     "gloo": {"backend": "gloo", "tail": "drop", "clip": 0.5},
     "normed": {"model": "normed"},
     "normed-torch": {"model": "normed", "wrapper": "torch"},
+    "ghosts": {"model": "normed", "ghost_batchnorm": 4},
     "synced": {"model": "normed", "sync_batchnorm": True},
     "alone": {"ranks": 1, "wrapper": "none"},
 }

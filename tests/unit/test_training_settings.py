@@ -97,6 +97,17 @@ BAD = [
     ({"wrapper": "dp", "ranks": 2}, "--wrapper dp serves the GPUs of one process"),
     ({"wrapper": "none", "plan": "p.json"}, "--plan needs --wrapper paceline or torch"),
     ({"wrapper": "dp", "sync_batchnorm": True}, "--sync-batchnorm does not work with --wrapper dp"),
+    ({"trust_coefficient": 0.1}, "--trust-coefficient 0.1 with --optimizer sgd: leave it out, or use lars"),
+    ({"optimizer": "lamb", "trust_coefficient": 0.1}, "--optimizer lamb: leave it out"),
+    ({"optimizer": "lars", "trust_coefficient": 0.0}, "--trust-coefficient 0.0: a finite number above 0"),
+    ({"optimizer": "lars", "momentum": 1.0}, "--momentum 1.0: below 1"),
+    ({"schedule": "piecewise"}, "no --lr-drops with --schedule piecewise: drops belong to piecewise"),
+    ({"lr_drops": (0.5,)}, "--lr-drops 0.5 with --schedule constant"),
+    ({"schedule": "piecewise", "lr_drops": (0.5, 0.5)}, "--lr-drops 0.5,0.5: increasing shares"),
+    ({"schedule": "piecewise", "lr_drops": (0.5, 1.0)}, "--lr-drops 0.5,1.0: increasing shares"),
+    ({"schedule": "piecewise", "lr_drops": (math.nan,)}, "--lr-drops nan: increasing shares"),
+    ({"ghost_batchnorm": 1}, "--ghost-batchnorm 1: at least 2"),
+    ({"ghost_batchnorm": 4, "sync_batchnorm": True}, "--ghost-batchnorm 4 beside --sync-batchnorm"),
 ]
 
 
@@ -115,7 +126,9 @@ def test_what_cannot_be_is_refused(changes, words):
         {"lr": 0.0, "momentum": 0.0, "clip": 1e-9, "lr_warmup": 0, "seed": 0},
         {"ranks": 4, "global_batch_size": 64, "plan": "p.json", "wrapper": "torch", "sync_batchnorm": True},
         {"wrapper": "none", "precision": "fp16", "optimizer": "adamw", "schedule": "cosine", "tail": "pad"},
-        {"wrapper": "dp"},
+        {"wrapper": "dp", "ghost_batchnorm": 2},
+        {"optimizer": "lars", "trust_coefficient": 0.01, "schedule": "piecewise", "lr_drops": (0.3, 0.6)},
+        {"optimizer": "lamb"},
     ],
 )
 def test_what_can_be_is_not(changes):
@@ -141,6 +154,8 @@ def test_models_and_data_are_checked_too(changes, words):
 def test_settings_survive_json():
     settings = TrainSettings(channels=(4, 8), global_batch_size=12, ranks=3, clip=0.5, augment=False)
     assert TrainSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    dropping = TrainSettings(schedule="piecewise", lr_drops=(0.5, 0.75))
+    assert TrainSettings.from_json(json.loads(json.dumps(dropping.to_json()))) == dropping
     assert TrainSettings.from_json({}) == TrainSettings()
     assert set(settings.to_json()) == {field.name for field in dataclasses.fields(TrainSettings)}
     assert settings.batches == Batches(3, 4, 1)

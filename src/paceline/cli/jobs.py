@@ -31,7 +31,7 @@ Accumulate = Annotated[
 ]
 Precision = Annotated[str, typer.Option("--precision", help="fp32, bf16 or fp16 (by autocast)")]
 Compile = Annotated[bool, typer.Option("--compile", help="Compile the model, block by block.")]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd or adamw")]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="sgd, adamw, lars or lamb")]
 Wrapper = Annotated[str, typer.Option("--wrapper", help=WRAPPER_HELP)]
 SyncBatchNorm = Annotated[bool, typer.Option("--sync-batchnorm", help="BatchNorm over the whole global batch.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="Buckets from a file of a plan.")]

@@ -48,12 +48,21 @@ def train(
     ] = "keep",
     clip: Annotated[float | None, typer.Option("--clip", help="Largest norm of the gradients.")] = None,
     lr: Annotated[float, typer.Option("--lr", help="Learning rate (its peak).")] = 0.05,
-    momentum: Annotated[float, typer.Option("--momentum", help="Of sgd, Nesterov's.")] = 0.9,
+    momentum: Annotated[float, typer.Option("--momentum", help="Of sgd, Nesterov's, or of lars.")] = 0.9,
+    trust_coefficient: Annotated[
+        float | None, typer.Option("--trust-coefficient", help="Of lars: a layer's step, as a share of its weights.")
+    ] = None,
     weight_decay: Annotated[float, typer.Option("--weight-decay", help="Of matrices and filters alone.")] = 0.0,
     schedule: Annotated[
-        str, typer.Option("--schedule", help="constant, cosine or linear (to 0 at the end)")
+        str, typer.Option("--schedule", help="constant, cosine or linear (to 0 at the end), piecewise")
     ] = "constant",
     lr_warmup: Annotated[int, typer.Option("--lr-warmup", help="Steps in which the learning rate climbs.")] = 0,
+    lr_drops: Annotated[
+        str | None, typer.Option("--lr-drops", help="Where piecewise divides by 10, as shares of the run: 0.5,0.75")
+    ] = None,
+    ghost_batchnorm: Annotated[
+        int | None, typer.Option("--ghost-batchnorm", help="BatchNorm over so many samples at a time.")
+    ] = None,
     label_smoothing: Annotated[
         float, typer.Option("--label-smoothing", help="Share of a target that is spread over all classes.")
     ] = 0.0,
@@ -89,14 +98,22 @@ def train(
         epochs=epochs, global_batch_size=global_batch_size, tail=tail, clip=clip, lr=lr, momentum=momentum,
         weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, augment=augment, cutout=cutout,
         label_smoothing=label_smoothing, profile=profile,
+        trust_coefficient=trust_coefficient, lr_drops=_read_drops(lr_drops), ghost_batchnorm=ghost_batchnorm,
         test_samples=test_samples, save_every=save_every, keep=keep, tensorboard=tensorboard,
     )  # fmt: skip
     asked = _read_asked(context_)
-    if "momentum" in asked and typed.optimizer != "sgd":
+    if "momentum" in asked and typed.optimizer not in ("sgd", "lars"):
         raise ConfigError(f"--momentum {momentum}: {typed.optimizer} has moments of its own; leave it out, or use sgd")
     if "out" in asked and resume is not None:
         raise ConfigError(f"--out {out} beside --resume: a run goes on in its own folder {resume}; leave out --out")
     raise typer.Exit(_resume(asked, typed, resume, json) if resume is not None else _start(typed, out, json))
+
+
+def _read_drops(text: str | None) -> tuple[float, ...]:
+    try:
+        return () if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ConfigError(f"--lr-drops {text!r} is not understood: use shares of the run, such as 0.5,0.75") from None
 
 
 def _read_asked(context: typer.Context) -> list[str]:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +18,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
-from paceline.parallel import DataParallel, SyncBatchNorm
+from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
 from paceline.plan import Plan
 from paceline.runtime.ranks import set_seed
 from paceline.runtime.world import World, init
 from paceline.training.kernels import settled_kernels
+from paceline.training.lamb import LAMB
+from paceline.training.lars import LARS
+from paceline.training.parameter_groups import split_parameters
 from paceline.training.requests import build_data_request, build_model_options, load_plan, takes_cap_lists
 from paceline.training.schedules import Schedule
 from paceline.training.settings import Batches, TrainSettings
@@ -84,6 +88,7 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -
         peak=settings.lr,
         num_steps=num_steps,
         warmup_steps=settings.lr_warmup,
+        drops=settings.lr_drops,
     )
     return Job(settings, world, batches, train, test, learner, schedule)
 
@@ -115,10 +120,14 @@ def build_learner(
         module = build_model(settings.model, data.form, build_model_options(settings)).to(world.device)
     else:
         module = copy.deepcopy(like)
-    if settings.sync_batchnorm:
+    if settings.sync_batchnorm or settings.ghost_batchnorm is not None:
         if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
-            raise ConfigError(f"--sync-batchnorm: {settings.model} has no BatchNorm; leave it out")
-        module = SyncBatchNorm.convert_sync_batchnorm(module)
+            flag = "--sync-batchnorm" if settings.sync_batchnorm else f"--ghost-batchnorm {settings.ghost_batchnorm}"
+            raise ConfigError(f"{flag}: {settings.model} has no BatchNorm; leave it out")
+        if settings.ghost_batchnorm is None:
+            module = SyncBatchNorm.convert_sync_batchnorm(module)
+        else:
+            module = GhostBatchNorm.convert(module, settings.ghost_batchnorm)
     if world.device.type == "cuda" and data.form.kind == "images":
         # The layout in which cuDNN's convolutions are fastest, tensor cores or not; the numbers are the same.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -181,13 +190,15 @@ def _check_plan(plan: Plan, module: nn.Module) -> None:
 
 
 def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
-    """Weight decay is for matrices and filters alone: biases and norms are left out of it."""
-    params = [param for param in module.parameters() if param.requires_grad]
-    groups = [
-        {"params": [param for param in params if param.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    """Weight decay and trust ratios are for matrices and filters alone: biases and norms are left out of them."""
+    groups = split_parameters(module, settings.weight_decay)
+    if settings.optimizer == "lars":
+        coefficient: dict[str, Any] = (
+            {} if settings.trust_coefficient is None else {"trust_coefficient": settings.trust_coefficient}
+        )
+        return LARS(groups, settings.lr, settings.momentum, **coefficient)
+    if settings.optimizer == "lamb":
+        return LAMB(groups, settings.lr)
     fused = device.type == "cuda"
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=settings.lr, fused=fused)

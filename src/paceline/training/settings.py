@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.training.schedules import SCHEDULES
+from paceline.training.schedules import SCHEDULES, check_drops
 from paceline.units import format_number_of
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "TAILS", "WRAPPERS", "Batches", "SaveEvery", "TrainSettings", "settle_batches"]
 
 WRAPPERS = ("paceline", "torch", "none", "dp")
 PRECISIONS = ("fp32", "bf16", "fp16")
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "lars", "lamb")
 TAILS = ("keep", "drop", "pad")
 DEFAULT_BATCH_SIZE = 32
 
@@ -113,12 +113,15 @@ class TrainSettings:
     optimizer: str = "sgd"
     lr: float = 0.05
     momentum: float = 0.9
+    trust_coefficient: float | None = None
     weight_decay: float = 0.0
     label_smoothing: float = 0.0
     schedule: str = "constant"
     lr_warmup: int = 0
+    lr_drops: tuple[float, ...] = ()
     wrapper: str = "paceline"
     sync_batchnorm: bool = False
+    ghost_batchnorm: int | None = None
     plan: str | None = None
     profile: bool = False
     save_every: str = "60s"
@@ -161,6 +164,7 @@ class TrainSettings:
             ("--threads", self.threads, 1),
             ("--seed", self.seed, 0),
             ("--cutout", self.cutout, 0),
+            ("--ghost-batchnorm", self.ghost_batchnorm, 2),
         ):
             if number is not None and number < least:
                 raise ConfigError(f"{flag} {number}: at least {least} is needed")
@@ -168,6 +172,7 @@ class TrainSettings:
             ("--lr", self.lr, False),
             ("--clip", self.clip, True),
             ("--momentum", self.momentum, False),
+            ("--trust-coefficient", self.trust_coefficient, True),
             ("--weight-decay", self.weight_decay, False),
             ("--label-smoothing", self.label_smoothing, False),
         ):
@@ -188,6 +193,24 @@ class TrainSettings:
             raise ConfigError(f"--plan needs --wrapper paceline or torch, not {self.wrapper}")
         if self.sync_batchnorm and self.wrapper == "dp":
             raise ConfigError("--sync-batchnorm does not work with --wrapper dp: use paceline or torch")
+        self._check_large_batch()
+
+    def _check_large_batch(self) -> None:
+        """Refuse options of one optimizer, schedule or norm beside another, where they would change nothing."""
+        if self.trust_coefficient is not None and self.optimizer != "lars":
+            found = f"--trust-coefficient {self.trust_coefficient} with --optimizer {self.optimizer}"
+            raise ConfigError(f"{found}: leave it out, or use lars")
+        if bool(self.lr_drops) != (self.schedule == "piecewise"):
+            found = f"--lr-drops {','.join(map(str, self.lr_drops))}" if self.lr_drops else "no --lr-drops"
+            raise ConfigError(
+                f"{found} with --schedule {self.schedule}: drops belong to piecewise, which needs them, as 0.5,0.75"
+            )
+        check_drops(self.lr_drops, "--lr-drops")
+        if self.ghost_batchnorm is not None and self.sync_batchnorm:
+            raise ConfigError(
+                f"--ghost-batchnorm {self.ghost_batchnorm} beside --sync-batchnorm: one makes the batch of a norm "
+                "smaller, the other larger; leave one out"
+            )
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -199,6 +222,7 @@ class TrainSettings:
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"the run's configuration has unknown settings: {', '.join(unknown)}")
         values = dict(values)
-        if values.get("channels") is not None:
-            values["channels"] = tuple(values["channels"])
+        for name in ("channels", "lr_drops"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
         return cls(**values)

@@ -1,0 +1,296 @@
+"""LARS against the paper's other form, computed with numpy, and against torch's SGD where no layer adapts."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+from torch import nn
+
+from paceline import LARS, ConfigError
+from paceline.training.parameter_groups import split_parameters
+from paceline.training.schedules import Schedule, correct_momentum
+
+SHAPES = ((4, 3), (2, 3, 2), (5,))
+
+
+def make(seed: int = 0, shapes=SHAPES, dtype=torch.float64) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)) for shape in shapes]
+
+
+def give_gradients(params, step: int, scale: float = 1.0) -> list[np.ndarray]:
+    """Gradients that depend on the step alone, so that two optimizers may get the same."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in params:
+        param.grad = (scale * torch.randn(param.shape, generator=generator, dtype=torch.float64)).to(param.dtype)
+    return [param.grad.double().numpy().copy() for param in params]
+
+
+def step_as_in_the_paper(weight, velocity, grad, rate, momentum, decay, trust, eps):
+    """v = m * v + rate * ratio * (g + decay * w); w = w - v: the rate is inside of the velocity."""
+    size, slope = math.sqrt((weight**2).sum()), math.sqrt((grad**2).sum())
+    ratio = trust * size / (slope + decay * size + eps) if size > 0 and slope > 0 else 1.0
+    velocity = momentum * velocity + rate * ratio * (grad + decay * weight)
+    return weight - velocity, velocity
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_at_a_constant_rate_it_is_the_papers(momentum, decay):
+    params = make()
+    optimizer = LARS(params, lr=3.0, momentum=momentum, weight_decay=decay, trust_coefficient=0.02, eps=1e-3)
+    weights = [param.detach().numpy().copy() for param in params]
+    velocities = [np.zeros_like(weight) for weight in weights]
+    for step in range(6):
+        grads = give_gradients(params, step)
+        optimizer.step()
+        for i, grad in enumerate(grads):
+            weights[i], velocities[i] = step_as_in_the_paper(
+                weights[i], velocities[i], grad, 3.0, momentum, decay, 0.02, 1e-3
+            )
+            np.testing.assert_allclose(params[i].detach().numpy(), weights[i], rtol=1e-12, atol=1e-14)
+
+
+def follow_changing_rates(*, corrects: bool) -> tuple[list[nn.Parameter], list[np.ndarray]]:
+    """Our steps, and the paper's with a velocity that is scaled, or not, whenever the rate changes."""
+    params = make()
+    optimizer = LARS(params, lr=0.0, weight_decay=0.01, trust_coefficient=0.02)
+    schedule = Schedule(shape="piecewise", peak=4.0, num_steps=8, warmup_steps=3, drops=(0.625,))
+    weights = [param.detach().numpy().copy() for param in params]
+    velocities = [np.zeros_like(weight) for weight in weights]
+    last = None
+    for step in range(8):
+        grads = give_gradients(params, step)
+        rate = schedule.apply(optimizer, step)
+        optimizer.step()
+        if corrects and last is not None:
+            velocities = [velocity * (rate / last) for velocity in velocities]
+        last = rate
+        for i, grad in enumerate(grads):
+            weights[i], velocities[i] = step_as_in_the_paper(
+                weights[i], velocities[i], grad, rate, 0.9, 0.01, 0.02, 1e-8
+            )
+    return params, weights
+
+
+def test_at_changing_rates_it_is_the_papers_with_momentum_correction():
+    for param, weight in zip(*follow_changing_rates(corrects=True), strict=True):
+        np.testing.assert_allclose(param.detach().numpy(), weight, rtol=1e-12, atol=1e-14)
+    for param, weight in zip(*follow_changing_rates(corrects=False), strict=True):
+        assert np.abs(param.detach().numpy() - weight).max() > 1e-3
+
+
+def test_correction_serves_velocities_that_hold_the_rate():
+    """torch's SGD at a rate of 1, fed with lr * g, has the velocity v = m * v + lr * g."""
+    (ours,), (other,) = make(shapes=((4, 3),)), make(shapes=((4, 3),))
+    plain, inside = torch.optim.SGD([ours], lr=0.1, momentum=0.9), torch.optim.SGD([other], lr=1.0, momentum=0.9)
+    correct_momentum(inside, 3.0)  # nothing has moved yet
+    rates = (0.1, 0.1, 0.3, 0.3, 0.05)
+    for step, rate in enumerate(rates):
+        give_gradients([ours], step)
+        plain.param_groups[0]["lr"] = rate
+        plain.step()
+        other.grad = rate * ours.grad
+        if step:
+            correct_momentum(inside, rate / rates[step - 1])
+        inside.step()
+        torch.testing.assert_close(other, ours, rtol=1e-12, atol=1e-14)
+    with pytest.raises(ConfigError, match="factor -1"):
+        correct_momentum(inside, -1)
+
+
+def test_one_step_by_hand():
+    """|w| = 5, |g| = 10, decay 0.2: ratio 0.1 * 5 / (10 + 1) = 1/22, and w moves by 2/22 of (6, 8) + 0.2 * (3, 4)."""
+    param = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
+    param.grad = torch.tensor([[6.0, 8.0]], dtype=torch.float64)
+    LARS([param], lr=2.0, weight_decay=0.2, trust_coefficient=0.1, eps=0.0).step()
+    assert param.tolist()[0] == pytest.approx([3 - 6.6 / 11, 4 - 8.8 / 11], rel=1e-14)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("weights", "grads"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_where_a_norm_is_zero_it_is_sgd(weights, grads, nesterov):
+    one, two = (make(shapes=((3, 2),)) for _ in range(2))
+    ours = LARS(one, lr=0.5, weight_decay=0.1, nesterov=nesterov)
+    plain = torch.optim.SGD(two, lr=0.5, momentum=0.9, weight_decay=0.1, nesterov=nesterov)
+    for param in (*one, *two):
+        param.data.mul_(weights)
+        param.grad = torch.full_like(param, 0.3 * grads)
+    ours.step()
+    plain.step()
+    torch.testing.assert_close(one[0], two[0], rtol=1e-14, atol=1e-16)
+    assert bool(torch.isfinite(one[0]).all())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_group_that_does_not_adapt_is_torchs_sgd(nesterov):
+    one, two = make(), make()
+    ours = LARS([{"params": one, "adapt": False}], lr=0.1, weight_decay=0.05, nesterov=nesterov)
+    plain = torch.optim.SGD(two, lr=0.1, momentum=0.9, weight_decay=0.05, nesterov=nesterov)
+    for step in range(4):
+        give_gradients(one, step)
+        give_gradients(two, step)
+        ours.step()
+        plain.step()
+    for param, wanted in zip(one, two, strict=True):
+        torch.testing.assert_close(param, wanted, rtol=1e-13, atol=1e-15)
+
+
+def test_nesterov_looks_ahead():
+    param = nn.Parameter(torch.tensor([[2.0]], dtype=torch.float64))
+    optimizer = LARS([param], lr=1.0, momentum=0.5, trust_coefficient=0.1, nesterov=True, eps=0.0)
+    weight, velocity = 2.0, 0.0
+    for grad in (1.0, -4.0, 0.5):
+        param.grad = torch.full_like(param, grad)
+        optimizer.step()
+        move = 0.1 * abs(weight) * math.copysign(1, grad)  # the ratio takes the gradient's size away
+        velocity = 0.5 * velocity + move
+        weight -= move + 0.5 * velocity
+        assert param.item() == pytest.approx(weight, rel=1e-13)
+
+
+def test_a_run_that_goes_on_is_equal_to_the_last_bit():
+    whole, half = make(dtype=torch.float32), make(dtype=torch.float32)
+    first, second = (LARS(params, lr=1.0, weight_decay=0.01) for params in (whole, half))
+    for step in range(6):
+        give_gradients(whole, step)
+        first.step()
+    for step in range(3):
+        give_gradients(half, step)
+        second.step()
+    other = [nn.Parameter(param.detach().clone()) for param in half]
+    third = LARS(other, lr=123.0)
+    third.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert third.state_dict()["param_groups"] == second.state_dict()["param_groups"]
+    assert third.param_groups[0]["lr"] == 1.0
+    for step in range(3, 6):
+        give_gradients(other, step)
+        third.step()
+    assert all(torch.equal(a, b) for a, b in zip(whole, other, strict=True))
+
+
+def test_the_state_of_torchs_sgd_is_taken_over():
+    params = make()
+    plain = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    give_gradients(params, 0)
+    plain.step()
+    optimizer = LARS(params, lr=0.5, trust_coefficient=0.01)
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["trust_coefficient"] == 0.01 and optimizer.param_groups[0]["adapt"] is True
+    give_gradients(params, 1)
+    before = [param.detach().clone() for param in params]
+    velocity = optimizer.state[params[0]]["momentum_buffer"].clone()
+    optimizer.step()
+    ratio = 0.01 * before[0].norm() / (params[0].grad.norm() + 1e-8)
+    torch.testing.assert_close(params[0].detach(), before[0] - 0.1 * (0.9 * velocity + ratio * params[0].grad))
+
+
+def test_closure_and_parameters_without_a_gradient():
+    used, unused = make(shapes=((3, 2), (3, 2)))
+    before = unused.detach().clone()
+    optimizer = LARS([used, unused], lr=10.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = used.square().sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(5)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    assert torch.equal(unused, before) and unused not in optimizer.state
+
+
+def test_groups_may_be_added_and_are_checked():
+    first, second = make(shapes=((3, 2), (4,)))
+    optimizer = LARS([first], lr=0.1)
+    optimizer.add_param_group({"params": [second], "adapt": False, "lr": 0.2})
+    give_gradients([first, second], 0)
+    before, grad = second.detach().clone(), second.grad.clone()
+    optimizer.step()
+    torch.testing.assert_close(second.detach(), before - 0.2 * grad)
+    with pytest.raises(ConfigError, match="lr -1"):
+        optimizer.add_param_group({"params": make(shapes=((2,),)), "lr": -1})
+    with pytest.raises(ConfigError, match="adapt 'no': True or False"):
+        optimizer.add_param_group({"params": make(shapes=((2,),)), "adapt": "no"})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -0.1}, "lr -0.1: a finite number from 0 is needed"),
+        ({"lr": math.nan}, "lr nan"),
+        ({"lr": math.inf}, "lr inf"),
+        ({"lr": torch.tensor(0.1)}, r"lr tensor\(0.1"),
+        ({"lr": "fast"}, "lr 'fast'"),
+        ({"momentum": 1.0}, "momentum 1.0: a finite number from 0 and below 1"),
+        ({"weight_decay": -1.0}, "weight_decay -1.0"),
+        ({"trust_coefficient": 0.0}, "trust_coefficient 0.0: a finite number above 0"),
+        ({"eps": -1e-9}, "eps -1e-09"),
+        ({"nesterov": True, "momentum": 0.0}, "nesterov with momentum 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, words):
+    with pytest.raises(ConfigError, match=f"LARS: {words}"):
+        LARS(make(), **({"lr": 0.1} | options))
+
+
+def test_sparse_gradients_are_refused_by_shape():
+    table = nn.Embedding(7, 3, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ConfigError, match=r"LARS: .* shape \(7, 3\) is torch.sparse_coo: a dense one"):
+        LARS(table.parameters(), lr=0.1).step()
+
+
+def test_precisions_may_be_mixed_in_one_group():
+    """Norms of 2**17 and 2**16, which float16 cannot hold, and float32 can."""
+    large = nn.Parameter(torch.full((64, 64), 2048.0, dtype=torch.float16))
+    exact = make(shapes=((3, 2),))[0]
+    optimizer = LARS([large, exact], lr=1.0, momentum=0.0, trust_coefficient=0.25)
+    large.grad, exact.grad = torch.full_like(large, 1024.0), torch.ones_like(exact)
+    wanted = exact.detach() - 0.25 * exact.detach().norm() / math.sqrt(6)
+    optimizer.step()
+    assert large.dtype == torch.float16
+    assert large.unique().tolist() == [2048 - 0.25 * 2 * 1024]
+    torch.testing.assert_close(exact.detach(), wanted, rtol=1e-8, atol=0)
+
+
+def test_schedulers_of_torch_drive_it():
+    params = make()
+    optimizer = LARS([*split_parameters(nn.Linear(3, 2), 0.1), {"params": params}], lr=0.4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    found = []
+    for step in range(3):
+        found.append([group["lr"] for group in optimizer.param_groups])
+        give_gradients(params, step)
+        optimizer.step()
+        scheduler.step()
+    assert found == [[0.4] * 3, [0.2] * 3, [0.1] * 3]
+
+
+def test_parameters_are_split_by_what_they_are():
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
+    module[2].bias.requires_grad_(False)
+    matrices, others = split_parameters(module, 0.3)
+    assert [tuple(param.shape) for param in matrices["params"]] == [(4, 3, 3, 3), (2, 4)]
+    assert [tuple(param.shape) for param in others["params"]] == [(4,), (4,), (4,)]
+    assert (matrices["weight_decay"], matrices["adapt"]) == (0.3, True)
+    assert (others["weight_decay"], others["adapt"]) == (0.0, False)
+    assert len(split_parameters(nn.Linear(3, 2, bias=False), 0.1)) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchs_optimizers_take_the_groups(kind, fused):
+    module = nn.Linear(3, 2)
+    module(torch.ones(4, 3)).sum().backward()
+    optimizer = kind(split_parameters(module, 0.1), lr=0.1, fused=fused)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [group["adapt"] for group in optimizer.param_groups] == [True, False]
