@@ -75,3 +75,13 @@ class Study:
         """Keep a finished cell; from now on it is never made again."""
         document = {"cell": cell, "records": [record_to_json(record) for record in records]}
         write_new(self._file(cell), json.dumps(document, allow_nan=False) + "\n")
+
+    def count(self) -> int:
+        """How many cells are finished."""
+        return len(list((self.path / _CELLS).glob("*.json")))
+
+    def forget(self) -> None:
+        """Take away what a study without a finished cell left behind."""
+        for file in (self.path / _CELLS).glob(".*"):
+            file.unlink()
+        (self.path / _CELLS).rmdir()

@@ -1,0 +1,360 @@
+"""How a long study is run: cell by cell, each kept when it is done, with the time left on the screen, and resumable.
+
+Which cells a study has, and what is made of them, is in the verbs of `scale`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.progress
+
+from paceline.cli import session
+from paceline.errors import ConfigError, LaunchError
+from paceline.records.cells import STUDY_FILE, Study
+from paceline.records.environment import Environment, capture_environment
+from paceline.records.kinds import Record
+from paceline.records.store import RUN_FILE, Run, RunFolder, load_run
+from paceline.runtime.environment import is_launched, read_place
+from paceline.runtime.launch import RankPool, check_rank_count, defer_signals
+from paceline.runtime.worker import listen
+from paceline.units import format_duration
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from paceline.report.tables import Column
+
+__all__ = ["StudyRun", "Task", "open_study"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell: a function of the ranks that returns records, loaded late, and how much work it is beside others.
+
+    `on_death` makes records where the ranks were killed; None lets that end the study.
+    """
+
+    name: str
+    load: Callable[[], Callable[..., list[Record]]]
+    arguments: tuple[Any, ...]
+    ranks: int = 1
+    weight: float = 1.0
+    on_death: Callable[[LaunchError], list[Record] | None] | None = None
+
+
+@dataclass
+class StudyRun:
+    """A study under way. `study` is None on the ranks of a launched world that do not write."""
+
+    verb: str
+    study: Study | None
+    environment: Environment
+    is_quiet: bool
+    was_over: bool = False
+    at_once: int = 1
+    _pools: dict[int, RankPool] = field(default_factory=dict)
+
+    # -- cells --------------------------------------------------------------------------------------------------------
+
+    def make(self, tasks: Sequence[Task], describe: Callable[[Sequence[Record]], str] | None = None) -> list[Record]:
+        """The records of all tasks in their order: those that are kept already, and the others made and kept now."""
+        kept = {task.name: found for task in tasks if (found := self._find(task)) is not None}
+        missing = [task for task in tasks if task.name not in kept]
+        if missing:
+            with _Screen(self.verb, tasks, kept, self._speaks) as screen:
+                screen.describe = describe
+                if is_launched():
+                    for task in missing:
+                        kept[task.name] = self._finish(task, self._run_here(task, screen), screen)
+                else:
+                    self._run_all(missing, kept, screen)
+        return [record for task in tasks for record in kept[task.name]]
+
+    @property
+    def _speaks(self) -> bool:
+        return not self.is_quiet and (not is_launched() or read_place().rank == 0)
+
+    def _find(self, task: Task) -> list[Record] | None:
+        return None if self.study is None else self.study.find(task.name)
+
+    def _finish(self, task: Task, records: list[Record], screen: _Screen) -> list[Record]:
+        if self.study is not None:
+            self.study.keep(task.name, records)
+        screen.finish(task, records)
+        return records
+
+    def _run_here(self, task: Task, screen: _Screen) -> list[Record]:
+        with listen(lambda message: screen.hear(task, message)):
+            return task.load()(*task.arguments)
+
+    def _run_all(self, tasks: Sequence[Task], kept: dict[str, list[Record]], screen: _Screen) -> None:
+        """On ranks of our own, `at_once` tasks at a time, each in warm ranks of its own."""
+        check_rank_count(max(task.ranks for task in tasks) * self.at_once)
+        if self.at_once == 1 or len(tasks) == 1:
+            for task in tasks:
+                kept[task.name] = self._finish(task, self._run_on(0, task, screen), screen)
+            return
+        waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        for task in tasks:
+            waiting.put(task)
+        done: queue.SimpleQueue[tuple[Task, list[Record] | BaseException] | None] = queue.SimpleQueue()
+        is_over = threading.Event()
+
+        def work(number: int) -> None:
+            while not is_over.is_set():
+                try:
+                    task = waiting.get_nowait()
+                except queue.Empty:
+                    break
+                try:
+                    done.put((task, self._run_on(number, task, screen)))
+                except BaseException as error:
+                    done.put((task, error))
+                    break
+            done.put(None)
+
+        tasks[0].load()  # once, here: threads that import torch at a time would wait for each other
+        workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(self.at_once)]
+        try:
+            for worker in workers:
+                worker.start()
+            left = len(workers)
+            while left:
+                item = _wait_for(done)
+                if item is None:
+                    left -= 1
+                    continue
+                task, outcome = item
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                kept[task.name] = self._finish(task, outcome, screen)
+        finally:
+            is_over.set()
+            self.close()
+            for worker in workers:
+                worker.join()
+
+    def _run_on(self, number: int, task: Task, screen: _Screen) -> list[Record]:
+        pool = self._pools.get(number)
+        if pool is None or pool.num_ranks < task.ranks:
+            if pool is not None:
+                pool.close()
+            pool = self._pools[number] = RankPool(task.ranks)
+            pool.start()
+        with defer_signals():
+            function = task.load()
+        try:
+            answers = pool.run(
+                function, task.arguments, num_ranks=task.ranks, on_message=lambda rank, told: screen.hear(task, told)
+            )
+        except LaunchError as error:
+            records = task.on_death(error) if task.on_death is not None else None
+            if records is None:
+                raise
+            return records
+        found: list[Record] = answers[0]
+        return found
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    # -- what is left behind ------------------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        assert self.study is not None
+        return self.study.path
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    def save(self, records: Sequence[Record], notes: Sequence[str]) -> None:
+        """Close the study: all records in one run. What was written before a kill is written anew."""
+        assert self.study is not None
+        run = Run(self.verb, self.study.config, self.environment, tuple(records), tuple(notes))
+        self.write(RUN_FILE, lambda name: self.folder.save(run))
+
+    def write(self, name: str, save: Callable[[str], Any] | str | bytes) -> Path:
+        path = self.path / name
+        for old in (path, *self.path.glob(f".{name}.*")):
+            old.unlink(missing_ok=True)
+        if callable(save):
+            save(name)
+        else:
+            self.folder.write(name, save)
+        return path
+
+    def write_table(self, name: str, columns: Sequence[Column], items: Sequence[Any], rows: Sequence[Any]) -> None:
+        from paceline.report import tables
+
+        self.write(f"{name}.md", tables.render_markdown(columns, items))
+        self.write(f"{name}.csv", tables.render_csv(rows))
+
+    def write_figure(self, name: str, figure: Figure) -> Path:
+        from paceline.report import plots
+
+        self.write(f"{name}.svg", plots.render_svg(figure))
+        return self.write(f"{name}.png", plots.render_png(figure))
+
+    def print_table(self, columns: Sequence[Column], items: Sequence[Any], title: str) -> None:
+        from paceline.report import tables
+
+        if self.is_quiet or not items:
+            return
+        console = session.stdout()
+        filled = [column for column in columns if any(column.cell(item) for item in items)]
+        console.print(tables.render_terminal(filled, items, title, console.width))
+
+    def print_lines(self, lines: Sequence[str]) -> None:
+        if not self.is_quiet:
+            for line in lines:
+                session.stdout().print(line, markup=False)
+
+
+def _wait_for(done: queue.SimpleQueue[Any]) -> Any:
+    """Wait so that Ctrl-C is heard: a wait without end is deaf to it where the lock cannot be interrupted."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return done.get(timeout=1.0)
+
+
+@contextlib.contextmanager
+def open_study(verb: str, config: dict[str, Any], out: Path, resume: Path | None, quiet: bool) -> Iterator[StudyRun]:
+    """A new study, or one that goes on; says how to go on where it is broken off with finished cells.
+
+    `config` is what was asked; with `resume` it is what the study itself says, read by `load_config`.
+    """
+    environment = capture_environment()
+    if is_launched() and read_place().rank > 0:
+        if resume is None:
+            RunFolder.check(out)
+        yield StudyRun(verb, None if resume is None else _Reader.load(resume, verb), environment, True)
+        return
+    with contextlib.ExitStack() as stack:
+        if resume is None:
+            folder = stack.enter_context(RunFolder.create(out, verb))
+            study = Study.begin(folder.path, verb, config | {"machine": session.describe_machine()})
+        else:
+            study = Study.load(resume, verb)
+        run = StudyRun(verb, study, environment, quiet, was_over=(study.path / RUN_FILE).exists())
+        try:
+            yield run
+        except BaseException:
+            if resume is None and not study.count():
+                (study.path / STUDY_FILE).unlink(missing_ok=True)  # the folder goes with its last file
+                study.forget()
+            elif not run.was_over:
+                cells = f"{study.count()} finished cell{'s are' if study.count() != 1 else ' is'} kept"
+                session.stderr().print(
+                    f"paceline: broken off; {cells}: go on with paceline {verb} --resume {study.path}", soft_wrap=True
+                )
+            raise
+        finally:
+            run.close()
+
+
+class _Reader(Study):
+    """A study that others write."""
+
+    def keep(self, cell: str, records: Sequence[Record]) -> None:
+        pass
+
+
+def check_same_machine(study_config: dict[str, Any], resume: Path) -> None:
+    """Refuse to go on elsewhere: times of two machines do not stand in one table."""
+    begun, here = study_config.get("machine"), session.describe_machine()
+    if begun != here:
+        raise ConfigError(f"--resume {resume}: it was begun on {begun}, and this is {here}: times cannot be mixed")
+
+
+def load_study_run(path: Path, verb: str) -> Run:
+    """A finished study, to be reported once more."""
+    run = load_run(path)
+    if run.verb != verb:
+        raise ConfigError(f"{path} is a run of `{run.verb}`, and one of `{verb}` is needed")
+    return run
+
+
+class _Screen:
+    """What a person sees of a study: a bar with the time left, or a line for each finished cell."""
+
+    def __init__(self, verb: str, tasks: Sequence[Task], kept: dict[str, Any], speaks: bool) -> None:
+        self._verb, self._console = verb, session.stderr()
+        self._speaks, self._lock = speaks, threading.Lock()
+        self._total = sum(task.weight for task in tasks)
+        self._before = self._done = sum(task.weight for task in tasks if task.name in kept)
+        self._count, self._num_tasks = len(kept), len(tasks)
+        self._begin_s = time.monotonic()
+        self._parts: dict[str, float] = {}
+        self._bar: rich.progress.Progress | None = None
+        self.describe: Callable[[Sequence[Record]], str] | None = None
+
+    def __enter__(self) -> _Screen:
+        if self._speaks and self._console.is_terminal:
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.TaskProgressColumn(),
+                rich.progress.TimeElapsedColumn(),
+                rich.progress.TextColumn("{task.fields[left]}"),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("starting ranks", total=self._total, completed=self._done, left="")
+        elif self._speaks and self._count:
+            self._console.print(f"paceline: {self._verb}: {self._count} of {self._num_tasks} cells were kept")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def hear(self, task: Task, message: Any) -> None:
+        """A message of a rank: how far its cell is, as `done` of `total`, or as a share."""
+        share = message if isinstance(message, float) else message.done / message.total
+        with self._lock:
+            self._parts[task.name] = min(1.0, share) * task.weight
+            self._update(task.name)
+
+    def finish(self, task: Task, records: Sequence[Record]) -> None:
+        with self._lock:
+            self._parts.pop(task.name, None)
+            self._done += task.weight
+            self._count += 1
+            self._update(task.name)
+            if self._speaks and self._bar is None:
+                what = f": {told}" if self.describe is not None and (told := self.describe(records)) else ""
+                left = self._estimate_left()
+                rest = f", about {left} left" if left and self._count < self._num_tasks else ""
+                self._console.print(
+                    f"paceline: {self._verb}: {self._count} of {self._num_tasks} cells ({task.name}{what}){rest}",
+                    markup=False,
+                )
+
+    def _estimate_left(self) -> str:
+        done = self._done + sum(self._parts.values())
+        fresh = done - self._before
+        if fresh <= 0:
+            return ""
+        left_s = (time.monotonic() - self._begin_s) * (self._total - done) / fresh
+        return format_duration(left_s) if left_s < 60 else f"{left_s / 60:.0f} min"
+
+    def _update(self, label: str) -> None:
+        if self._bar is not None:
+            done = self._done + sum(self._parts.values())
+            left = self._estimate_left()
+            self._bar.update(
+                self._task, completed=done, description=label, left=f"about {left} left" if left else ""
+            )
