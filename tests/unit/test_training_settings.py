@@ -77,6 +77,12 @@ BAD = [
     ({"tail": "cut"}, "--tail 'cut'"),
     ({"ranks": 0}, "--ranks 0"),
     ({"epochs": 0}, "--epochs 0"),
+    ({"steps": 0}, "--steps 0: at least 1"),
+    ({"steps": 5, "epochs": 2}, "--steps 5 beside --epochs 2"),
+    ({"steps": 5, "batch_growth": ((0.5, 4),)}, "--batch-growth 0.5:4 beside --steps 5: its shares are of all samples"),
+    ({"batch_growth": ((0.5, 4), (0.25, 8))}, "--batch-growth 0.5:4,0.25:8: 0.25 comes after 0.5"),
+    ({"grow": "both"}, "--grow 'both' is unknown: known are accumulate, batch-size"),
+    ({"grow": "batch-size"}, "--grow batch-size without --batch-growth"),
     ({"keep": 0}, "--keep 0"),
     ({"lr_warmup": -1}, "--lr-warmup -1"),
     ({"samples": 0}, "--samples 0"),
@@ -116,6 +122,8 @@ def test_what_cannot_be_is_refused(changes, words):
         {"ranks": 4, "global_batch_size": 64, "plan": "p.json", "wrapper": "torch", "sync_batchnorm": True},
         {"wrapper": "none", "precision": "fp16", "optimizer": "adamw", "schedule": "cosine", "tail": "pad"},
         {"wrapper": "dp"},
+        {"steps": 1},
+        {"batch_growth": ((0.5, 4), (0.75, 16)), "grow": "batch-size", "epochs": 3},
     ],
 )
 def test_what_can_be_is_not(changes):
@@ -139,7 +147,9 @@ def test_models_and_data_are_checked_too(changes, words):
 
 
 def test_settings_survive_json():
-    settings = TrainSettings(channels=(4, 8), global_batch_size=12, ranks=3, clip=0.5, augment=False)
+    settings = TrainSettings(
+        channels=(4, 8), global_batch_size=12, ranks=3, clip=0.5, augment=False, batch_growth=((0.5, 4),)
+    )
     assert TrainSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
     assert TrainSettings.from_json({}) == TrainSettings()
     assert set(settings.to_json()) == {field.name for field in dataclasses.fields(TrainSettings)}
