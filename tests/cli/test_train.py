@@ -190,6 +190,34 @@ def test_a_run_goes_on_with_fewer_ranks_and_moved_data(trained, tmp_path):
     assert "the run was over" not in answer.err
 
 
+def test_a_run_of_steps_ends_inside_an_epoch_and_goes_on_for_more(mnist, tmp_path):
+    asked = ("--data", mnist, "--batch-size", "8", "--seed", "3", "--json")
+    answer = type_alone("train", *TINY, *asked, "--steps", "11", "--out", str(tmp_path))
+    assert answer.code == 0 and "11 steps in 2 epochs" in answer.err, answer.err
+    document = json.loads(answer.out)
+    run = Path(document["run"])
+    assert (document["steps"], [epoch["steps"] for epoch in document["epochs"]]) == (11, [8, 3])
+    assert [row["step"] for row in load_rows(run) if "test_loss" in row] == [8, 11]
+    over = type_alone("train", "--resume", str(run))
+    assert over.code == 0 and "the run was over, after 11 steps; to go on, give more --steps" in over.err
+    for more in (("--steps", "18"), ()):
+        again = type_alone("train", "--resume", str(run), *more, "--json")
+        assert again.code == 0 and json.loads(again.out)["steps"] == 18, again.err
+    whole = type_alone("train", *TINY, *asked, "--steps", "18", "--out", str(tmp_path))
+    there = load_rows(Path(json.loads(whole.out)["run"]))
+    assert [row["loss"] for row in load_rows(run)] == [row["loss"] for row in there]
+    back = type_alone("train", "--resume", str(run), "--steps", "12")
+    assert back.code == 2 and "--steps 12 is over after step 12, and the run is at step 18 already" in back.err
+
+
+def test_a_batch_grows_as_it_was_typed(mnist, tmp_path):
+    asked = ("--data", mnist, "--batch-size", "4", "--epochs", "2", "--batch-growth", "0.25:2,0.75:8", "--json")
+    answer = type_alone("train", *TINY, *asked, "--grow", "batch-size", "--out", str(tmp_path))
+    assert answer.code == 0 and "8 from step 9 on, 32 from step 17 on, 17 steps in 2 epochs" in answer.err, answer.err
+    rows = load_rows(Path(json.loads(answer.out)["run"]))
+    assert [row["samples"] for row in rows] == [4] * 8 + [8] * 8 + [32]
+
+
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

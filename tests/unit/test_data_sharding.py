@@ -51,6 +51,38 @@ def test_tails_are_dropped_and_padded_explicitly(count, batch):
         assert windows(EpochOrder(count, batch, 3, 0, tail="drop")) == [w for w in kept if len(w) == batch]
 
 
+@st.composite
+def cuts(draw):
+    """A number of samples, and sizes of windows of which only the last may be more than is left."""
+    sizes = draw(st.lists(batches, min_size=1, max_size=8))
+    return sum(sizes) - draw(st.integers(0, sizes[-1] - 1)), tuple(sizes)
+
+
+@given(cuts(), st.integers(0, 3))
+def test_windows_of_different_sizes_cut_the_same_order(cut, epoch):
+    count, sizes = cut
+    order = EpochOrder(count, sizes, 3, epoch)
+    samples = join(windows(EpochOrder(count, 7, 3, epoch)))
+    kept = windows(order)
+    missing = sum(sizes) - count
+    assert [len(window) for window in kept] == [*sizes[:-1], sizes[-1] - missing]
+    assert join(kept) == samples
+    padded = windows(EpochOrder(count, sizes, 3, epoch, tail="pad"))
+    assert [len(window) for window in padded] == list(sizes)
+    assert join(padded) == samples + [samples[place % count] for place in range(missing)]
+    if missing and len(sizes) == 1:
+        with pytest.raises(ConfigError, match=f"{count} samples make no whole global batch of {sizes[0]}"):
+            EpochOrder(count, sizes, 3, epoch, tail="drop")
+    else:
+        assert windows(EpochOrder(count, sizes, 3, epoch, tail="drop")) == kept[: len(sizes) - (missing > 0)]
+
+
+@given(counts, batches, st.sampled_from(["keep", "pad"]))
+def test_windows_of_one_size_are_those_of_a_constant_batch(count, batch, tail):
+    sizes = (batch,) * -(-count // batch)
+    assert windows(EpochOrder(count, sizes, 3, 1, tail)) == windows(EpochOrder(count, batch, 3, 1, tail))
+
+
 @given(counts, batches, worlds, micros)
 def test_a_window_is_its_shares_in_the_order_of_ranks(count, batch, world, micro):
     window = EpochOrder(count, batch, 5, 2).window(0)
@@ -126,6 +158,10 @@ def test_a_window_that_is_not_there(number):
         (lambda: EpochOrder(10, 4, 0, 0, tail="cut"), "tail 'cut' is unknown: known are keep, drop, pad"),
         (lambda: EpochOrder(0, 4, 0, 0), "0 samples in global batches of 4"),
         (lambda: EpochOrder(4, 0, 0, 0), "4 samples in global batches of 0"),
+        (lambda: EpochOrder(4, (4, 0), 0, 0), "4 samples in global batches of"),
+        (lambda: EpochOrder(4, (), 0, 0), "4 samples in global batches of"),
+        (lambda: EpochOrder(10, (4, 4), 0, 0), "2 global batches of 8 samples in all, the last of 4, do not cut 10"),
+        (lambda: EpochOrder(10, (4, 6, 4), 0, 0), "3 global batches of 14 samples in all"),
         (lambda: split_window(torch.arange(4), 2, 2, 1), "rank 2 of 2"),
         (lambda: split_window(torch.arange(4), 0, 2, 0), "micro-batches of 0"),
         (lambda: split_window(torch.arange(0), 0, 2, 1), "0 samples for rank 0"),

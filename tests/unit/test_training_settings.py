@@ -77,6 +77,12 @@ BAD = [
     ({"tail": "cut"}, "--tail 'cut'"),
     ({"ranks": 0}, "--ranks 0"),
     ({"epochs": 0}, "--epochs 0"),
+    ({"steps": 0}, "--steps 0: at least 1"),
+    ({"steps": 5, "epochs": 2}, "--steps 5 beside --epochs 2"),
+    ({"steps": 5, "batch_growth": ((0.5, 4),)}, "--batch-growth 0.5:4 beside --steps 5: its shares are of all samples"),
+    ({"batch_growth": ((0.5, 4), (0.25, 8))}, "--batch-growth 0.5:4,0.25:8: 0.25 comes after 0.5"),
+    ({"grow": "both"}, "--grow 'both' is unknown: known are accumulate, batch-size"),
+    ({"grow": "batch-size"}, "--grow batch-size without --batch-growth"),
     ({"keep": 0}, "--keep 0"),
     ({"lr_warmup": -1}, "--lr-warmup -1"),
     ({"samples": 0}, "--samples 0"),
@@ -129,6 +135,8 @@ def test_what_cannot_be_is_refused(changes, words):
         {"wrapper": "dp", "ghost_batchnorm": 2},
         {"optimizer": "lars", "trust_coefficient": 0.01, "schedule": "piecewise", "lr_drops": (0.3, 0.6)},
         {"optimizer": "lamb"},
+        {"steps": 1},
+        {"batch_growth": ((0.5, 4), (0.75, 16)), "grow": "batch-size", "epochs": 3},
     ],
 )
 def test_what_can_be_is_not(changes):
@@ -152,7 +160,9 @@ def test_models_and_data_are_checked_too(changes, words):
 
 
 def test_settings_survive_json():
-    settings = TrainSettings(channels=(4, 8), global_batch_size=12, ranks=3, clip=0.5, augment=False)
+    settings = TrainSettings(
+        channels=(4, 8), global_batch_size=12, ranks=3, clip=0.5, augment=False, batch_growth=((0.5, 4),)
+    )
     assert TrainSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
     dropping = TrainSettings(schedule="piecewise", lr_drops=(0.5, 0.75))
     assert TrainSettings.from_json(json.loads(json.dumps(dropping.to_json()))) == dropping

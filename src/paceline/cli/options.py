@@ -14,6 +14,7 @@ __all__ = [
     "COMPARE_HELP",
     "MODEL_HELP",
     "NETWORK_HELP",
+    "STEPS_HELP",
     "WRAPPER_HELP",
     "Backend",
     "BatchSize",
@@ -33,6 +34,7 @@ __all__ = [
 
 BACKEND_HELP = "gloo, paceline or nccl; a benchmark takes several, in turns: gloo,paceline"
 NETWORK_HELP = "Networks: nvlink,pcie4,hdr,100gbe,10gbe,1gbe, or 10Gb/s,50us by itself."
+STEPS_HELP = "How many optimizer steps: of a run, instead of --epochs; of a trace, those that are recorded."
 Backend = Annotated[str, typer.Option("--backend", help=BACKEND_HELP)]
 Ranks = Annotated[
     str | None,

@@ -17,7 +17,7 @@ from paceline.cli.jobs import (
     read_world,
     takes_job,
 )
-from paceline.cli.options import COMPARE_HELP, NETWORK_HELP, Iters, Json, Out, Warmup
+from paceline.cli.options import COMPARE_HELP, NETWORK_HELP, STEPS_HELP, Iters, Json, Out, Warmup
 from paceline.errors import ConfigError
 from paceline.units import parse_counts
 
@@ -148,7 +148,7 @@ def layers(
 @takes_job
 def trace(
     job: dict[str, Any],
-    steps: Annotated[int, typer.Option("--steps", help="How many steps are recorded.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", help=STEPS_HELP)] = 3,
     warmup: Warmup = None,
     memory: Annotated[bool, typer.Option("--memory-use", help="Record allocations, too.")] = False,
     shapes: Annotated[bool, typer.Option("--shapes", help="Record the shapes of operators' inputs, too.")] = False,

@@ -312,7 +312,8 @@ class _Screen:
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task("starting ranks", total=self._total, completed=self._done, left="")
+            self._task = self._bar.add_task("starting ranks", total=self._total, left="")
+            self._bar.update(self._task, completed=self._done)
         elif self._speaks and self._count:
             self._console.print(f"paceline: {self._verb}: {self._count} of {self._num_tasks} cells were kept")
         return self
@@ -355,6 +356,4 @@ class _Screen:
         if self._bar is not None:
             done = self._done + sum(self._parts.values())
             left = self._estimate_left()
-            self._bar.update(
-                self._task, completed=done, description=label, left=f"about {left} left" if left else ""
-            )
+            self._bar.update(self._task, completed=done, description=label, left=f"about {left} left" if left else "")

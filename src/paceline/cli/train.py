@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.jobs import build_settings, check_job, read_one, read_world, takes_job
-from paceline.cli.options import Json, Out
+from paceline.cli.options import STEPS_HELP, Json, Out
 from paceline.errors import ConfigError
+from paceline.training.batch_schedules import format_growths, parse_growths
 
 if TYPE_CHECKING:
     from paceline.records.store import RunFolder
@@ -31,7 +32,7 @@ _PARTS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "ex
 # What a run that goes on may change: how it is run, and for how long, but not what is computed. Data may move.
 _CHANGEABLE = (
     "ranks", "backend", "device", "threads", "epochs", "save_every", "keep", "profile", "tensorboard", "batch_size",
-    "accumulate",
+    "accumulate", "steps", "grow",
 )  # fmt: skip
 
 
@@ -40,9 +41,19 @@ def train(
     context_: typer.Context,
     job: dict[str, Any],
     epochs: Annotated[int, typer.Option("--epochs", help="How often each sample is seen.")] = 1,
+    steps: Annotated[int | None, typer.Option("--steps", help=STEPS_HELP)] = None,
     global_batch_size: Annotated[
         int | None, typer.Option("--global-batch-size", help="Samples of one step over all ranks and micro-batches.")
     ] = None,
+    batch_growth: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-growth", help="SHARE:FACTOR,...: from that share of the run on, so many times the batch."
+        ),
+    ] = None,
+    grow: Annotated[
+        str, typer.Option("--grow", help="What grows on a rank: accumulate (more micro-batches) or batch-size.")
+    ] = "accumulate",
     tail: Annotated[
         str, typer.Option("--tail", help="The last, smaller batch of an epoch: keep, drop, or pad with first samples.")
     ] = "keep",
@@ -93,8 +104,10 @@ def train(
     ranks = read_world(job["ranks"], 1)
     if len(ranks) != 1:
         raise ConfigError(f"--ranks {job['ranks']}: training takes one number of ranks")
+    growths = () if batch_growth is None else parse_growths(batch_growth)
     typed = build_settings(
         job, ranks[0], read_one(job["batch_size"], "--batch-size"),
+        steps=steps, batch_growth=growths, grow=grow,
         epochs=epochs, global_batch_size=global_batch_size, tail=tail, clip=clip, lr=lr, momentum=momentum,
         weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, augment=augment, cutout=cutout,
         label_smoothing=label_smoothing, profile=profile,
@@ -102,6 +115,8 @@ def train(
         test_samples=test_samples, save_every=save_every, keep=keep, tensorboard=tensorboard,
     )  # fmt: skip
     asked = _read_asked(context_)
+    if steps is not None and "epochs" in asked:
+        raise ConfigError(f"--steps {steps} beside --epochs {epochs}: a run ends by one of them; leave the other out")
     if "momentum" in asked and typed.optimizer not in ("sgd", "lars"):
         raise ConfigError(f"--momentum {momentum}: {typed.optimizer} has moments of its own; leave it out, or use sgd")
     if "out" in asked and resume is not None:
@@ -162,12 +177,13 @@ def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -
     rows = load_metrics(metrics) if metrics.exists() else []  # none where only a part of the first was written
     num_steps = rows[-1]["step"] if rows else 0
     if not is_launched() or read_place().rank == 0:
-        prolong_config(run, settings.epochs)
+        prolong_config(run, settings)
     result = run_training(settings, run, True)
     if is_launched() and read_place().rank > 0:
         return _code(result)
     if result.step == num_steps and not result.signal:
-        stderr().print(f"paceline: the run was over, after {result.step} steps; to go on, give more --epochs")
+        more = "--epochs" if settings.steps is None else "--steps"
+        stderr().print(f"paceline: the run was over, after {result.step} steps; to go on, give more {more}")
     return _finish(settings, RunFolder(run), result, json)
 
 
@@ -189,6 +205,7 @@ def _change(saved: TrainSettings, typed: TrainSettings, asked: Sequence[str]) ->
                 f"{flag} {_show(value)} beside --resume: the run was started with {_show(before)}, and another value "
                 "would make it another run; leave it out, or start anew"
             )
+        _check_prolonged(saved, name, value)
         changes[name] = value
     from paceline.runtime.environment import is_launched
 
@@ -212,7 +229,24 @@ def _change(saved: TrainSettings, typed: TrainSettings, asked: Sequence[str]) ->
     return settings
 
 
+def _check_prolonged(saved: TrainSettings, name: str, value: Any) -> None:
+    """A run is made longer by what ends it; and where its batch grows at shares of it, not at all."""
+    ends = "epochs" if saved.steps is None else "steps"
+    if name in ("epochs", "steps") and name != ends:
+        raise ConfigError(
+            f"--{name} {value} beside --resume: the run ends by --{ends} {getattr(saved, ends)}; give more --{ends}, "
+            "or start anew"
+        )
+    if name == "epochs" and saved.batch_growth and value != saved.epochs:
+        raise ConfigError(
+            f"--epochs {value} beside --resume: the batch grows at shares ({_show(saved.batch_growth)}) of the run's "
+            f"{saved.epochs} epochs, and would have grown elsewhere; leave it out, or start anew"
+        )
+
+
 def _show(value: Any) -> str:
+    if isinstance(value, tuple) and (not value or isinstance(value[0], tuple)):
+        return format_growths(value)
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

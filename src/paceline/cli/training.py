@@ -70,18 +70,20 @@ def load_config(run: Path) -> TrainSettings:
     return TrainSettings.from_json(document["settings"])
 
 
-def prolong_config(run: Path, epochs: int) -> None:
-    """Note that a run goes on for more epochs, so that it does when it is killed and goes on once more."""
+def prolong_config(run: Path, settings: TrainSettings) -> None:
+    """Note that a run goes on for more epochs or steps, so that it does when it is killed and goes on once more."""
     file = run / CONFIG
     document = json.loads(file.read_text())
-    if epochs > document["settings"]["epochs"]:
-        document["settings"]["epochs"] = epochs
+    name = "epochs" if settings.steps is None else "steps"
+    length = getattr(settings, name)
+    if length > document["settings"][name]:
+        document["settings"][name] = length
         new = file.with_name(f".{CONFIG}.new")
         try:
             new.write_text(json.dumps(document, indent=1) + "\n")
             new.replace(file)
         except OSError as error:
-            raise ConfigError(f"--epochs {epochs}: {file} cannot be changed: {error.strerror}") from None
+            raise ConfigError(f"--{name} {length}: {file} cannot be changed: {error.strerror}") from None
 
 
 def run_training(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainResult:

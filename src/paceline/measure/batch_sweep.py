@@ -58,7 +58,7 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
             threads=torch.get_num_threads(),
             batch_size=job.batches.batch_size,
             num_samples=len(job.train),
-            num_steps=job.steps_per_epoch,
+            num_steps=job.batch_schedule.count_steps(0),
             timing=None if failure else _build_samples(epoch_s),
             data_wait=None if failure else _build_samples(waits_s),
             peak_bytes=peak_bytes,

@@ -174,6 +174,8 @@ def cycle_windows(job: Job) -> Generator[Window, None, None]:
     """Whole windows, epoch after epoch: a smaller tail would be another step."""
     world, epoch, size = job.world, 0, job.batches.global_batch_size
     _check_whole(job, size)
+    if job.settings.batch_growth:
+        raise ConfigError("--batch-growth: steps are measured at one batch; leave it out")
     while True:
         order = job.order(epoch)
         windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)

@@ -22,6 +22,7 @@ from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
 from paceline.plan import Plan
 from paceline.runtime.ranks import set_seed
 from paceline.runtime.world import World, init
+from paceline.training.batch_schedules import BatchSchedule
 from paceline.training.kernels import settled_kernels
 from paceline.training.lamb import LAMB
 from paceline.training.lars import LARS
@@ -51,15 +52,25 @@ class Job:
     test: DataSet
     learner: Learner
     schedule: Schedule
+    batch_schedule: BatchSchedule
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs the run has, the last perhaps not to its end where `steps` ends it."""
+        return self.batch_schedule.epochs
 
     def order(self, epoch: int) -> EpochOrder:
         """The windows of an epoch: the same on every rank and for every number of ranks."""
-        size, settings = self.batches.global_batch_size, self.settings
-        return EpochOrder(len(self.train), size, settings.seed, epoch, settings.tail)
+        settings, size = self.settings, self.batches.global_batch_size
+        sizes = self.batch_schedule.window_sizes(epoch) if settings.batch_growth else size
+        return EpochOrder(len(self.train), sizes, settings.seed, epoch, settings.tail)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.order(0).num_windows
+    def micro_batch_sizes(self, epoch: int) -> int | tuple[int, ...]:
+        """The most samples of a rank's micro-batch, in all windows of an epoch or in each."""
+        if not self.settings.batch_growth or self.settings.grow == "accumulate":
+            return self.batches.batch_size
+        parts = self.batches.world_size * self.batches.accumulate
+        return tuple(size // parts for size in self.batch_schedule.window_sizes(epoch))
 
 
 @contextlib.contextmanager
@@ -79,8 +90,8 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -
         raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
     learner = build_learner(settings, world, train, plan)
     batches = settings.batches
-    order = EpochOrder(len(train), batches.global_batch_size, settings.seed, 0, settings.tail)
-    num_steps = settings.epochs * order.num_windows
+    batch_schedule = _build_batch_schedule(settings, len(train))
+    num_steps = batch_schedule.num_steps if settings.steps is None else settings.steps
     if settings.lr_warmup >= num_steps:
         raise ConfigError(f"--lr-warmup {settings.lr_warmup} of {num_steps} steps in all: leave some to train at --lr")
     schedule = Schedule(
@@ -90,7 +101,24 @@ def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -
         warmup_steps=settings.lr_warmup,
         drops=settings.lr_drops,
     )
-    return Job(settings, world, batches, train, test, learner, schedule)
+    return Job(settings, world, batches, train, test, learner, schedule, batch_schedule)
+
+
+def _build_batch_schedule(settings: TrainSettings, num_samples: int) -> BatchSchedule:
+    size, epochs = settings.batches.global_batch_size, settings.epochs
+    # Refuses data that makes no whole batch.
+    per_epoch = EpochOrder(num_samples, size, settings.seed, 0, settings.tail).num_windows
+    if settings.steps is not None:
+        epochs = -(-settings.steps // per_epoch)
+    schedule = BatchSchedule(
+        global_batch_size=size,
+        num_samples=num_samples,
+        epochs=epochs,
+        growths=settings.batch_growth,
+        tail=settings.tail,
+    )
+    schedule.check()
+    return schedule
 
 
 def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:

@@ -138,6 +138,12 @@ class Keeper:
                 f"{meta['global_batch_size']}, and now there are {len(job.train)} samples in batches of "
                 f"{job.batches.global_batch_size}: the place in the data would be another; keep both"
             )
+        grown, wanted = ([tuple(mark) for mark in meta.get("growth", [])], list(job.batch_schedule.marks))
+        if grown != wanted:
+            raise ConfigError(
+                f"{loaded.path} is of a run whose global batch grows as {_describe_marks(grown)}, and now it would as "
+                f"{_describe_marks(wanted)}: the place in the data would be another; keep --batch-growth and --epochs"
+            )
         if meta.get("checksum", job.train.checksum) != job.train.checksum:
             raise ConfigError(
                 f"{loaded.path} was trained on other samples than {job.train.describe()}: name the data that it was "
@@ -206,6 +212,7 @@ class Keeper:
             "step": position.step,
             "world_size": self._world.world_size,
             "global_batch_size": job.batches.global_batch_size,
+            "growth": [list(mark) for mark in job.batch_schedule.marks],
             "num_samples": len(job.train),
             "checksum": job.train.checksum,
             "plan": None if plan is None else plan.to_json(),
@@ -240,6 +247,10 @@ class Keeper:
         if self._last is None:
             return "no checkpoint had been written yet"
         return f"the checkpoint of step {self._last} is kept"
+
+
+def _describe_marks(marks: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{size} from sample {start} on" for start, size in marks) or "none"
 
 
 def _get_random(device: torch.device) -> dict[str, Any]:

@@ -40,17 +40,27 @@ class Window:
 
 
 def load_windows(
-    data: DataSet, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device
+    data: DataSet,
+    order: EpochOrder,
+    start: int,
+    rank: int,
+    world_size: int,
+    batch_size: int | tuple[int, ...],
+    device: torch.device,
 ) -> Iterator[Window]:
-    """This rank's share of every window of the epoch, from window `start` on."""
+    """This rank's share of every window of the epoch, from window `start` on.
+
+    `batch_size` is the most samples of a micro-batch, in all windows or in each.
+    """
     if device.type == "cuda" and data.inputs.device.type == "cpu":
         yield from _load_ahead(data, order, start, rank, world_size, batch_size, device)
         return
     for number in range(start, order.num_windows):
         indices = order.window(number)
+        most = _at(batch_size, number)
         batches = tuple(
             LoadedBatch(data.prepare(data.take(micro.indices), micro.indices, order.epoch), micro.num_counted)
-            for micro in split_window(indices, rank, world_size, batch_size)
+            for micro in split_window(indices, rank, world_size, most)
         )
         yield Window(number, len(indices), batches)
 
@@ -65,8 +75,18 @@ class _OnItsWay:
     arrived: torch.cuda.Event
 
 
+def _at(batch_size: int | tuple[int, ...], number: int) -> int:
+    return batch_size[number] if isinstance(batch_size, tuple) else batch_size
+
+
 def _load_ahead(
-    data: DataSet, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int, device: torch.device
+    data: DataSet,
+    order: EpochOrder,
+    start: int,
+    rank: int,
+    world_size: int,
+    batch_size: int | tuple[int, ...],
+    device: torch.device,
 ) -> Iterator[Window]:
     """A thread gathers into pinned memory and copies on a stream of its own, a few windows ahead."""
     ready: queue.Queue[_OnItsWay | BaseException | None] = queue.Queue(_AHEAD)
@@ -88,7 +108,7 @@ def _load_ahead(
                 indices = order.window(number)
                 parts = []
                 with torch.cuda.stream(stream):
-                    for micro in split_window(indices, rank, world_size, batch_size):
+                    for micro in split_window(indices, rank, world_size, _at(batch_size, number)):
                         batch = _pin(data.take(micro.indices))
                         parts.append((micro, batch.to(device, non_blocking=True)))
                     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

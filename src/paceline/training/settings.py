@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.training.batch_schedules import GROWS, Growths, check_growths, format_growths
 from paceline.training.schedules import SCHEDULES, check_drops
 from paceline.units import format_number_of
 
@@ -94,7 +95,11 @@ class SaveEvery:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """A training run. `data` is `NAME` or `NAME:PATH`; batches of None are settled by `batches`."""
+    """A training run. `data` is `NAME` or `NAME:PATH`; batches of None are settled by `batches`.
+
+    `steps` is for a run that ends after so many optimizer steps instead of `epochs`. `batch_growth` has pairs of a
+    share of the run and how many times the first global batch is taken from there on.
+    """
 
     model: str = "cnn"
     data: str = "synthetic"
@@ -103,9 +108,12 @@ class TrainSettings:
     device: str = "auto"
     threads: int | None = None
     epochs: int = 1
+    steps: int | None = None
     batch_size: int | None = None
     global_batch_size: int | None = None
     accumulate: int | None = None
+    batch_growth: Growths = ()
+    grow: str = "accumulate"
     tail: str = "keep"
     precision: str = "fp32"
     compile: bool = False
@@ -150,12 +158,14 @@ class TrainSettings:
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--schedule", self.schedule, SCHEDULES),
             ("--tail", self.tail, TAILS),
+            ("--grow", self.grow, GROWS),
         ):
             if value not in known:
                 raise ConfigError(f"{name} {value!r} is unknown: known are {', '.join(known)}")
         for flag, number, least in (
             ("--ranks", self.ranks, 1),
             ("--epochs", self.epochs, 1),
+            ("--steps", self.steps, 1),
             ("--keep", self.keep, 1),
             ("--lr-warmup", self.lr_warmup, 0),
             ("--samples", self.samples, 1),
@@ -186,6 +196,7 @@ class TrainSettings:
             )
         SaveEvery.parse(self.save_every)
         _ = self.batches
+        self._check_length()
         if self.wrapper in ("none", "dp") and self.ranks > 1:
             what = "trains one process by itself" if self.wrapper == "none" else "serves the GPUs of one process"
             raise ConfigError(f"--wrapper {self.wrapper} {what}, and --ranks {self.ranks} was asked for: use --ranks 1")
@@ -212,6 +223,18 @@ class TrainSettings:
                 "smaller, the other larger; leave one out"
             )
 
+    def _check_length(self) -> None:
+        check_growths(self.batch_growth)
+        if self.steps is not None and self.epochs != 1:
+            raise ConfigError(f"--steps {self.steps} beside --epochs {self.epochs}: a run ends by one; leave one out")
+        if self.steps is not None and self.batch_growth:
+            raise ConfigError(
+                f"--batch-growth {format_growths(self.batch_growth)} beside --steps {self.steps}: its shares are of "
+                "all samples of the run, which --epochs fixes and --steps does not; use --epochs"
+            )
+        if self.grow != GROWS[0] and not self.batch_growth:
+            raise ConfigError(f"--grow {self.grow} without --batch-growth: nothing grows; leave it out, or give both")
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -225,4 +248,5 @@ class TrainSettings:
         for name in ("channels", "lr_drops"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
+        values["batch_growth"] = tuple((share, factor) for share, factor in values.get("batch_growth", ()))
         return cls(**values)

@@ -76,9 +76,10 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainRe
         job = build_job(settings, world, found.plan if found is not None else None)
         start = keeper.restore(job, found) if found is not None else Position(0, 0, 0)
         if start.step > job.schedule.num_steps:
+            flag = f"--epochs {settings.epochs}" if settings.steps is None else f"--steps {settings.steps}"
             raise ConfigError(
-                f"--epochs {settings.epochs} is over after step {job.schedule.num_steps}, and the run is at step "
-                f"{start.step} already: ask for more epochs"
+                f"{flag} is over after step {job.schedule.num_steps}, and the run is at step {start.step} already: ask "
+                f"for more {'epochs' if settings.steps is None else 'steps'}"
             )
         keeper.begin(start.step)
         if world.rank == 0:
@@ -105,8 +106,21 @@ def _describe(job: Job, start: Position) -> str:
         f"{job.settings.model} with {_count(job.learner.module):,} parameters on {job.train.describe()}; "
         f"{format_number_of(world.world_size, 'rank')} on {world.backend} ({world.device.type}), "
         f"global batch {batches.global_batch_size} = {made_of}, "
-        f"{format_number_of(job.steps_per_epoch, 'step')} per epoch{again}"
+        f"{_describe_length(job)}{again}"
     )
+
+
+def _describe_length(job: Job) -> str:
+    batches = job.batch_schedule
+    grown = "".join(
+        f"{size} from step {step + 1} on, "
+        for (_, size), step in zip(batches.marks, batches.growth_steps, strict=True)
+        if step is not None
+    )
+    if grown or job.settings.steps is not None:
+        total = format_number_of(job.schedule.num_steps, "step")
+        return f"{grown}{total} in {format_number_of(job.epochs, 'epoch')}"
+    return f"{format_number_of(batches.count_steps(0), 'step')} per epoch"
 
 
 def _count(module: nn.Module) -> int:
@@ -123,15 +137,13 @@ class _Run:
         self._phases: Phases = PhaseClock(job.world.device) if job.settings.profile else NoPhases()
 
     def go(self, start: Position) -> TrainResult:
-        job, position = self._job, start
+        job, world, position = self._job, self._job.world, start
         job.learner.model.train()
-        for epoch in range(start.epoch, job.settings.epochs):
+        while position.step < job.schedule.num_steps:
             self._clock.start()
-            order = job.order(epoch)
-            first = position.window if position.epoch == epoch else 0
-            windows = load_windows(
-                job.train, order, first, job.world.rank, job.world.world_size, job.batches.batch_size, job.world.device
-            )
+            epoch, first = position.epoch, position.window
+            order, sizes = job.order(epoch), job.micro_batch_sizes(epoch)
+            windows = load_windows(job.train, order, first, world.rank, world.world_size, sizes, world.device)
             for window, waited_s in _time_waits(windows):
                 self._step(window, waited_s, epoch, position.step)
                 is_end = window.number == order.num_windows - 1
@@ -140,10 +152,13 @@ class _Run:
                     if is_end
                     else Position(epoch, window.number + 1, position.step + 1)
                 )
-                if is_end or self._journal.is_due or self._keeper.is_due_by_steps(position.step):
+                is_over = position.step == job.schedule.num_steps
+                if is_end or is_over or self._journal.is_due or self._keeper.is_due_by_steps(position.step):
                     heard = self._meet(position, is_end)
                     if heard.signal:
                         return self._end(position, heard.signal)
+                    if is_over:
+                        break
                     self._clock.start()  # what was done between two steps is in none of them
         return self._end(position, 0)
 
@@ -182,12 +197,12 @@ class _Run:
             keeper.close()
             raise _blame(heard.bad, job, keeper)
         rows = list(heard.rows)
-        if is_epoch_end:
+        is_over = position.step == job.schedule.num_steps
+        if is_epoch_end or is_over:
             evaluation = evaluate(job.learner, job.test, job.world)
             rows[-1] |= _evaluation_keys(evaluation)
         keeper.write_rows(rows)
         self._report(position, rows)
-        is_over = position.step == job.schedule.num_steps
         if (
             heard.signal
             or heard.wants_save

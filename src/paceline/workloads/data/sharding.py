@@ -5,6 +5,7 @@ Everything follows from its arguments alone, so ranks agree without a word. Read
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,11 +25,12 @@ class EpochOrder:
 
     The order follows from `seed` and `epoch` alone, so it is the same for every world size and after a resume. `tail`
     says what becomes of a last window that is not full: it is kept short, dropped, or filled with the first samples
-    of the same order.
+    of the same order. `global_batch_size` is that of all windows, or a tuple of that of each; the last of them
+    takes what is left, so only it may be larger than that.
     """
 
     num_samples: int
-    global_batch_size: int
+    global_batch_size: int | tuple[int, ...]
     seed: int
     epoch: int
     tail: str = "keep"
@@ -36,22 +38,47 @@ class EpochOrder:
     def __post_init__(self) -> None:
         if self.tail not in TAILS:
             raise ConfigError(f"tail {self.tail!r} is unknown: known are {', '.join(TAILS)}")
-        if self.num_samples < 1 or self.global_batch_size < 1 or self.epoch < 0:
+        sizes = self.global_batch_size
+        if (
+            self.num_samples < 1
+            or min(sizes if isinstance(sizes, tuple) else (sizes,), default=0) < 1
+            or self.epoch < 0
+        ):
             raise ConfigError(
                 f"{self.num_samples} samples in global batches of {self.global_batch_size}, epoch {self.epoch}: "
                 "needed are at least 1, 1 and 0"
             )
+        if isinstance(sizes, tuple) and not sum(sizes[:-1]) < self.num_samples <= sum(sizes):
+            raise ConfigError(
+                f"{len(sizes)} global batches of {sum(sizes)} samples in all, the last of {sizes[-1]}, do not cut "
+                f"{self.num_samples}: the last has to take what the others leave"
+            )
         if self.num_windows == 0:
             raise ConfigError(
-                f"{self.num_samples} samples make no whole global batch of {self.global_batch_size}: "
+                f"{self.num_samples} samples make no whole global batch of {self._bounds(0)[1]}: "
                 "use a smaller batch, or --tail keep"
             )
 
     @property
     def num_windows(self) -> int:
         """How many global batches, and so optimizer steps, the epoch has."""
+        if isinstance(self.global_batch_size, tuple):
+            is_short = self._ends[-1] > self.num_samples
+            return len(self._ends) - (is_short and self.tail == "drop")
         whole, rest = divmod(self.num_samples, self.global_batch_size)
         return whole + (rest > 0 and self.tail != "drop")
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        assert isinstance(self.global_batch_size, tuple)
+        return tuple(itertools.accumulate(self.global_batch_size))
+
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Where a window begins, and where it ends if there are as many samples."""
+        if isinstance(self.global_batch_size, tuple):
+            end = self._ends[number]
+            return end - self.global_batch_size[number], end
+        return number * self.global_batch_size, (number + 1) * self.global_batch_size
 
     @cached_property
     def _order(self) -> torch.Tensor:
@@ -62,9 +89,9 @@ class EpochOrder:
         """The indices of global batch `number`, on the host."""
         if not 0 <= number < self.num_windows:
             raise IndexError(f"global batch {number} of an epoch that has {self.num_windows}")
-        start = number * self.global_batch_size
-        found = self._order[start : start + self.global_batch_size]
-        missing = self.global_batch_size - len(found)
+        start, end = self._bounds(number)
+        found = self._order[start:end]
+        missing = end - start - len(found)
         if self.tail != "pad" or missing == 0:
             return found
         # An epoch shorter than the batch goes round more than once.
