@@ -224,7 +224,7 @@ def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.d
         coefficient: dict[str, Any] = (
             {} if settings.trust_coefficient is None else {"trust_coefficient": settings.trust_coefficient}
         )
-        return LARS(groups, settings.lr, settings.momentum, **coefficient)
+        return LARS(groups, settings.lr, settings.momentum, nesterov=settings.momentum > 0, **coefficient)
     if settings.optimizer == "lamb":
         return LAMB(groups, settings.lr)
     fused = device.type == "cuda"

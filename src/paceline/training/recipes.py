@@ -1,0 +1,170 @@
+"""Recipes for large batches: what each changes in the settings of a run, by name. Imports no torch.
+
+Training by them is in `trainer` and in studies; what they did is in `records.recipes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from paceline.errors import ConfigError
+from paceline.training.schedules import scale_rate
+from paceline.training.settings import TrainSettings
+
+__all__ = ["NO_RECIPE", "SWITCHES", "Recipe", "share_batch"]
+
+NO_RECIPE = "none"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A switch with its number: the batch that it is for, the batch that the base settings were found for, the updates
+    that the run has."""
+
+    value: float
+    global_batch_size: int
+    base_batch_size: int
+    num_updates: int
+
+    @property
+    def growth(self) -> float:
+        return self.global_batch_size / self.base_batch_size
+
+
+def _scale(rule: str) -> Callable[[TrainSettings, _Asked], TrainSettings]:
+    def change(settings: TrainSettings, asked: _Asked) -> TrainSettings:
+        rate = scale_rate(settings.lr, asked.global_batch_size, asked.base_batch_size, rule)
+        return replace(settings, lr=rate * asked.value)
+
+    return change
+
+
+def _layerwise(optimizer: str) -> Callable[[TrainSettings, _Asked], TrainSettings]:
+    """The rate of a layer-wise optimizer is of another kind: the number is its own, at the base batch."""
+
+    def change(settings: TrainSettings, asked: _Asked) -> TrainSettings:
+        return replace(settings, optimizer=optimizer, lr=asked.value * math.sqrt(asked.growth))
+
+    return change
+
+
+def _warm_up(settings: TrainSettings, asked: _Asked) -> TrainSettings:
+    return replace(settings, lr_warmup=max(1, round(asked.value * asked.num_updates)))
+
+
+def _grow(settings: TrainSettings, asked: _Asked) -> TrainSettings:
+    """From the base batch to this one in steps of up to four times, from the share on; the rate stays, for growth takes
+    the place of its fall."""
+    factors, factor = [], 1
+    while factor < asked.growth:
+        factor = min(4 * factor, int(asked.growth))
+        factors.append(factor)
+    spacing = (1 - asked.value) / (len(factors) + 1)
+    growths = tuple((round(asked.value + spacing * number, 4), factor) for number, factor in enumerate(factors))
+    size = asked.base_batch_size
+    return replace(settings, global_batch_size=size, batch_growth=growths, schedule="constant", lr_drops=())
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What a name in a recipe does. `default` is its number where none is typed; NaN: the base batch size."""
+
+    help: str
+    default: float
+    change: Callable[[TrainSettings, _Asked], TrainSettings]
+    excludes: tuple[str, ...] = ()
+    is_for_norms: bool = False
+
+
+SWITCHES: Mapping[str, Switch] = {
+    "linear": Switch("the rate times the growth of the batch", 1.0, _scale("linear"), ("sqrt", "lars", "lamb")),
+    "sqrt": Switch("the rate times the root of the growth", 1.0, _scale("sqrt"), ("linear", "lars", "lamb")),
+    "lars": Switch("LARS, with its rate at the base batch", 3.0, _layerwise("lars"), ("lamb",)),
+    "lamb": Switch("LAMB, with its rate at the base batch", 0.004, _layerwise("lamb"), ("lars",)),
+    "warmup": Switch("the rate climbs over this share of the updates", 0.2, _warm_up),
+    "grow": Switch("the batch grows from the base, from this share of the run on", 0.4, _grow, ("warmup",)),
+    "ghost": Switch(
+        "BatchNorm over so many samples at a time",
+        math.nan,
+        lambda settings, asked: replace(settings, ghost_batchnorm=int(asked.value)),
+        ("sync",),
+        True,
+    ),
+    "sync": Switch(
+        "BatchNorm over the micro-batches of all ranks",
+        1.0,
+        lambda settings, asked: replace(settings, sync_batchnorm=True),
+        ("ghost",),
+        True,
+    ),
+    "smoothing": Switch("label smoothing", 0.1, lambda settings, asked: replace(settings, label_smoothing=asked.value)),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Switches that are on together, with their numbers: `linear+warmup:0.1`. None of them is `none`."""
+
+    text: str
+    switches: tuple[tuple[str, float], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        text = text.strip()
+        if text == NO_RECIPE:
+            return cls(text, ())
+        found: list[tuple[str, float]] = []
+        for part in text.split("+"):
+            name, colon, number = part.strip().partition(":")
+            if name not in SWITCHES:
+                raise ConfigError(f"recipe {text!r}: {name!r} is unknown; known are none, {', '.join(SWITCHES)}")
+            try:
+                value = float(number) if colon else SWITCHES[name].default
+            except ValueError:
+                raise ConfigError(f"recipe {text!r}: {number!r} behind {name} is no number") from None
+            if value <= 0 or math.isinf(value) or (colon and math.isnan(value)):
+                raise ConfigError(f"recipe {text!r}: {number} behind {name}: a number above 0 is needed")
+            if name in ("warmup", "grow", "smoothing") and value >= 1:
+                raise ConfigError(f"recipe {text!r}: {number} behind {name} is a share: below 1 is needed")
+            found.append((name, value))
+        names = [name for name, _ in found]
+        for name in names:
+            clash = next((other for other in SWITCHES[name].excludes if other in names), None)
+            if clash is not None or names.count(name) > 1:
+                raise ConfigError(f"recipe {text!r}: {name} and {clash or name} exclude each other; leave one out")
+        return cls(text, tuple(found))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.switches)
+
+    @property
+    def is_for_norms(self) -> bool:
+        """Whether it changes BatchNorm, so that a model without one cannot have it."""
+        return any(SWITCHES[name].is_for_norms for name in self.names)
+
+    def apply(
+        self, base: TrainSettings, global_batch_size: int, base_batch_size: int, num_updates: int
+    ) -> TrainSettings:
+        """The base settings at this global batch with all switches on, in the order of `SWITCHES`."""
+        settings = replace(base, global_batch_size=global_batch_size)
+        for name, switch in SWITCHES.items():
+            if name in self.names:
+                value = dict(self.switches)[name]
+                value = float(base_batch_size) if math.isnan(value) else value
+                asked = _Asked(value, global_batch_size, base_batch_size, num_updates)
+                settings = switch.change(settings, asked)
+        return settings
+
+
+def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
+    """Cut the global batch into micro-batches of at most so many samples on each rank, all of one size."""
+    size, ranks = settings.global_batch_size, settings.ranks
+    assert size is not None
+    if size % ranks:
+        raise ConfigError(f"a global batch of {size} cannot be shared by {ranks} ranks: use a multiple of {ranks}")
+    share = size // ranks
+    accumulate = next(count for count in range(-(-share // most_at_once), share + 1) if share % count == 0)
+    return replace(settings, batch_size=share // accumulate, accumulate=accumulate)
