@@ -32,17 +32,26 @@ class Restless(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
-        self.spare = nn.Linear(3, 3)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
         if self.training:
             self.calls = self.calls + 1
-        return self.layers(x) * (1 + 0.1 * random.random() + 0.1 * numpy.random.random()) + 0 * self.spare.weight.sum()
+        return self.layers(x) * (1 + 0.1 * random.random() + 0.1 * numpy.random.random())
 
 
 def restless():
     return Restless()
+
+
+class Spare(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 1)
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+def spare():
+    return Spare()
 """
 NUMBERS = TrainSettings(data="synthetic:numbers", device="cpu", threads=1, samples=48, batch_size=4)
 PROBED = {"step": 3, "epoch": 1.5, "batch_size": 4, "num_probes": 2}
@@ -96,7 +105,8 @@ def probe_here(settings: TrainSettings, asked: dict[str, Any]) -> Any:
 def test_squares_are_those_of_gradients_by_hand(on_ranks, build):
     """The gradient of a squared error is 2 * error * (x, 1), sample by sample."""
     ((record, seen, (weight, bias)),) = on_ranks(1, probe_here, build("linear"), {**PROBED, "num_small": 3})
-    assert (record.model, record.data, record.step, record.epoch) == (record.model, "synthetic", 3, 1.5)
+    assert (record.data, record.precision, record.seed) == ("synthetic:numbers", "fp32", 1)
+    assert (record.step, record.epoch, record.source) == (3, 1.5, "measured")
     assert (record.small_batch_size, record.big_batch_size, record.world_size) == (4, 12, 1)
     assert len(seen) == 6 and len(record.probes) == 2
     for number, found in enumerate(record.probes):
@@ -108,6 +118,52 @@ def test_squares_are_those_of_gradients_by_hand(on_ranks, build):
             grads.append(rows.mean(0))
         assert found.small_squares == pytest.approx([(grad**2).sum() for grad in grads], rel=1e-5)
         assert found.big_square == pytest.approx((numpy.mean(grads, 0) ** 2).sum(), rel=1e-5)
+
+
+def compare_with_textbook(settings: TrainSettings) -> list[tuple[float, float]]:
+    """Each small square beside that of the mean cross-entropy over all targets of its batch."""
+    import torch.nn.functional as F
+
+    from paceline.measure import noise_scale as measuring
+
+    squares: list[float] = []
+    compute = measuring.compute_outcome
+
+    def compute_and_compare(model: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        logits = model(batch.inputs)
+        loss = F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1), label_smoothing=settings.label_smoothing
+        )
+        squares.append(sum(float(g.double().square().sum()) for g in torch.autograd.grad(loss, model.parameters())))
+        return compute(model, batch, *args, **options)
+
+    measuring.compute_outcome = compute_and_compare
+    try:
+        with open_job(settings) as job:
+            record = measuring.measure_noise_scale(job, **PROBED, num_small=2)
+    finally:
+        measuring.compute_outcome = compute
+    return list(zip((s for probe in record.probes for s in probe.small_squares), squares, strict=True))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "gpt2-tiny", "context": 16},
+        {"model": "cnn", "channels": (4, 8), "hidden": 16, "label_smoothing": 0.2},
+    ],
+    ids=lambda changes: changes["model"],
+)
+def test_a_loss_is_the_mean_over_its_targets(on_ranks, changes):
+    settings = replace(NUMBERS, data="synthetic", dropout=0.0, **changes)
+    (pairs,) = on_ranks(1, compare_with_textbook, settings)
+    assert [found for found, _ in pairs] == pytest.approx([wanted for _, wanted in pairs], rel=1e-4)
+
+
+def test_a_parameter_without_a_gradient_adds_nothing(on_ranks, build):
+    asked = {**PROBED, "num_small": 2}
+    plain, spare = (on_ranks(1, probe_here, build(name), asked)[0][0] for name in ("linear", "spare"))
+    assert spare.probes == plain.probes
 
 
 def test_samples_are_other_ones_in_every_batch_probe_and_step(on_ranks, build):
@@ -131,6 +187,22 @@ def test_two_ranks_find_what_one_finds_with_twice_the_batches(on_ranks, build, n
     assert len({square for found in first.probes for square in found.small_squares}) == 12
 
 
+def probe_twice(settings: TrainSettings) -> Any:
+    from paceline.measure.noise_scale import measure_noise_scale
+
+    with open_job(settings) as job:
+        records = []
+        for mode in (True, False):
+            job.learner.module.train(mode)
+            records.append(measure_noise_scale(job, **PROBED, num_small=2))
+        return records
+
+
+def test_a_probe_is_in_training_mode_whatever_the_model_is_in(on_ranks, build):
+    ((training, evaluating),) = on_ranks(1, probe_twice, build("restless"))
+    assert training == evaluating
+
+
 # -- no trace ----------------------------------------------------------------------------------------------------------
 
 
@@ -143,18 +215,25 @@ def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
 
     with open_job(settings) as job:
         job.learner.model.train()
-        next(job.learner.module.children()).eval()  # a mode of its own, which is put back
+        list(job.learner.module.modules())[-1].eval()  # a mode of its own, which is put back
         windows = cycle_windows(job)
         state: list[Any] = []
 
         def note() -> None:
             learner = job.learner
-            modes = [part.training for part in learner.module.modules()]
-            grads = [None if param.grad is None else param.grad.numpy().tobytes() for param in learner.parameters]
-            tensors = {k: v.numpy().tobytes() for k, v in learner.module.state_dict().items()}
-            moments = [v.numpy().tobytes() for s in learner.optimizer.state.values() for v in s.values() if v is not None]
-            numbers = (torch.get_rng_state().numpy().tobytes(), random.getstate(), str(numpy.random.get_state()))
-            state.append((modes, grads, tensors, moments, numbers, learner.scaler.state_dict()))
+            numbers = numpy.random.get_state()
+            state.append(
+                {
+                    "modes": [part.training for part in learner.module.modules()],
+                    "gradients": [None if p.grad is None else p.grad.numpy().tobytes() for p in learner.parameters],
+                    "model": {k: v.numpy().tobytes() for k, v in learner.module.state_dict().items()},
+                    "optimizer": [v.numpy().tobytes() for s in learner.optimizer.state.values() for v in s.values()],
+                    "scaler": learner.scaler.state_dict(),
+                    "torch's numbers": torch.get_rng_state().numpy().tobytes(),
+                    "Python's numbers": random.getstate(),
+                    "numpy's numbers": (numbers[1].tobytes(), *numbers[2:]),
+                }
+            )
 
         def probe_if_asked(step: int) -> None:
             if num_small:
@@ -184,9 +263,8 @@ def test_training_does_not_know_of_probes(on_ranks, build, ranks, wrapper, preci
     plain = on_ranks(ranks, train_between_probes, settings, 0)
     probed = on_ranks(ranks, train_between_probes, settings, 2)
     for wanted, found in zip(plain, probed, strict=True):
-        assert [part == same for one, other in zip(found, wanted, strict=True) for part, same in zip(one, other)] == [
-            True
-        ] * 24
+        for step, (then, now) in enumerate(zip(wanted, found, strict=True)):
+            assert not [name for name in then if then[name] != now[name]], f"behind step {step}"
     assert plain[0][0] != plain[0][1], "nothing changes in a step"
 
 

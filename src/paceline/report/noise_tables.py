@@ -17,6 +17,7 @@ __all__ = ["describe_noise", "noise_row", "noise_table", "plot_noise"]
 
 # A batch that is "far beyond" the noise scale, where nobody asks about another.
 _FAR = 10
+_MORE = "take more probes, or more samples in each"
 
 
 def _samples(value: float) -> str:
@@ -49,7 +50,7 @@ noise_table: Sequence[Column] = (
     Column("epoch", lambda r: f"{r.epoch:g}"),
     Column("batches", lambda r: f"{r.small_batch_size}, {r.big_batch_size}", is_optional=True),
     Column("probes", lambda r: str(len(r.probes)), is_optional=True),
-    Column("|G|^2", lambda r: f"{r.estimate.gradient_square:.3g}"),
+    Column("norm(G)^2", lambda r: f"{r.estimate.gradient_square:.3g}"),
     Column("tr(Sigma)", lambda r: f"{r.estimate.noise_trace:.3g}"),
     Column("noise scale", _scale),
     Column("90 %", _interval),
@@ -98,9 +99,11 @@ def _describe(series: Sequence[NoiseRecord], batch_size: int | None) -> str:
     scale, interval = last.noise_scale, last.estimate.interval
     if scale is None:
         bound = f"above {_samples(interval[0])} (90 %) " if interval is not None else "not to be told "
-        return f"{who}gradient noise scale {bound}{place}: the gradient is lost in the noise; take more probes"
+        return f"{who}gradient noise scale {bound}{place}: the gradient is lost in the noise; {_MORE}"
     sure = "" if interval is None else f" (90 %: {_interval(last)})"
     text = f"{who}gradient noise scale {_samples(scale)}{sure} {place}"
+    if interval is not None and interval[1] == math.inf:
+        return f"{text}: it may be far larger; {_MORE}"
     if scale <= 0:
         return text
     size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
@@ -122,11 +125,11 @@ def plot_noise(records: Sequence[NoiseRecord], title: str, machine: str) -> Figu
         axes.plot([e for e, _ in known], [s for _, s in known], color=color, marker="o", ms=5, lw=1.6, label=label)
         for record in series:
             low, high = record.estimate.interval or (0.0, 0.0)
+            top = high if high < math.inf else record.noise_scale or low
             if 0 < low < math.inf:
-                top = high if high < math.inf else record.noise_scale or low
                 axes.plot([record.epoch] * 2, [low, top], color=color, lw=3, alpha=0.3, solid_capstyle="butt")
-                if high == math.inf:
-                    axes.plot([record.epoch], [top], color=color, marker="^", ms=8)
+            if high == math.inf and 0 < top < math.inf:
+                axes.plot([record.epoch], [top], color=color, marker="^", ms=9)
     axes.set_xlabel("epoch")
     axes.set_ylabel("gradient noise scale (samples), line: 90 %")
     axes.legend(fontsize=8.5, frameon=False)
