@@ -25,6 +25,7 @@ from paceline.records.kinds import (
     record_to_json,
 )
 from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, ParameterTimes
+from paceline.records.noise_scale import NoiseProbe, NoiseRecord
 from paceline.records.phase_profile import PhaseRecord
 from paceline.records.samples import REDUCERS, Samples, Summary
 from paceline.records.tuning import ROLES, TuneStepRecord
@@ -201,6 +202,20 @@ def tune_steps(draw):
     )  # fmt: skip
 
 
+@st.composite
+def noise_records(draw):
+    size = draw(st.integers(2, 4))
+    probes = []
+    for _ in range(draw(st.integers(1, 3))):
+        small = draw(st.tuples(*[TIME] * size))
+        probes.append(NoiseProbe(small, draw(st.floats(0, 1)) * sum(small) / size))
+    return NoiseRecord(
+        probes=tuple(probes), step=draw(COUNT), seed=draw(COUNT), world_size=draw(COUNT), small_batch_size=draw(COUNT),
+        epoch=draw(TIME | st.integers(0, 100)), **{name: draw(TEXT) for name in ("model", "data", "device")},
+        precision=draw(TEXT), **{name: draw(value) for name, value in SHARED.items()},
+    )  # fmt: skip
+
+
 RECORDS = {
     "collective": st.builds(
         CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT,
@@ -214,6 +229,7 @@ RECORDS = {
     "layer_size": st.builds(LayerSizeRecord, layer=TEXT, num_params=COUNT, **SHARED),
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
     "layer_profile": layer_profiles(),
+    "noise_scale": noise_records(),
     "phases": phase_records(),
     "tune_step": tune_steps(),
     "wrapper": WRAPPERS,

@@ -12,6 +12,7 @@ from paceline.records.kinds import (
     bus_factor,
 )
 from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, ParameterTimes
+from paceline.records.noise_scale import NoiseEstimate, NoiseProbe, NoiseRecord, estimate_noise_scale
 from paceline.records.phase_profile import PhaseRecord
 from paceline.records.samples import Samples, Summary
 from paceline.records.scaling import BatchRecord, CurvePoint, LargeBatchRecord, ScaleRecord
@@ -30,6 +31,9 @@ __all__ = [
     "LayerSizeRecord",
     "LayerTimeRecord",
     "MemoryRecord",
+    "NoiseEstimate",
+    "NoiseProbe",
+    "NoiseRecord",
     "ParameterTimes",
     "PhaseRecord",
     "Record",
@@ -42,6 +46,7 @@ __all__ = [
     "WrapperRecord",
     "bus_factor",
     "capture_environment",
+    "estimate_noise_scale",
     "load_run",
     "save_run",
 ]

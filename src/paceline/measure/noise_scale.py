@@ -1,0 +1,167 @@
+"""Probes of the gradient noise scale between two training steps, which leave no trace in the training.
+
+What is derived from their squared norms is in `records.noise_scale`; a step that learns is in `training.step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.errors import ConfigError, MeasurementError
+from paceline.records.noise_scale import NoiseProbe, NoiseRecord
+from paceline.runtime.ranks import set_seed
+from paceline.training.build import Job
+from paceline.workloads.data.seeds import derive_seed
+from paceline.workloads.losses import compute_outcome
+
+__all__ = ["measure_noise_scale"]
+
+# What a loss scale that made gradients overflow is divided by before the probe is taken again.
+_LOWER = 16
+
+
+def measure_noise_scale(
+    job: Job, *, step: int, epoch: float, batch_size: int, num_small: int, num_probes: int, note: str = ""
+) -> NoiseRecord:
+    """Probe the model as it is after `step` steps and `epoch` epochs; every rank gets the record.
+
+    A probe is `num_small` gradients of `batch_size` samples each on every rank, and one message of a gradient's size.
+    The model is in training mode, with the precision, the label smoothing and the augmentation of training, but is not
+    compiled. Samples are drawn with replacement, so that they are as independent as the formulas take them to be;
+    which they are, and what dropout drops, follows from the job's seed, `step` and the probe, not from the ranks.
+    BatchNorm sees `batch_size` samples: the noise scale is that of training with such micro-batches. (SyncBatchNorm
+    sees those of all ranks, and the small gradients are what each rank adds to the whole.)
+    Parameters, gradients, buffers, the optimizer and random numbers are as before when this returns.
+    Needs the memory of two further gradients. Collective: every rank must call this, between steps.
+    """
+    if batch_size < 1 or num_small < 1 or num_probes < 1 or num_small * job.world.world_size < 2:
+        raise ConfigError(
+            f"{num_probes} probes of {num_small} small batches of {batch_size} on each of {job.world.world_size} "
+            "ranks: at least 1 probe of 2 small batches in all is needed, with 1 sample each"
+        )
+    # Gradients that fit half precision in training may not do so in smaller batches, whose losses count for more.
+    scale = job.learner.scaler.get_scale()
+    probes: list[NoiseProbe] = []
+    with _left_as_it_is(job.learner.module), _uncompiled(job):
+        job.learner.module.train()
+        while len(probes) < num_probes:
+            small_squares, big_square = _Probe(job, step, len(probes), batch_size, num_small, int(epoch)).take(scale)
+            if all(map(math.isfinite, (*small_squares, big_square))):
+                probes.append(NoiseProbe(small_squares, big_square))
+            elif scale > 1:
+                scale /= _LOWER
+            else:
+                raise MeasurementError(
+                    f"step {step}: a gradient of probe {len(probes)} is not finite, so there is no noise scale; try a "
+                    "lower --lr, --clip, or look at the model"
+                )
+    return NoiseRecord(
+        model=job.settings.model,
+        data=job.train.name,
+        device=job.world.device.type,
+        world_size=job.world.world_size,
+        precision=job.settings.precision,
+        step=step,
+        epoch=epoch,
+        seed=job.settings.seed,
+        small_batch_size=batch_size,
+        probes=tuple(probes),
+        note=note,
+    )
+
+
+class _Probe:
+    """One probe of one rank. Small batches are numbered over all ranks, and all they are follows from their number."""
+
+    def __init__(self, job: Job, step: int, number: int, batch_size: int, num_small: int, epoch: int) -> None:
+        self._job, self._size, self._epoch = job, batch_size, epoch
+        self._purpose = (job.settings.seed, step, number)
+        first = job.world.rank * num_small
+        self._numbers = range(first, first + num_small)
+        self._count = num_small * job.world.world_size
+
+    def take(self, scale: float) -> tuple[tuple[float, ...], float]:
+        """The squared norms of all ranks' gradients, and of their mean; losses are multiplied by `scale` on the way.
+
+        Collective: every rank must call this, and every rank gets the same.
+        """
+        params = self._job.learner.parameters
+        widest = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize)
+        dtype = torch.float64 if widest == torch.float64 else torch.float32
+        total = torch.zeros(sum(param.numel() for param in params), dtype=dtype, device=self._job.world.device)
+        pieces = [
+            piece.view(p.shape) for piece, p in zip(total.split([p.numel() for p in params]), params, strict=True)
+        ]
+        squares = []
+        for number in self._numbers:
+            found = self._grad(number, scale)
+            used = [index for index, grad in enumerate(found) if grad is not None]
+            grads = [grad for grad in found if grad is not None]
+            squares.append(_square(grads))
+            torch._foreach_add_([pieces[index] for index in used], grads)
+        if self._job.world.world_size > 1:
+            dist.all_reduce(total)
+        # One wait for the device, here: the host is done with all small batches long before.
+        *small, big = (torch.stack([*squares, _square(pieces)]) / scale**2).tolist()
+        everyone: list[tuple[list[float], float]] = self._job.world.share((small, big / self._count**2))
+        # A backend may round sums otherwise on another rank, and all must come to one record.
+        return tuple(square for squares, _ in everyone for square in squares), everyone[0][1]
+
+    def _grad(self, number: int, scale: float) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of the mean loss of one small batch, times `scale`; no `.grad` and no hook hears of it."""
+        data, learner = self._job.train, self._job.learner
+        generator = torch.Generator().manual_seed(derive_seed("noise samples", *self._purpose, number))
+        indices = torch.randint(len(data), (self._size,), generator=generator)
+        batch = data.prepare(data.take(indices).to(learner.device), indices, self._epoch)
+        set_seed(derive_seed("noise dropout", *self._purpose, number) % 2**32)
+        with learner.autocast():
+            outcome = compute_outcome(learner.module, batch, learner.form, label_smoothing=learner.label_smoothing)
+        loss = outcome.loss_sum * (scale / (self._size * learner.form.targets_per_sample))
+        return torch.autograd.grad(loss, learner.parameters, allow_unused=True)
+
+
+def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The squared norm of all of them together, summed in double precision; it stays on the device."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square().sum()
+
+
+@contextlib.contextmanager
+def _left_as_it_is(module: nn.Module) -> Iterator[None]:
+    """Put buffers, modes and random numbers back to what they are now, on every way out."""
+    modes = [(part, part.training) for part in module.modules()]
+    buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
+        (part._buffers, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    numbers, more_numbers = random.getstate(), numpy.random.get_state()
+    # All GPUs, since `set_seed` seeds them all.
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(numbers)
+            numpy.random.set_state(more_numbers)
+            with torch.no_grad():
+                for place, name, buffer, value in buffers:
+                    place[name] = buffer.copy_(value)  # a forward may have put another tensor there
+            for part, mode in modes:
+                part.training = mode
+
+
+def _uncompiled(job: Job) -> contextlib.AbstractContextManager[Any]:
+    """Compiled for a second batch size, blocks would be compiled anew for any, and train by other kernels from then."""
+    if not job.settings.compile:
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
