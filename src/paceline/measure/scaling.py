@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -70,7 +70,7 @@ class _Turn:
     world_size: int
     learner: Learner | None = None
     asked: AskedSteps | None = None
-    windows: Iterator[Window] | None = None
+    windows: Generator[Window, None, None] | None = None
     plain_s: list[float] = field(default_factory=list)
     silent_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
@@ -132,7 +132,7 @@ class _Bench:
         turn.windows = self._cycle(world_size, is_one_process)
         return turn
 
-    def _cycle(self, world_size: int, is_one_process: bool) -> Iterator[Window]:
+    def _cycle(self, world_size: int, is_one_process: bool) -> Generator[Window, None, None]:
         """Whole global batches of this number of ranks, epoch after epoch; this rank's share of each."""
         job, accumulate = self._job, self._job.batches.accumulate
         batch_size, epoch = self._cell.batch_size(world_size), 0
@@ -148,6 +148,8 @@ class _Bench:
         for turn in self.turns:
             if turn.asked is not None:
                 turn.asked.close()
+            if turn.windows is not None:
+                turn.windows.close()
             if turn.learner is not None and isinstance(turn.learner.model, DataParallel):
                 turn.learner.model.stop()
         self.turns.clear()

@@ -83,9 +83,11 @@ def open_world(settings: TrainSettings) -> Iterator[World]:
         yield world
 
 
-def build_job(settings: TrainSettings, world: World, plan: Plan | None = None) -> Job:
-    """Build everything. Collective: every rank must call this."""
-    train, test = load_sets(settings, world)
+def build_job(
+    settings: TrainSettings, world: World, plan: Plan | None = None, sets: tuple[DataSet, DataSet] | None = None
+) -> Job:
+    """Build everything, with data that is loaded already if there is some. Collective: every rank must call this."""
+    train, test = load_sets(settings, world) if sets is None else sets
     if len(train) < world.world_size:
         raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
     learner = build_learner(settings, world, train, plan)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +47,7 @@ def load_windows(
     world_size: int,
     batch_size: int | tuple[int, ...],
     device: torch.device,
-) -> Iterator[Window]:
+) -> Generator[Window, None, None]:
     """This rank's share of every window of the epoch, from window `start` on.
 
     `batch_size` is the most samples of a micro-batch, in all windows or in each.
@@ -87,7 +87,7 @@ def _load_ahead(
     world_size: int,
     batch_size: int | tuple[int, ...],
     device: torch.device,
-) -> Iterator[Window]:
+) -> Generator[Window, None, None]:
     """A thread gathers into pinned memory and copies on a stream of its own, a few windows ahead."""
     ready: queue.Queue[_OnItsWay | BaseException | None] = queue.Queue(_AHEAD)
     over = threading.Event()

@@ -1,0 +1,153 @@
+"""One run of a large-batch study: train by its recipe, evaluate on the way, probe the noise of the gradients.
+
+Which runs there are is in `large_batch_settings`; a run that people train with, and keep, is `training.trainer`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import torch
+import torch.distributed as dist
+
+from paceline.measure.large_batch_settings import TrainingCell
+from paceline.measure.noise_scale import measure_noise_scale
+from paceline.measure.settings import Progress
+from paceline.records import CurvePoint, LargeBatchRecord, NoiseRecord, Record
+from paceline.runtime.worker import post
+from paceline.training.build import Job, build_job, load_sets, open_world
+from paceline.training.evaluate import evaluate
+from paceline.training.loader import load_windows
+from paceline.training.phases import NoPhases
+from paceline.training.settings import TrainSettings
+from paceline.training.step import take_step
+
+__all__ = ["count_training_samples", "measure_large_batch"]
+
+# Of the noise of gradients: how often, and from how much. 24 small batches of 32 say it to a factor of about two.
+_PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
+_NUM_PROBES, _NUM_SMALL, _SMALL_BATCH_SIZE = 6, 4, 32
+
+
+def count_training_samples(settings: TrainSettings) -> int:
+    """How many samples an epoch has. Collective: every rank of the launched world must call this."""
+    with open_world(settings) as world:
+        return len(load_sets(settings, world)[0])
+
+
+def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
+    """Train the cell to its end. Collective: every rank of the launched world must call this.
+
+    Data that is made has one seed in all cells: another would be another task, not another run of it.
+    """
+    with open_world(cell.settings) as world:
+        settings = dataclasses.replace(cell.settings, ranks=world.world_size)
+        is_made = settings.data.startswith("synthetic")
+        sets = load_sets(dataclasses.replace(settings, seed=data_seed) if is_made else settings, world)
+        return _Training(build_job(settings, world, sets=sets), cell, evaluations).run()
+
+
+class _Training:
+    """A run on this rank, with what it keeps from step to step."""
+
+    def __init__(self, job: Job, cell: TrainingCell, evaluations: int) -> None:
+        self._job, self._cell = job, cell
+        self._num_steps = job.schedule.num_steps
+        count = min(evaluations, self._num_steps)
+        self._due = {round(self._num_steps * (number + 1) / count) for number in range(count)}
+        self._probed = {max(1, round(self._num_steps * share)) for share in _PROBE_SHARES} if cell.probes else set()
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=job.world.device)
+        self._since = self._num_samples = self._num_epoch_samples = 0
+        self._largest = 0
+        self._curve: list[CurvePoint] = []
+        self._noise: list[NoiseRecord] = []
+        self._told_s = 0.0
+
+    def run(self) -> list[Record]:
+        job, begin_s, step, failure = self._job, time.perf_counter(), 0, ""
+        job.learner.model.train()
+        for epoch in range(job.epochs):
+            windows = load_windows(
+                job.train, job.order(epoch), 0, job.world.rank, job.world.world_size, job.micro_batch_sizes(epoch),
+                job.world.device,
+            )  # fmt: skip
+            for window in windows:
+                num_targets = window.num_samples * job.learner.form.targets_per_sample
+                outcome = take_step(job.learner, window.batches, num_targets, job.schedule.rate(step), NoPhases())
+                step += 1
+                self._loss_sum += outcome.loss_sum.detach().double()
+                self._since += num_targets
+                self._num_samples += window.num_samples
+                self._largest = max(self._largest, window.num_samples)
+                if step in self._due and (failure := self._evaluate(step)):
+                    break
+                if step in self._probed:
+                    self._probe(step)
+                self._tell(step)
+                if step == self._num_steps:
+                    break
+            windows.close()
+            if failure or step == self._num_steps:
+                break
+        return [self._build_record(step, failure, time.perf_counter() - begin_s), *self._noise]
+
+    def _evaluate(self, step: int) -> str:
+        """Note how far it is; says what is wrong where the loss is no number any more, the same on all ranks."""
+        job = self._job
+        total = self._loss_sum.cpu()
+        if job.world.world_size > 1:
+            dist.all_reduce(total, group=job.world.control)
+        train_loss = float(total) / self._since
+        evaluation = evaluate(job.learner, job.test, job.world)
+        job.learner.model.train()
+        if not math.isfinite(train_loss) or not math.isfinite(evaluation.loss):
+            return f"the loss was no number after {step} updates"
+        self._curve.append(CurvePoint(step, self._num_samples, train_loss, evaluation.loss, evaluation.accuracy or 0.0))
+        self._loss_sum.zero_()
+        self._since = 0
+        return ""
+
+    def _probe(self, step: int) -> None:
+        job = self._job
+        self._noise.append(
+            measure_noise_scale(
+                job,
+                step=step,
+                epoch=self._num_samples / len(job.train),
+                batch_size=min(_SMALL_BATCH_SIZE, job.batches.batch_size),
+                num_small=_NUM_SMALL,
+                num_probes=_NUM_PROBES,
+                note=f"{self._cell.recipe} at {self._cell.global_batch_size}",
+            )
+        )
+
+    def _tell(self, step: int) -> None:
+        if self._job.world.rank == 0 and time.perf_counter() - self._told_s > 0.5:
+            self._told_s = time.perf_counter()
+            post(Progress(step / self._num_steps, 1, self._cell.name))
+
+    def _build_record(self, step: int, failure: str, seconds: float) -> LargeBatchRecord:
+        job, cell = self._job, self._cell
+        return LargeBatchRecord(
+            model=job.settings.model,
+            data=job.train.name,
+            device=job.world.device.type,
+            precision=job.settings.precision,
+            world_size=job.world.world_size,
+            batch_size=job.batches.batch_size,
+            global_batch_size=cell.global_batch_size,
+            largest_batch_size=self._largest,
+            recipe=cell.recipe,
+            configuration=cell.configuration,
+            budget=cell.budget,
+            epochs=job.epochs,
+            num_updates=step,
+            num_samples=self._num_samples,
+            seed=job.settings.seed,
+            lr=job.settings.lr,
+            seconds=seconds,
+            curve=tuple(self._curve),
+            failure=failure,
+        )
