@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from paceline.cli import bench, bench_wrappers, doctor, predict, profile, train, tune
+from paceline.cli import bench, bench_wrappers, doctor, predict, profile, scale, train, tune
 from paceline.errors import PacelineError, TrainingError
 
 __all__ = ["app", "main"]
@@ -28,6 +28,7 @@ app.command("train")(train.train)
 app.add_typer(profile.app, name="profile")
 app.command("predict")(predict.predict)
 app.command("tune")(tune.tune)
+app.add_typer(scale.app, name="scale")
 
 
 def _print_version(wanted: bool) -> None:

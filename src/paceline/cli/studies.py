@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from paceline.report.tables import Column
 
-__all__ = ["StudyRun", "Task", "open_study"]
+__all__ = ["StudyRun", "Task", "check_same_machine", "open_study"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,12 @@ class StudyRun:
                 else:
                     self._run_all(missing, kept, screen)
         return [record for task in tasks for record in kept[task.name]]
+
+    def ask(self, load: Callable[[], Callable[..., Any]], arguments: tuple[Any, ...], ranks: int) -> Any:
+        """Something that ranks must be asked before the cells are known; nothing is kept."""
+        if is_launched():
+            return load()(*arguments)
+        return self._get_pool(0, ranks).run(load(), arguments, num_ranks=ranks)[0]
 
     @property
     def _speaks(self) -> bool:
@@ -142,13 +148,17 @@ class StudyRun:
             for worker in workers:
                 worker.join()
 
-    def _run_on(self, number: int, task: Task, screen: _Screen) -> list[Record]:
+    def _get_pool(self, number: int, ranks: int) -> RankPool:
         pool = self._pools.get(number)
-        if pool is None or pool.num_ranks < task.ranks:
+        if pool is None or pool.num_ranks < ranks:
             if pool is not None:
                 pool.close()
-            pool = self._pools[number] = RankPool(task.ranks)
+            pool = self._pools[number] = RankPool(ranks)
             pool.start()
+        return pool
+
+    def _run_on(self, number: int, task: Task, screen: _Screen) -> list[Record]:
+        pool = self._get_pool(number, task.ranks)
         with defer_signals():
             function = task.load()
         try:
@@ -179,21 +189,20 @@ class StudyRun:
     def folder(self) -> RunFolder:
         return RunFolder(self.path)
 
-    def save(self, records: Sequence[Record], notes: Sequence[str]) -> None:
-        """Close the study: all records in one run. What was written before a kill is written anew."""
+    def save(self, records: Sequence[Record]) -> Run:
+        """Close the study: all records in one run, which is what is shown from then on."""
         assert self.study is not None
-        run = Run(self.verb, self.study.config, self.environment, tuple(records), tuple(notes))
-        self.write(RUN_FILE, lambda name: self.folder.save(run))
+        if self.was_over:
+            return load_run(self.path)
+        run = Run(self.verb, self.study.config, self.environment, tuple(records))
+        self.folder.save(run)
+        return run
 
-    def write(self, name: str, save: Callable[[str], Any] | str | bytes) -> Path:
-        path = self.path / name
-        for old in (path, *self.path.glob(f".{name}.*")):
+    def write(self, name: str, content: str | bytes) -> Path:
+        """A file that is drawn from the records; one of a study that was shown before is drawn anew."""
+        for old in (self.path / name, *self.path.glob(f".{name}.*")):
             old.unlink(missing_ok=True)
-        if callable(save):
-            save(name)
-        else:
-            self.folder.write(name, save)
-        return path
+        return self.folder.write(name, content)
 
     def write_table(self, name: str, columns: Sequence[Column], items: Sequence[Any], rows: Sequence[Any]) -> None:
         from paceline.report import tables
@@ -230,10 +239,12 @@ def _wait_for(done: queue.SimpleQueue[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def open_study(verb: str, config: dict[str, Any], out: Path, resume: Path | None, quiet: bool) -> Iterator[StudyRun]:
+def open_study(
+    verb: str, config: dict[str, Any], out: Path, resume: Path | None, quiet: bool, at: Path | None = None
+) -> Iterator[StudyRun]:
     """A new study, or one that goes on; says how to go on where it is broken off with finished cells.
 
-    `config` is what was asked; with `resume` it is what the study itself says, read by `load_config`.
+    `at` is a folder of its own for a study that is part of another one: begun or gone on with, as it is found.
     """
     environment = capture_environment()
     if is_launched() and read_place().rank > 0:
@@ -242,17 +253,20 @@ def open_study(verb: str, config: dict[str, Any], out: Path, resume: Path | None
         yield StudyRun(verb, None if resume is None else _Reader.load(resume, verb), environment, True)
         return
     with contextlib.ExitStack() as stack:
-        if resume is None:
-            folder = stack.enter_context(RunFolder.create(out, verb))
-            study = Study.begin(folder.path, verb, config | {"machine": session.describe_machine()})
-        else:
+        if at is not None and (at / STUDY_FILE).exists():
+            resume = at
+        if resume is not None:
             study = Study.load(resume, verb)
+        else:
+            if at is None:
+                at = stack.enter_context(RunFolder.create(out, verb)).path
+            at.mkdir(exist_ok=True)
+            study = Study.begin(at, verb, config | {"machine": session.describe_machine()})
         run = StudyRun(verb, study, environment, quiet, was_over=(study.path / RUN_FILE).exists())
         try:
             yield run
         except BaseException:
-            if resume is None and not study.count():
-                (study.path / STUDY_FILE).unlink(missing_ok=True)  # the folder goes with its last file
+            if not study.count():
                 study.forget()
             elif not run.was_over:
                 cells = f"{study.count()} finished cell{'s are' if study.count() != 1 else ' is'} kept"
@@ -276,14 +290,6 @@ def check_same_machine(study_config: dict[str, Any], resume: Path) -> None:
     begun, here = study_config.get("machine"), session.describe_machine()
     if begun != here:
         raise ConfigError(f"--resume {resume}: it was begun on {begun}, and this is {here}: times cannot be mixed")
-
-
-def load_study_run(path: Path, verb: str) -> Run:
-    """A finished study, to be reported once more."""
-    run = load_run(path)
-    if run.verb != verb:
-        raise ConfigError(f"{path} is a run of `{run.verb}`, and one of `{verb}` is needed")
-    return run
 
 
 class _Screen:

@@ -16,6 +16,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.jobs import build_settings, check_job, read_one, read_world, takes_job
+from paceline.cli.learning import (
+    GLOBAL_BATCH_HELP,
+    RESUME_HELP,
+    Augment,
+    Cutout,
+    Epochs,
+    Lr,
+    LrDrops,
+    Momentum,
+    ScheduleName,
+    Tail,
+    TestSamples,
+    WeightDecay,
+    read_asked,
+    read_drops,
+)
 from paceline.cli.options import STEPS_HELP, Json, Out
 from paceline.errors import ConfigError
 from paceline.training.batch_schedules import format_growths, parse_growths
@@ -40,11 +56,9 @@ _CHANGEABLE = (
 def train(
     context_: typer.Context,
     job: dict[str, Any],
-    epochs: Annotated[int, typer.Option("--epochs", help="How often each sample is seen.")] = 1,
+    epochs: Epochs = 1,
     steps: Annotated[int | None, typer.Option("--steps", help=STEPS_HELP)] = None,
-    global_batch_size: Annotated[
-        int | None, typer.Option("--global-batch-size", help="Samples of one step over all ranks and micro-batches.")
-    ] = None,
+    global_batch_size: Annotated[int | None, typer.Option("--global-batch-size", help=GLOBAL_BATCH_HELP)] = None,
     batch_growth: Annotated[
         str | None,
         typer.Option(
@@ -54,44 +68,30 @@ def train(
     grow: Annotated[
         str, typer.Option("--grow", help="What grows on a rank: accumulate (more micro-batches) or batch-size.")
     ] = "accumulate",
-    tail: Annotated[
-        str, typer.Option("--tail", help="The last, smaller batch of an epoch: keep, drop, or pad with first samples.")
-    ] = "keep",
+    tail: Tail = "keep",
     clip: Annotated[float | None, typer.Option("--clip", help="Largest norm of the gradients.")] = None,
-    lr: Annotated[float, typer.Option("--lr", help="Learning rate (its peak).")] = 0.05,
-    momentum: Annotated[float, typer.Option("--momentum", help="Of sgd, Nesterov's, or of lars.")] = 0.9,
+    lr: Lr = 0.05,
+    momentum: Momentum = 0.9,
     trust_coefficient: Annotated[
         float | None, typer.Option("--trust-coefficient", help="Of lars: a layer's step, as a share of its weights.")
     ] = None,
-    weight_decay: Annotated[float, typer.Option("--weight-decay", help="Of matrices and filters alone.")] = 0.0,
-    schedule: Annotated[
-        str, typer.Option("--schedule", help="constant, cosine or linear (to 0 at the end), piecewise")
-    ] = "constant",
+    weight_decay: WeightDecay = 0.0,
+    schedule: ScheduleName = "constant",
     lr_warmup: Annotated[int, typer.Option("--lr-warmup", help="Steps in which the learning rate climbs.")] = 0,
-    lr_drops: Annotated[
-        str | None, typer.Option("--lr-drops", help="Where piecewise divides by 10, as shares of the run: 0.5,0.75")
-    ] = None,
+    lr_drops: LrDrops = None,
     ghost_batchnorm: Annotated[
         int | None, typer.Option("--ghost-batchnorm", help="BatchNorm over so many samples at a time.")
     ] = None,
     label_smoothing: Annotated[
         float, typer.Option("--label-smoothing", help="Share of a target that is spread over all classes.")
     ] = 0.0,
-    augment: Annotated[
-        bool | None, typer.Option("--augment/--no-augment", help="Crop and flip images. Default: CIFAR-10 alone.")
-    ] = None,
-    cutout: Annotated[
-        int, typer.Option("--cutout", help="Side of the square that is hidden in augmented images, in pixels.")
-    ] = 0,
-    test_samples: Annotated[
-        int | None, typer.Option("--test-samples", help="Evaluate on the first so many. Default: all of them.")
-    ] = None,
+    augment: Augment = None,
+    cutout: Cutout = 0,
+    test_samples: TestSamples = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Note forward, backward and optimizer of each step.")
     ] = False,
-    resume: Annotated[
-        Path | None, typer.Option("--resume", help="Go on with the run in this folder, from its newest checkpoint.")
-    ] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help=RESUME_HELP)] = None,
     save_every: Annotated[
         str, typer.Option("--save-every", help="When a checkpoint is due: epoch, 10s, 5min or 100steps")
     ] = "60s",
@@ -111,10 +111,10 @@ def train(
         epochs=epochs, global_batch_size=global_batch_size, tail=tail, clip=clip, lr=lr, momentum=momentum,
         weight_decay=weight_decay, schedule=schedule, lr_warmup=lr_warmup, augment=augment, cutout=cutout,
         label_smoothing=label_smoothing, profile=profile,
-        trust_coefficient=trust_coefficient, lr_drops=_read_drops(lr_drops), ghost_batchnorm=ghost_batchnorm,
+        trust_coefficient=trust_coefficient, lr_drops=read_drops(lr_drops), ghost_batchnorm=ghost_batchnorm,
         test_samples=test_samples, save_every=save_every, keep=keep, tensorboard=tensorboard,
     )  # fmt: skip
-    asked = _read_asked(context_)
+    asked = read_asked(context_)
     if steps is not None and "epochs" in asked:
         raise ConfigError(f"--steps {steps} beside --epochs {epochs}: a run ends by one of them; leave the other out")
     if "momentum" in asked and typed.optimizer not in ("sgd", "lars"):
@@ -122,19 +122,6 @@ def train(
     if "out" in asked and resume is not None:
         raise ConfigError(f"--out {out} beside --resume: a run goes on in its own folder {resume}; leave out --out")
     raise typer.Exit(_resume(asked, typed, resume, json) if resume is not None else _start(typed, out, json))
-
-
-def _read_drops(text: str | None) -> tuple[float, ...]:
-    try:
-        return () if text is None else tuple(map(float, text.split(",")))
-    except ValueError:
-        raise ConfigError(f"--lr-drops {text!r} is not understood: use shares of the run, such as 0.5,0.75") from None
-
-
-def _read_asked(context: typer.Context) -> list[str]:
-    """The names of the options that were typed, rather than left at their defaults."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
 
 
 def _start(settings: TrainSettings, out: Path, json: bool) -> int:

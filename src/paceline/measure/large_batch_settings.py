@@ -48,8 +48,9 @@ class TrainingCell:
 class LargeBatchSettings:
     """`scale large-batch`: the job at its base batch, and at larger ones by each recipe, with every seed.
 
-    `job` has the settings that were found for `base_batch_size`. `updates` of 0 leaves the runs at a fixed number of
-    updates out. `most_at_once` bounds what a rank computes at once; larger batches accumulate.
+    `job` has the settings that were found for `base_batch_size`. `updates` is how many the runs at a fixed number of
+    them have: None is twice those of the largest batch, 0 leaves such runs out. `most_at_once` bounds what a rank
+    computes at once; larger batches accumulate.
     """
 
     job: TrainSettings
@@ -57,7 +58,7 @@ class LargeBatchSettings:
     global_batch_sizes: tuple[int, ...]
     recipes: tuple[str, ...]
     seeds: tuple[int, ...] = (1, 2, 3)
-    updates: int = 0
+    updates: int | None = None
     most_at_once: int = 512
     evaluations: int = 10
 
@@ -72,7 +73,8 @@ class LargeBatchSettings:
             raise ConfigError("--recipes: at least one, such as none")
         for flag, value, least in (
             ("--base-batch-size", self.base_batch_size, 1), ("--evaluations", self.evaluations, 1),
-            ("--batch-size", self.most_at_once, 1), ("--updates", self.updates, 0), ("--seeds", len(self.seeds), 1),
+            ("--batch-size", self.most_at_once, 1), ("--updates", self.updates or 0, 0),
+            ("--seeds", len(self.seeds), 1),
         ):  # fmt: skip
             if value < least:
                 raise ConfigError(f"{flag} {value}: at least {least} is needed")
@@ -93,11 +95,14 @@ class LargeBatchSettings:
     def list_cells(self, num_samples: int) -> list[TrainingCell]:
         """All runs of the study; the baseline first, whose first seed probes the noise of its gradients."""
         cells = list(self._list_epochs(num_samples))
-        if self.updates:
+        updates = self.updates
+        if updates is None:
+            updates = 2 * self.count_updates(max(self.global_batch_sizes), num_samples)
+        if updates:
             sizes = (self.base_batch_size, *self.global_batch_sizes)
             settings = [self._share(replace(self.job, global_batch_size=size)) for size in sizes]
             for size, of_size in zip(sizes, settings, strict=True):
-                limited = replace(of_size, epochs=1, steps=self.updates)
+                limited = replace(of_size, epochs=1, steps=updates)
                 cells += [TrainingCell(replace(limited, seed=seed), "updates", NO_RECIPE, size) for seed in self.seeds]
         for cell in cells:
             cell.settings.check()

@@ -25,6 +25,7 @@ from paceline.measure.replicas import read_buckets
 from paceline.measure.rounds import Pace, build_samples, run_rounds
 from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
 from paceline.measure.settings import CollectiveSettings, Progress
+from paceline.measure.training_traces import measure_job_layers
 from paceline.measure.tune_steps import Candidate, wrap
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
@@ -34,11 +35,13 @@ from paceline.runtime.world import World, check_backend
 from paceline.training.build import Job, build_job, build_learner, open_world
 from paceline.training.loader import Window, load_windows
 from paceline.training.phases import NoPhases
+from paceline.training.settings import TrainSettings
 from paceline.training.step import Learner, take_step
 from paceline.workloads.data.sharding import EpochOrder
 
-__all__ = ["measure_allreduce", "measure_scaling"]
+__all__ = ["measure_allreduce", "measure_layers_alone", "measure_scaling"]
 
+_LAYER_ITERS = 12
 _PACE = Pace(budget_s=20.0, min_iters=8, max_iters=60, warmup=3)
 # Learning nothing: replicas whose gradients are not averaged in every step must not drift apart.
 _RATE = 0.0
@@ -49,6 +52,11 @@ _PATIENCE = timedelta(hours=24)
 def measure_allreduce(settings: CollectiveSettings) -> list[Record]:
     """The all-reduces alone. Collective: every rank of the launched world must call this."""
     return list(measure_collectives(settings).records)
+
+
+def measure_layers_alone(settings: TrainSettings) -> list[Record]:
+    """The layers of the job on one rank."""
+    return [measure_job_layers(settings, _LAYER_ITERS, 2)]
 
 
 def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:

@@ -81,7 +81,8 @@ class Study:
         return len(list((self.path / _CELLS).glob("*.json")))
 
     def forget(self) -> None:
-        """Take away what a study without a finished cell left behind."""
+        """Take away what a study without a finished cell left behind; its folder is then as if it had never begun."""
         for file in (self.path / _CELLS).glob(".*"):
             file.unlink()
         (self.path / _CELLS).rmdir()
+        (self.path / STUDY_FILE).unlink()
