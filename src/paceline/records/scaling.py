@@ -125,6 +125,11 @@ class ScaleRecord(Exposure, Record):
         return self.mode, self.cell_size
 
     @property
+    def job(self) -> tuple[str, str, str, str]:
+        """The work of a step: what records must share to be compared, beside their cell."""
+        return self.model, self.data, self.device, self.precision
+
+    @property
     def contestant(self) -> str:
         """The wrapper and what its messages go over."""
         return self.wrapper if self.wrapper in ("none", "dp") else f"{self.wrapper} on {self.backend}"

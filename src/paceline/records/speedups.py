@@ -28,6 +28,8 @@ __all__ = [
 
 # The knee: the smallest batch size with this share of the best throughput.
 KNEE = 0.9
+# Bytes over seconds, computed in two ways, differ by so much at most.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,11 @@ class ScalePoint:
     alone: ScaleRecord
 
     def __post_init__(self) -> None:
-        same = self.record.cell == self.alone.cell and self.record.timing.count == self.alone.timing.count
-        if not same or self.alone.world_size != 1:
-            raise RecordError(f"{self.record.cell} and {self.alone.cell} were not timed in turns on n ranks and one")
+        here, alone = self.record, self.alone
+        if (here.cell, here.job, here.timing.count) != (alone.cell, alone.job, alone.timing.count):
+            raise RecordError(f"{here.cell} of {here.job} and {alone.cell} of {alone.job} were not timed in turns")
+        if alone.world_size != 1:
+            raise RecordError(f"{here.cell}: {alone.world_size} ranks are not one rank to compare with")
 
     @property
     def ratio(self) -> Ratio:
@@ -76,14 +80,15 @@ class ScalePoint:
 
 def list_points(records: Sequence[ScaleRecord]) -> list[ScalePoint]:
     """Each record with one rank of its cell, in the given order; cells without one rank cannot be judged."""
-    alone = {record.cell: record for record in records if record.world_size == 1}
-    return [ScalePoint(record, alone[record.cell]) for record in records if record.cell in alone]
+    alone = {(r.cell, r.job): r for r in records if r.world_size == 1 and r.wrapper == "none"}
+    return [ScalePoint(r, alone[r.cell, r.job]) for r in records if (r.cell, r.job) in alone]
 
 
 def compare_points(mine: ScalePoint, theirs: ScalePoint) -> Ratio:
     """My efficiency over theirs, which is their step over mine, repetition by repetition."""
     here, there = mine.record, theirs.record
-    if (here.cell, here.world_size, here.timing.count) != (there.cell, there.world_size, there.timing.count):
+    mine_is, theirs_is = ((r.cell, r.job, r.world_size, r.timing.count) for r in (here, there))
+    if mine_is != theirs_is:
         raise RecordError(f"{here.contestant} and {there.contestant} were not timed in turns")
     return compare_times(there.timing.reduced_s, here.timing.reduced_s)
 
@@ -105,23 +110,25 @@ def find_peak(collectives: Sequence[CollectiveRecord], backend: str, world_size:
 
     By the quickest repetition of each size: the peak is what the machine can do, not what it does on average.
     """
-    rates = [
-        record.busbw_bytes_per_s * record.time_s / min(getattr(record.timing, "reduced_s", (record.time_s,)))
-        for record in collectives
-        if (record.collective, record.backend, record.world_size) == ("all_reduce", backend, world_size)
-    ]
+    rates = []
+    for record in collectives:
+        if (record.collective, record.backend, record.world_size) == ("all_reduce", backend, world_size):
+            times_s = [time_s for time_s in getattr(record.timing, "reduced_s", ()) if time_s > 0]
+            rates.append(record.busbw_bytes_per_s * record.time_s / min(times_s, default=record.time_s))
     return max(rates, default=None)
 
 
 def find_use(record: ScaleRecord, collectives: Sequence[CollectiveRecord]) -> Utilisation | None:
-    """The bandwidth that a step used; None where it was not measured, or its peak was not.
+    """The bandwidth that a step used; None where it was not measured, or its peak was not, on the same sort of device
+    and from the same source.
 
     MeasurementError where it is above the peak: bytes or seconds were then not counted as they were.
     """
-    rate, peak = record.busbw_bytes_per_s, find_peak(collectives, record.backend, record.world_size)
+    alike = [c for c in collectives if (c.device, c.source) == (record.device, record.source)]
+    rate, peak = record.busbw_bytes_per_s, find_peak(alike, record.backend, record.world_size)
     if rate is None or peak is None:
         return None
-    if rate > peak:
+    if rate > peak * (1 + _ROUNDING):
         raise MeasurementError(
             f"{record.contestant}, {record.world_size} ranks, batch size {record.batch_size}: {format_rate(rate)} GB/s "
             f"in {record.num_messages} messages of together {record.num_bytes} bytes is above the peak of "

@@ -1,0 +1,314 @@
+"""What scaling records say, in sentences: each is filled in from records, and says when it is inside the noise.
+
+Tables are in `scaling_tables`, the page that holds both in `scaling_report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.records.recipes import RecipeSummary, Spread
+from paceline.records.scaling import BatchRecord, ScaleRecord
+from paceline.records.speedups import ScalePoint, compare_points, find_knee
+from paceline.report.predicted_tables import Predicted, PredictedLine
+from paceline.report.scaling_tables import BandwidthLine, ScaleLine, is_split, pick_run
+from paceline.units import format_ms, format_number_of, format_rate, format_speed
+
+__all__ = [
+    "describe_bandwidths",
+    "describe_batches",
+    "describe_contests",
+    "describe_limits",
+    "describe_points",
+    "describe_predictions",
+    "describe_recipes",
+    "describe_winners",
+    "pick_extremes",
+]
+
+_MOST_RANKS = 4  # numbers of ranks that one sentence about a prediction tells
+
+
+def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
+    """Up to where samples/s grow, and which batch sizes did not fit."""
+    knee, timed = find_knee(records), [record for record in records if record.samples_per_s]
+    lines = []
+    if knee is not None:
+        rates = {record.batch_size: record.samples_per_s or 0.0 for record in timed}
+        best, here = max(rates, key=lambda size: rates[size]), knee.batch_size
+        reached = f"{rates[here] / rates[best]:.0%} of the best {format_speed(rates[best])} (at {best}) are reached"
+        if here == min(rates):
+            lines.append(f"samples/s hardly depend on the batch size: {reached} already at {here}, the smallest")
+        elif here == max(rates):
+            lines.append(f"samples/s grow up to batch size {here}, the largest that was measured: the knee is beyond")
+        else:
+            lines.append(f"samples/s grow up to batch size {here} (the knee), where {reached}")
+    return lines + [f"batch size {r.batch_size} does not fit: {r.failure}" for r in records if r.failure]
+
+
+def _cell(record: ScaleRecord | Predicted) -> str:
+    return f"batch size {record.cell_size} {'per rank' if record.mode == 'weak' else 'over all ranks'}"
+
+
+def _place(record: ScaleRecord) -> str:
+    source = "" if record.source == "measured" else f" ({record.source})"
+    return f"{format_number_of(record.world_size, 'rank')} at {_cell(record)}{source}"
+
+
+def _efficiency(point: ScalePoint) -> str:
+    noise = point.efficiency_noise
+    return f"efficiency {point.efficiency:.2f}" + (" (one repetition)" if noise is None else f" ± {noise:.2f}")
+
+
+def _cause(point: ScalePoint) -> str:
+    """The larger of the two reasons for an efficiency below 1; empty where nobody can tell."""
+    record = point.record
+    if 1 - point.efficiency <= (point.efficiency_noise or 0.0):
+        return ", no loss beyond the noise"
+    if not is_split(record):
+        return ""
+    share = 1 if record.mode == "weak" else record.world_size
+    slowed_s = record.compute_s - point.alone.timing.median_s / share
+    exposed = f"exposed communication is {record.overhead:.0%} of the step"
+    if record.exposed_s >= slowed_s:
+        return f", because {exposed}" if record.exposed_s > 0 else ""
+    if record.mode == "weak":
+        why = f"ranks slow each other's computing: it takes {point.slowdown:.2f} times that of one rank by itself"
+    else:
+        why = f"computing a rank's share of the batch takes {point.slowdown:.2f} times its share of one rank's time"
+    return f", because {why} ({exposed})"
+
+
+def describe_points(points: Sequence[ScalePoint]) -> list[str]:
+    """How well each number of ranks does, and the larger cause of what is lost."""
+    lines = []
+    for point in points:
+        if point.record.world_size == 1:
+            continue
+        found = _efficiency(point)
+        if point.record.mode == "strong":
+            found = f"speed-up {point.speedup:.2f} of {point.record.world_size}, {found}"
+        lines.append(f"{_place(point.record)} in {point.record.contestant}: {found}{_cause(point)}")
+    return lines
+
+
+def pick_extremes(points: Sequence[ScalePoint]) -> list[ScalePoint]:
+    """The best and the worst point of each contestant and mode, so that a page of findings stays short."""
+    groups: dict[tuple[str, str], list[ScalePoint]] = {}
+    for point in points:
+        if point.record.world_size > 1:
+            groups.setdefault((point.record.contestant, point.record.mode), []).append(point)
+    chosen = []
+    for group in groups.values():
+        best, worst = (choose(group, key=lambda point: point.efficiency) for choose in (max, min))
+        chosen += [best] if best is worst else [best, worst]
+    return chosen
+
+
+def describe_winners(points: Sequence[ScalePoint]) -> list[str]:
+    """The best wrapper and backend of each cell and number of ranks, beside the next best."""
+    cells: dict[tuple[object, ...], list[ScalePoint]] = {}
+    for point in points:
+        record = point.record
+        if record.world_size > 1:
+            cells.setdefault((record.cell, record.job, record.world_size, record.source), []).append(point)
+    lines = []
+    for group in cells.values():
+        if len(group) < 2:
+            continue
+        best, rival = sorted(group, key=lambda point: point.efficiency, reverse=True)[:2]
+        ratio, names = compare_points(best, rival), [p.record.contestant for p in (best, rival)]
+        if ratio.is_clear and ratio.value > 1:
+            beside = f"{ratio.value:.2f} ± {ratio.noise:.2f} times that of {names[1]}"
+            lines.append(f"{_place(best.record)}: {names[0]} is best, {_efficiency(best)}, {beside}")
+        else:
+            doubt = (
+                "one repetition cannot tell which" if ratio.noise is None else "their difference is inside the noise"
+            )
+            lines.append(f"{_place(best.record)}: {names[0]} and {names[1]} are best, {_efficiency(best)}; {doubt}")
+    return lines
+
+
+def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
+    """Each contestant beside torch's wrapper over all cells: how often it is better, worse, or neither."""
+    found: dict[tuple[str, str], list[tuple[float, bool]]] = {}
+    for line in lines:
+        record = line.point.record
+        if record.world_size == 1 or record.wrapper == "torch":
+            continue
+        on_same = line.to_torch if record.backend != "gloo" else None
+        for ratio, backend in ((on_same, record.backend), (line.to_torch_on_gloo, "gloo")):
+            if ratio is not None:
+                pair = (record.contestant, f"torch on {backend}")
+                found.setdefault(pair, []).append((ratio.value, ratio.is_clear))
+    texts = []
+    for (mine, theirs), ratios in found.items():
+        better, worse = (sum(clear and (r > 1) is side for r, clear in ratios) for side in (True, False))
+        values = [value for value, _ in ratios]
+        texts.append(
+            f"{mine} beside {theirs}, by efficiency: better in {better} of {format_number_of(len(ratios), 'cell')}, "
+            f"worse in {worse}, inside the noise in {len(ratios) - better - worse}; "
+            f"ratios from {min(values):.2f} to {max(values):.2f}"
+        )
+    return texts
+
+
+def describe_limits(points: Sequence[ScalePoint]) -> list[str]:
+    """Where strong scaling ends: the number of ranks with the largest speed-up, and what messages alone allow."""
+    groups: dict[tuple[object, ...], list[ScalePoint]] = {}
+    for point in points:
+        record = point.record
+        if record.mode == "strong" and record.world_size > 1:
+            groups.setdefault((record.contestant, record.cell, record.job, record.source), []).append(point)
+    lines = []
+    for group in groups.values():
+        group.sort(key=lambda point: point.record.world_size)
+        best, last = max(group, key=lambda point: point.speedup), group[-1]
+        record = best.record
+        text = f"strong scaling at {_cell(record)} in {record.contestant}: "
+        if best.speedup <= 1:
+            text += f"no number of ranks is faster than one; best {best.speedup:.2f} on {record.world_size}"
+        elif best is last:
+            text += f"the speed-up grows up to {record.world_size} ranks, the most measured: {best.speedup:.2f}"
+        else:
+            text += f"the speed-up ends at {best.speedup:.2f} on {record.world_size} ranks; "
+            text += f"{last.record.world_size} ranks reach {last.speedup:.2f}"
+        if record.busy_s:
+            limit = best.alone.timing.median_s / record.busy_s
+            text += f"; while messages take {format_ms(record.busy_s)} ms of a step, it stays below about {limit:.1f}"
+        lines.append(text)
+    return lines
+
+
+def describe_bandwidths(lines: Sequence[BandwidthLine]) -> list[str]:
+    """Of each contestant, the step that comes closest to the peak."""
+    best: dict[str, tuple[float, str]] = {}
+    for line in lines:
+        if line.use is None:
+            continue
+        rate, peak = format_rate(line.use.busbw_bytes_per_s), format_rate(line.use.peak_bytes_per_s)
+        text = f"messages run at up to {rate} GB/s, {line.use.share:.0%} of the measured peak of {peak} GB/s"
+        name = line.record.contestant
+        best[name] = max(best.get(name, (0.0, "")), (line.use.share, f"{name}: {text} ({_place(line.record)})"))
+    return [text for _, text in best.values()]
+
+
+def _accuracy(summary: RecipeSummary) -> str:
+    spread = summary.accuracy
+    if spread is None:
+        return f"no seed finished ({summary.first.failure})"
+    count = len(summary.finished)
+    sure = "one seed" if spread.deviation is None else f"± {100 * spread.deviation:.1f}, {count} seeds"
+    failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
+    return f"{100 * spread.mean:.1f} % ({sure}{failed})"
+
+
+def _name(summary: RecipeSummary) -> str:
+    recipe = summary.first.recipe
+    return f"{summary.first.global_batch_size} {'without a recipe' if recipe == 'none' else f'with {recipe}'}"
+
+
+def _points(gap: float) -> str:
+    return f"{100 * abs(gap):.1f} points {'below' if gap >= 0 else 'above'}"
+
+
+def _is_inside(summary: RecipeSummary) -> bool:
+    """Whether the gap is less than the spread over seeds here or at the baseline."""
+    spreads: list[Spread | None] = [summary.accuracy, summary.baseline.accuracy if summary.baseline else None]
+    known = [spread.deviation for spread in spreads if spread and spread.deviation is not None]
+    return bool(known) and summary.gap is not None and abs(summary.gap) <= max(known)
+
+
+def _against_baseline(summary: RecipeSummary) -> str:
+    base = summary.baseline
+    if base is None or summary.gap is None:
+        return ""
+    here, there = pick_run(summary), pick_run(base)
+    same, other, first, second = (
+        (f"{here.epochs} epochs", "updates", here.num_updates, there.num_updates)
+        if here.budget == "epochs"
+        else (f"{here.num_updates} updates", "epochs", here.epochs, there.epochs)
+    )
+    inside = " (less than the spread over seeds)" if _is_inside(summary) else ""
+    text = f", {_points(summary.gap)} the baseline at {there.global_batch_size}{inside} in the same {same}"
+    return text if first == second else f"{text}, with {first} {other} instead of {second}"
+
+
+def _repair(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
+    """What the best recipe makes of a batch size that has lost accuracy; empty where nothing was lost or tried."""
+    tried = sorted(((s.gap, s) for s in others if s.gap is not None), key=lambda pair: pair[0])
+    is_lost = plain.gap is None or (plain.gap > 0 and not _is_inside(plain))
+    if not tried or not is_lost:
+        return ""
+    (gap, best), *_ = tried
+    recipe = best.first.recipe
+    if plain.gap is not None and gap >= plain.gap:
+        return f"; no recipe repairs it, the best is {recipe}: {_points(gap)} the baseline"
+    inside = ", less than the spread over seeds" if _is_inside(best) else ""
+    if gap <= 0:
+        return f"; {recipe} repairs it ({_points(gap)} the baseline{inside})"
+    if plain.gap is not None and gap > plain.gap / 2:
+        return f"; {recipe} helps a little, to {_points(gap)} the baseline"
+    return f"; {recipe} repairs it to within {100 * gap:.1f} points{inside}"
+
+
+def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
+    """What each batch size costs in test accuracy without a recipe, and what the best recipe makes of it."""
+    lines = []
+    for key in dict.fromkeys((s.first.budget, s.first.global_batch_size) for s in summaries):
+        group = [s for s in summaries if (s.first.budget, s.first.global_batch_size) == key]
+        plain = [s for s in group if s.first.recipe == "none"]
+        others = [s for s in group if s.first.recipe != "none"]
+        for summary in plain:
+            run = pick_run(summary)
+            text = f"{_name(summary)}: {_accuracy(summary)}"
+            if summary.baseline is None:
+                lines.append(
+                    f"baseline (the same {run.budget}): {text} after {run.epochs} epochs, {run.num_updates} updates"
+                )
+            else:
+                lines.append(text + _against_baseline(summary) + _repair(summary, others))
+        if not plain or all(s.baseline is None for s in plain):
+            lines += [f"{_name(s)}: {_accuracy(s)}{_against_baseline(s)}" for s in others]
+    return lines
+
+
+def _thin(lines: Sequence[PredictedLine]) -> list[PredictedLine]:
+    """At most a few, the first and the last among them."""
+    last = len(lines) - 1
+    if last < _MOST_RANKS:
+        return list(lines)
+    return [lines[round(i * last / (_MOST_RANKS - 1))] for i in range(_MOST_RANKS)]
+
+
+def describe_predictions(lines: Sequence[PredictedLine]) -> list[str]:
+    """How right the prediction was where it was measured, and what it says beyond."""
+    groups: dict[tuple[str, str, int, str], list[PredictedLine]] = {}
+    for line in lines:
+        p = line.predicted
+        groups.setdefault((p.contestant, p.mode, p.cell_size, p.network), []).append(line)
+    texts = []
+    for group in groups.values():
+        group.sort(key=lambda line: line.predicted.world_size)
+        p = group[0].predicted
+        place = f"{p.contestant} at {_cell(p)} ({p.network})"
+        errors = {line.predicted.world_size: line.error for line in group if line.error is not None}
+        if errors:
+            worst = max(errors, key=lambda ranks: abs(errors[ranks]))
+            texts.append(
+                f"{place}: the {p.source} step is within {abs(errors[worst]):.1%} of the measured on "
+                f"{', '.join(map(str, errors))} ranks"
+            )
+        beyond = [line for line in group if line.point is None and line.predicted.world_size > max(errors, default=1)]
+        if not beyond:
+            continue
+        found = []
+        for line in _thin(beyond):
+            band, value, word = line.efficiency_band, line.predicted.efficiency, "efficiency"
+            if p.mode == "strong":
+                band, value, word = line.speedup_band, line.predicted.speedup, "speed-up"
+            found.append(f"{word} {value:.2f} ({band[0]:.2f} to {band[1]:.2f}) on {line.predicted.world_size:,} ranks")
+        doubts = list(dict.fromkeys(line.predicted.doubt for line in beyond if line.predicted.doubt))
+        doubtful = f"; doubtful: {'; '.join(doubts)}" if doubts else ""
+        texts.append(f"beyond the ranks at hand ({p.source}), {place}: {', '.join(found)}{doubtful}")
+    return texts

@@ -1,0 +1,342 @@
+"""Pictures of scaling studies; each legend says whether its numbers were measured or simulated.
+
+The same numbers as tables are in `scaling_tables`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import RecordError
+from paceline.records.recipes import RecipeSummary
+from paceline.records.scaling import BatchRecord, LargeBatchRecord, ScaleRecord
+from paceline.records.speedups import ScalePoint, find_knee
+from paceline.report.plots import COLORS, new_figure
+from paceline.report.predicted_tables import Predicted, PredictedLine, match_predictions
+from paceline.report.scaling_tables import is_split
+from paceline.units import MIB
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "plot_accuracy",
+    "plot_batches",
+    "plot_communication",
+    "plot_curves",
+    "plot_strong",
+    "plot_weak",
+]
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_GREY = "#555555"
+_MOST_TICKS = 8
+
+
+def _label_counts(axes: Axes, counts: Sequence[int]) -> None:
+    """Batch sizes or ranks on a log axis, as they were measured; where they are many, every second or third."""
+    found = sorted(set(counts))
+    stride = -(-len(found) // _MOST_TICKS)
+    shown = found[::-1][::stride][::-1]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, [f"{count:,}" for count in shown])
+    axes.set_xticks([], minor=True)
+    if len(found) == 1:
+        axes.set_xlim(found[0] / 2, found[0] * 2)
+
+
+def _panels(titles: Sequence[str], title: str, subtitle: str) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each title, at most three beside each other, and one y axis for all."""
+    from matplotlib.figure import Figure
+
+    if not titles:
+        raise RecordError(f"{title}: no record to draw")
+    columns = min(3, len(titles))
+    rows = -(-len(titles) // columns)
+    figure = Figure(figsize=(max(7.6, 1.2 + 3.6 * columns), 1.5 + 3.3 * rows), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(subtitle, fontsize=8.5, color=_GREY)
+    grid = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    for axes, name in zip(grid, titles, strict=False):
+        axes.set_title(name, loc="left", fontsize=9.5)
+        axes.grid(True, alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8.5)
+    for axes in grid[len(titles) :]:
+        axes.set_visible(False)
+    return figure, grid[: len(titles)]
+
+
+def _join_legends(figure: Figure, panels: Sequence[Axes]) -> None:
+    """One legend for all panels, beside them, where it hides nothing."""
+    found: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width + 0.6 + 0.067 * max(map(len, found)), max(height, 1.6 + 0.22 * len(found)))
+    figure.legend(list(found.values()), list(found), loc="outside right upper", fontsize=8.5, frameon=False)
+
+
+def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
+    """Samples/s and peak memory against batch size, with the knee, and a cross where a batch did not fit."""
+    first, source = records[0], ", ".join(dict.fromkeys(record.source for record in records))
+    figure, axes = new_figure(f"{first.model} on one rank: batch size", subtitle)
+    timed = sorted((r for r in records if r.samples_per_s is not None), key=lambda r: r.batch_size)
+    xs = [r.batch_size for r in timed]
+    rates = [r.samples_per_s or 0.0 for r in timed]
+    errors = [
+        [rate - r.num_samples / r.timing.p90_s for r, rate in zip(timed, rates, strict=True) if r.timing],
+        [r.num_samples / r.timing.p10_s - rate for r, rate in zip(timed, rates, strict=True) if r.timing],
+    ]
+    axes.errorbar(xs, rates, errors, color=COLORS[0], marker="o", capsize=3, label=f"samples/s ({source})")
+    axes.set_ylim(0, 1.2 * max(rates, default=1.0))
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("samples/s, line p10 to p90")
+    knee = find_knee(records)
+    if knee is not None:
+        axes.axvline(knee.batch_size, color=_GREY, ls=":", lw=1.2, label=f"knee: {knee.batch_size}")
+    failed = [r.batch_size for r in records if r.failure]
+    if failed:
+        axes.plot(failed, [0] * len(failed), "x", color=COLORS[1], ms=9, mew=2, clip_on=False, label="does not fit")
+    handles, labels = axes.get_legend_handles_labels()
+    if any(r.peak_bytes for r in timed):
+        beside = axes.twinx()
+        beside.plot(
+            xs, [r.peak_bytes / MIB for r in timed], "--", color=COLORS[2], marker="s", ms=4,
+            label=f"peak memory ({source})",
+        )  # fmt: skip
+        beside.set_ylim(0, 1.2 * max(r.peak_bytes for r in timed) / MIB)
+        beside.set_ylabel("peak memory (MiB)")
+        beside.spines[["top"]].set_visible(False)
+        more = beside.get_legend_handles_labels()
+        handles, labels = handles + more[0], labels + more[1]
+    axes.legend(handles, labels, fontsize=8.5, frameon=False, loc="upper center", ncols=2)
+    _label_counts(axes, [r.batch_size for r in records])
+    return figure
+
+
+def _draw_ranks(
+    axes: Axes,
+    points: Sequence[ScalePoint],
+    lines: Sequence[PredictedLine],
+    names: Sequence[str],
+    value: Callable[[Any], float],
+    noise: Callable[[ScalePoint], float | None],
+    band: Callable[[PredictedLine], tuple[float, float]],
+) -> None:
+    """A line for each contestant, from one rank by itself on; predictions dashed, with their interval."""
+    for number, name in enumerate(names):
+        color, marker = COLORS[number % len(COLORS)], _MARKERS[number % len(_MARKERS)]
+        found = sorted((p for p in points if p.record.contestant == name), key=lambda p: p.record.world_size)
+        for source in dict.fromkeys(p.record.source for p in found):
+            line = [p for p in found if p.record.source == source]
+            xs = [1, *(p.record.world_size for p in line)]
+            errors = [0.0, *(noise(p) or 0.0 for p in line)]
+            axes.errorbar(
+                xs, [1.0, *(value(p) for p in line)], errors, color=color, marker=marker, ms=5, lw=1.6, capsize=3,
+                ls="-" if source == "measured" else "-.", label=f"{name} ({source})",
+            )  # fmt: skip
+        for network in dict.fromkeys(q.predicted.network for q in lines if q.predicted.contestant == name):
+            curve = [q for q in lines if (q.predicted.contestant, q.predicted.network) == (name, network)]
+            curve.sort(key=lambda q: q.predicted.world_size)
+            xs = [q.predicted.world_size for q in curve]
+            label = f"{name}, {network} ({curve[0].predicted.source})"
+            axes.plot(xs, [value(q.predicted) for q in curve], "--", color=color, marker=".", ms=3, lw=1.1, label=label)
+            lows, highs = zip(*(band(q) for q in curve), strict=True)
+            axes.fill_between(xs, lows, highs, color=color, alpha=0.13, lw=0)
+
+
+def _plot_ranks(
+    points: Sequence[ScalePoint],
+    predicted: Sequence[Predicted],
+    mode: str,
+    texts: tuple[str, str, str],
+    draw: Callable[[Axes, Sequence[ScalePoint], Sequence[PredictedLine], Sequence[str], Sequence[int]], None],
+) -> Figure:
+    """A panel for each batch size of one mode; `texts` are title, subtitle and the label of the y axis."""
+    kept = [p for p in points if p.record.mode == mode and p.record.world_size > 1]
+    lines = match_predictions([p for p in predicted if p.mode == mode], kept)
+    sizes = sorted({p.record.cell_size for p in kept} | {q.predicted.cell_size for q in lines})
+    names = list(dict.fromkeys([p.record.contestant for p in kept] + [q.predicted.contestant for q in lines]))
+    where = "per rank" if mode == "weak" else "over all ranks"
+    figure, panels = _panels([f"{size:,} samples {where}" for size in sizes], *texts[:2])
+    for axes, size in zip(panels, sizes, strict=True):
+        here = [p for p in kept if p.record.cell_size == size]
+        there = [q for q in lines if q.predicted.cell_size == size]
+        counts = sorted({1, *(p.record.world_size for p in here), *(q.predicted.world_size for q in there)})
+        draw(axes, here, there, names, counts)
+        axes.set_xlabel("ranks", fontsize=9)
+        _label_counts(axes, counts)
+    panels[0].set_ylabel(texts[2])
+    _join_legends(figure, panels)
+    return figure
+
+
+def plot_weak(points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[Predicted] = ()) -> Figure:
+    """Weak-scaling efficiency against ranks, a panel for each batch size, with the ideal line and predictions."""
+
+    def draw(
+        axes: Axes,
+        here: Sequence[ScalePoint],
+        there: Sequence[PredictedLine],
+        names: Sequence[str],
+        counts: Sequence[int],
+    ) -> None:
+        axes.plot([counts[0], counts[-1]], [1, 1], ":", color="#000000", lw=1.2, label="ideal")
+        _draw_ranks(
+            axes, here, there, names, lambda p: p.efficiency, lambda p: p.efficiency_noise, lambda q: q.efficiency_band
+        )
+        axes.set_ylim(0, top)
+
+    # All panels share the axis, so that the highest point of all decides.
+    weak = [p for p in points if p.record.mode == "weak"]
+    top = max([1.1, *(1.05 * (p.efficiency + (p.efficiency_noise or 0.0)) for p in weak)])
+    texts = ("weak scaling", subtitle, "efficiency T(1)/T(n), ± 95 %")
+    return _plot_ranks(points, predicted, "weak", texts, draw)
+
+
+def plot_strong(points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[Predicted] = ()) -> Figure:
+    """Strong-scaling speed-up against ranks, both on log axes, a panel for each global batch size."""
+
+    def draw(
+        axes: Axes,
+        here: Sequence[ScalePoint],
+        there: Sequence[PredictedLine],
+        names: Sequence[str],
+        counts: Sequence[int],
+    ) -> None:
+        axes.plot(counts, counts, ":", color="#000000", lw=1.2, label="ideal")
+        _draw_ranks(axes, here, there, names, lambda p: p.speedup, lambda p: p.ratio.noise, lambda q: q.speedup_band)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+
+    texts = ("strong scaling", subtitle, "speed-up T(1)/T(n), ± 95 %")
+    return _plot_ranks(points, predicted, "strong", texts, draw)
+
+
+def plot_communication(records: Sequence[ScaleRecord], subtitle: str) -> Figure:
+    """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
+    contestant and mode."""
+    kept = [record for record in records if is_split(record)]
+    groups: dict[str, list[ScaleRecord]] = {}
+    for record in kept:
+        groups.setdefault(f"{record.contestant}, {record.mode} ({record.source})", []).append(record)
+    figure, panels = _panels(list(groups), "where the time of a step goes", subtitle)
+    for axes, group in zip(panels, groups.values(), strict=True):
+        group.sort(key=lambda r: (r.cell_size, r.world_size))
+        sizes = list(dict.fromkeys(r.cell_size for r in group))
+        # A gap between batch sizes, so that the eye compares ranks at one size.
+        xs = [place + 0.6 * sizes.index(r.cell_size) for place, r in enumerate(group)]
+        compute, exposed = [1e3 * r.compute_s for r in group], [1e3 * r.exposed_s for r in group]
+        noise = [1e3 * (r.exposed_noise_s or 0.0) for r in group]
+        source = ", ".join(dict.fromkeys(r.source for r in kept))
+        axes.bar(xs, compute, 0.8, color=COLORS[0], label=f"compute ({source})")
+        axes.bar(xs, exposed, 0.8, bottom=compute, color=COLORS[1], label=f"exposed communication ({source}), ± 95 %")
+        tops = [low + high for low, high in zip(compute, exposed, strict=True)]
+        axes.errorbar(xs, tops, noise, ls="none", color="#000000", capsize=2, lw=1)
+        for x, top, error, record in zip(xs, tops, noise, group, strict=True):
+            axes.annotate(
+                f"{record.overhead:.0%}",
+                (x, top + error),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7.5,
+            )
+        axes.set_xticks(xs, [f"{r.world_size}" for r in group])
+        for size in sizes:
+            own = [x for x, r in zip(xs, group, strict=True) if r.cell_size == size]
+            middle = (sum(own) / len(own), 0)
+            axes.annotate(
+                f"{size:,}", middle, (0, -20), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
+                ha="center", va="top", fontsize=8.5,
+            )  # fmt: skip
+        axes.set_xlabel(f"ranks, and samples {_where(group[0])}", fontsize=9, labelpad=17)
+        axes.set_xlim(-0.7, max(xs[-1], 3.0) + 0.7)
+        axes.margins(y=0.12)
+        axes.grid(False, axis="x")
+    panels[0].set_ylabel("step (ms); exposed in % of it")
+    _join_legends(figure, panels)
+    return figure
+
+
+def _where(record: ScaleRecord) -> str:
+    return "per rank" if record.mode == "weak" else "over all ranks"
+
+
+def _name_recipe(recipe: str) -> str:
+    return "no recipe" if recipe == "none" else recipe
+
+
+def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
+    """Test accuracy against global batch size, a line for each recipe, ± the deviation over seeds; a panel for each
+    budget."""
+    kept = [s for s in summaries if s.accuracy is not None]
+    budgets = list(dict.fromkeys(s.first.budget for s in kept))
+    recipes = list(dict.fromkeys(s.first.recipe for s in kept))
+    figure, panels = _panels([f"the same {budget}" for budget in budgets], "large batches: test accuracy", subtitle)
+    for axes, budget in zip(panels, budgets, strict=True):
+        for number, recipe in enumerate(recipes):
+            line = [s for s in kept if (s.first.budget, s.first.recipe) == (budget, recipe)]
+            line.sort(key=lambda s: s.first.global_batch_size)
+            if not line:
+                continue
+            source = ", ".join(dict.fromkeys(run.source for s in line for run in s.runs))
+            spreads = [s.accuracy for s in line if s.accuracy is not None]
+            axes.errorbar(
+                [s.first.global_batch_size for s in line],
+                [100 * spread.mean for spread in spreads],
+                [100 * (spread.deviation or 0.0) for spread in spreads],
+                color=COLORS[number % len(COLORS)], marker=_MARKERS[number % len(_MARKERS)], ms=5, lw=1.6, capsize=3,
+                label=f"{_name_recipe(recipe)} ({source})",
+            )  # fmt: skip
+        axes.set_xlabel("global batch size", fontsize=9)
+        _label_counts(axes, [s.first.global_batch_size for s in kept if s.first.budget == budget])
+    panels[0].set_ylabel("test accuracy (%), ± deviation over seeds")
+    _join_legends(figure, panels)
+    return figure
+
+
+def _mean_curve(runs: Sequence[LargeBatchRecord]) -> list[tuple[float, int, list[float]]]:
+    """(epochs, updates, the accuracies of all seeds) wherever every seed was evaluated."""
+    curves = [{point.update: point for point in run.curve} for run in runs]
+    first = runs[0]
+    samples_per_epoch = first.curve[-1].num_samples / first.epochs
+    return [
+        (point.num_samples / samples_per_epoch, point.update, [curve[point.update].test_accuracy for curve in curves])
+        for point in first.curve
+        if all(point.update in curve for curve in curves)
+    ]
+
+
+def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
+    """Test accuracy on the way, against epochs and against updates: the mean over seeds of each cell, with a band from
+    the worst to the best seed. Runs that failed are left out."""
+    cells: dict[tuple[str, int, str], list[LargeBatchRecord]] = {}
+    for record in records:
+        if not record.failure:
+            cells.setdefault(record.cell, []).append(record)
+    sizes, budgets = {size for _, size, _ in cells}, {budget for budget, _, _ in cells}
+    name = f"global batch size {min(sizes):,}" if len(sizes) == 1 else "large batches"
+    figure, panels = _panels(["against epochs", "against updates"], f"{name}: test accuracy on the way", subtitle)
+    for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
+        label = _name_recipe(recipe)
+        label += f" at {size:,}" if len(sizes) > 1 else ""
+        label += f", same {budget}" if len(budgets) > 1 else ""
+        label += f" ({runs[0].source}, {len(runs)} seed{'s' if len(runs) > 1 else ''})"
+        color, curve = COLORS[number % len(COLORS)], _mean_curve(runs)
+        seeds = [[100 * value for value in values] for _, _, values in curve]
+        for axes, xs in ((panels[0], [c[0] for c in curve]), (panels[1], [float(c[1]) for c in curve])):
+            axes.plot(xs, [statistics.fmean(row) for row in seeds], color=color, lw=1.6, label=label)
+            axes.fill_between(
+                xs, [min(row) for row in seeds], [max(row) for row in seeds], color=color, alpha=0.15, lw=0
+            )
+    panels[0].set_xlabel("epochs", fontsize=9)
+    panels[1].set_xlabel("updates", fontsize=9)
+    panels[0].set_ylabel("test accuracy (%), mean, band over seeds")
+    _join_legends(figure, panels)
+    return figure
