@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from paceline.predict.fabrics import MeasuredFabric
 from paceline.predict.families import NamedCurve
 
-__all__ = ["SLOWDOWN_ERROR", "ContinuedCurve", "Slowdown", "build_continued_curve", "interpolate_logs"]
+__all__ = ["SLOWDOWN_ERROR", "ContinuedCurve", "Slowdown", "build_continued_curve", "interpolate_logs", "is_continued"]
 
 # The standard deviation of a continued slow-down for each doubling of the ranks, beside half of what it grew by.
 SLOWDOWN_ERROR = 0.03
@@ -72,8 +72,8 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class ContinuedCurve:
-    """An all-reduce on more ranks of a host than were measured: by its family, or by what each further rank cost
-    between the last two sweeps, size by size; whichever is more, for ranks of one host take from each other.
+    """An all-reduce on more ranks of a host than were measured. Its family lets each rank bring a link of its own, and
+    a straight line through the last two sweeps lets none: where the line is more, the mean of both, size by size.
 
     `plain` and `shifted` are the family's curve as it is known, and as it might be.
     """
@@ -90,7 +90,7 @@ class ContinuedCurve:
             return 0.0
         last_s = self.last.estimate_s(num_bytes)
         line_s = last_s + max(0.0, last_s - self.near.estimate_s(num_bytes)) * self.steps
-        return max(plain_s, line_s) * self.shifted.estimate_s(num_bytes) / plain_s
+        return (plain_s + max(plain_s, line_s)) / 2 * self.shifted.estimate_s(num_bytes) / plain_s
 
     def describe_doubt(self, num_bytes: float) -> str:
         return self.plain.describe_doubt(num_bytes)
@@ -99,10 +99,15 @@ class ContinuedCurve:
         return self.plain.name_algorithm(num_bytes)
 
 
+def is_continued(fabric: MeasuredFabric) -> bool:
+    """Whether ranks share what carries their messages, and two or more sweeps tell how they fare with that."""
+    return len(fabric.ranks) > 1 and fabric.fits[0].algorithm in ("gloo", "shared")
+
+
 def build_continued_curve(fabric: MeasuredFabric, world_size: int) -> NamedCurve:
-    """The fabric's own curve; beyond two or more sweeps the continued one."""
+    """The fabric's own curve; for more ranks of a host than were measured the continued one."""
     shifted = fabric.build_curve(world_size)
-    if len(fabric.ranks) < 2 or world_size <= fabric.ranks[-1]:
+    if not is_continued(fabric) or world_size <= fabric.ranks[-1]:
         return shifted
     near, last = fabric.ranks[-2:]
     return ContinuedCurve(

@@ -10,13 +10,13 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.fabrics import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, MeasuredFabric
 from paceline.predict.families import NamedCurve, TwoLevelCurve
-from paceline.predict.growth import SLOWDOWN_ERROR, Slowdown, build_continued_curve, interpolate_logs
+from paceline.predict.growth import SLOWDOWN_ERROR, Slowdown, build_continued_curve, interpolate_logs, is_continued
 from paceline.predict.layerwise import LayerwiseModel
 from paceline.predict.networks import Network
 from paceline.predict.profiled import build_backward, draw_backwards
@@ -141,17 +141,17 @@ def estimate_errors(points: Sequence[PredictedPoint], records: Sequence[ScaleRec
 
 
 @dataclass(frozen=True)
-class _SlowedCurve:
-    """Messages of a step beside those of a sweep: each takes so many times as long."""
+class _SlowedTimes:
+    """The messages of a step, each so many times as long as alone."""
 
-    curve: NamedCurve
+    seconds: Mapping[float, float]
     factor: float
 
     def estimate_s(self, num_bytes: float) -> float:
-        return self.factor * self.curve.estimate_s(num_bytes)
+        return self.factor * self.seconds[num_bytes]
 
     def describe_doubt(self, num_bytes: float) -> str:
-        return self.curve.describe_doubt(num_bytes)
+        return ""
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,10 @@ class _ScalingCurve:
             factor, extra_s = self.corrections[nearest]
         away = abs(math.log2(min(world_size, self.evidence.most_on_host) / nearest))
         factor *= math.exp(self.shift * ERROR_PER_DOUBLING * away)
-        return compute_s + max(0.0, self.simulate_exposed_s(world_size, factor, place) + extra_s)
+        return compute_s + max(0.0, self.build_exposed(world_size, place)(factor) + extra_s)
 
-    def simulate_exposed_s(self, world_size: int, factor: float, place: int = 0) -> float:
+    def build_exposed(self, world_size: int, place: int = 0) -> Callable[[float], float]:
+        """What a step exposes, in seconds, where its messages take so many times as long as alone."""
         samples = self.evidence.count_samples(world_size) / self.evidence.accumulate
         _, model = min(self.models, key=lambda pair: abs(math.log(pair[0] / samples)))
         backward = self._stretch(accumulate(model.backward, self.evidence.accumulate), world_size)
@@ -201,13 +202,16 @@ class _ScalingCurve:
         ends = list(itertools.accumulate(self.buckets))
         places = [bisect.bisect_left(totals, end / ends[-1] * totals[-1]) - 1 for end in ends]
         ready = [backward.ready_s[min(max(0, number), len(model.sizes) - 1)] for number in places]
-        costs = MachineCosts(
-            curve=_SlowedCurve(self.build_curve(world_size, place), factor),
-            servers=self.servers,
-            pair_rate=1 / self.servers,
-            contention=self._share_cores(world_size),
-        )
-        return simulate_buckets(self.buckets, ready, backward, costs).exposed_s
+        curve, contention = self.build_curve(world_size, place), self._share_cores(world_size)
+        seconds: dict[float, float] = {size: curve.estimate_s(size) for size in self.buckets}
+
+        def simulate(factor: float) -> float:
+            costs = MachineCosts(
+                _SlowedTimes(seconds, factor), self.servers, pair_rate=1 / self.servers, contention=contention
+            )
+            return simulate_buckets(self.buckets, ready, backward, costs).exposed_s
+
+        return simulate
 
     @property
     def servers(self) -> int:
@@ -306,13 +310,10 @@ def _fit_correction(curve: _ScalingCurve, world_size: int, exposed_s: float) -> 
 
     Where even the largest explains less than half of it the messages are hidden, and all of the difference is left.
     """
-
-    def simulate(factor: float) -> float:
-        return curve.simulate_exposed_s(world_size, factor)
-
+    simulate = curve.build_exposed(world_size)
     low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
     as_alone_s, most_s = simulate(1.0), simulate(high)
-    if abs(as_alone_s - exposed_s) < _NOTHING * curve.alone_s or most_s < exposed_s / 2:
+    if abs(as_alone_s - exposed_s) < _NOTHING * curve.compute_s(world_size) or most_s < exposed_s / 2:
         return 1.0, exposed_s - as_alone_s
     if most_s <= exposed_s or simulate(low) > exposed_s:
         factor = high if most_s <= exposed_s else low
@@ -351,8 +352,8 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
         lines.append(f"one rank's step by its share of the samples: log-linear between {sizes} samples")
     if curve.fabric:
         lines += curve.fabric.assumptions
-        if len(curve.fabric.ranks) > 1:
-            lines.append("or each further rank costs what it did between the last two sweeps, where that is more")
+        if is_continued(curve.fabric):
+            lines.append("but half way to a line through the last two sweeps where that is more: ranks share the host")
     lines += [line for fabric in curve.networks for line in fabric.assumptions]
     if networks and evidence.most_on_host > 1:
         lines.append(f"beyond it, hosts of {evidence.most_on_host} ranks: reduced inside, then between, one by one")
