@@ -151,7 +151,7 @@ class TwoLevelCurve:
     bytes pass it; `between` is a curve over nodes.
     """
 
-    inside: FamilyCurve
+    inside: NamedCurve
     between: NamedCurve
 
     def estimate_s(self, num_bytes: float) -> float:

@@ -77,7 +77,8 @@ class ScaleRecord(Exposure, Record):
     A cell is one `mode` with one `cell_size`: samples per rank (weak) or over all ranks (strong). Repetitions of equal
     number in one cell are neighbours in time, whatever the ranks and wrappers: they are compared pair by pair.
     One rank by itself has the wrapper `none` and nothing to send. `num_bytes` is what a rank hands to all-reduce in a
-    step, in `num_messages`.
+    step, in `num_messages`; `bucket_bytes` are the wrapper's buckets in the order in which they leave, as it tells
+    them.
     """
 
     kind: ClassVar[str] = "scale"
@@ -96,11 +97,13 @@ class ScaleRecord(Exposure, Record):
     timing: Samples
     num_bytes: int = 0
     num_messages: int = 0
+    bucket_bytes: tuple[int, ...] = ()
     silent: Samples | None = None
     busy: Samples | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "bucket_bytes", tuple(self.bucket_bytes))  # JSON has lists
         if self.mode not in MODES:
             raise RecordError(f"unknown mode of scaling {self.mode!r}: known are {', '.join(MODES)}")
         if min(self.world_size, self.batch_size, self.accumulate, self.threads) < 1 or self.timing.median_s <= 0:

@@ -1,0 +1,130 @@
+"""What a predicted scaling curve may learn from: steps of a few ranks, profiles of one, sweeps of all-reduce.
+
+What follows from it is in `scaling`; nothing here simulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.errors import ConfigError, RecordError
+from paceline.plan import plan_like_torch
+from paceline.predict.fabrics import MeasuredFabric, build_measured_fabric
+from paceline.predict.profiled import build_backward
+from paceline.records import CollectiveRecord, LayerProfileRecord, Record, ScaleRecord
+
+__all__ = ["ScalingEvidence"]
+
+
+@dataclass(frozen=True)
+class ScalingEvidence:
+    """What is known of one wrapper on one backend in one cell: `records` has one rank by itself, and any more ranks.
+
+    `profiles` are of the job on one rank, at one or more batch sizes; `collectives` the sweeps of all-reduce.
+    `ranks_at_hand` is how many ranks this host has cores (or devices) for. `one_rank_s` has the seconds of a step on
+    one rank by its samples, for strong scaling. `bucket_bytes` is used where no record tells the buckets, and
+    `wrapper_s`, what the wrapper costs on one rank, where no steps on several ranks do.
+    """
+
+    wrapper: str
+    backend: str
+    records: tuple[ScaleRecord, ...]
+    profiles: tuple[LayerProfileRecord, ...]
+    collectives: tuple[CollectiveRecord, ...] = ()
+    ranks_at_hand: int = 1
+    one_rank_s: Mapping[int, float] = field(default_factory=dict)
+    bucket_bytes: tuple[int, ...] = ()
+    wrapper_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        counts = [record.world_size for record in self.records]
+        if len({record.cell for record in self.records}) != 1 or len(set(counts)) < len(counts) or 1 not in counts:
+            cells = sorted((*record.cell, record.world_size) for record in self.records)
+            raise RecordError(f"a scaling curve needs one cell with each number of ranks once, and one rank: {cells}")
+        for record in self.shared:
+            if (record.wrapper, record.backend) != (self.wrapper, self.backend) or record.silent is None:
+                raise RecordError(
+                    f"{record.contestant} on {record.world_size} ranks cannot calibrate {self.wrapper} on "
+                    f"{self.backend}: its own steps, and those with communication off, are needed"
+                )
+        if not self.profiles or self.ranks_at_hand < 1:
+            raise RecordError(
+                f"{len(self.profiles)} layer profiles and {self.ranks_at_hand} ranks on this host: at least 1 of each"
+            )
+
+    @classmethod
+    def sort(
+        cls,
+        records: Sequence[Record],
+        wrapper: str,
+        backend: str,
+        cell: tuple[str, int],
+        ranks_at_hand: int,
+        bucket_bytes: Sequence[int] = (),
+    ) -> ScalingEvidence:
+        """Take what bears on one contestant and one cell (mode, size) out of the records of a study."""
+        steps = [record for record in records if isinstance(record, ScaleRecord)]
+        alone = [record for record in steps if record.world_size == 1]
+        own = (r for r in steps if r.world_size > 1 and (r.wrapper, r.backend) == (wrapper, backend))
+        return cls(
+            wrapper=wrapper,
+            backend=backend,
+            records=tuple(record for record in (*alone, *own) if record.cell == cell),
+            profiles=tuple(record for record in records if isinstance(record, LayerProfileRecord)),
+            collectives=tuple(record for record in records if isinstance(record, CollectiveRecord)),
+            ranks_at_hand=ranks_at_hand,
+            one_rank_s={record.global_batch_size: record.timing.median_s for record in alone},
+            bucket_bytes=tuple(bucket_bytes),
+        )
+
+    def calibrated_up_to(self, world_size: int) -> ScalingEvidence:
+        """What so many ranks tell, and nothing of more. One rank sends nothing: with it goes the sweep of two."""
+        return replace(
+            self,
+            records=tuple(r for r in self.records if r.world_size <= world_size),
+            collectives=tuple(r for r in self.collectives if r.world_size <= max(2, world_size)),
+        )
+
+    @property
+    def alone(self) -> ScaleRecord:
+        return next(record for record in self.records if record.world_size == 1)
+
+    @property
+    def shared(self) -> list[ScaleRecord]:
+        """The steps on several ranks, fewest first."""
+        return sorted((r for r in self.records if r.world_size > 1), key=lambda record: record.world_size)
+
+    @property
+    def contestant(self) -> str:
+        return replace(self.alone, wrapper=self.wrapper, backend=self.backend).contestant
+
+    @property
+    def accumulate(self) -> int:
+        return [self.alone, *self.shared][-1].accumulate
+
+    @property
+    def most_on_host(self) -> int:
+        return max([self.ranks_at_hand, *(record.world_size for record in self.records)])
+
+    def count_samples(self, world_size: int) -> float:
+        """Of one rank, in a step."""
+        mode, size = self.alone.cell
+        if mode == "strong" and world_size > size:
+            raise ConfigError(f"{size} samples over {world_size} ranks: at least one for each is needed")
+        return size if mode == "weak" else size / world_size
+
+    def build_fabric(self) -> MeasuredFabric | None:
+        """The sweeps where this wrapper's messages lie; None where there are none."""
+        found = [r for r in self.collectives if r.backend == self.backend and r.collective == "all_reduce"]
+        memory = "shared" if self.wrapper == "paceline" else "ordinary"
+        found = [record for record in found if record.memory == memory] or found
+        return build_measured_fabric(found, self.backend) if found else None
+
+    def list_buckets(self) -> tuple[int, ...]:
+        """The newest buckets that a record tells, then those that were given, then torch's default."""
+        told = [record.bucket_bytes for record in self.shared if record.bucket_bytes]
+        if told or self.bucket_bytes:
+            return told[-1] if told else self.bucket_bytes
+        gradients = build_backward(self.profiles[0]).gradients
+        return plan_like_torch(gradients, range(len(gradients))).bucket_bytes

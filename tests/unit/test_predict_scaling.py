@@ -1,0 +1,403 @@
+"""The predicted scaling curve: its bounds, what it recovers of a made-up world, and what it never looks at."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError, RecordError
+from paceline.predict.families import FamilyCurve
+from paceline.predict.growth import Slowdown, build_continued_curve, interpolate_logs
+from paceline.predict.networks import find_network
+from paceline.predict.scaling import (
+    ScalingEvidence,
+    describe_assumptions,
+    estimate_errors,
+    simulate_scaling,
+)
+from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
+from paceline.records import CollectiveRecord, LayerProfileRecord, ParameterTimes, Samples, ScaleRecord
+from paceline.records.kinds import record_from_json, record_to_json
+from paceline.units import MIB
+
+SWEPT = [4096 << power for power in range(15)]  # 4 KiB to 64 MiB
+
+
+def spread(seconds, ranks, noise=0.0, count=9, seed=0):
+    draw = random.Random(f"{seed} {seconds} {ranks}")
+    return Samples(seconds=tuple((seconds * (1 + noise * draw.uniform(-1, 1)),) * ranks for _ in range(count)))
+
+
+@dataclass(frozen=True)
+class MadeWorld:
+    """A job and a host of which everything is known. `slowdown(n)` holds for computing, `factor` for messages beside
+    it; a step on b samples takes `fixed_s + b * sample_s`."""
+
+    sizes: tuple[int, ...] = (2 * MIB,) * 12
+    fixed_s: float = 0.010
+    sample_s: float = 0.015
+    alpha_s: float = 5e-5
+    bytes_per_s: float = 4e9
+    backend: str = "gloo"
+    factor: float = 1.0
+    slowdown: Callable[[int], float] = lambda ranks: 1.0
+    cores: int = 64
+    mode: str = "weak"
+    cell_size: int = 8
+    buckets: tuple[int, ...] = (2 * MIB, 11 * MIB, 11 * MIB)
+    noise: float = 0.0
+
+    @property
+    def wrapper(self) -> str:
+        return "paceline" if self.backend == "paceline" else "torch"
+
+    def one_rank_s(self, samples: float) -> float:
+        return self.fixed_s + samples * self.sample_s
+
+    def samples(self, ranks: int) -> int:
+        return self.cell_size if self.mode == "weak" else self.cell_size // ranks
+
+    def backward(self, step_s: float, after_s: float) -> Backward:
+        rest_s = step_s - after_s
+        ready = tuple(rest_s * 0.6 * (place + 1) / len(self.sizes) for place in range(len(self.sizes)))
+        return Backward(ready, rest_s * 0.6, rest_s * 0.4, after_s)
+
+    def message(self, ranks: int) -> FamilyCurve:
+        algorithm = "shared" if self.backend == "paceline" else "gloo"
+        return FamilyCurve(algorithm, ranks, self.alpha_s, self.bytes_per_s)
+
+    def step_s(self, ranks: int) -> tuple[float, float]:
+        """(the step, the same without communication)"""
+        slowed = self.slowdown(ranks)
+        compute_s = self.one_rank_s(self.samples(ranks)) * slowed
+        if ranks == 1:
+            return compute_s, compute_s
+        backward = self.backward(compute_s, self.fixed_s * slowed)
+        curve = FamilyCurve(
+            self.message(ranks).algorithm, ranks, self.alpha_s * self.factor, self.bytes_per_s / self.factor
+        )
+        servers = 1 if self.backend == "paceline" else 2
+        rate = (1 + min(1.0, max(0.0, self.cores / ranks - 1))) / 2
+        costs = MachineCosts(curve, servers, pair_rate=1 / servers, contention=Contention.uniform(rate, rate))
+        ends = [sum(self.buckets[: place + 1]) for place in range(len(self.buckets))]
+        ready = [backward.ready_s[-(-end // self.sizes[0]) - 1] for end in ends]
+        return simulate_buckets(self.buckets, ready, backward, costs).step_s, compute_s
+
+    def record(self, ranks: int) -> ScaleRecord:
+        step_s, silent_s = self.step_s(ranks)
+        return ScaleRecord(
+            mode=self.mode, cell_size=self.cell_size, model="made", data="synthetic",
+            wrapper=self.wrapper if ranks > 1 else "none", backend=self.backend, device="cpu", world_size=ranks,
+            threads=1, precision="fp32", batch_size=self.samples(ranks), accumulate=1,
+            timing=spread(step_s, ranks, self.noise), num_bytes=sum(self.sizes), num_messages=len(self.buckets),
+            bucket_bytes=self.buckets if ranks > 1 else (),
+            silent=spread(silent_s, ranks, self.noise) if ranks > 1 else None,
+        )  # fmt: skip
+
+    def profile(self, batch_size: int) -> LayerProfileRecord:
+        step_s = self.one_rank_s(batch_size)
+        backward = self.backward(step_s, self.fixed_s)
+        parameters = tuple(
+            ParameterTimes(f"layer{place}", size, size // 4, "float32", "", (backward.ready_s[place],) * 9)
+            for place, size in enumerate(self.sizes)
+        )
+        step, forward, back, after = (
+            spread(seconds, 1) for seconds in (step_s, backward.before_s, backward.total_s, self.fixed_s)
+        )
+        return LayerProfileRecord(
+            model="made", device="cpu", dtype="fp32", batch_size=batch_size, parameters=parameters, blocks=(),
+            timing=step, forward=forward, backward=back, optimizer=after, profiled_step=step, profiled_forward=forward,
+            profiled_backward=back,
+        )  # fmt: skip
+
+    def sweep(self, ranks: int) -> list[CollectiveRecord]:
+        curve = self.message(ranks)
+        memory = "shared" if self.backend == "paceline" else "ordinary"
+        return [
+            CollectiveRecord(
+                collective="all_reduce", backend=self.backend, device="cpu", world_size=ranks, num_bytes=size,
+                dtype="float32", op="sum", memory=memory, timing=spread(curve.estimate_s(size), ranks, self.noise),
+            )
+            for size in SWEPT
+        ]  # fmt: skip
+
+    def evidence(self, *ranks: int, sweeps: tuple[int, ...] = ()) -> ScalingEvidence:
+        swept = sweeps or tuple(count for count in ranks if count > 1) or (2,)
+        shares = sorted({self.samples(count) for count in (1, 2, 4, 8, 16)})
+        return ScalingEvidence(
+            wrapper=self.wrapper,
+            backend=self.backend,
+            records=tuple(self.record(count) for count in ranks),
+            profiles=(self.profile(self.cell_size),),
+            collectives=tuple(record for count in swept for record in self.sweep(count)),
+            ranks_at_hand=self.cores,
+            one_rank_s={samples: self.one_rank_s(samples) for samples in shares},
+            bucket_bytes=self.buckets,
+        )
+
+
+def rise(share):
+    return lambda ranks: 1 + share * (ranks - 1)
+
+
+def power(exponent):
+    return lambda ranks: float(ranks) ** exponent
+
+
+WORLDS = st.builds(
+    MadeWorld,
+    sample_s=st.floats(1e-4, 0.03),
+    alpha_s=st.floats(1e-6, 1e-3),
+    bytes_per_s=st.floats(1e8, 1e11),
+    backend=st.sampled_from(["gloo", "paceline"]),
+    factor=st.floats(0.5, 2.5),
+    slowdown=st.floats(0, 0.05).map(rise),
+    cores=st.sampled_from([4, 8, 64]),
+)
+
+
+@given(world=WORLDS, known=st.sampled_from([(1,), (1, 2), (1, 2, 4)]))
+@settings(max_examples=15, deadline=None)
+def test_weak_scaling_keeps_to_its_bounds(world, known):
+    """A step is never under that of one rank, nor under that of half its ranks, and lies in its interval."""
+    points = simulate_scaling(world.evidence(*known), (1, 2, 4, 8, 16, 32, 64), (find_network("10gbe"),))
+    steps = [point.step_s for point in points]
+    assert steps[0] == pytest.approx(world.one_rank_s(8))
+    assert all(later >= sooner * (1 - 1e-3) for sooner, later in itertools.pairwise(steps))
+    for point in points:
+        assert point.low_s <= point.step_s <= point.high_s
+        assert 0 < point.efficiency <= 1 + 1e-9
+        assert point.speedup == pytest.approx(point.efficiency * point.world_size)
+
+
+@given(world=WORLDS, more=st.floats(1, 4))
+@settings(max_examples=15, deadline=None)
+def test_dearer_messages_never_make_a_step_shorter(world, more):
+    dearer = replace(world, alpha_s=world.alpha_s * more, bytes_per_s=world.bytes_per_s / more)
+    here, there = (simulate_scaling(each.evidence(1, sweeps=(2,)), (2, 4)) for each in (world, dearer))
+    assert all(b.step_s >= a.step_s * (1 - 1e-9) for a, b in zip(here, there, strict=True))
+
+
+def test_free_messages_and_equal_ranks_scale_perfectly():
+    world = MadeWorld(alpha_s=1e-12, bytes_per_s=1e18)
+    for point in simulate_scaling(world.evidence(1, 2, 4), (2, 8, 64)):
+        assert point.efficiency == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.6, 2.0])
+@pytest.mark.parametrize("slowdown", [rise(0), rise(0.02), power(0.05)])
+@pytest.mark.parametrize("bytes_per_s", [1e10, 1e11])
+@pytest.mark.parametrize(("mode", "cell_size"), [("weak", 8), ("strong", 64)])
+def test_twice_the_ranks_of_a_known_world_are_recovered(factor, slowdown, bytes_per_s, mode, cell_size):
+    world = MadeWorld(
+        backend="paceline", factor=factor, slowdown=slowdown, bytes_per_s=bytes_per_s, mode=mode, cell_size=cell_size
+    )
+    [point] = simulate_scaling(world.evidence(1, 2, 4), (8,))
+    assert point.step_s == pytest.approx(world.step_s(8)[0], rel=0.03)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.0, 2.0])
+def test_ranks_that_bring_links_of_their_own_are_recovered_less_well(factor):
+    """A made-up ring does; the ranks of one host share what carries their messages, and that is expected of gloo."""
+    world = MadeWorld(factor=factor, slowdown=rise(0.02), bytes_per_s=1e9)
+    [point] = simulate_scaling(world.evidence(1, 2, 4), (8,))
+    assert world.step_s(8)[0] < point.step_s < 1.1 * world.step_s(8)[0]
+
+
+def test_calibrated_ranks_are_reproduced():
+    world = MadeWorld(factor=1.7, slowdown=rise(0.03), noise=0.02)
+    evidence = world.evidence(1, 2, 4)
+    for point, record in zip(simulate_scaling(evidence, (1, 2, 4)), evidence.records, strict=True):
+        assert point.step_s == pytest.approx(record.timing.median_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(("up_to", "ranks"), [(4, 8), (2, 4), (1, 2)])
+def test_what_is_held_out_changes_nothing(up_to, ranks):
+    world = MadeWorld(noise=0.02, slowdown=rise(0.02))
+    evidence = world.evidence(1, 2, 4, 8)
+    wild = MadeWorld(alpha_s=0.1, bytes_per_s=1e6, sample_s=3.0, buckets=(MIB,) * 24)
+    other = replace(
+        evidence,
+        records=tuple(r if r.world_size <= up_to else wild.record(r.world_size) for r in evidence.records),
+        collectives=tuple(
+            r if r.world_size <= max(2, up_to) else replace(r, timing=spread(7.0, r.world_size))
+            for r in evidence.collectives
+        ),
+    )
+    asked = (2, 4, 8)
+    points = simulate_scaling(evidence.calibrated_up_to(up_to), asked)
+    assert points == simulate_scaling(other.calibrated_up_to(up_to), asked)
+    assert simulate_scaling(evidence, asked) != simulate_scaling(other, asked)
+    errors = estimate_errors(points, evidence.records)
+    assert [error.point.world_size for error in errors] == [count for count in (2, 4, 8) if count > up_to]
+    assert next(e for e in errors if e.record.world_size == ranks).error == pytest.approx(0, abs=0.05)
+
+
+def test_errors_are_relative_to_what_was_measured():
+    world = MadeWorld()
+    [point] = simulate_scaling(world.evidence(1, 2), (4,))
+    record = replace(world.record(4), timing=spread(point.step_s / 1.1, 4))
+    [error] = estimate_errors([point], [record, world.record(8), replace(record, wrapper="paceline")])
+    assert error.error == pytest.approx(0.1)
+    assert error.is_inside == (point.low_s <= point.step_s / 1.1)
+    assert estimate_errors([replace(point, network="10gbe")], [record]) == []
+
+
+def test_the_interval_widens_with_every_doubling():
+    world = MadeWorld(noise=0.01, slowdown=rise(0.01), bytes_per_s=1e9, cores=256)
+    points = simulate_scaling(world.evidence(1, 2, 4), (4, 8, 16, 32, 64))
+    widths = [(point.high_s - point.low_s) / point.step_s for point in points]
+    assert widths == sorted(widths) and widths[0] > 0
+
+
+def test_strong_scaling_takes_each_share_from_one_rank():
+    world = MadeWorld(mode="strong", cell_size=64, alpha_s=1e-12, bytes_per_s=1e18)
+    points = simulate_scaling(world.evidence(1), (1, 2, 4, 8))
+    for point in points:
+        assert point.step_s == pytest.approx(world.one_rank_s(64 // point.world_size))
+        assert point.speedup == pytest.approx(world.one_rank_s(64) / world.one_rank_s(64 // point.world_size))
+        assert point.efficiency == pytest.approx(point.speedup / point.world_size)
+    with pytest.raises(ConfigError, match="64 samples over 128 ranks"):
+        simulate_scaling(replace(world, cores=256).evidence(1), (128,))
+
+
+def test_samples_between_those_measured_lie_on_straight_lines_of_logs():
+    points = [(2.0, 1.0), (8.0, 2.0), (32.0, 8.0)]
+    assert [interpolate_logs(points, place) for place in (2, 4, 8, 16, 32, 64)] == pytest.approx(
+        [1, 2**0.5, 2, 4, 8, 16]
+    )
+    assert interpolate_logs(points, 0.5) == pytest.approx(0.5)
+    assert interpolate_logs([(8.0, 2.0)], 2) == pytest.approx(0.5)
+    # What falls while samples grow is noise: outside it is not continued.
+    assert interpolate_logs([(2.0, 1.1), (4.0, 1.0)], 1) == 1.1
+
+
+def test_beyond_the_host_a_network_joins_hosts_and_a_slower_one_is_never_better():
+    world = MadeWorld(cores=4, slowdown=rise(0.05))
+    networks = [find_network(name) for name in ("hdr", "10gbe", "1gbe")]
+    points = simulate_scaling(world.evidence(1, 2, 4), (2, 4, 8, 64), networks)
+    assert [(p.world_size, p.network) for p in points[:2]] == [(2, ""), (4, "")]
+    for count in (8, 64):
+        row = [point for point in points if point.world_size == count]
+        assert [point.network for point in row] == ["hdr", "10gbe", "1gbe"]
+        assert points[1].step_s <= row[0].step_s <= row[1].step_s <= row[2].step_s
+        assert row[1].step_s < row[2].step_s
+    # Hosts do not slow each other: with a network that costs nothing 64 ranks are as quick as a full host.
+    [free] = simulate_scaling(
+        world.evidence(1, 2, 4), (64,), [find_network("1e9GB/s,0ns".replace("1e9", "1000000000"))]
+    )
+    assert free.step_s == pytest.approx(points[1].step_s, rel=1e-3)
+    with pytest.raises(ConfigError, match="8 ranks where this host has 4: name a network"):
+        simulate_scaling(world.evidence(1, 2), (8,))
+
+
+def test_a_host_of_one_device_needs_no_sweep():
+    world = MadeWorld(cores=1)
+    evidence = replace(world.evidence(1), collectives=())
+    points = simulate_scaling(evidence, (1, 2, 64), [find_network("10gbe")])
+    assert [point.network for point in points] == ["", "10gbe", "10gbe"]
+    assert points[0].step_s < points[1].step_s < points[2].step_s
+    assert "no step on several ranks" in points[1].doubt
+    with pytest.raises(RecordError, match="no all-reduce on gloo"):
+        simulate_scaling(replace(evidence, ranks_at_hand=2), (2,))
+
+
+def test_a_full_host_hides_less():
+    hidden = {}
+    for cores in (2, 3, 4):
+        world = MadeWorld(cores=cores, buckets=(12 * MIB, 12 * MIB), bytes_per_s=1e9)
+        hidden[cores] = simulate_scaling(world.evidence(1), (2,))[0].step_s
+    assert hidden[2] > hidden[3] > hidden[4]
+
+
+def test_what_no_factor_explains_is_added_as_it_is():
+    """Messages that are all hidden, and a wait that is not theirs."""
+    world = MadeWorld(bytes_per_s=1e13, alpha_s=1e-9)
+    waits = tuple(
+        r if r.world_size == 1 else replace(r, timing=spread(r.timing.median_s + 0.02, r.world_size))
+        for r in world.evidence(1, 2, 4).records
+    )
+    evidence = replace(world.evidence(1, 2, 4), records=waits)
+    assert simulate_scaling(evidence, (8,))[0].step_s == pytest.approx(world.step_s(8)[0] + 0.02, rel=0.01)
+
+
+def test_the_slow_down_goes_on_between_a_line_and_a_power_law():
+    line, law = Slowdown(((1, 1.0), (2, 1.1), (4, 1.3))), Slowdown(((1, 1.0), (2, 1.1)))
+    assert line.estimate(8) == pytest.approx((1.7 + 1.3 * 1.3 / 1.1) / 2)
+    assert law.estimate(4) == pytest.approx(1.21)
+    assert line.estimate(2) == pytest.approx(1.1) and line.estimate(1) == pytest.approx(1)
+    assert Slowdown(((1, 1.0),)).estimate(16) == 1
+    # Never faster than the ranks, and never down.
+    assert Slowdown(((1, 1.0), (2, 1.0), (4, 4.0))).estimate(8) <= 8
+    assert Slowdown(((1, 1.0), (2, 1.2), (4, 1.1))).estimate(8) == pytest.approx(1.1)
+    assert Slowdown(((1, 1.0), (2, 1.2), (4, 1.1))).rising().points == ((1, 1.0), (2, 1.2), (4, 1.2))
+
+
+def test_a_sweep_goes_on_half_way_to_a_line_where_that_is_more_than_its_family():
+    size, shared, gloo = 8 * MIB, MadeWorld(backend="paceline"), MadeWorld()
+    own = shared.evidence(1, 2, 4).build_fabric()
+    assert build_continued_curve(own, 8).estimate_s(size) == pytest.approx(shared.message(8).estimate_s(size))
+    fabric = gloo.evidence(1, 2, 4).build_fabric()
+    two, four, eight = (fabric.build_curve(count).estimate_s(size) for count in (2, 4, 8))
+    expected_s = (eight + four + 2 * (four - two)) / 2
+    assert expected_s > eight
+    assert build_continued_curve(fabric, 8).estimate_s(size) == pytest.approx(expected_s)
+    assert build_continued_curve(replace(fabric, shift=1.0), 8).estimate_s(size) > 1.2 * expected_s
+    for count in (2, 3, 4):
+        assert build_continued_curve(fabric, count).estimate_s(size) == fabric.build_curve(count).estimate_s(size)
+    # One sweep has no line, and on a device ranks do bring links.
+    ring = replace(fabric, fits=tuple(replace(fit, algorithm="ring") for fit in fabric.fits))
+    for other in (gloo.evidence(1, 2).build_fabric(), ring):
+        assert build_continued_curve(other, 8).estimate_s(size) == other.build_curve(8).estimate_s(size)
+
+
+def test_doubts_and_assumptions_are_told():
+    world = MadeWorld(cores=4)
+    networks = [find_network("10gbe")]
+    near, far = simulate_scaling(world.evidence(1, 2), (4, 16), networks)
+    assert near.doubt == "" and "beyond twice the most whose steps calibrate it, 2" in far.doubt
+    lines = " | ".join(describe_assumptions(world.evidence(1, 2), networks))
+    for words in ("calibrated on steps of 1, 2 ranks", "10gbe: 1.25 GB/s", "4 ranks fit this host", "20% on messages"):
+        assert words in lines
+    assert "no steps on several ranks" in " | ".join(describe_assumptions(world.evidence(1)))
+
+
+def test_evidence_is_sorted_out_of_a_study():
+    world, other = MadeWorld(), MadeWorld(backend="paceline")
+    records = [
+        world.record(1),
+        *map(world.record, (2, 4)),
+        other.record(2),
+        world.profile(8),
+        *world.sweep(2),
+        *other.sweep(2),
+    ]
+    strong = MadeWorld(mode="strong", cell_size=64).record(1)
+    found = ScalingEvidence.sort([*records, strong], "torch", "gloo", ("weak", 8), 64)
+    assert [record.world_size for record in found.records] == [1, 2, 4]
+    assert set(found.one_rank_s) == {8, 64}
+    assert found.contestant == "torch on gloo"
+    assert {record.backend for record in found.shared} == {"gloo"}
+    with pytest.raises(RecordError, match="one rank"):
+        ScalingEvidence.sort(records, "torch", "gloo", ("weak", 16), 64)
+    with pytest.raises(RecordError, match="communication off"):
+        replace(found, records=(world.record(1), replace(world.record(2), silent=None)))
+
+
+def test_the_wrappers_buckets_come_from_its_records_first():
+    world = MadeWorld()
+    evidence = replace(world.evidence(1, 2), bucket_bytes=(MIB,))
+    assert evidence.list_buckets() == world.buckets
+    assert evidence.calibrated_up_to(1).list_buckets() == (MIB,)
+    assert sum(replace(evidence.calibrated_up_to(1), bucket_bytes=()).list_buckets()) == sum(world.sizes)
+
+
+def test_buckets_survive_json():
+    record = MadeWorld().record(2)
+    assert record_from_json(record_to_json(record)) == record
