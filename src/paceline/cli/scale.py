@@ -201,9 +201,7 @@ def large_batch(
     epochs: Epochs = 6,
     updates: Annotated[
         int | None,
-        typer.Option(
-            "--updates", help="Also runs of so many updates. Default: twice the largest batch's; 0: none."
-        ),
+        typer.Option("--updates", help="Also runs of so many updates. Default: twice the largest batch's; 0: none."),
     ] = None,
     lr: Lr = 0.05,
     momentum: Momentum = 0.9,

@@ -245,6 +245,7 @@ class _Bench:
             accumulate=job.batches.accumulate,
             num_bytes=sum(buckets),
             num_messages=len(buckets),
+            bucket_bytes=tuple(buckets),
             timing=timing,
             silent=samples(silent),
             busy=samples(busy),
