@@ -144,6 +144,7 @@ class Bucketed(Reducer):
                 write_tail(flat.words)
         bucket.version = bucket.range._version
         average = folded and self.channel.world_size > 1
+        self.timeline.leaving(bucket.number)
         if self._hooking is not None:
             bucket.work = self._hooking.start(show_to_hook(bucket.number, flat, self.plan, self.members.params))
         elif loose:

@@ -88,9 +88,12 @@ class Timeline:
         if self._now.is_sampled and self._on_gpu:
             self._mark(f"ready {number}")
 
+    def leaving(self, number: int) -> None:
+        """Before the message is started: behind that, it may be half over, where cores are few."""
+        self._now.buckets[number].launch_s = time.perf_counter() - self._begin_s
+
     def launched(self, number: int, work: Any) -> None:
         times = self._now.buckets[number]
-        times.launch_s = time.perf_counter() - self._begin_s
         if not self._now.is_sampled or work is None or self._on_gpu:
             return
         future = work if isinstance(work, torch._C.Future) else work.get_future()
