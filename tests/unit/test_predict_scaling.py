@@ -226,9 +226,10 @@ def test_calibrated_ranks_are_reproduced_and_the_nearest_corrects_the_others():
 
 def test_ranks_that_seem_quicker_together_are_noise():
     world = MadeWorld()
-    quick = replace(world.record(4), silent=spread(world.one_rank_s(8) * 0.9, 4), timing=spread(world.one_rank_s(8), 4))
+    alone_s = world.one_rank_s(8)
+    quick = replace(world.record(4), silent=spread(alone_s * 0.9, 4), timing=spread(alone_s * 0.92, 4))
     evidence = replace(world.evidence(1, 2, 4), records=(world.record(1), world.record(2), quick))
-    assert all(point.step_s >= world.one_rank_s(8) for point in simulate_scaling(evidence, (2, 4, 8)))
+    assert all(point.step_s >= alone_s for point in simulate_scaling(evidence, (2, 4, 8)))
 
 
 @pytest.mark.parametrize(("up_to", "ranks"), [(4, 8), (2, 4), (1, 2)])
@@ -268,6 +269,14 @@ def test_the_interval_widens_with_every_doubling():
     points = simulate_scaling(world.evidence(1, 2, 4), (4, 8, 16, 32, 64))
     widths = [(point.high_s - point.low_s) / point.step_s for point in points]
     assert widths == sorted(widths) and widths[0] > 0
+
+
+def test_the_interval_has_the_noise_of_what_it_is_compared_with():
+    world = MadeWorld(bytes_per_s=1e9)
+    noisy = replace(world.record(1), timing=spread(world.one_rank_s(8), 1, noise=0.2))
+    evidence = replace(world.evidence(1, 2), records=(noisy, world.record(2)))
+    [point] = simulate_scaling(evidence, (2,))  # that no draw can change: its own steps calibrate it
+    assert point.low_s < 0.98 * point.step_s and point.high_s > 1.02 * point.step_s
 
 
 def test_the_interval_is_wider_far_from_steps_than_far_from_sweeps():
