@@ -142,6 +142,10 @@ class MadeWorld:
         )
 
 
+# What messages cost beside those of a sweep, by ranks.
+FACTORS = {1: 1.0, 2: 0.8, 4: 2.0}
+
+
 def rise(share):
     return lambda ranks: 1 + share * (ranks - 1)
 
@@ -210,11 +214,22 @@ def test_ranks_that_bring_links_of_their_own_are_recovered_less_well(factor):
     assert world.step_s(8)[0] < point.step_s < 1.1 * world.step_s(8)[0]
 
 
-def test_calibrated_ranks_are_reproduced():
-    world = MadeWorld(factor=1.7, slowdown=rise(0.03), noise=0.02)
-    evidence = world.evidence(1, 2, 4)
-    for point, record in zip(simulate_scaling(evidence, (1, 2, 4)), evidence.records, strict=True):
+def test_calibrated_ranks_are_reproduced_and_the_nearest_corrects_the_others():
+    worlds = {count: MadeWorld(factor=factor, slowdown=rise(0.03), noise=0.02) for count, factor in FACTORS.items()}
+    records = tuple(world.record(count) for count, world in worlds.items())
+    evidence = replace(worlds[4].evidence(1, 2, 4), records=records)
+    *known, beyond = simulate_scaling(evidence, (1, 2, 4, 8))
+    for point, record in zip(known, records, strict=True):
         assert point.step_s == pytest.approx(record.timing.median_s, rel=1e-3)
+    assert beyond.step_s == pytest.approx(simulate_scaling(worlds[4].evidence(1, 2, 4), (8,))[0].step_s, rel=1e-3)
+
+
+def test_ranks_that_seem_quicker_together_are_noise():
+    world = MadeWorld()
+    alone_s = world.one_rank_s(8)
+    quick = replace(world.record(4), silent=spread(alone_s * 0.9, 4), timing=spread(alone_s * 0.92, 4))
+    evidence = replace(world.evidence(1, 2, 4), records=(world.record(1), world.record(2), quick))
+    assert all(point.step_s >= alone_s for point in simulate_scaling(evidence, (2, 4, 8)))
 
 
 @pytest.mark.parametrize(("up_to", "ranks"), [(4, 8), (2, 4), (1, 2)])
@@ -254,6 +269,31 @@ def test_the_interval_widens_with_every_doubling():
     points = simulate_scaling(world.evidence(1, 2, 4), (4, 8, 16, 32, 64))
     widths = [(point.high_s - point.low_s) / point.step_s for point in points]
     assert widths == sorted(widths) and widths[0] > 0
+
+
+def test_the_interval_has_the_noise_of_what_it_is_compared_with():
+    world = MadeWorld(bytes_per_s=1e9)
+    noisy = replace(world.record(1), timing=spread(world.one_rank_s(8), 1, noise=0.2))
+    evidence = replace(world.evidence(1, 2), records=(noisy, world.record(2)))
+    [point] = simulate_scaling(evidence, (2,))  # that no draw can change: its own steps calibrate it
+    assert point.low_s < 0.98 * point.step_s and point.high_s > 1.02 * point.step_s
+
+
+def test_the_interval_is_wider_far_from_steps_than_far_from_sweeps():
+    world = MadeWorld(noise=0.01, bytes_per_s=1e9)
+    near, far = world.evidence(1, 2, 4, 8), world.evidence(1, 2, sweeps=(2, 4, 8))
+    (here,), (there,) = simulate_scaling(near, (8,)), simulate_scaling(far, (8,))
+    assert there.high_s - there.low_s > 2 * (here.high_s - here.low_s)
+    # With nothing to compute but messages alone, it is theirs.
+    idle = replace(world, sample_s=1e-6, fixed_s=1e-5)
+    [point] = simulate_scaling(idle.evidence(1, 2, sweeps=(2, 4, 8)), (8,))
+    assert point.high_s / point.step_s > 1.4
+
+
+def test_the_optimizer_does_not_shrink_with_the_batch():
+    world = MadeWorld(mode="strong", cell_size=64, fixed_s=0.03, sample_s=0.004, bytes_per_s=1e9)
+    [point] = simulate_scaling(world.evidence(1, sweeps=(2, 4, 8)), (8,))
+    assert point.step_s == pytest.approx(world.step_s(8)[0], rel=1e-3)
 
 
 def test_strong_scaling_takes_each_share_from_one_rank():
@@ -388,6 +428,15 @@ def test_evidence_is_sorted_out_of_a_study():
         ScalingEvidence.sort(records, "torch", "gloo", ("weak", 16), 64)
     with pytest.raises(RecordError, match="communication off"):
         replace(found, records=(world.record(1), replace(world.record(2), silent=None)))
+
+
+@pytest.mark.parametrize(("wrapper", "memory"), [("paceline", "shared"), ("torch", "ordinary")])
+def test_messages_lie_where_the_wrapper_puts_them(wrapper, memory):
+    world = MadeWorld(backend="paceline")
+    copied = [replace(record, memory="ordinary") for record in world.sweep(2)]
+    evidence = replace(world.evidence(1), wrapper=wrapper, collectives=(*world.sweep(2), *copied))
+    fabric = evidence.build_fabric()
+    assert ("(shared)" in fabric.name) == (memory == "shared")
 
 
 def test_the_wrappers_buckets_come_from_its_records_first():

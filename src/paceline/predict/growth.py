@@ -61,7 +61,7 @@ class Slowdown:
                 line = top + max(0.0, (top - low) / (last - before)) * (world_size - last)
                 continued = (continued + min(line, top * world_size / last)) / 2
         error = SLOWDOWN_ERROR * math.log2(max(1, world_size / last)) + _GROWTH_ERROR * math.log(continued / top)
-        return max(top, continued * math.exp(self.shift * error))
+        return continued * math.exp(self.shift * error)
 
     def rising(self) -> Slowdown:
         """The same where more ranks are never quicker: a factor below the one before it is noise."""

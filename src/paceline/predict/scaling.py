@@ -41,6 +41,8 @@ _SEED = 17
 # Messages of a step take at most so many times what they take alone, or as small a part of it.
 _MOST_FACTOR = 3.0
 _HALVINGS = 20
+# The standard deviation of a median, in those of a mean.
+_MEDIAN_NOISE = 1.25
 # Less than this share of a step is no difference.
 _NOTHING = 1e-3
 
@@ -106,11 +108,15 @@ def simulate_scaling(
     source = random.Random(_SEED)
     best = _fit_curve(evidence, networks, None)
     draws = [_fit_curve(evidence, networks, source) for _ in range(_DRAWS)]
+    # The median that a prediction is compared with has the noise of its own repetitions.
+    timing = evidence.alone.timing
+    noise = _MEDIAN_NOISE * timing.stdev_s / math.sqrt(timing.count) / timing.median_s
+    noises = [math.exp(source.gauss(0, noise)) for _ in draws]
     points = []
     for world_size in ranks:
         for place in range(len(networks)) if world_size > here else (0,):
             step_s = best.simulate_s(world_size, place)
-            times = [draw.simulate_s(world_size, place) for draw in draws]
+            times = [draw.simulate_s(world_size, place) * own for draw, own in zip(draws, noises, strict=True)]
             points.append(
                 PredictedPoint(
                     contestant=evidence.contestant,
