@@ -1,5 +1,4 @@
-"""What scaling records say together: efficiency and speed-up against one rank, wrappers beside each other, bandwidth
-beside its measured peak, the knee of a batch sweep.
+"""What scaling records say together: speed-up, wrappers beside each other, use of the bandwidth, the knee of a sweep.
 
 Definitions: weak-scaling efficiency is T(1)/T(n) at equal samples per rank; strong-scaling speed-up is T(1)/T(n) at
 equal samples over all ranks, and its efficiency is that divided by n. T(1) is one rank by itself, without a wrapper.
