@@ -28,6 +28,7 @@ from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, Param
 from paceline.records.noise_scale import NoiseProbe, NoiseRecord
 from paceline.records.phase_profile import PhaseRecord
 from paceline.records.samples import REDUCERS, Samples, Summary
+from paceline.records.scaling import BUDGETS, MODES, BatchRecord, CurvePoint, LargeBatchRecord, ScaleRecord
 from paceline.records.tuning import ROLES, TuneStepRecord
 
 
@@ -216,7 +217,52 @@ def noise_records(draw):
     )  # fmt: skip
 
 
+@st.composite
+def batches(draw):
+    shape, texts = (1, draw(st.integers(1, 3))), ("model", "data", "device", "precision", "note")
+    timed = {"timing": draw(samples(shape=shape)), "data_wait": draw(st.none() | samples(shape=shape))}
+    counts = ("threads", "batch_size", "num_samples", "num_steps", "peak_bytes")
+    return BatchRecord(
+        source=draw(st.sampled_from(SOURCES)), **draw(st.sampled_from([timed, {"failure": "out of memory"}])),
+        **{name: draw(TEXT) for name in texts}, **{name: draw(COUNT) for name in counts},
+    )  # fmt: skip
+
+
+@st.composite
+def scales(draw):
+    ranks, batch_size, accumulate = draw(st.integers(1, 4)), draw(COUNT), draw(st.integers(1, 3))
+    some, mode = samples(shape=(ranks, draw(st.integers(1, 3)))), draw(st.sampled_from(MODES))
+    texts = ("model", "data", "wrapper", "backend", "device", "precision", "note")
+    return ScaleRecord(
+        mode=mode, cell_size=batch_size * accumulate * (1 if mode == "weak" else ranks), world_size=ranks,
+        batch_size=batch_size, accumulate=accumulate, timing=draw(some), silent=draw(st.none() | some),
+        busy=draw(st.none() | some), source=draw(st.sampled_from(SOURCES)), **{name: draw(TEXT) for name in texts},
+        **{name: draw(COUNT) for name in ("threads", "num_bytes", "num_messages")},
+    )  # fmt: skip
+
+
+CURVES = st.lists(
+    st.builds(
+        CurvePoint, update=COUNT, num_samples=COUNT, train_loss=TIME, test_loss=TIME, test_accuracy=st.floats(0, 1)
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+LARGE_BATCH_FIELDS = {
+    **SHARED, **dict.fromkeys(("model", "data", "device", "precision", "recipe", "configuration", "failure"), TEXT),
+    **dict.fromkeys(
+        ("world_size", "batch_size", "global_batch_size", "largest_batch_size", "epochs", "num_updates", "num_samples",
+         "seed"), COUNT
+    ),
+}  # fmt: skip
+
+
 RECORDS = {
+    "batch": batches(),
+    "scale": scales(),
+    "large_batch": st.builds(
+        LargeBatchRecord, curve=CURVES, budget=st.sampled_from(BUDGETS), lr=POSITIVE, seconds=TIME, **LARGE_BATCH_FIELDS
+    ),
     "collective": st.builds(
         CollectiveRecord, collective=st.sampled_from(list(COLLECTIVES)), num_bytes=COUNT, op=TEXT,
         memory=st.sampled_from(MEMORIES), **TIMED,

@@ -1,0 +1,102 @@
+"""A study on disk: finished cells are kept and found again, and a broken or foreign file is refused in words."""
+
+import json
+
+import pytest
+
+from paceline.errors import ConfigError, RecordError
+from paceline.records.cells import STUDY_FILE, Study
+
+from .made_scaling import make_batches, make_cell, make_rng, make_run
+
+CONFIG = {"model": "cnn", "ranks": [1, 2]}
+CELL = "weak 32, ranks 1,2"
+
+
+@pytest.fixture
+def study(tmp_path):
+    return Study.begin(tmp_path, "scale ranks", CONFIG)
+
+
+@pytest.mark.parametrize(
+    "records", [make_batches(make_rng()), make_cell(make_rng(), "weak", 32), [make_run()], []],
+    ids=["batches", "ranks", "runs", "none"],
+)  # fmt: skip
+def test_a_kept_cell_is_found_as_it_was(study, records):
+    assert study.find(CELL) is None
+    study.keep(CELL, records)
+    assert study.find(CELL) == records
+    assert study.find("weak 64, ranks 1,2") is None
+
+
+def test_a_study_goes_on_where_it_was(study):
+    study.keep(CELL, [make_run()])
+    again = Study.load(study.path, "scale ranks")
+    assert again == study
+    assert again.find(CELL) == [make_run()]
+
+
+def test_a_cell_is_never_made_twice(study):
+    study.keep(CELL, [make_run()])
+    with pytest.raises(RecordError, match="never overwritten"):
+        study.keep(CELL, [make_run(seed=1)])
+    assert study.find(CELL) == [make_run()]
+
+
+def test_a_study_is_not_begun_where_one_is(study):
+    with pytest.raises(RecordError, match="never overwritten"):
+        Study.begin(study.path, "scale ranks", CONFIG)
+
+
+def _file(study):
+    (file,) = (study.path / "cells").iterdir()
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting"),
+        ("[]", "list indices"),
+        ("{}", "'cell'"),
+        (json.dumps({"cell": CELL}), "'records'"),
+        (json.dumps({"cell": "another", "records": []}), "it holds 'another'"),
+        (json.dumps({"cell": CELL, "records": [{"kind": "poem"}]}), "unknown kind of record 'poem'"),
+        (json.dumps({"cell": CELL, "records": [{"kind": "scale"}]}), "ScaleRecord"),
+        (json.dumps({"cell": CELL, "records": None}), "NoneType"),
+    ],
+)
+def test_a_broken_cell_is_refused_with_its_name_and_what_to_do(study, text, reason):
+    study.keep(CELL, [make_run()])
+    _file(study).write_text(text)
+    with pytest.raises(RecordError, match=reason) as caught:
+        study.find(CELL)
+    assert str(_file(study)) in str(caught.value) and "delete it to measure that anew" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_cells_whose_files_would_have_one_name_are_not_mistaken_for_each_other(study):
+    study.keep("weak 32", [make_run()])
+    with pytest.raises(RecordError, match="it holds 'weak 32'"):
+        study.find("weak/32")
+
+
+def test_another_verb_is_refused(study):
+    with pytest.raises(ConfigError, match="a study of `scale ranks`, and this is `scale batch`"):
+        Study.load(study.path, "scale batch")
+
+
+def _document(**changes):
+    return json.dumps({"format": "paceline-study", "version": 1, "verb": "scale ranks", "config": {}, **changes})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '"x"', _document(version=2), _document(format="paceline-run")])
+def test_a_file_that_is_no_study_is_refused(tmp_path, text):
+    (tmp_path / STUDY_FILE).write_text(text)
+    with pytest.raises(ConfigError, match=f"{STUDY_FILE} is not one of this Paceline"):
+        Study.load(tmp_path, "scale ranks")
+
+
+def test_a_folder_without_a_study_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"No such file.*give the folder of a study"):
+        Study.load(tmp_path / "nowhere", "scale ranks")

@@ -1,0 +1,155 @@
+"""Pictures of scaling studies: the records' numbers, with the source in every legend."""
+
+import numpy as np
+import pytest
+
+from paceline.errors import RecordError
+from paceline.records.recipes import summarize_recipes
+from paceline.records.speedups import list_points
+from paceline.report import plots, scaling_plots
+
+from .made_scaling import make_batch, make_batches, make_predictions, make_rng, make_run, make_runs, make_scales
+from .test_scaling_records import interval, slowest
+
+SCALES = make_scales(make_rng())
+POINTS = list_points(SCALES)
+RUNS = make_runs(make_rng())
+
+
+def _draw_all():
+    return {
+        "batches": scaling_plots.plot_batches(make_batches(make_rng()), "box"),
+        "weak": scaling_plots.plot_weak(POINTS, "box", make_predictions()),
+        "strong": scaling_plots.plot_strong(POINTS, "box", make_predictions(mode="strong", cell_size=256)),
+        "communication": scaling_plots.plot_communication(SCALES, "box"),
+        "accuracy": scaling_plots.plot_accuracy(summarize_recipes(RUNS), "box"),
+        "curves": scaling_plots.plot_curves([r for r in RUNS if r.global_batch_size == 1024], "box"),
+    }
+
+
+@pytest.fixture(scope="module")
+def svgs():
+    return {name: plots.render_svg(figure).decode() for name, figure in _draw_all().items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("batches", ["samples/s (measured)", "peak memory (measured)", "knee: 512", "does not fit", ">4,096<"]),
+        ("weak", ["paceline on gloo (measured)", "paceline on gloo, this host (simulated)", ">1,024<", ">ideal<",
+                  "32 samples per rank", "128 samples per rank"]),
+        ("strong", ["torch on gloo (measured)", "this host (simulated)", ">ideal<", "256 samples over all ranks"]),
+        ("communication", ["compute (measured)", "exposed communication (measured)", "torch on gloo, weak (measured)"]),
+        ("accuracy", ["no recipe (measured)", "lars (measured)", ">1,024<", "the same epochs"]),
+        ("curves", ["no recipe (measured, 3 seeds)", ">epochs<", ">updates<", "global batch size 1,024"]),
+    ],
+)  # fmt: skip
+def test_a_picture_tells_its_machine_its_lines_and_their_source(svgs, name, texts):
+    assert [text for text in [*texts, "box"] if text not in svgs[name]] == []
+
+
+def test_equal_records_give_equal_files(svgs):
+    assert {name: plots.render_svg(figure).decode() for name, figure in _draw_all().items()} == svgs
+
+
+def _lines(axes):
+    """label -> (xs, ys), of plain lines and of lines with error bars."""
+    found = {}
+    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+        line = handle if hasattr(handle, "get_xdata") else handle[0]
+        if hasattr(line, "get_xdata"):
+            found[label] = (list(line.get_xdata()), list(line.get_ydata()))
+    return found
+
+
+def test_the_sweep_is_drawn_in_samples_per_s_and_mib():
+    records = make_batches(make_rng())
+    left, right = scaling_plots.plot_batches(records, "box").axes
+    rates = [4096 / float(np.median(slowest(r.timing))) for r in records if r.timing]
+    assert _lines(left)["samples/s (measured)"][1] == pytest.approx(rates)
+    assert _lines(left)["does not fit"] == ([4096], [0])
+    assert _lines(right)["peak memory (measured)"][1] == pytest.approx(
+        [128 + r.batch_size for r in records if r.timing]
+    )
+
+
+def test_memory_that_nobody_counted_is_not_drawn():
+    records = [make_batch(make_rng(), size, 1.0, peak_bytes=0) for size in (32, 64)]
+    assert len(scaling_plots.plot_batches(records, "box").axes) == 1
+
+
+@pytest.mark.parametrize(("mode", "size", "number"), [("weak", 32, 0), ("weak", 128, 1), ("strong", 256, 0)])
+def test_lines_of_ranks_start_at_one_rank_and_follow_the_seconds(mode, size, number):
+    plot = scaling_plots.plot_weak if mode == "weak" else scaling_plots.plot_strong
+    panel = plot(POINTS, "box").axes[number]
+    records = {r.world_size: r for r in SCALES if r.cell == (mode, size) and r.contestant in ("none", "torch on gloo")}
+    ratios = [interval(slowest(records[1].timing) / slowest(records[n].timing))[0] for n in (2, 4)]
+    assert _lines(panel)["torch on gloo (measured)"] == ([1, 2, 4], pytest.approx([1.0, *ratios]))
+    ideal = ([1, 4], [1, 1]) if mode == "weak" else ([1, 2, 4], [1, 2, 4])
+    assert _lines(panel)["ideal"] == ideal
+
+
+def test_predictions_are_dashed_continued_and_banded():
+    panel = scaling_plots.plot_weak(POINTS, "box", make_predictions()).axes[0]
+    handles = dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
+    line = handles["paceline on gloo, this host (simulated)"]
+    assert (line.get_linestyle(), list(line.get_xdata())) == ("--", [1, 2, 4, 8, 64, 1024])
+    assert list(line.get_ydata()) == pytest.approx([p.alone_s / p.step_s for p in make_predictions()])
+    (band,) = (c.get_paths()[0].vertices[:, 1] for c in panel.collections if "Fill" in type(c).__name__)
+    last = make_predictions()[-1]
+    assert band.min() == pytest.approx(last.alone_s / last.high_s)
+
+
+def test_bars_of_a_step_are_compute_and_exposed_on_top():
+    panel = scaling_plots.plot_communication(SCALES, "box").axes[0]
+    compute, exposed = (list(bars) for bars in panel.containers[:2])
+    records = [r for r in SCALES if r.contestant == "torch on gloo" and r.mode == "weak"]
+    assert len(compute) == len(exposed) == len(records) == 4
+    for low, high, record in zip(compute, exposed, records, strict=True):
+        plain, silent = slowest(record.timing), slowest(record.silent)
+        assert low.get_height() == pytest.approx(1e3 * float(np.median(silent)))
+        assert high.get_height() == pytest.approx(max(0.0, 1e3 * float(np.median(plain - silent))))
+        assert high.get_y() == pytest.approx(low.get_height())
+
+
+def test_accuracy_is_in_percent_with_a_panel_for_each_budget():
+    runs = [*RUNS, make_run(128, budget="updates"), make_run(512, budget="updates", accuracy=0.8)]
+    first, second = scaling_plots.plot_accuracy(summarize_recipes(runs), "box").axes
+    assert _lines(second)["no recipe (measured)"] == ([128, 512], pytest.approx([90.0, 80.0]))
+    plain = [
+        100 * np.mean([r.curve[-1].test_accuracy for r in RUNS if (r.global_batch_size, r.recipe) == (size, "none")])
+        for size in (128, 512, 1024)
+    ]
+    assert _lines(first)["no recipe (measured)"] == ([128, 512, 1024], pytest.approx(plain))
+
+
+def test_curves_are_means_over_seeds_against_epochs_and_updates():
+    runs = [make_run(512, "lars", seed, accuracy) for seed, accuracy in enumerate((0.6, 0.8))]
+    failed = make_run(512, "lars", 2, failure="nan", curve=())
+    by_epochs, by_updates = scaling_plots.plot_curves([*runs, failed], "box").axes
+    means = [100 * (a.test_accuracy + b.test_accuracy) / 2 for a, b in zip(*(r.curve for r in runs), strict=True)]
+    label = "lars (measured, 2 seeds)"
+    assert _lines(by_epochs)[label] == (pytest.approx([1, 2, 3, 4]), pytest.approx(means))
+    assert _lines(by_updates)[label] == (pytest.approx([2, 4, 6, 8]), pytest.approx(means))
+
+
+@pytest.mark.parametrize(
+    "plot",
+    [
+        lambda: scaling_plots.plot_weak([], "box"),
+        lambda: scaling_plots.plot_strong([p for p in POINTS if p.record.mode == "weak"], "box"),
+        lambda: scaling_plots.plot_communication([r for r in SCALES if r.world_size == 1], "box"),
+        lambda: scaling_plots.plot_accuracy([], "box"),
+    ],
+)
+def test_nothing_to_draw_is_refused_in_words(plot):
+    with pytest.raises(RecordError, match="no record to draw"):
+        plot()
+
+
+def test_the_legend_hides_no_line():
+    figure = scaling_plots.plot_weak(POINTS, "box", make_predictions())
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    left = legend.get_window_extent().x0
+    assert all(axes.get_window_extent().x1 <= left for axes in figure.axes if axes.get_visible())
