@@ -442,9 +442,23 @@ def test_messages_lie_where_the_wrapper_puts_them(wrapper, memory):
 def test_the_wrappers_buckets_come_from_its_records_first():
     world = MadeWorld()
     evidence = replace(world.evidence(1, 2), bucket_bytes=(MIB,))
-    assert evidence.list_buckets() == world.buckets
-    assert evidence.calibrated_up_to(1).list_buckets() == (MIB,)
-    assert sum(replace(evidence.calibrated_up_to(1), bucket_bytes=()).list_buckets()) == sum(world.sizes)
+    assert evidence.list_buckets(2) == world.buckets
+    assert evidence.calibrated_up_to(1).list_buckets(2) == (MIB,)
+    assert sum(replace(evidence.calibrated_up_to(1), bucket_bytes=()).list_buckets(2)) == sum(world.sizes)
+    laid_out = replace(evidence, layouts={4: (MIB, MIB)})
+    assert [laid_out.list_buckets(count) for count in (2, 4, 8)] == [world.buckets, (MIB, MIB), (MIB, MIB)]
+
+
+def test_silent_steps_of_all_wrappers_count():
+    world = MadeWorld()
+    mine = world.record(2)
+    theirs = replace(mine, wrapper="torch", silent=replace(mine.silent, seconds=tuple(
+        tuple(3 * value for value in row) for row in mine.silent.seconds
+    )))  # fmt: skip
+    records = [world.record(1), mine, theirs, world.profile(32), *world.sweep(2)]
+    [shared] = ScalingEvidence.sort(records, mine.wrapper, mine.backend, mine.cell, 64).shared
+    assert shared.silent.reduced_s == pytest.approx([2 * value for value in mine.silent.reduced_s])
+    assert shared.timing == mine.timing
 
 
 def test_buckets_survive_json():

@@ -103,14 +103,17 @@ def test_another_source_than_measured_is_told():
     assert "(emulated)" in findings.describe_points(list_points(records))[0]
 
 
-def test_the_extremes_are_the_best_and_the_worst_of_each_contestant_and_mode():
+def test_the_leaders_are_the_best_of_each_cell_on_the_most_ranks_and_the_worst_of_all():
     points = list_points(make_scales(make_rng()))
-    chosen = findings.pick_extremes(points)
-    assert len(chosen) == 2 * 3 * 2
-    for name in ("torch on gloo", "paceline on paceline"):
-        own = [p.efficiency for p in points if p.record.contestant == name and p.record.mode == "weak"]
-        found = [p.efficiency for p in chosen if p.record.contestant == name and p.record.mode == "weak"]
-        assert found == [max(own), min(own)]
+    several = [p for p in points if p.record.world_size > 1]
+    most = max(p.record.world_size for p in points)
+    *best, worst = findings.pick_leaders(points)
+    assert [p.record.cell for p in best] == list(dict.fromkeys(p.record.cell for p in several))
+    for leader in best:
+        rivals = [p for p in several if p.record.cell == leader.record.cell and p.record.world_size == most]
+        assert leader.efficiency == max(p.efficiency for p in rivals)
+    assert worst.efficiency == min(p.efficiency for p in several)
+    assert findings.pick_leaders([]) == []
 
 
 def test_the_winner_of_a_cell_stands_beside_the_next():
@@ -245,9 +248,13 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
         replace(p, step_s=s, low_s=s / 2, high_s=2 * s, alone_s=0.01, network="10 Gb/s")
         for p, s in zip(make_predictions(counts=(2, 4, 8, 1024)), (0.011, 0.012, 0.02, 0.1), strict=True)
     ]
-    assert findings.describe_predictions(match_predictions(predicted, list_points(records))) == [
-        "paceline on gloo at batch size 32 per rank (10 Gb/s): the simulated step is within 10.0% of the measured on "
-        "2, 4 ranks",
+    lines = match_predictions(predicted, list_points(records))
+    assert findings.describe_errors(lines) == [
+        "predicted from half as many ranks, 2 steps on 2, 4 ranks are off by 7.0% on average and by 10.0% at most "
+        "(paceline on gloo at batch size 32 per rank); 2 lie in the 90 % of their predictions"
+    ]
+    assert findings.describe_errors(lines[2:]) == []
+    assert findings.describe_predictions(lines) == [
         "beyond the ranks at hand (simulated), paceline on gloo at batch size 32 per rank (10 Gb/s): efficiency 0.50 "
         "(0.25 to 1.00) on 8 ranks, efficiency 0.10 (0.05 to 0.20) on 1,024 ranks; doubtful: far",
     ]

@@ -191,7 +191,7 @@ def finish(run: StudyRun, records: Sequence[Record], json: bool) -> None:
     view = build_view(done)
     for table in view.tables:
         run.write_table(table.name, table.columns, table.items, table.rows)
-        run.print_table(table.columns, table.items, table.title)
+        run.print_table(table.columns, table.shown, table.title)
     for name, _, figure in view.pictures:
         run.write_figure(name, figure)
     page = render_report(view.sections, done.verb, [describe_machine(done.environment)])

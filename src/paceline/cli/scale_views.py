@@ -31,13 +31,21 @@ R = TypeVar("R", bound=Record)
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the run: the name of its files, its columns and lines, and its rows as plain values."""
+    """A table of the run: the name of its files, its columns and lines, and its rows as plain values.
+
+    `shown` are the lines that a terminal gets; the files have all.
+    """
 
     name: str
     title: str
     columns: Sequence[Column]
     items: Sequence[Any]
     rows: Sequence[dict[str, Any]]
+
+    @property
+    def shown(self) -> Sequence[Any]:
+        # Of predictions those that can be held against something: the others are many, and in the findings.
+        return [item for item in self.items if getattr(item, "point", True) is not None]
 
 
 @dataclass(frozen=True)

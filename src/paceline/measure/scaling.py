@@ -29,6 +29,7 @@ from paceline.measure.training_traces import measure_job_layers
 from paceline.measure.tune_steps import Candidate, wrap
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
+from paceline.parallel.placement import only_computing
 from paceline.records import Record, Samples, ScaleRecord
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend
@@ -42,7 +43,7 @@ from paceline.workloads.data.sharding import EpochOrder
 __all__ = ["measure_allreduce", "measure_layers_alone", "measure_scaling"]
 
 _LAYER_ITERS = 12
-_PACE = Pace(budget_s=20.0, min_iters=8, max_iters=60, warmup=3)
+_PACE = Pace(budget_s=20.0, min_iters=10, max_iters=60, warmup=3)
 # Learning nothing: replicas whose gradients are not averaged in every step must not drift apart.
 _RATE = 0.0
 # Ranks that are not part of a turn wait for the others' steps.
@@ -130,7 +131,8 @@ class _Bench:
             elif is_one_process:
                 model = learner.module
             else:
-                model = wrap(learner.module, contestant.wrapper, Candidate(""), group)
+                with only_computing(world_size):
+                    model = wrap(learner.module, contestant.wrapper, Candidate(""), group)
             model.train()
             # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
             return dataclasses.replace(learner, model=model, world_size=1 if is_one_process else world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 from paceline.machine import count_cores
 from paceline.runtime.world import current_world
 
-__all__ = ["destroy_group", "has_spare_cores", "open_group", "settle_devices", "settle_group"]
+__all__ = ["destroy_group", "has_spare_cores", "only_computing", "open_group", "settle_devices", "settle_group"]
 
 
 def settle_devices(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> list[int] | None:
@@ -65,8 +65,21 @@ def settle_group(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> di
     return mesh.get_group()
 
 
+_computing: list[int] = []
+
+
+@contextlib.contextmanager
+def only_computing(num_ranks: int) -> Iterator[None]:
+    """Wrappers that are built inside count so many ranks on this host; the others wait, and take no core."""
+    _computing.append(num_ranks)
+    try:
+        yield
+    finally:
+        _computing.pop()
+
+
 def has_spare_cores(world_size: int) -> bool:
     """Whether this host has a core for each local rank beside those that compute."""
     world = current_world()
     local = world.local_world_size if world is not None else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return count_cores() >= local * (torch.get_num_threads() + 1)
+    return count_cores() >= min([local, *_computing]) * (torch.get_num_threads() + 1)

@@ -171,7 +171,6 @@ class _ScalingCurve:
     one_rank_s: tuple[tuple[float, float], ...]
     slowdown: Slowdown
     models: tuple[tuple[int, LayerwiseModel], ...]
-    buckets: tuple[int, ...]
     fabric: MeasuredFabric | None
     networks: tuple[AssumedFabric, ...]
     corrections: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -205,17 +204,18 @@ class _ScalingCurve:
         backward = self._stretch(accumulate(model.backward, self.evidence.accumulate), world_size)
         # A bucket is complete with the gradient at which as much of all bytes is ready.
         totals = [0, *itertools.accumulate(model.sizes)]
-        ends = list(itertools.accumulate(self.buckets))
+        buckets = self.evidence.list_buckets(world_size)
+        ends = list(itertools.accumulate(buckets))
         places = [bisect.bisect_left(totals, end / ends[-1] * totals[-1]) - 1 for end in ends]
         ready = [backward.ready_s[min(max(0, number), len(model.sizes) - 1)] for number in places]
         curve, contention = self.build_curve(world_size, place), self._share_cores(world_size)
-        seconds: dict[float, float] = {size: curve.estimate_s(size) for size in self.buckets}
+        seconds: dict[float, float] = {size: curve.estimate_s(size) for size in buckets}
 
         def simulate(factor: float) -> float:
             costs = MachineCosts(
                 _SlowedTimes(seconds, factor), self.servers, pair_rate=1 / self.servers, contention=contention
             )
-            return simulate_buckets(self.buckets, ready, backward, costs).exposed_s
+            return simulate_buckets(buckets, ready, backward, costs).exposed_s
 
         return simulate
 
@@ -260,7 +260,7 @@ class _ScalingCurve:
             doubts.append("no step on several ranks calibrates it: they are taken not to slow each other")
         elif world_size > 2 * most:
             doubts.append(f"{world_size:,} ranks are beyond twice the most whose steps calibrate it, {most}")
-        doubts.append(self.build_curve(world_size, place).describe_doubt(max(self.buckets)))
+        doubts.append(self.build_curve(world_size, place).describe_doubt(max(self.evidence.list_buckets(world_size))))
         return "; ".join(filter(None, doubts))
 
 
@@ -300,7 +300,6 @@ def _fit_curve(evidence: ScalingEvidence, networks: Sequence[Network], source: r
         one_rank_s=one_rank_s,
         slowdown=slowdown.rising() if evidence.alone.mode == "weak" else slowdown,
         models=tuple(models),
-        buckets=evidence.list_buckets(),
         fabric=fabric.draw(source) if fabric and source else fabric,
         networks=tuple(fabric.draw(source) if source else fabric for fabric in joined),
     )

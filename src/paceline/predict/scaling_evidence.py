@@ -5,6 +5,8 @@ What follows from it is in `scaling`; nothing here simulates.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,8 +25,9 @@ class ScalingEvidence:
 
     `profiles` are of the job on one rank, at one or more batch sizes; `collectives` the sweeps of all-reduce.
     `ranks_at_hand` is how many ranks this host has cores (or devices) for. `one_rank_s` has the seconds of a step on
-    one rank by its samples, for strong scaling. `bucket_bytes` is used where no record tells the buckets, and
-    `wrapper_s`, what the wrapper costs on one rank, where no steps on several ranks do.
+    one rank by its samples, for strong scaling. `layouts` has the wrapper's buckets by ranks, which follow from its
+    planner and not from times; `bucket_bytes` is used where nothing tells them, and `wrapper_s`, what the wrapper costs
+    on one rank, where no steps on several ranks do.
     """
 
     wrapper: str
@@ -36,6 +39,7 @@ class ScalingEvidence:
     one_rank_s: Mapping[int, float] = field(default_factory=dict)
     bucket_bytes: tuple[int, ...] = ()
     wrapper_s: float = 0.0
+    layouts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         counts = [record.world_size for record in self.records]
@@ -63,10 +67,14 @@ class ScalingEvidence:
         ranks_at_hand: int,
         bucket_bytes: Sequence[int] = (),
     ) -> ScalingEvidence:
-        """Take what bears on one contestant and one cell (mode, size) out of the records of a study."""
+        """Take what bears on one contestant and one cell (mode, size) out of the records of a study.
+
+        Steps with communication off are the same in every wrapper, so those of all contestants count.
+        """
         steps = [record for record in records if isinstance(record, ScaleRecord)]
         alone = [record for record in steps if record.world_size == 1]
-        own = (r for r in steps if r.world_size > 1 and (r.wrapper, r.backend) == (wrapper, backend))
+        own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend) == (wrapper, backend)]
+        own = [_join_silent(record, steps) for record in own]
         return cls(
             wrapper=wrapper,
             backend=backend,
@@ -76,6 +84,7 @@ class ScalingEvidence:
             ranks_at_hand=ranks_at_hand,
             one_rank_s={record.global_batch_size: record.timing.median_s for record in alone},
             bucket_bytes=tuple(bucket_bytes),
+            layouts={r.world_size: r.bucket_bytes for r in own if r.cell == cell and r.bucket_bytes},
         )
 
     def calibrated_up_to(self, world_size: int) -> ScalingEvidence:
@@ -121,10 +130,24 @@ class ScalingEvidence:
         found = [record for record in found if record.memory == memory] or found
         return build_measured_fabric(found, self.backend) if found else None
 
-    def list_buckets(self) -> tuple[int, ...]:
-        """The newest buckets that a record tells, then those that were given, then torch's default."""
-        told = [record.bucket_bytes for record in self.shared if record.bucket_bytes]
-        if told or self.bucket_bytes:
-            return told[-1] if told else self.bucket_bytes
+    def list_buckets(self, world_size: int) -> tuple[int, ...]:
+        """The wrapper's buckets on so many ranks, or on the nearest number that is told; then those that were given,
+        then torch's default."""
+        told = {r.world_size: r.bucket_bytes for r in self.shared if r.bucket_bytes} | dict(self.layouts)
+        if told:
+            return told[min(told, key=lambda count: (abs(math.log(count / world_size)), -count))]
+        if self.bucket_bytes:
+            return self.bucket_bytes
         gradients = build_backward(self.profiles[0]).gradients
         return plan_like_torch(gradients, range(len(gradients))).bucket_bytes
+
+
+def _join_silent(record: ScaleRecord, steps: Sequence[ScaleRecord]) -> ScaleRecord:
+    """The record with the silent steps of all contestants of its cell and ranks: of each repetition their median."""
+    alike = [r for r in steps if (r.job, r.cell, r.world_size) == (record.job, record.cell, record.world_size)]
+    told = [r.silent for r in alike if r.silent is not None and r.silent.count == record.timing.count]
+    if record.silent is None or len(told) < 2:
+        return record
+    rows = zip(*(silent.reduced_s for silent in told), strict=True)
+    joined = tuple((statistics.median(row),) * record.silent.num_ranks for row in rows)
+    return replace(record, silent=replace(record.silent, seconds=joined))

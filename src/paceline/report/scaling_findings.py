@@ -18,12 +18,13 @@ __all__ = [
     "describe_bandwidths",
     "describe_batches",
     "describe_contests",
+    "describe_errors",
     "describe_limits",
     "describe_points",
     "describe_predictions",
     "describe_recipes",
     "describe_winners",
-    "pick_extremes",
+    "pick_leaders",
 ]
 
 _MOST_RANKS = 4  # numbers of ranks that one sentence about a prediction tells
@@ -92,17 +93,16 @@ def describe_points(points: Sequence[ScalePoint]) -> list[str]:
     return lines
 
 
-def pick_extremes(points: Sequence[ScalePoint]) -> list[ScalePoint]:
-    """The best and the worst point of each contestant and mode, so that a page of findings stays short."""
-    groups: dict[tuple[str, str], list[ScalePoint]] = {}
-    for point in points:
-        if point.record.world_size > 1:
-            groups.setdefault((point.record.contestant, point.record.mode), []).append(point)
+def pick_leaders(points: Sequence[ScalePoint]) -> list[ScalePoint]:
+    """The best contestant of each cell on the most ranks, and the worst point of all, so that findings stay few."""
+    several = [point for point in points if point.record.world_size > 1]
     chosen = []
-    for group in groups.values():
-        best, worst = (choose(group, key=lambda point: point.efficiency) for choose in (max, min))
-        chosen += [best] if best is worst else [best, worst]
-    return chosen
+    for cell in dict.fromkeys(point.record.cell for point in several):
+        here = [point for point in several if point.record.cell == cell]
+        most = max(point.record.world_size for point in here)
+        chosen.append(max((p for p in here if p.record.world_size == most), key=lambda point: point.efficiency))
+    worst = min(several, key=lambda point: point.efficiency, default=None)
+    return chosen if worst is None or worst in chosen else [*chosen, worst]
 
 
 def describe_winners(points: Sequence[ScalePoint]) -> list[str]:
@@ -281,8 +281,23 @@ def _thin(lines: Sequence[PredictedLine]) -> list[PredictedLine]:
     return [lines[round(i * last / (_MOST_RANKS - 1))] for i in range(_MOST_RANKS)]
 
 
+def describe_errors(lines: Sequence[PredictedLine]) -> list[str]:
+    """How right predictions were where steps were measured that they had not seen."""
+    known = [(abs(line.error), line) for line in lines if line.error is not None]
+    if not known:
+        return []
+    worst, line = max(known, key=lambda pair: pair[0])
+    mean, inside = sum(error for error, _ in known) / len(known), sum(bool(line.is_covered) for _, line in known)
+    ranks = ", ".join(str(n) for n in sorted({line.predicted.world_size for _, line in known}))
+    return [
+        f"predicted from half as many ranks, {format_number_of(len(known), 'step')} on {ranks} ranks are off by "
+        f"{mean:.1%} on average and by {worst:.1%} at most ({line.predicted.contestant} at {_cell(line.predicted)}); "
+        f"{inside} lie in the 90 % of their predictions"
+    ]
+
+
 def describe_predictions(lines: Sequence[PredictedLine]) -> list[str]:
-    """How right the prediction was where it was measured, and what it says beyond."""
+    """What predictions say of ranks that were not measured."""
     groups: dict[tuple[str, str, int, str], list[PredictedLine]] = {}
     for line in lines:
         p = line.predicted
@@ -291,15 +306,8 @@ def describe_predictions(lines: Sequence[PredictedLine]) -> list[str]:
     for group in groups.values():
         group.sort(key=lambda line: line.predicted.world_size)
         p = group[0].predicted
-        place = f"{p.contestant} at {_cell(p)} ({p.network})"
-        errors = {line.predicted.world_size: line.error for line in group if line.error is not None}
-        if errors:
-            worst = max(errors, key=lambda ranks: abs(errors[ranks]))
-            texts.append(
-                f"{place}: the {p.source} step is within {abs(errors[worst]):.1%} of the measured on "
-                f"{', '.join(map(str, errors))} ranks"
-            )
-        beyond = [line for line in group if line.point is None and line.predicted.world_size > max(errors, default=1)]
+        place = f"{p.contestant} at {_cell(p)}" + (f" ({p.network})" if p.network else "")
+        beyond = [line for line in group if line.point is None]
         if not beyond:
             continue
         found = []

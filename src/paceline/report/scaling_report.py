@@ -88,10 +88,9 @@ def scaling_section(
     lines = scaling_tables.compare_with_torch(points)
     rates = scaling_tables.list_bandwidths(records, collectives)
     findings = [
-        *scaling_findings.describe_winners(points),
+        *scaling_findings.describe_points(leaders := scaling_findings.pick_leaders(points)),
         *scaling_findings.describe_contests(lines),
-        *scaling_findings.describe_points(scaling_findings.pick_extremes(points)),
-        *scaling_findings.describe_limits(points),
+        *scaling_findings.describe_limits([p for p in points if p.record.contestant in _name_strong(leaders)]),
         *scaling_findings.describe_bandwidths(rates),
     ]
     several = [record for record in records if record.world_size > 1]
@@ -108,6 +107,10 @@ def scaling_section(
         tables.append((caption, render_markdown(columns, rows) if rows else ""))
     shown = [(caption, text) for caption, text in tables if text]
     return Section(f"Ranks: {_jobs(records)}", findings, shown, figures, _sources([*records, *collectives]))
+
+
+def _name_strong(leaders: Sequence[ScalePoint]) -> set[str]:
+    return {point.record.contestant for point in leaders if point.record.mode == "strong"}
 
 
 def recipe_section(records: Sequence[LargeBatchRecord], figures: Figures = ()) -> Section:
@@ -127,14 +130,27 @@ def predicted_section(
 ) -> Section:
     """Predictions, beside what was measured of them."""
     lines = match_predictions(predicted, points)
+    # Of ranks that nobody has, the best contestant of the largest cell of each mode tells enough.
+    told = [line for line in lines if _is_leading(line.predicted, predicted)]
     sources = [p.source for p in predicted] + [line.point.record.source for line in lines if line.point]
     return Section(
         "More ranks than at hand",
-        scaling_findings.describe_predictions(lines),
+        [*scaling_findings.describe_errors(lines), *scaling_findings.describe_predictions(told)],
         [("Predicted beside measured", render_markdown(predicted_tables.predicted_table, lines))],
         figures,
         list(dict.fromkeys(sources)),
     )
+
+
+def _is_leading(one: Predicted, predicted: Sequence[Predicted]) -> bool:
+    """Whether it is of the largest cell of its mode, and of the contestant that is best there."""
+    beyond = [p for p in predicted if p.network and p.mode == one.mode]
+    if not one.network or one.cell_size != max(p.cell_size for p in beyond):
+        return False
+    rivals = [p for p in beyond if (p.cell_size, p.network) == (one.cell_size, one.network)]
+    most = max(p.world_size for p in rivals)
+    best = max((p for p in rivals if p.world_size == most), key=lambda p: p.efficiency)
+    return one.contestant == best.contestant
 
 
 def describe_machine(environment: Environment) -> str:
