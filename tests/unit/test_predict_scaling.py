@@ -452,7 +452,7 @@ def test_the_wrappers_buckets_come_from_its_records_first():
 def test_silent_steps_of_all_wrappers_count():
     world = MadeWorld()
     mine = world.record(2)
-    theirs = replace(mine, wrapper="torch", silent=replace(mine.silent, seconds=tuple(
+    theirs = replace(mine, wrapper="paceline", silent=replace(mine.silent, seconds=tuple(
         tuple(3 * value for value in row) for row in mine.silent.seconds
     )))  # fmt: skip
     records = [world.record(1), mine, theirs, world.profile(32), *world.sweep(2)]

@@ -46,7 +46,7 @@ GlobalBatchSizes = Annotated[str | None, typer.Option("--global-batch-size", hel
 # What a study that goes on may be told anew.
 _ALWAYS = ("resume", "json")
 _BATCH_SIZES = (32, 128, 512, 2048)
-_RANK_BATCH_SIZES = (8, 32, 128)
+_RANK_BATCH_SIZES = (8, 32)
 _PREDICTED = "64,1024"
 _RECIPES = "none,sqrt,linear,linear+warmup,linear+warmup+smoothing,lars+warmup,lamb+warmup,grow"
 _NORM_RECIPES = ",linear+warmup+ghost"
@@ -139,7 +139,7 @@ def build_ranks(
     backends = split_names(job["backend"]) if job["backend"] != "auto" else _choose_backends(device, max(counts))
     contestants = [Contestant(w, b) for b in backends for w in wrappers if w != "dp"]
     contestants += [Contestant("dp", backends[0])] if "dp" in wrappers else []
-    strong = parse_counts(global_batch_size, "--global-batch-size") if global_batch_size else (max(sizes),)
+    strong = parse_counts(global_batch_size, "--global-batch-size") if global_batch_size else (2 * max(sizes),)
     if not global_batch_size:
         strong = tuple(size for size in strong if all(size % n == 0 for n in counts))
     # As many threads for a rank alone as for one of many: a rank is a rank, with what belongs to one.

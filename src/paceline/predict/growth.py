@@ -19,6 +19,8 @@ __all__ = ["SLOWDOWN_ERROR", "ContinuedCurve", "Slowdown", "build_continued_curv
 # The standard deviation of a continued slow-down for each doubling of the ranks, beside half of what it grew by.
 SLOWDOWN_ERROR = 0.03
 _GROWTH_ERROR = 0.5
+# And of one rank by itself, which says nothing of its neighbours: they only ever slow it.
+_UNKNOWN_ERROR = 0.1
 
 
 def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> float:
@@ -50,16 +52,15 @@ class Slowdown:
     def estimate(self, world_size: int) -> float:
         last, top = self.points[-1]
         if len(self.points) == 1:
-            continued = top
-        elif world_size <= last:
+            return top * math.exp(abs(self.shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
+        if world_size <= last:
             return interpolate_logs(self.points, world_size)
-        else:
-            before, low = self.points[-2]
-            growth = min(1.0, max(0.0, math.log(top / low) / math.log(last / before)))
-            continued = top * (world_size / last) ** growth
-            if len(self.points) > 2:
-                line = top + max(0.0, (top - low) / (last - before)) * (world_size - last)
-                continued = (continued + min(line, top * world_size / last)) / 2
+        before, low = self.points[-2]
+        growth = min(1.0, max(0.0, math.log(top / low) / math.log(last / before)))
+        continued = top * (world_size / last) ** growth
+        if len(self.points) > 2:
+            line = top + max(0.0, (top - low) / (last - before)) * (world_size - last)
+            continued = (continued + min(line, top * world_size / last)) / 2
         error = SLOWDOWN_ERROR * math.log2(max(1, world_size / last)) + _GROWTH_ERROR * math.log(continued / top)
         return continued * math.exp(self.shift * error)
 

@@ -232,7 +232,8 @@ communication_table: Sequence[Column] = (
     Column("± (ms)", lambda r: _maybe(r.exposed_noise_s, format_ms), is_optional=True),
     Column("of step", lambda r: _percent(r.overhead) if is_split(r) else ""),
     Column("busy (ms)", lambda r: _maybe(r.busy_s, format_ms)),
-    Column("overlap", lambda r: _maybe(r.overlap, _percent) if is_split(r) else ""),
+    # A rank also waits for others to arrive, so a step may expose more than its messages take: nothing is hidden then.
+    Column("overlap", lambda r: _maybe(r.overlap, lambda v: _percent(v) if v > 0 else "none") if is_split(r) else ""),
     Column("source", lambda r: r.source, False),
 )
 
