@@ -160,11 +160,16 @@ class Recipe:
 
 
 def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
-    """Cut the global batch into micro-batches of at most so many samples on each rank, all of one size."""
+    """Cut the global batch into micro-batches of at most so many samples on each rank, all of one size.
+
+    A batch that grows does so in one piece as long as it fits, and then in more of them.
+    """
     size, ranks = settings.global_batch_size, settings.ranks
     assert size is not None
     if size % ranks:
         raise ConfigError(f"a global batch of {size} cannot be shared by {ranks} ranks: use a multiple of {ranks}")
     share = size // ranks
     accumulate = next(count for count in range(-(-share // most_at_once), share + 1) if share % count == 0)
-    return replace(settings, batch_size=share // accumulate, accumulate=accumulate)
+    largest = share * max((factor for _, factor in settings.batch_growth), default=1)
+    grow = "batch-size" if settings.batch_growth and largest <= most_at_once else "accumulate"
+    return replace(settings, batch_size=share // accumulate, accumulate=accumulate, grow=grow)
