@@ -195,7 +195,7 @@ def large_batch(
     global_batch_size: GlobalBatchSizes = None,
     recipes: Annotated[
         str | None,
-        typer.Option("--recipes", help="none, and switches joined by +, each perhaps with its number: lars:3+warmup"),
+        typer.Option("--recipes", help="none, and switches joined by +, each perhaps with its number: lars:0.2+warmup"),
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", help="How many runs each recipe gets.")] = 3,
     epochs: Epochs = 6,

@@ -26,9 +26,11 @@ from paceline.training.step import take_step
 
 __all__ = ["count_training_samples", "measure_large_batch"]
 
-# Of the noise of gradients: how often, and from how much. 24 small batches of 32 say it to a factor of about two.
+# Of the noise of gradients: when it is probed, as shares of the run, and how. A probe's small batches may be as many as
+# make all probes together a small share of the run's samples: the more, the later in training the noise can be told.
 _PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
-_NUM_PROBES, _NUM_SMALL, _SMALL_BATCH_SIZE = 6, 4, 32
+_NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
+_LEAST_SMALL, _MOST_SMALL = 4, 64
 
 
 def count_training_samples(settings: TrainSettings) -> int:
@@ -111,13 +113,16 @@ class _Training:
 
     def _probe(self, step: int) -> None:
         job = self._job
+        size = min(_SMALL_BATCH_SIZE, job.batches.batch_size)
+        budget = _PROBE_COST * job.epochs * len(job.train) / len(_PROBE_SHARES)
+        num_small = int(budget / (_NUM_PROBES * size * job.world.world_size))
         self._noise.append(
             measure_noise_scale(
                 job,
                 step=step,
                 epoch=self._num_samples / len(job.train),
-                batch_size=min(_SMALL_BATCH_SIZE, job.batches.batch_size),
-                num_small=_NUM_SMALL,
+                batch_size=size,
+                num_small=max(_LEAST_SMALL, min(_MOST_SMALL, num_small)),
                 num_probes=_NUM_PROBES,
                 note=f"{self._cell.recipe} at {self._cell.global_batch_size}",
             )
