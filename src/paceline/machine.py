@@ -17,6 +17,7 @@ __all__ = [
     "available_memory_bytes",
     "count_cores",
     "count_gpus",
+    "gpu_name",
     "cpu_name",
     "loopback_interface",
     "total_memory_bytes",
@@ -72,6 +73,16 @@ def count_gpus() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def gpu_name() -> str:
+    """The first visible GPU's name as the driver tells it; empty where there is none."""
+    if not count_gpus():
+        return ""
+    driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(128)
+    if driver.cuDeviceGet(ctypes.byref(device), 0) != 0 or driver.cuDeviceGetName(name, len(name), device) != 0:
+        return ""
+    return name.value.decode(errors="replace")
 
 
 def cpu_name() -> str:

@@ -1,5 +1,7 @@
 """Pictures of scaling studies: the records' numbers, with the source in every legend."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -89,15 +91,27 @@ def test_lines_of_ranks_start_at_one_rank_and_follow_the_seconds(mode, size, num
     assert _lines(panel)["ideal"] == ideal
 
 
-def test_predictions_are_dashed_continued_and_banded():
-    panel = scaling_plots.plot_weak(POINTS, "box", make_predictions()).axes[0]
+def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
+    best = make_predictions(counts=(4, 64, 1024))
+    slow = [replace(p, contestant="torch on gloo", step_s=2 * p.step_s) for p in best]
+    panel = scaling_plots.plot_weak(POINTS, "box", [*best, *slow]).axes[0]
     handles = dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
-    line = handles["paceline on gloo, this host (simulated)"]
-    assert (line.get_linestyle(), list(line.get_xdata())) == ("--", [1, 2, 4, 8, 64, 1024])
-    assert list(line.get_ydata()) == pytest.approx([p.alone_s / p.step_s for p in make_predictions()])
+    [name] = [label for label in handles if "simulated" in label and "half" not in label]
+    assert name == f"paceline on gloo, {best[0].network} (simulated)"
+    line = handles[name]
+    assert line.get_linestyle() == "--" and list(line.get_xdata())[1:] == [64, 1024]
+    assert list(line.get_ydata())[1:] == pytest.approx([p.alone_s / p.step_s for p in best[1:]])
+    mine = [
+        p for p in POINTS if (p.record.contestant, p.record.cell) == ("paceline on gloo", ("weak", best[0].cell_size))
+    ]
+    last = max(mine, key=lambda point: point.record.world_size)
+    assert (line.get_xdata()[0], line.get_ydata()[0]) == (last.record.world_size, pytest.approx(last.efficiency))
     (band,) = (c.get_paths()[0].vertices[:, 1] for c in panel.collections if "Fill" in type(c).__name__)
-    last = make_predictions()[-1]
-    assert band.min() == pytest.approx(last.alone_s / last.high_s)
+    assert band.min() == pytest.approx(best[-1].alone_s / best[-1].high_s)
+    crosses = [line for line in panel.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    assert sorted(float(line.get_ydata()[0]) for line in crosses) == pytest.approx(
+        sorted(p.alone_s / p.step_s for p in (best[0], slow[0]))
+    )
 
 
 def test_bars_of_a_step_are_compute_and_exposed_on_top():

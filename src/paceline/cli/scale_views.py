@@ -90,7 +90,9 @@ def _table(
 def _describe(run: Run) -> str:
     """The machine, for the subtitle of a picture."""
     here = run.environment
-    return f"{here.cpu}, {here.cores} cores, {format_memory(here.memory_bytes)}"
+    is_on_gpu = any(getattr(record, "device", "cpu") == "cuda" for record in run.records)
+    gpu = f"{here.details['gpu']}; " if is_on_gpu and here.details.get("gpu") else ""
+    return f"{gpu}{here.cpu}, {here.cores} cores, {format_memory(here.memory_bytes)}"
 
 
 def _list_figures(pictures: Sequence[tuple[str, str, Figure]]) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ Which cells a study has, and what is made of them, is in the verbs of `scale`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich.progress
 
+from paceline import machine
 from paceline.cli import session
 from paceline.errors import ConfigError, LaunchError
 from paceline.records.cells import STUDY_FILE, Study
@@ -247,6 +249,8 @@ def open_study(
     `at` is a folder of its own for a study that is part of another one: begun or gone on with, as it is found.
     """
     environment = capture_environment()
+    if gpu := machine.gpu_name():
+        environment = dataclasses.replace(environment, details={"gpu": gpu})
     if is_launched() and read_place().rank > 0:
         if resume is None:
             RunFolder.check(out)

@@ -57,8 +57,10 @@ class _Training:
     def __init__(self, job: Job, cell: TrainingCell, evaluations: int) -> None:
         self._job, self._cell = job, cell
         self._num_steps = job.schedule.num_steps
-        count = min(evaluations, self._num_steps)
-        self._due = {round(self._num_steps * (number + 1) / count) for number in range(count)}
+        # By samples and not by updates, of which a batch that grows has most at the beginning.
+        growing = job.batch_schedule.epochs * len(job.train)
+        total = growing if job.settings.steps is None else job.settings.steps * job.batches.global_batch_size
+        self._due = [total * (number + 1) / evaluations for number in range(evaluations - 1)]
         self._probed = {max(1, round(self._num_steps * share)) for share in _PROBE_SHARES} if cell.probes else set()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=job.world.device)
         self._since = self._num_samples = self._num_epoch_samples = 0
@@ -83,7 +85,7 @@ class _Training:
                 self._since += num_targets
                 self._num_samples += window.num_samples
                 self._largest = max(self._largest, window.num_samples)
-                if step in self._due and (failure := self._evaluate(step)):
+                if self._is_due(step) and (failure := self._evaluate(step)):
                     break
                 if step in self._probed:
                     self._probe(step)
@@ -94,6 +96,11 @@ class _Training:
             if failure or step == self._num_steps:
                 break
         return [self._build_record(step, failure, time.perf_counter() - begin_s), *self._noise]
+
+    def _is_due(self, step: int) -> bool:
+        passed = [mark for mark in self._due if mark <= self._num_samples]
+        self._due = self._due[len(passed) :]
+        return bool(passed) or step == self._num_steps
 
     def _evaluate(self, step: int) -> str:
         """Note how far it is; says what is wrong where the loss is no number any more, the same on all ranks."""

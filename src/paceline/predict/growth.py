@@ -41,9 +41,8 @@ def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> flo
 class Slowdown:
     """How much longer a rank computes beside others: (ranks, factor), one rank first. On measured ranks as measured.
 
-    Beyond them, half way between a straight line and a power law through the last two; with one measured number the
-    power law alone, because the step from one rank also has the wrapper's own cost. It never falls, and never grows
-    faster than the ranks. `shift` moves what is continued by so many standard deviations.
+    Beyond them a straight line through the last two: what ranks share, they share with one more each. It never falls,
+    and never grows faster than the ranks. `shift` moves what is continued by so many standard deviations.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -52,15 +51,13 @@ class Slowdown:
     def estimate(self, world_size: int) -> float:
         last, top = self.points[-1]
         if len(self.points) == 1:
-            return top * math.exp(abs(self.shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
+            alone: float = top * math.exp(abs(self.shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
+            return alone
         if world_size <= last:
             return interpolate_logs(self.points, world_size)
         before, low = self.points[-2]
-        growth = min(1.0, max(0.0, math.log(top / low) / math.log(last / before)))
-        continued = top * (world_size / last) ** growth
-        if len(self.points) > 2:
-            line = top + max(0.0, (top - low) / (last - before)) * (world_size - last)
-            continued = (continued + min(line, top * world_size / last)) / 2
+        line = top + max(0.0, (top - low) / (last - before)) * (world_size - last)
+        continued: float = min(line, top * world_size / last)
         error = SLOWDOWN_ERROR * math.log2(max(1, world_size / last)) + _GROWTH_ERROR * math.log(continued / top)
         return continued * math.exp(self.shift * error)
 

@@ -338,7 +338,7 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
         factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowdown.points[1:])
         lines.append(
             f"without communication a rank takes so many times the step of one alone, its wrapper included: {factors}; "
-            "on more it grows as between the last two, half way between a line and a power law"
+            "on more it grows along the line through the last two"
         )
         found = ", ".join(
             f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")

@@ -35,6 +35,8 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _GREY = "#555555"
 _MOST_TICKS = 8
 
+_DASHES = ("--", "-.", ":")
+
 
 def _label_counts(axes: Axes, counts: Sequence[int]) -> None:
     """Batch sizes or ranks on a log axis, as they were measured; where they are many, every second or third."""
@@ -128,7 +130,12 @@ def _draw_ranks(
     noise: Callable[[ScalePoint], float | None],
     band: Callable[[PredictedLine], tuple[float, float]],
 ) -> None:
-    """A line for each contestant, from one rank by itself on; predictions dashed, with their interval."""
+    """A line for each contestant, from one rank by itself on. Predictions of measured ranks are crosses; those of more
+    ranks go on, dashed and with their interval, from the best contestant's line: all of them would hide each other."""
+    beyond = [q for q in lines if q.point is None]
+    most = max((q.predicted.world_size for q in beyond), default=0)
+    last = [q for q in beyond if q.predicted.world_size == most]
+    leader = max(last, key=lambda q: value(q.predicted)).predicted.contestant if last else ""
     for number, name in enumerate(names):
         color, marker = COLORS[number % len(COLORS)], _MARKERS[number % len(_MARKERS)]
         found = sorted((p for p in points if p.record.contestant == name), key=lambda p: p.record.world_size)
@@ -140,14 +147,22 @@ def _draw_ranks(
                 xs, [1.0, *(value(p) for p in line)], errors, color=color, marker=marker, ms=5, lw=1.6, capsize=3,
                 ls="-" if source == "measured" else "-.", label=f"{name} ({source})",
             )  # fmt: skip
-        for network in dict.fromkeys(q.predicted.network for q in lines if q.predicted.contestant == name):
-            curve = [q for q in lines if (q.predicted.contestant, q.predicted.network) == (name, network)]
+        for q in (q for q in lines if q.predicted.contestant == name and q.point is not None):
+            axes.plot(q.predicted.world_size, value(q.predicted), "x", color=color, ms=6, mew=1.4)
+        networks = dict.fromkeys(q.predicted.network for q in beyond) if name == leader else {}
+        for style, network in zip(_DASHES * len(networks), networks, strict=False):
+            curve = [q for q in beyond if (q.predicted.contestant, q.predicted.network) == (name, network)]
             curve.sort(key=lambda q: q.predicted.world_size)
             xs = [q.predicted.world_size for q in curve]
+            ys = [value(q.predicted) for q in curve]
+            start = [(found[-1].record.world_size, value(found[-1]))] if found else []
+            joined_xs, joined_ys = zip(*start, *zip(xs, ys, strict=True), strict=True)
             label = f"{name}, {network} ({curve[0].predicted.source})"
-            axes.plot(xs, [value(q.predicted) for q in curve], "--", color=color, marker=".", ms=3, lw=1.1, label=label)
+            axes.plot(joined_xs, joined_ys, style, color=color, marker=".", ms=3, lw=1.1, label=label)
             lows, highs = zip(*(band(q) for q in curve), strict=True)
             axes.fill_between(xs, lows, highs, color=color, alpha=0.13, lw=0)
+    if any(q.point is not None for q in lines):
+        axes.plot([], [], "x", color="#555555", label="predicted from half the ranks (simulated)")
 
 
 def _plot_ranks(
