@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,10 @@ def test_read_a_run(start, tmp_path):
     out = run_example(start, "read_a_run.py", str(tmp_path))
     assert "1048576 bytes: 5 repetitions, median 0.003000 s, noise 0%" in out
     assert "gloo, 2 ranks: a message of 2 MiB takes about 0.005000 s" in out
+
+
+def test_large_batch(start):
+    found = re.fullmatch(
+        r"(\d+) steps, the last of 256 samples; accuracy (\d+)%\n", run_example(start, "large_batch.py")
+    )
+    assert found and int(found[1]) == 4 * 32 + 2 * 8 + 2 * 2 and int(found[2]) > 80

@@ -316,7 +316,7 @@ def describe_predictions(lines: Sequence[PredictedLine]) -> list[str]:
             if p.mode == "strong":
                 band, value, word = line.speedup_band, line.predicted.speedup, "speed-up"
             found.append(f"{word} {value:.2f} ({band[0]:.2f} to {band[1]:.2f}) on {line.predicted.world_size:,} ranks")
-        doubts = list(dict.fromkeys(line.predicted.doubt for line in beyond if line.predicted.doubt))
-        doubtful = f"; doubtful: {'; '.join(doubts)}" if doubts else ""
+        doubt = beyond[0].predicted.doubt or beyond[-1].predicted.doubt  # of more ranks there is no less of it
+        doubtful = f"; doubtful: {doubt}" if doubt else ""
         texts.append(f"beyond the ranks at hand ({p.source}), {place}: {', '.join(found)}{doubtful}")
     return texts

@@ -1,0 +1,40 @@
+"""A training loop of one's own with large-batch parts: LARS, a warm-up, and a batch that grows over an exact order.
+
+python examples/large_batch.py
+"""
+
+import torch
+
+import paceline
+from paceline.training.batch_schedules import BatchSchedule
+from paceline.training.parameter_groups import split_parameters
+from paceline.training.schedules import Schedule
+from paceline.workloads.data.sharding import EpochOrder
+
+EPOCHS, SAMPLES, BATCH = 8, 512, 16
+
+torch.manual_seed(0)
+inputs = torch.randn(SAMPLES, 20)
+targets = (inputs @ torch.randn(20, 4)).argmax(1)
+model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+model = paceline.GhostBatchNorm.convert(model, ghost_size=BATCH)  # statistics of 16 samples, however large the batch
+
+# 16 samples in a step, 64 from half of the run on, 256 from three quarters on: in place of a rate that falls.
+sizes = BatchSchedule(global_batch_size=BATCH, num_samples=SAMPLES, epochs=EPOCHS, growths=((0.5, 4), (0.75, 16)))
+rates = Schedule(shape="constant", peak=0.5, num_steps=sizes.num_steps, warmup_steps=10)
+optimizer = paceline.LARS(split_parameters(model, weight_decay=1e-4), lr=rates.peak, trust_coefficient=0.02)
+
+step = 0
+for epoch in range(EPOCHS):
+    order = EpochOrder(SAMPLES, sizes.window_sizes(epoch), seed=1, epoch=epoch)
+    for number in range(order.num_windows):  # every sample once, in an order that does not depend on the batch
+        batch = order.window(number)
+        rates.apply(optimizer, step)
+        torch.nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+
+model.eval()
+accuracy = (model(inputs).argmax(1) == targets).float().mean().item()
+print(f"{step} steps, the last of {len(batch)} samples; accuracy {accuracy:.0%}")
