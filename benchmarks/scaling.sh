@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The scaling studies under results/ that docs/scaling.md cites, for the machine that this runs on.
+#   PACELINE_HOST=a-name-for-this-machine benchmarks/scaling.sh results/a-name-for-this-machine [FOLDER_OF_CIFAR10]
+# PYTHON names the interpreter. Takes about ten minutes on CPUs; with CIFAR-10, for a GPU, 25 more. A study that was
+# broken off goes on where it was when this is called again.
+set -euo pipefail
+out=${1:?the folder for the results}
+cifar=${2:-}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+
+scale() { # NAME VERB ARGUMENTS...: one study in the folder NAME
+  local name=$1 verb=$2
+  shift 2
+  if [ -e "$out/$name/run.json" ]; then
+    echo "$out/$name is there already: not measured again"
+  elif [ -e "$out/$name" ]; then
+    "$python" -m paceline scale "$verb" --resume "$out/$name"
+  else
+    status=0
+    "$python" -m paceline scale "$verb" "$@" --out "$out/new" || status=$?
+    mv "$out"/new/* "$out/$name"
+    rmdir "$out/new"
+    return "$status"
+  fi
+}
+
+# A CNN of 4.7 M parameters on as many cores as there are, up to 8, one thread each.
+ranks=1,2
+[ "$(nproc)" -ge 8 ] && ranks=1,2,4,8
+cnn=(--device cpu --threads 1 --channels 16,32 --hidden 1024)
+scale scale-ranks ranks "${cnn[@]}" --ranks "$ranks" --batch-size 8,32 --global-batch-size 128 --iters 40
+scale scale-batch-cpu batch "${cnn[@]}" --batch-size 8,32,128,512
+scale scale-large-batch-cpu large-batch --device cpu
+
+if [ -n "$cifar" ]; then
+  resnet=(--model resnet18 --data "cifar10:$cifar" --device cuda --precision bf16)
+  scale scale-batch batch "${resnet[@]}" --batch-size 32,128,512,2048,8192,32768
+  scale scale-large-batch large-batch "${resnet[@]}" --base-batch-size 128 --global-batch-size 8192 --batch-size 8192 \
+    --recipes none,linear+warmup,lars+warmup,lars+warmup+smoothing,grow --epochs 60 --updates 0 --at-once 4 \
+    --lr 0.1 --weight-decay 0.0005
+fi
