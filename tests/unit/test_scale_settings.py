@@ -70,6 +70,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
         (SWEEP, {"epochs": 1}, "--epochs 1: the first is a warm-up, so at least 2 are needed"),
         (SWEEP, {"batch_sizes": ()}, "--batch-size: at least one size of at least 1 is needed"),
         (SWEEP, {"batch_sizes": (4, 0)}, "--batch-size: at least one size of at least 1 is needed"),
+        (SWEEP, {"job": dataclasses.replace(JOB, samples=7)}, "--batch-size 8 of --samples 7: leave it out"),
         (SWEEP, {"job": dataclasses.replace(JOB, ranks=2)}, "--ranks 2: batch sizes are compared on one rank; see"),
         (LARGE, {"global_batch_sizes": ()}, "--global-batch-size nothing: batches above the base of 8 are needed"),
         (LARGE, {"global_batch_sizes": (16, 8)}, "--global-batch-size 16,8: batches above the base of 8"),
@@ -192,8 +193,16 @@ def test_a_table_can_say_what_a_recipe_set(cells):
     [
         ({}, 63, "63 samples make no whole batch of 64: leave it out"),
         ({"job": dataclasses.replace(LARGE.job, ranks=3)}, 200, "a global batch of 8 cannot be shared by 3 ranks"),
-        ({"recipes": ("warmup:0.9",), "global_batch_sizes": (64,)}, 64, "'warmup:0.9' at 64: a warm-up of 3 updates in a run of 3"),
-        ({"recipes": ("grow:0.9",), "global_batch_sizes": (64,)}, 64, "'grow:0.9' at 64: --batch-growth 0.9:4,0.9333:8"),
+        (
+            {"recipes": ("warmup:0.9",), "global_batch_sizes": (64,)},
+            64,
+            "'warmup:0.9' at 64: a warm-up of 3 updates in a run of 3",
+        ),
+        (
+            {"recipes": ("grow:0.9",), "global_batch_sizes": (64,)},
+            64,
+            "'grow:0.9' at 64: --batch-growth 0.9:4,0.9333:8",
+        ),
     ],
 )
 def test_runs_that_cannot_be_are_refused_before_any_is_trained(changes, num_samples, words):

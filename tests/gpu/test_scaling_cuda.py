@@ -1,0 +1,92 @@
+"""Scaling studies on a GPU: memory of a batch size, one that does not fit, steps in turns, a large batch with probes."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
+
+from paceline.measure.batch_sweep import measure_batch
+from paceline.measure.large_batch import measure_large_batch
+from paceline.measure.large_batch_settings import LargeBatchSettings
+from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
+from paceline.measure.scaling import measure_scaling
+from paceline.records import LargeBatchRecord, NoiseRecord
+from paceline.training.settings import TrainSettings
+from tests.cli.test_train import type_alone
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+JOB = TrainSettings(channels=(16, 32), hidden=32, samples=4096, batch_size=32, wrapper="none", device="cuda")
+
+
+@pytest.fixture
+def little_memory():
+    """256 MiB of the GPU for this process."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(256 * 2**20 / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def test_a_larger_batch_takes_more_memory():
+    found = [measure_batch(dataclasses.replace(JOB, batch_size=size), 2)[0] for size in (32, 512)]
+    assert [(record.device, record.failure, record.timing.count) for record in found] == [("cuda", "", 1)] * 2
+    small, large = (record.peak_bytes for record in found)
+    # 480 samples more, of which at least the first convolution's output, 16 channels of 28 x 28 or more, is held.
+    assert 0 < small and large - small > 480 * 16 * 26 * 26 * 4
+
+
+def test_a_batch_that_does_not_fit_is_a_row_and_the_next_one_fits(little_memory):
+    wide = dataclasses.replace(JOB, channels=(256, 256))
+    (failed,) = measure_batch(dataclasses.replace(wide, batch_size=4096), 2)
+    assert (failed.failure, failed.timing) == ("out of memory in epoch 1", None)
+    assert (failed.batch_size, failed.num_samples, failed.device) == (4096, 4096, "cuda")
+    (fine,) = measure_batch(dataclasses.replace(wide, batch_size=8, samples=64), 2)
+    assert fine.failure == "" and 0 < fine.peak_bytes < 256 * 2**20
+
+
+def test_the_command_shows_what_does_not_fit(little_memory, tmp_path):
+    asked = ("--channels", "256,256", "--samples", "4096", "--batch-size", "16,4096", "--device", "cuda")
+    answer = type_alone("scale", "batch", *asked, "--json", "--out", str(tmp_path))
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    assert [(row["batch_size"], row["failure"]) for row in document["batch"]] == [
+        (16, ""), (4096, "out of memory in epoch 1")
+    ]  # fmt: skip
+    assert any("batch size 4096 does not fit: out of memory" in line for line in document["findings"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_large_batch_run_is_evaluated_and_probed(precision):
+    settings = LargeBatchSettings(
+        job=dataclasses.replace(JOB, wrapper="paceline", samples=256, test_samples=64, epochs=2, precision=precision),
+        base_batch_size=16, global_batch_sizes=(64,), recipes=("linear+warmup+smoothing", "lars", "grow"), seeds=(1,),
+        updates=0, most_at_once=32, evaluations=2,
+    )  # fmt: skip
+    settings.check()
+    cells = settings.list_cells(256)
+    assert [cell.probes for cell in cells] == [True, False, False, False]
+    for cell in cells:
+        (run, *noise) = measure_large_batch(cell, settings.evaluations, 1)
+        assert isinstance(run, LargeBatchRecord) and (run.device, run.precision) == ("cuda", precision)
+        assert run.failure == "" and len(run.curve) == 2 and run.num_samples == 512
+        assert run.largest_batch_size == cell.global_batch_size
+        assert len(noise) == (4 if cell.probes else 0)
+        assert all(isinstance(record, NoiseRecord) and len(record.probes) == 6 for record in noise)
+
+
+def test_one_rank_by_itself_is_timed_until_the_gpu_is_done():
+    """With one GPU there is one rank; the turns of several are those of `tests/dist/test_scaling.py`."""
+    settings = ScaleSettings(
+        job=JOB, ranks=(1,), contestants=(Contestant("torch", "nccl"),), batch_sizes=(32, 2048), iters=4
+    )
+    steps = []
+    for size in settings.batch_sizes:
+        (record,) = measure_scaling(settings, Cell("weak", size))
+        assert (record.device, record.wrapper, record.world_size, record.num_bytes) == ("cuda", "none", 1, 0)
+        steps.append(record.timing)
+    assert all(timing.count == 4 for timing in steps)
