@@ -44,7 +44,7 @@ app = typer.Typer(help="Does it scale? Batch size, ranks, large batches.", no_ar
 Resume = Annotated[Path | None, typer.Option("--resume", help=RESUME_HELP)]
 GlobalBatchSizes = Annotated[str | None, typer.Option("--global-batch-size", help=GLOBAL_BATCH_HELP)]
 # What a study that goes on may be told anew.
-_ALWAYS = ("resume", "json")
+_ALWAYS = ("resume", "json", "at_once")
 _BATCH_SIZES = (32, 128, 512, 2048)
 _RANK_BATCH_SIZES = (8, 32)
 _PREDICTED = "64,1024"
@@ -88,7 +88,9 @@ def build_batch(job: dict[str, Any], epochs: int = 2) -> BatchSweepSettings:
     if job["ranks"] not in (None, "1"):
         raise ConfigError(f"--ranks {job['ranks']}: batch sizes are compared on one rank; see `scale ranks`")
     settings = BatchSweepSettings(
-        job=build_settings(job, 1, sizes[0], wrapper="none", plan=None), batch_sizes=sizes, epochs=epochs
+        job=build_settings(job, 1, sizes[0], wrapper="none", plan=None, device=_choose_device(job["device"])),
+        batch_sizes=sizes,
+        epochs=epochs,
     )
     settings.check()
     for size in sizes:
@@ -304,10 +306,10 @@ def report(
     """The whole study on one page: tables, figures, and what they say; from finished runs, or made here by defaults."""
     from paceline.cli import scale_studies as studies
 
+    if runs and resume is not None:
+        raise ConfigError(f"--resume {resume} beside runs: a page of finished runs has nothing to go on with")
     _check_resume(context_, resume)
     if runs:
-        if resume is not None:
-            raise ConfigError(f"--resume {resume} beside runs: a page of finished runs has nothing to go on with")
         studies.report_runs(runs, out, json)
         return
     blank = _blank_job()

@@ -19,9 +19,11 @@ from paceline.errors import ConfigError, LaunchError
 from paceline.measure.large_batch_settings import LargeBatchSettings
 from paceline.measure.scale_settings import BatchSweepSettings, ScaleSettings
 from paceline.records import BatchRecord, LargeBatchRecord, Record, Run, RunFolder, ScaleRecord, load_run
-from paceline.records.cells import Study
+from paceline.records.cells import STUDY_FILE, Study
+from paceline.records.store import RUN_FILE
 from paceline.runtime.environment import is_launched
 from paceline.units import parse_counts
+from paceline.workloads.data.requests import parse_data
 
 __all__ = [
     "Beyond",
@@ -89,7 +91,7 @@ def _bury(settings: BatchSweepSettings, size: int, error: LaunchError) -> list[R
     return [
         BatchRecord(
             model=job.model,
-            data=job.data.partition(":")[0],
+            data=parse_data(job.data)[0],
             device=job.device,
             precision=job.precision,
             threads=job.threads or 1,
@@ -159,6 +161,8 @@ def make_large_batch(run: StudyRun, settings: LargeBatchSettings) -> list[Record
 
         return count_training_samples
 
+    if run.was_over:
+        return []  # it is shown from its run; no rank need be asked
     num_samples: int = run.ask(load_count, (settings.job,), settings.job.ranks)
     tasks = []
     for cell in settings.list_cells(num_samples):
@@ -244,6 +248,8 @@ def report_all(
 def _make_part(name: str, settings: _Settings, at: Path, out: Path, json: bool) -> None:
     """One of the studies, unless it was finished before; one that is gone on with has its own settings."""
     more = dataclasses.asdict(Beyond()) if name == "ranks" else {}
+    if name != "large-batch" and (at / STUDY_FILE).exists() and not (at / RUN_FILE).exists():
+        check_same_machine(Study.load(at, f"scale {name}").config, at)
     with open_study(f"scale {name}", settings.to_json() | more, out, None, json, at=at) as run:
         if run.was_over:
             return

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.errors import ConfigError
 from paceline.measure.engine import synchronize
 from paceline.measure.settings import Progress
 from paceline.records import BatchRecord, Record, Samples
@@ -35,6 +36,12 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
     with open_world(settings) as world:
         _offer_to_be_killed()
         job = build_job(dataclasses.replace(settings, ranks=world.world_size), world)
+        if len(job.train) < job.batches.global_batch_size:
+            # A shorter batch would be timed under this one's name.
+            raise ConfigError(
+                f"{job.train.describe()}: less than one batch of {job.batches.global_batch_size}; leave it out, or "
+                "give more --samples"
+            )
         job.learner.model.train()
         _reset_peak(world.device)
         epoch_s: list[float] = []

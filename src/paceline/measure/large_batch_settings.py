@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.training.batch_schedules import BatchSchedule
 from paceline.training.recipes import NO_RECIPE, Recipe, share_batch
 from paceline.training.settings import TrainSettings
 
@@ -42,6 +43,23 @@ class TrainingCell:
         parts += ["sync BatchNorm"] if s.sync_batchnorm else []
         parts += [f"smoothing {s.label_smoothing:g}"] if s.label_smoothing else []
         return ", ".join(parts)
+
+
+def _check_length(cell: TrainingCell, num_samples: int) -> None:
+    """Refuse warm-ups and growths for which a run is too short now, and not when its turn comes."""
+    s, size = cell.settings, cell.settings.batches.global_batch_size
+    steps = BatchSchedule(
+        global_batch_size=size, num_samples=num_samples, epochs=s.epochs, growths=s.batch_growth, tail=s.tail
+    )
+    try:
+        steps.check()
+    except ConfigError as error:
+        raise ConfigError(f"recipe {cell.recipe!r} at {cell.global_batch_size}: {error}") from None
+    if s.lr_warmup >= steps.num_steps:
+        raise ConfigError(
+            f"recipe {cell.recipe!r} at {cell.global_batch_size}: a warm-up of {s.lr_warmup} updates in a run of "
+            f"{steps.num_steps}; use more --epochs, or a smaller share"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +124,17 @@ class LargeBatchSettings:
                 cells += [TrainingCell(replace(limited, seed=seed), "updates", NO_RECIPE, size) for seed in self.seeds]
         for cell in cells:
             cell.settings.check()
+            _check_length(cell, num_samples)
         return cells
 
     def _list_epochs(self, num_samples: int) -> Iterator[TrainingCell]:
         base = self.base_batch_size
         plan = [(base, NO_RECIPE), *((size, recipe) for size in self.global_batch_sizes for recipe in self.recipes)]
         for size, text in plan:
-            updates = self.count_updates(size, num_samples)
-            if not updates:
+            if size > num_samples:
+                # A shorter batch would be trained under this one's name.
                 raise ConfigError(f"{num_samples} samples make no whole batch of {size}: leave it out")
+            updates = self.count_updates(size, num_samples)
             settings = self._share(Recipe.parse(text).apply(self.job, size, base, updates))
             for seed in self.seeds:
                 probes = size == base and seed == self.seeds[0]

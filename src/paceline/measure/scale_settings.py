@@ -130,6 +130,10 @@ class BatchSweepSettings:
             raise ConfigError(f"--epochs {self.epochs}: the first is a warm-up, so at least 2 are needed")
         if not self.batch_sizes or min(self.batch_sizes) < 1:
             raise ConfigError("--batch-size: at least one size of at least 1 is needed")
+        if self.job.samples is not None and self.job.samples < max(self.batch_sizes):
+            raise ConfigError(
+                f"--batch-size {max(self.batch_sizes)} of --samples {self.job.samples}: leave it out, or give more"
+            )
         if self.job.ranks != 1:
             raise ConfigError(f"--ranks {self.job.ranks}: batch sizes are compared on one rank; see `scale ranks`")
 

@@ -134,6 +134,10 @@ class Recipe:
                 raise ConfigError(f"recipe {text!r}: {number} behind {name}: a number above 0 is needed")
             if name in ("warmup", "grow", "smoothing") and value >= 1:
                 raise ConfigError(f"recipe {text!r}: {number} behind {name} is a share: below 1 is needed")
+            if name == "ghost" and colon and (value < 2 or value != int(value)):
+                raise ConfigError(f"recipe {text!r}: {number} behind {name}: a whole number of at least 2 is needed")
+            if name == "sync" and colon:
+                raise ConfigError(f"recipe {text!r}: {number} behind {name}, which takes no number")
             found.append((name, value))
         names = [name for name, _ in found]
         for name in names:

@@ -1,0 +1,332 @@
+"""`paceline scale` as a user types it, on jobs so small that what is found means nothing: that it is found counts.
+
+Studies that are broken off and go on are in `test_scale_resume`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+
+from paceline import load_run, machine
+from paceline.records import (
+    BatchRecord,
+    CollectiveRecord,
+    LargeBatchRecord,
+    LayerProfileRecord,
+    NoiseRecord,
+    ScaleRecord,
+)
+from tests.cli.test_train import type_alone, type_command
+from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
+
+TINY = ("--channels", "2,4", "--hidden", "8", "--threads", "1", "--device", "cpu")
+BATCH = ("scale", "batch", *TINY, "--samples", "24", "--batch-size", "4,8", "--epochs", "3")
+RANKS = (
+    "scale", "ranks", *TINY, "--ranks", "2", "--batch-size", "4", "--global-batch-size", "8", "--iters", "2",
+    "--samples", "16", "--backend", "gloo",
+)  # fmt: skip
+LARGE = (
+    "scale", "large-batch", *TINY, "--samples", "48", "--test-samples", "16", "--base-batch-size", "4",
+    "--global-batch-size", "16", "--recipes", "linear+warmup", "--seeds", "2", "--epochs", "2", "--evaluations", "2",
+    "--updates", "3", "--ranks", "2",
+)  # fmt: skip
+STUDIED = {"run.json", "study.json", "cells", "report.md"}
+TABLES = {
+    "batch": ("batch",),
+    "ranks": ("scaling", "communication", "bandwidth", "predicted"),
+    "large-batch": ("recipes", "noise"),
+}
+PICTURES = {
+    "batch": ("batch",),
+    "ranks": ("weak", "strong", "communication"),
+    "large-batch": ("accuracy", "curves", "noise"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory) -> dict[str, dict]:
+    """The JSON of each verb, which is all that it printed. What needs one rank does without another process."""
+    asked = ("--json", "--out", str(tmp_path_factory.mktemp("runs")))
+    found = {}
+    for name, run, arguments in (
+        ("batch", type_alone, BATCH),
+        ("ranks", type_command, RANKS),
+        ("large-batch", type_command, LARGE),
+    ):
+        answer = run(*arguments, *asked)
+        assert answer.code == 0, answer.err
+        found[name] = json.loads(answer.out)
+    return found
+
+
+def read_csv(run: str, name: str) -> list[dict[str, str]]:
+    with (Path(run) / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("name", list(TABLES))
+def test_a_study_leaves_its_records_tables_pictures_and_page(studies, name):
+    document = studies[name]
+    folder = Path(document["run"])
+    tables = {f"{table}.{kind}" for table in TABLES[name] for kind in ("md", "csv")}
+    pictures = {f"{picture}.{kind}" for picture in PICTURES[name] for kind in ("png", "svg")}
+    assert {path.name for path in folder.iterdir()} == STUDIED | tables | pictures
+    assert set(document) == {"run", *TABLES[name], "findings", "assumptions"} and document["findings"]
+    run = load_run(folder)
+    assert run.complete and run.verb == f"scale {name}"
+    assert json.loads((folder / "study.json").read_text())["config"] == run.config
+    for table in TABLES[name]:
+        rows = read_csv(document["run"], table)
+        assert len(rows) == len(document[table]) > 0 and list(rows[0]) == list(document[table][0])
+    page = (folder / "report.md").read_text()
+    assert all(line in page for line in document["findings"])
+    for png in folder.glob("*.png"):
+        assert png.read_bytes().startswith(b"\x89PNG")
+    assert_links(folder / "report.md", {path.name for path in folder.glob("*.png")})
+
+
+def assert_links(page: Path, names: set[str]) -> None:
+    """The page shows pictures of these names, and they are where it says."""
+    links = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text())
+    assert {Path(link).name for link in links} == names
+    assert all((page.parent / link).is_file() for link in links)
+
+
+def test_the_cells_together_are_the_run(studies):
+    for name, document in studies.items():
+        folder = Path(document["run"])
+        kept = [json.loads(path.read_text()) for path in (folder / "cells").iterdir()]
+        records = [record for cell in kept for record in cell["records"]]
+        saved = json.loads((folder / "run.json").read_text())["records"]
+        assert sorted(records, key=json.dumps) == sorted(saved, key=json.dumps), name
+
+
+def test_batch_sizes_are_timed_over_whole_epochs(studies):
+    document = studies["batch"]
+    records = load_run(Path(document["run"])).records
+    assert all(isinstance(record, BatchRecord) for record in records)
+    for record, row in zip(records, read_csv(document["run"], "batch"), strict=True):
+        (first_s,), (second_s,) = record.timing.seconds
+        assert (int(row["batch_size"]), int(row["num_steps"])) in ((4, 6), (8, 3))
+        assert float(row["epoch_s"]) == pytest.approx((first_s + second_s) / 2)
+        assert float(row["samples_per_s"]) == pytest.approx(24 / ((first_s + second_s) / 2))
+        assert float(row["step_s"]) == pytest.approx((first_s + second_s) / 2 / int(row["num_steps"]))
+    assert sum(row["is_knee"] for row in document["batch"]) == 1
+
+
+def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
+    """From run.json itself, without the classes that made the table."""
+    folder = studies["ranks"]["run"]
+    saved = json.loads((Path(folder) / "run.json").read_text())["records"]
+    records = [record for record in saved if record["kind"] == "scale"]
+    rows = read_csv(folder, "scaling")
+    assert len(records) == len(rows) == 6  # weak and strong: one rank, and two wrappers on two
+    slowest = [[max(ranks) for ranks in record["samples"]["seconds"]] for record in records]
+    for record, times_s, row in zip(records, slowest, rows, strict=True):
+        n, weak = record["world_size"], record["mode"] == "weak"
+        assert (row["wrapper"], int(row["world_size"]), row["mode"]) == (record["wrapper"], n, record["mode"])
+        alone_s = slowest[0 if weak else 3]
+        assert len(times_s) == 2 == int(row["num_repetitions"])
+        assert float(row["step_s"]) == pytest.approx(statistics.median(times_s))
+        assert float(row["samples_per_s"]) == pytest.approx((4 * n if weak else 8) / statistics.median(times_s))
+        ratio = statistics.median(a / b for a, b in zip(alone_s, times_s, strict=True))
+        assert float(row["speedup"]) == pytest.approx(ratio * (n if weak else 1))
+        assert float(row["efficiency"]) == pytest.approx(ratio if weak else ratio / n)
+    for record, row in zip([r for r in records if r["world_size"] > 1], read_csv(folder, "communication"), strict=True):
+        plain, silent, busy = (
+            [max(ranks) for ranks in record[kind]["seconds"]] for kind in ("samples", "silent", "busy")
+        )
+        exposed_s = max(0.0, statistics.median(a - b for a, b in zip(plain, silent, strict=True)))
+        assert float(row["exposed_s"]) == pytest.approx(exposed_s)
+        assert float(row["overlap"]) == pytest.approx(1 - exposed_s / statistics.median(busy))
+    for record, row in zip([r for r in records if r["world_size"] > 1], read_csv(folder, "bandwidth"), strict=True):
+        busy_s = statistics.median(max(ranks) for ranks in record["busy"]["seconds"])
+        rate = sum(record["bucket_bytes"]) / busy_s  # two ranks: each byte goes over the bus once
+        assert float(row["busbw_bytes_per_s"]) == pytest.approx(rate)
+        assert float(row["peak_share"]) == pytest.approx(rate / float(row["peak_bytes_per_s"])) and rate > 0
+
+
+def test_ranks_are_measured_with_their_layers_and_all_reduces(studies):
+    run = load_run(Path(studies["ranks"]["run"]))
+    counts = {kind: sum(isinstance(r, kind) for r in run.records) for kind in (ScaleRecord, LayerProfileRecord)}
+    assert counts == {ScaleRecord: 6, LayerProfileRecord: 2}
+    sweep = [record for record in run.records if isinstance(record, CollectiveRecord)]
+    assert {(record.backend, record.world_size) for record in sweep} == {("gloo", 2)}
+    assert max(record.num_bytes for record in sweep) >= 1 << 20
+    predicted = {(row["world_size"], row["source"]) for row in studies["ranks"]["predicted"]}
+    assert (64, "simulated") in predicted and (2, "simulated") in predicted
+
+
+def test_large_batches_have_a_baseline_recipes_seeds_and_noise(studies):
+    run = load_run(Path(studies["large-batch"]["run"]))
+    runs = [record for record in run.records if isinstance(record, LargeBatchRecord)]
+    assert [(r.budget, r.global_batch_size, r.recipe, r.seed) for r in runs] == [
+        (*cell, seed)
+        for cell in (
+            ("epochs", 4, "none"), ("epochs", 16, "none"), ("epochs", 16, "linear+warmup"),
+            ("updates", 4, "none"), ("updates", 16, "none"),
+        )
+        for seed in (1, 2)
+    ]  # fmt: skip
+    assert {(r.world_size, r.batch_size) for r in runs} == {(2, 2), (2, 8)}
+    assert [r.num_updates for r in runs] == [24, 24, 6, 6, 6, 6, 3, 3, 3, 3]
+    assert [r.lr for r in runs[:6:2]] == pytest.approx([0.05, 0.05, 0.2])
+    assert all(len(r.curve) == 2 and r.curve[-1].update == r.num_updates for r in runs)
+    # Other seeds are other runs of the same task.
+    assert len({r.curve[-1].test_loss for r in runs}) == len(runs)
+    noise = [record for record in run.records if isinstance(record, NoiseRecord)]
+    assert [record.step for record in noise] == [2, 7, 14, 24]  # 0.1, 0.3, 0.6 and all of 24 updates
+    rows = read_csv(studies["large-batch"]["run"], "recipes")
+    for row, (one, other) in zip(rows, zip(runs[::2], runs[1::2], strict=True), strict=True):
+        accuracies = one.curve[-1].test_accuracy, other.curve[-1].test_accuracy
+        assert float(row["test_accuracy"]) == pytest.approx(statistics.mean(accuracies))
+        assert float(row["test_accuracy_deviation"]) == pytest.approx(statistics.stdev(accuracies))
+
+
+def test_a_person_reads_tables_findings_and_where_the_page_is(studies, tmp_path):
+    """A finished study is shown again: nothing is measured, and its files are drawn anew."""
+    folder = tmp_path / "copy"
+    shutil.copytree(studies["ranks"]["run"], folder)
+    (folder / "weak.png").unlink()
+    before = (folder / "run.json").read_bytes()
+    answer = type_command("scale", "ranks", "--resume", str(folder))
+    assert answer.code == 0, answer.err
+    for words in ("speed-up", "efficiency", "exposed (ms)", "of peak", "predicted", f"page: {folder / 'report.md'}"):
+        assert words in answer.out
+    assert answer.out.strip().endswith(f"run: {folder}")
+    assert (folder / "weak.png").is_file() and (folder / "run.json").read_bytes() == before
+
+
+def test_a_page_of_several_runs_shows_pictures_that_are_there(studies, tmp_path):
+    runs = [document["run"] for document in studies.values()]
+    answer = type_command("scale", "report", *runs, "--json", "--out", "pages")
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    (folder,) = Path("pages").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"report.md", "report.json"}
+    assert json.loads((folder / "report.json").read_text()) == document
+    assert document["runs"] == runs and set(document["tables"]) == {table for of in TABLES.values() for table in of}
+    assert document["findings"] == [line for study in studies.values() for line in study["findings"]]
+    assert_links(folder / "report.md", {path.name for run in runs for path in Path(run).glob("*.png")})
+
+
+def change_records(run: str, folder: Path, change) -> Path:
+    """A copy of a run whose records were changed."""
+    shutil.copytree(run, folder)
+    document = json.loads((folder / "run.json").read_text())
+    for record in document["records"]:
+        change(record)
+    (folder / "run.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_a_bandwidth_above_the_peak_is_refused(studies, tmp_path):
+    def slow_down(record: dict) -> None:
+        if record["kind"] == "collective":
+            record["samples"]["seconds"] = [[1000 * s for s in row] for row in record["samples"]["seconds"]]
+
+    run = change_records(studies["ranks"]["run"], tmp_path / "changed", slow_down)
+    for verb in (("report", str(run)), ("ranks", "--resume", str(run))):
+        assert_refused(type_command("scale", *verb), "above the peak")
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((*RANKS, "--wrapper", "trch"), "wrapper 'trch' is unknown: did you mean torch?"),
+        ((*RANKS, "--backend", "glo"), "backend 'glo' is unknown: did you mean gloo?"),
+        ((*RANKS, "--wrapper", "dp"), "--wrapper dp puts 2 GPUs into one process, and 0 can be used here"),
+        ((*RANKS, "--ranks", "1"), "--ranks 1: scaling needs two or more ranks beside one"),
+        ((*RANKS, "--ranks", "0"), "--ranks '0' is not a whole number"),
+        ((*RANKS, "--global-batch-size", "7"), "--global-batch-size 7 cannot be shared equally by 2 ranks"),
+        ((*RANKS, "--iters", "1"), "--iters 1: at least 2 are needed to know the noise"),
+        ((*RANKS, "--network", "10gb"), "unknown network '10gb'"),
+        ((*RANKS, "--predict-ranks", "many"), "--predict-ranks 'many' is not a whole number"),
+        ((*RANKS, "--plan", "plan.json"), "--plan plan.json: wrappers are compared as they are; leave it out"),
+        ((*BATCH, "--ranks", "2"), "--ranks 2: batch sizes are compared on one rank; see `scale ranks`"),
+        ((*BATCH, "--epochs", "1"), "--epochs 1: the first is a warm-up"),
+        ((*BATCH, "--batch-size", "4,x"), "--batch-size 'x' is not a whole number"),
+        ((*BATCH, "--batch-size", "25"), "--batch-size 25 of --samples 24"),
+        ((*LARGE, "--recipes", "nonsense"), "recipe 'nonsense': 'nonsense' is unknown; known are none, linear"),
+        ((*LARGE, "--recipes", "linear+sqrt"), "linear and sqrt exclude each other"),
+        ((*LARGE, "--recipes", "sync", "--ranks", "1"), "sync needs several ranks"),
+        ((*LARGE, "--global-batch-size", "4"), "--global-batch-size 4: batches above the base of 4 are needed"),
+        ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is no multiple of the base 4"),
+        ((*LARGE, "--accumulate", "2"), "--accumulate follows from the batches here"),
+        ((*LARGE, "--ranks", "1,2"), "--ranks 1,2: one number of ranks"),
+        ((*LARGE, "--seeds", "0"), "--seeds 0: at least 1 is needed"),
+        ((*LARGE, "--at-once", "0"), "--at-once 0: at least 1 is needed"),
+        ((*LARGE, "--updates", "-1"), "--updates -1: at least 0 is needed"),
+        (("scale", "batch", "--resume", "nowhere"), "--resume nowhere: study.json: No such file or directory"),
+        (("scale", "report", "nowhere"), "nowhere"),
+        (("scale", "report", "--resume", "nowhere"), "--resume nowhere: it holds none of batch, ranks, large-batch"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(command, monkeypatch, arguments, words):
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+    assert_refused(command(*arguments), words)
+
+
+@pytest.mark.parametrize(
+    ("verb", "study", "more", "words"),
+    [
+        ("batch", "ranks", (), "it is a study of `scale ranks`, and this is `scale batch`"),
+        ("large-batch", "batch", (), "it is a study of `scale batch`, and this is `scale large-batch`"),
+        ("ranks", "ranks", ("--iters", "3"), "--iters beside --resume: a study goes on as it was begun; leave it out"),
+        ("large-batch", "large-batch", ("--base-batch-size", "4"), "--base-batch-size beside --resume"),
+        ("batch", "batch", ("--out", "elsewhere"), "--out beside --resume"),
+        ("report", "batch", ("{run}",), "beside runs: a page of finished runs has nothing to go on with"),
+    ],
+)
+def test_a_study_goes_on_as_it_was_begun(command, studies, verb, study, more, words):
+    run = studies[study]["run"]
+    assert_refused(command("scale", verb, *(part.format(run=run) for part in more), "--resume", run), words)
+
+
+@pytest.mark.parametrize("verb", ["batch", "ranks"])
+def test_times_of_another_machine_are_not_mixed_in(command, studies, tmp_path, verb):
+    folder = tmp_path / "copy"
+    shutil.copytree(studies[verb]["run"], folder)
+    document = json.loads((folder / "study.json").read_text())
+    document["config"]["machine"] = "a faster box"
+    (folder / "study.json").write_text(json.dumps(document))
+    answer = command("scale", verb, "--resume", str(folder))
+    assert_refused(answer, "it was begun on a faster box, and this is")
+    # As a part of a page, too.
+    shutil.copytree(folder, tmp_path / "page" / verb)
+    (tmp_path / "page" / verb / "run.json").unlink()
+    if verb == "batch":
+        assert_refused(command("scale", "report", "--resume", "page"), "it was begun on a faster box")
+
+
+def test_a_page_is_of_studies_alone(command, studies, tmp_path):
+    def pass_by(record: dict) -> None:
+        pass
+
+    folder = change_records(studies["batch"]["run"], tmp_path / "changed", pass_by)
+    document = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(document | {"verb": "tune"}))
+    assert_refused(command("scale", "report", str(folder)), "is a run of `tune`: those of scale batch, scale ranks")
+
+
+def test_a_study_that_cannot_be_leaves_nothing_behind():
+    """Ranks find that out, when the folder is there already."""
+    asked = (*LARGE, "--global-batch-size", "64", "--ranks", "1")
+    assert_refused(type_alone(*asked), "48 samples make no whole batch of 64: leave it out")

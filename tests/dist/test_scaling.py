@@ -1,0 +1,286 @@
+"""The cells of scaling studies on real ranks: who takes part in a turn, what is sent, and that nothing is learnt.
+
+Batch sizes of one rank are here, too: their epochs, and what becomes of one that does not fit into memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
+from paceline.training.settings import TrainSettings
+from paceline.transport import why_not
+
+# 12 samples: two global batches of 6 in an epoch.
+JOB = TrainSettings(
+    channels=(2, 4), hidden=8, dropout=0.0, samples=12, batch_size=2, wrapper="none", threads=1, device="cpu"
+)
+CONTESTANTS = [Contestant("torch", "gloo"), Contestant("paceline", "gloo")]
+if not why_not():
+    CONTESTANTS.append(Contestant("paceline", "paceline"))
+ITERS = 2
+STUDY = ScaleSettings(
+    job=JOB, ranks=(1, 2, 3), contestants=tuple(CONTESTANTS), batch_sizes=(2,), global_batch_sizes=(6,), iters=ITERS
+)
+
+
+@dataclass
+class Taken:
+    """A step on this rank: of which turn, the how-manieth of it, from when to when, and the gradients it applied."""
+
+    contestant: Contestant
+    world_size: int
+    kind: str
+    number: int
+    samples: int
+    begin_s: float
+    end_s: float = 0.0
+    grads: list[Any] | None = None
+
+    @property
+    def turn(self) -> tuple[Contestant, int]:
+        return self.contestant, self.world_size
+
+
+def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
+    """(records, steps that this rank took, whether any parameter moved, bytes of all gradients)."""
+    import torch
+
+    from paceline.measure import scaling
+    from paceline.training import step as stepping
+
+    real_take, real_run, real_step, real_update = (
+        scaling._Bench._take, scaling._Bench.run, scaling.take_step, stepping.update
+    )  # fmt: skip
+    steps: list[Taken] = []
+    counts: dict[Any, int] = {}
+    now: list[Any] = [None]
+    moved: list[bool] = []
+    num_bytes: list[int] = []
+
+    def take(bench: Any, turn: Any, kind: str) -> None:
+        now[0] = turn, kind
+        real_take(bench, turn, kind)
+
+    def take_step(learner: Any, window: Any, *rest: Any) -> Any:
+        turn, kind = now[0]
+        key = turn.contestant, turn.world_size
+        samples = sum(len(loaded.batch) for loaded in window)
+        taken = Taken(*key, kind, counts.get(key, 0), samples, time.perf_counter())
+        counts[key] = taken.number + 1
+        steps.append(taken)
+        outcome = real_step(learner, window, *rest)
+        taken.end_s = time.perf_counter()
+        return outcome
+
+    def update(learner: Any, rate: float) -> None:
+        steps[-1].grads = [param.grad.clone().numpy() for param in learner.parameters]
+        real_update(learner, rate)
+
+    def run(bench: Any) -> int:
+        learners = [turn.learner for turn in bench.turns if turn.learner is not None]
+        before = [[param.detach().clone() for param in learner.parameters] for learner in learners]
+        num_bytes.append(sum(param.nbytes for param in learners[0].parameters) if learners else 0)
+        num_warmup = real_run(bench)
+        for learner, values in zip(learners, before, strict=True):
+            moved.extend(not torch.equal(a, b) for a, b in zip(learner.parameters, values, strict=True))
+        return num_warmup
+
+    scaling._Bench._take, scaling._Bench.run = take, run  # type: ignore[method-assign]
+    scaling.take_step, stepping.update = take_step, update
+    try:
+        records = scaling.measure_scaling(settings, cell)
+    finally:
+        scaling._Bench._take, scaling._Bench.run = real_take, real_run  # type: ignore[method-assign]
+        scaling.take_step, stepping.update = real_step, real_update
+    return records, steps, any(moved), num_bytes[0]
+
+
+@pytest.fixture(scope="module", params=STUDY.cells, ids=lambda cell: cell.name)
+def measured(request, warm_pool):
+    """(cell, what each of three ranks saw)."""
+    seen = warm_pool.run(measure_watched, (STUDY, request.param), num_ranks=3, timeout_s=90)
+    return request.param, seen
+
+
+def test_all_that_takes_turns_has_equal_repetitions(measured):
+    cell, seen = measured
+    records = seen[0][0]
+    assert [(r.wrapper, r.backend, r.world_size) for r in records] == [
+        ("none", "", 1), *((c.wrapper, c.backend, n) for n in (2, 3) for c in CONTESTANTS)
+    ]  # fmt: skip
+    for record in records:
+        told = [record.timing] if record.world_size == 1 else [record.timing, record.silent, record.busy]
+        assert all((s.count, s.num_ranks) == (ITERS, record.world_size) for s in told)
+        assert len({len(s.warmup_seconds) for s in told}) == 1 and len(told[0].warmup_seconds) > 0
+        assert (record.mode, record.cell_size) == (cell.mode, cell.samples)
+
+
+def test_every_rank_has_the_same_records(measured):
+    _, seen = measured
+    assert seen[0][0] == seen[1][0] == seen[2][0]
+
+
+def test_a_rank_computes_its_share(measured):
+    cell, seen = measured
+    wanted = {1: 2, 2: 2, 3: 2} if cell.mode == "weak" else {1: 6, 2: 3, 3: 2}
+    assert {r.world_size: r.batch_size for r in seen[0][0]} == wanted
+    for _, steps, _, _ in seen:
+        assert all(step.samples == wanted[step.world_size] for step in steps)
+
+
+def test_buckets_hold_all_gradients_and_one_rank_sends_nothing(measured):
+    records, _, _, num_bytes = measured[1][0]
+    assert num_bytes > 0
+    for record in records:
+        sent = num_bytes if record.world_size > 1 else 0
+        assert (record.num_bytes, sum(record.bucket_bytes)) == (sent, sent)
+        assert record.num_messages == len(record.bucket_bytes)
+
+
+def test_ranks_outside_of_a_turn_take_no_step_and_wait(measured):
+    _, seen = measured
+    rounds = ITERS + len(seen[0][0][0].timing.warmup_seconds)
+    turns = [(Contestant("none", ""), 1), *((c, n) for n in (2, 3) for c in CONTESTANTS)]
+    for rank, (_, steps, _, _) in enumerate(seen):
+        found = {turn: sum(step.turn == turn for step in steps) for turn in turns}
+        assert found == {turn: rounds * (1 if turn[1] == 1 else 3) * (rank < turn[1]) for turn in turns}
+    # The clock is one for all processes of a host: steps of different turns never overlap, whichever ranks take them.
+    spans = sorted(
+        (step.begin_s, step.end_s, (step.turn, step.number)) for _, steps, _, _ in seen for step in steps
+    )  # fmt: skip
+    for (_, end_s, one), (begin_s, _, other) in itertools.pairwise(spans):
+        assert one == other or end_s <= begin_s
+
+
+def test_nothing_is_learnt(measured):
+    assert [moved for _, _, moved, _ in measured[1]] == [False] * 3
+
+
+def list_steps(seen: Any, world_size: int, kinds: tuple[str, ...]) -> dict[Any, list[Taken]]:
+    """The steps of all ranks that belong together."""
+    found: dict[Any, list[Taken]] = {}
+    for _, steps, _, _ in seen:
+        for step in steps:
+            if step.world_size == world_size and step.kind in kinds:
+                found.setdefault((step.turn, step.number), []).append(step)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world_size):
+    cell, seen = measured
+    for together in list_steps(seen, world_size, ("plain", "asked")).values():
+        assert len(together) == world_size
+        for step in together[1:]:
+            assert all((a == b).all() for a, b in zip(step.grads, together[0].grads, strict=True))
+    silent = list_steps(seen, world_size, ("silent",)).values()
+    assert all((one.grads[0] != other.grads[0]).any() for one, other, *_ in silent)
+    if cell.mode == "weak":
+        return
+    # One rank by itself computed the same global batches: nobody else's gradients are in theirs.
+    alone = {step.number: step.grads for step in seen[0][1] if step.world_size == 1}
+    shared = [(key[1], steps[0]) for key, steps in list_steps(seen, world_size, ("plain", "asked")).items()]
+    compared = [(step.grads, alone[number]) for number, step in shared if number in alone]
+    assert len(compared) >= len(CONTESTANTS)
+    for found, wanted in compared:
+        for a, b in zip(found, wanted, strict=True):
+            assert a == pytest.approx(b, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "cell", "words"),
+    [
+        ({}, 2, Cell("weak", 2), "3 ranks asked of a world of 2"),
+        ({}, 3, Cell("weak", 5), "less than one global batch of 15; use fewer ranks, a smaller batch"),
+        ({}, 3, Cell("strong", 15), "less than one global batch of 15"),
+        ({"job": replace(JOB, accumulate=3)}, 3, Cell("weak", 2), "less than one global batch of 18"),
+    ],
+)
+def test_what_the_ranks_or_the_data_cannot_be_is_refused_on_all_ranks(on_ranks, changes, num_ranks, cell, words):
+    told = on_ranks(num_ranks, fail_to_measure, replace(STUDY, **changes), cell)
+    assert len(set(told)) == 1 and words in told[0]
+
+
+def fail_to_measure(settings: ScaleSettings, cell: Cell) -> str:
+    """What it said; a rank that lives on need not be started anew."""
+    from paceline.measure.scaling import measure_scaling
+
+    with pytest.raises(ConfigError) as caught:
+        measure_scaling(settings, cell)
+    return str(caught.value)
+
+
+# -- one rank at one batch size ----------------------------------------------------------------------------------------
+
+
+def sweep(settings: TrainSettings, epochs: int, breaks_at: int | None = None, text: str = "", kind: str = "") -> Any:
+    """(the record, samples of each step); the step with this number meets an error."""
+    import torch
+
+    from paceline.measure import batch_sweep
+
+    kinds = {"runtime": RuntimeError, "memory": MemoryError, "gpu": torch.OutOfMemoryError}
+    real, steps = batch_sweep.take_step, []
+
+    def take_step(learner: Any, window: Any, *rest: Any) -> Any:
+        steps.append(sum(len(loaded.batch) for loaded in window))
+        if len(steps) - 1 == breaks_at:
+            raise kinds[kind](text)
+        return real(learner, window, *rest)
+
+    batch_sweep.take_step = take_step
+    try:
+        (record,) = batch_sweep.measure_batch(settings, epochs)
+    finally:
+        batch_sweep.take_step = real
+    return record, steps
+
+
+def test_epochs_of_a_batch_size_are_whole_and_the_first_is_a_warm_up(on_ranks):
+    ((record, steps),) = on_ranks(1, sweep, replace(JOB, batch_size=5), 3)
+    assert steps == [5, 5, 2] * 3
+    assert (record.batch_size, record.num_samples, record.num_steps, record.failure) == (5, 12, 3, "")
+    for samples in (record.timing, record.data_wait):
+        assert (samples.count, len(samples.warmup_seconds), samples.num_ranks) == (2, 1, 1)
+    assert record.peak_bytes > 0 and record.samples_per_s == pytest.approx(12 / record.timing.median_s)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("runtime", "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        ("runtime", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        ("memory", ""),
+        ("gpu", "CUDA out of memory."),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_a_row(on_ranks, kind, text):
+    ((record, steps),) = on_ranks(1, sweep, replace(JOB, batch_size=4), 2, 4, text, kind)
+    assert len(steps) == 5  # it ends there
+    assert (record.failure, record.timing, record.data_wait) == ("out of memory in epoch 2", None, None)
+    assert (record.batch_size, record.num_samples, record.num_steps) == (4, 12, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "text", "error", "words"),
+    [
+        (4, "size mismatch", RuntimeError, "size mismatch"),
+        (16, "", ConfigError, "less than one batch of 16; leave it out, or give more --samples"),
+    ],
+)
+def test_another_error_is_no_row(on_ranks, batch_size, text, error, words):
+    (told,) = on_ranks(1, fail_to_sweep, replace(JOB, batch_size=batch_size), text, error)
+    assert words in told
+
+
+def fail_to_sweep(settings: TrainSettings, text: str, error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        sweep(settings, 2, 0, text, "runtime")
+    return str(caught.value)

@@ -1,0 +1,79 @@
+"""How studies run their cells on real ranks: in order, several at once, past a rank that was killed, kept at an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paceline.cli.scale_studies import _bury
+from paceline.cli.studies import StudyRun, Task
+from paceline.errors import LaunchError
+from paceline.measure.scale_settings import BatchSweepSettings
+from paceline.records import BatchRecord, capture_environment
+from paceline.records.cells import Study
+from paceline.training.settings import TrainSettings
+
+SWEEP = BatchSweepSettings(job=TrainSettings(data="synthetic:images", device="cpu", threads=2), batch_sizes=(8,))
+ROW = BatchRecord(
+    model="cnn", data="synthetic", device="cpu", precision="fp32", threads=1, batch_size=1, num_samples=4, num_steps=4,
+    failure="made",
+)  # fmt: skip
+
+
+def answer(batch_size: int) -> list[Any]:
+    return [replace(ROW, batch_size=batch_size)]
+
+
+def die(how: str, *_: Any) -> list[Any]:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(3)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A study under way; its ranks are ended with the test."""
+    study = StudyRun("scale batch", Study.begin(tmp_path, "scale batch", {}), capture_environment(), True)
+    yield study
+    study.close()
+
+
+def make_task(size: int, how: str = "") -> Task:
+    """A cell of one rank: one that answers, or one that dies; its row is that of a batch that did not fit."""
+    function, arguments = (die, (how, size)) if how else (answer, (size,))
+    return Task(f"batch size {size}", lambda: function, arguments, on_death=lambda e: _bury(SWEEP, size, e))
+
+
+def test_a_killed_rank_is_a_row_and_the_study_goes_on(run):
+    records = run.make([make_task(4), make_task(8, "killed"), make_task(2)])
+    assert [record.batch_size for record in records] == [4, 8, 2]
+    assert [record.failure for record in records] == [
+        "made", "killed by the kernel, as it does when memory is over", "made"
+    ]  # fmt: skip
+    row = records[1]
+    assert (row.data, row.device, row.threads, row.timing) == ("synthetic:images", "cpu", 2, None)
+    assert run.study.count() == 3 and run.study.find("batch size 8") == records[1:2]
+    # Kept cells are not made again, nor is a rank started for them.
+    run.close()
+    assert run.make([make_task(8, "exited"), make_task(4, "exited")]) == [records[1], records[0]]
+    assert not run._pools
+
+
+def test_a_rank_that_ends_otherwise_ends_the_study_and_what_is_done_is_kept(run):
+    with pytest.raises(LaunchError, match="exited with code 3"):
+        run.make([make_task(4), make_task(8, "exited"), make_task(2)])
+    assert run.study.count() == 1 and run.study.find("batch size 4") == answer(4)
+
+
+def test_several_at_once_keep_their_order(run):
+    run.at_once = 2
+    sizes = [5, 3, 9, 1, 7]
+    records = run.make([make_task(size, "killed" if size == 3 else "") for size in sizes])
+    assert [record.batch_size for record in records] == sizes and run.study.count() == 5
+    with pytest.raises(LaunchError, match="exited with code 3"):
+        run.make([make_task(11), make_task(12, "exited"), make_task(13)])
+    assert run.study.find("batch size 12") is None and not run._pools

@@ -1,0 +1,213 @@
+"""What scaling studies are asked to do: refusals in words, the way through JSON, and the cells that follow."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import machine
+from paceline.errors import ConfigError
+from paceline.measure.large_batch_settings import LargeBatchSettings
+from paceline.measure.scale_settings import BatchSweepSettings, Cell, Contestant, ScaleSettings
+from paceline.training.settings import TrainSettings
+from paceline.units import MIB
+
+JOB = TrainSettings(channels=(2, 4), hidden=8, threads=1, device="cpu", wrapper="none", lr_drops=())
+GLOO, OURS = Contestant("torch", "gloo"), Contestant("paceline", "paceline")
+RANKS = ScaleSettings(
+    job=JOB, ranks=(1, 2, 4), contestants=(GLOO, OURS), batch_sizes=(8, 32), global_batch_sizes=(64,), iters=3
+)
+SWEEP = BatchSweepSettings(job=JOB, batch_sizes=(4, 8), epochs=3)
+LARGE = LargeBatchSettings(
+    job=TrainSettings(epochs=3, lr_drops=(0.5,), schedule="piecewise"), base_batch_size=8, global_batch_sizes=(32, 64),
+    recipes=("none", "linear+warmup", "grow"), seeds=(5, 6),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "count_gpus", lambda: 0)
+
+
+@pytest.mark.parametrize("settings", [RANKS, SWEEP, LARGE], ids=lambda s: type(s).__name__)
+def test_settings_come_back_from_json_as_they_were(settings):
+    settings.check()
+    config = json.loads(json.dumps(settings.to_json() | {"machine": "some box"}))
+    assert type(settings).from_json(config) == settings
+
+
+@given(
+    st.builds(
+        LargeBatchSettings,
+        job=st.builds(TrainSettings, channels=st.sampled_from([None, (2, 4)]), lr=st.floats(0, 10)),
+        base_batch_size=st.integers(1, 99),
+        global_batch_sizes=st.lists(st.integers(100, 999), max_size=3).map(tuple),
+        recipes=st.lists(st.sampled_from(["none", "linear", "lars:3+warmup"]), max_size=3).map(tuple),
+        seeds=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+        updates=st.none() | st.integers(0, 99),
+    )
+)
+def test_any_large_batch_study_comes_back_from_json(settings):
+    assert LargeBatchSettings.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "words"),
+    [
+        (RANKS, {"contestants": ()}, "no wrapper given: known are paceline, torch, dp"),
+        (RANKS, {"contestants": (Contestant("trch", "gloo"),)}, "wrapper 'trch' is unknown"),
+        (RANKS, {"contestants": (Contestant("none", "gloo"),)}, "wrapper 'none' is unknown"),
+        (RANKS, {"contestants": (Contestant("torch", "glo"),)}, "backend 'glo' is unknown"),
+        (RANKS, {"ranks": (1,)}, "--ranks 1: scaling needs two or more ranks beside one"),
+        (RANKS, {"ranks": (0, 2)}, "--ranks 0,2: scaling needs"),
+        (RANKS, {"global_batch_sizes": (64, 6)}, "--global-batch-size 6 cannot be shared equally by 4 ranks: use a"),
+        (RANKS, {"global_batch_sizes": (), "batch_sizes": ()}, "nothing to measure: give --batch-size"),
+        (RANKS, {"iters": 1}, "--iters 1: at least 2 are needed to know the noise"),
+        (RANKS, {"contestants": (Contestant("dp", "gloo"),)}, "--wrapper dp puts 4 GPUs into one process, and 0 can"),
+        (SWEEP, {"epochs": 1}, "--epochs 1: the first is a warm-up, so at least 2 are needed"),
+        (SWEEP, {"batch_sizes": ()}, "--batch-size: at least one size of at least 1 is needed"),
+        (SWEEP, {"batch_sizes": (4, 0)}, "--batch-size: at least one size of at least 1 is needed"),
+        (SWEEP, {"job": dataclasses.replace(JOB, samples=7)}, "--batch-size 8 of --samples 7: leave it out"),
+        (SWEEP, {"job": dataclasses.replace(JOB, ranks=2)}, "--ranks 2: batch sizes are compared on one rank; see"),
+        (LARGE, {"global_batch_sizes": ()}, "--global-batch-size nothing: batches above the base of 8 are needed"),
+        (LARGE, {"global_batch_sizes": (16, 8)}, "--global-batch-size 16,8: batches above the base of 8"),
+        (LARGE, {"recipes": ()}, "--recipes: at least one, such as none"),
+        (LARGE, {"recipes": ("none", "liner")}, "recipe 'liner': 'liner' is unknown"),
+        (LARGE, {"recipes": ("sync",)}, "recipe 'sync': sync needs several ranks, and there is one; use ghost"),
+        (LARGE, {"global_batch_sizes": (32, 36)}, "recipe 'grow': 36 is no multiple of the base 8"),
+        (LARGE, {"base_batch_size": 0}, "--base-batch-size 0: at least 1 is needed"),
+        (LARGE, {"evaluations": 0}, "--evaluations 0: at least 1"),
+        (LARGE, {"most_at_once": 0}, "--batch-size 0: at least 1"),
+        (LARGE, {"updates": -1}, "--updates -1: at least 0"),
+        (LARGE, {"seeds": ()}, "--seeds 0: at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(settings, changes, words):
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(settings, **changes).check()
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_dp_is_for_as_many_gpus_as_there_are(monkeypatch):
+    monkeypatch.setattr(machine, "count_gpus", lambda: 4)
+    on_gpus = dataclasses.replace(
+        RANKS, contestants=(Contestant("dp", "nccl"),), job=dataclasses.replace(JOB, device="cuda")
+    )
+    on_gpus.check()
+    assert on_gpus.backends == ()
+    with pytest.raises(ConfigError, match="--wrapper dp"):
+        dataclasses.replace(on_gpus, ranks=(1, 8), global_batch_sizes=()).check()
+    with pytest.raises(ConfigError, match="--wrapper dp"):
+        dataclasses.replace(on_gpus, job=JOB).check()
+
+
+def test_cells_are_weak_ones_and_then_strong_ones():
+    assert [cell.name for cell in RANKS.cells] == ["weak 8", "weak 32", "strong 64"]
+    assert [Cell("weak", 8).batch_size(n) for n in (1, 2, 4)] == [8, 8, 8]
+    assert [Cell("strong", 64).batch_size(n) for n in (1, 2, 4)] == [64, 32, 16]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1 << 14, (1 << 14) + 1, 5_000_000])
+def test_the_sweep_of_all_reduces_reaches_all_gradients_at_once(num_bytes):
+    sweep = RANKS.sweep(num_bytes)
+    assert sweep.ranks == (2, 4) and sweep.backends == ("gloo", "paceline") and sweep.threads == 1
+    assert max(sweep.sizes) >= max(num_bytes, MIB) and list(sweep.sizes) == sorted(set(sweep.sizes))
+    assert all(size < num_bytes for size in sweep.sizes[:-1])
+    sweep.check()
+
+
+# -- large batches: the runs of a study --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tail", "num_samples", "size", "wanted"),
+    [
+        ("keep", 100, 32, 3 * 4), ("pad", 100, 32, 3 * 4), ("drop", 100, 32, 3 * 3), ("keep", 96, 32, 3 * 3),
+        ("drop", 96, 32, 3 * 3), ("keep", 20, 32, 3), ("drop", 20, 32, 0),
+    ],
+)  # fmt: skip
+def test_updates_count_the_last_smaller_batch_as_the_tail_says(tail, num_samples, size, wanted):
+    settings = dataclasses.replace(LARGE, job=dataclasses.replace(LARGE.job, tail=tail))
+    assert settings.count_updates(size, num_samples) == wanted
+
+
+@pytest.fixture(scope="module")
+def cells():
+    return LARGE.list_cells(200)
+
+
+def test_the_baseline_is_first_and_every_run_is_there_once(cells):
+    named = [(cell.budget, cell.global_batch_size, cell.recipe, cell.settings.seed) for cell in cells]
+    plan = [("epochs", 8, "none"), *(("epochs", *pair) for pair in itertools.product((32, 64), LARGE.recipes))]
+    plan += [("updates", size, "none") for size in (8, 32, 64)]
+    assert named == [(*cell, seed) for cell in plan for seed in (5, 6)]
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert cells[0].name == "epochs 8 none seed 5"
+
+
+def test_noise_is_probed_once_in_the_baselines_first_seed(cells):
+    assert [cell.name for cell in cells if cell.probes] == ["epochs 8 none seed 5"]
+
+
+def test_recipes_are_held_against_the_base_batch(cells):
+    of = {cell.name: cell.settings for cell in cells}
+    plain, warmed = of["epochs 64 none seed 5"], of["epochs 64 linear+warmup seed 5"]
+    assert (plain.lr, plain.lr_warmup, plain.schedule) == (LARGE.job.lr, 0, "piecewise")
+    assert warmed.lr == pytest.approx(8 * LARGE.job.lr)
+    assert warmed.lr_warmup == round(0.2 * 3 * 4)  # of 200 samples in batches of 64, three times
+    assert of["epochs 64 grow seed 5"].batch_growth == ((0.4, 4), (0.6, 8))
+    assert {cell.settings.epochs for cell in cells if cell.budget == "epochs"} == {3}
+
+
+@pytest.mark.parametrize(("updates", "wanted"), [(None, 2 * 3 * 4), (7, 7), (0, None)])
+def test_runs_of_equal_updates_have_twice_those_of_the_largest_batch_or_so_many_or_none(updates, wanted):
+    found = dataclasses.replace(LARGE, updates=updates).list_cells(200)
+    limited = [cell for cell in found if cell.budget == "updates"]
+    assert {(cell.settings.steps, cell.settings.epochs) for cell in limited} == ({(wanted, 1)} if wanted else set())
+    assert len(limited) == (6 if wanted else 0)
+    assert all(cell.settings.steps is None for cell in found if cell.budget == "epochs")
+
+
+def test_what_a_rank_computes_at_once_is_bounded():
+    bounded = dataclasses.replace(LARGE, most_at_once=12, job=dataclasses.replace(LARGE.job, ranks=2))
+    for cell in bounded.list_cells(200):
+        assert cell.settings.batches.batch_size <= 12
+        first = 8 if cell.settings.batch_growth else cell.global_batch_size
+        assert cell.settings.batches.global_batch_size == first
+
+
+def test_a_table_can_say_what_a_recipe_set(cells):
+    told = {cell.name: cell.configuration for cell in cells}
+    assert told["epochs 8 none seed 5"] == "sgd, lr 0.05, piecewise"
+    assert told["epochs 64 linear+warmup seed 6"] == "sgd, lr 0.4, piecewise, warm-up 2"
+    assert told["epochs 64 grow seed 5"] == "sgd, lr 0.05, constant, from 8: x4 at 0.4, x8 at 0.6"
+    ghosts = dataclasses.replace(LARGE, recipes=("ghost:4+smoothing",)).list_cells(200)
+    assert ghosts[2].configuration.endswith("ghosts of 4, smoothing 0.1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_samples", "words"),
+    [
+        ({}, 63, "63 samples make no whole batch of 64: leave it out"),
+        ({"job": dataclasses.replace(LARGE.job, ranks=3)}, 200, "a global batch of 8 cannot be shared by 3 ranks"),
+        (
+            {"recipes": ("warmup:0.9",), "global_batch_sizes": (64,)},
+            64,
+            "'warmup:0.9' at 64: a warm-up of 3 updates in a run of 3",
+        ),
+        (
+            {"recipes": ("grow:0.9",), "global_batch_sizes": (64,)},
+            64,
+            "'grow:0.9' at 64: --batch-growth 0.9:4,0.9333:8",
+        ),
+    ],
+)
+def test_runs_that_cannot_be_are_refused_before_any_is_trained(changes, num_samples, words):
+    settings = dataclasses.replace(LARGE, **changes)
+    settings.check()
+    with pytest.raises(ConfigError) as caught:
+        settings.list_cells(num_samples)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
