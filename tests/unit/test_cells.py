@@ -77,8 +77,14 @@ def test_a_broken_cell_is_refused_with_its_name_and_what_to_do(study, text, reas
 
 def test_cells_whose_files_would_have_one_name_are_not_mistaken_for_each_other(study):
     study.keep("weak 32", [make_run()])
-    with pytest.raises(RecordError, match="it holds 'weak 32'"):
-        study.find("weak/32")
+    assert study.find("weak/32") is None
+    study.keep("weak/32", [make_run(), make_run(seed=2)])
+    assert [len(study.find(name)) for name in ("weak 32", "weak/32")] == [1, 2]
+    file = next((study.path / "cells").glob("weak-32.json"))
+    file.write_text(file.read_text().replace("weak 32", "weak 33"))
+    with pytest.raises(RecordError, match="it holds 'weak 33'"):
+        study.find("weak 32")
+
 
 
 def test_another_verb_is_refused(study):

@@ -54,7 +54,8 @@ class Task:
 
 @dataclass
 class StudyRun:
-    """A study under way. `study` is None on the ranks of a launched world that do not write."""
+    """A study under way. `study` is None on the ranks of a launched world that do not write; a quiet one leaves stdout
+    to JSON."""
 
     verb: str
     study: Study | None
@@ -88,7 +89,7 @@ class StudyRun:
 
     @property
     def _speaks(self) -> bool:
-        return not self.is_quiet and (not is_launched() or read_place().rank == 0)
+        return not is_launched() or read_place().rank == 0
 
     def _find(self, task: Task) -> list[Record] | None:
         return None if self.study is None else self.study.find(task.name)

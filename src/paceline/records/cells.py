@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,9 @@ class Study:
         return cls(path, verb, config)
 
     def _file(self, cell: str) -> Path:
-        return self.path / _CELLS / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', cell)}.json"
+        """Its name with what a file system takes; where that says less than the name, a sum of the name tells it."""
+        plain, slug = cell.replace(" ", "-"), re.sub(r"[^A-Za-z0-9.-]+", "-", cell)
+        return self.path / _CELLS / f"{slug if slug == plain else f'{slug}-{zlib.crc32(cell.encode()):08x}'}.json"
 
     def find(self, cell: str) -> list[Record] | None:
         """The records of a finished cell; None where it is still to be made."""
