@@ -87,6 +87,7 @@ def build_batch(job: dict[str, Any], epochs: int = 2) -> BatchSweepSettings:
     sizes = parse_counts(job["batch_size"], "--batch-size") if job["batch_size"] else _BATCH_SIZES
     if job["ranks"] not in (None, "1"):
         raise ConfigError(f"--ranks {job['ranks']}: batch sizes are compared on one rank; see `scale ranks`")
+    _refuse_launched("batch sizes are compared on one rank")
     settings = BatchSweepSettings(
         job=build_settings(job, 1, sizes[0], wrapper="none", plan=None), batch_sizes=sizes, epochs=epochs
     )
@@ -94,6 +95,13 @@ def build_batch(job: dict[str, Any], epochs: int = 2) -> BatchSweepSettings:
     for size in sizes:
         check_job(dataclasses.replace(settings.job, batch_size=size))
     return settings
+
+
+def _refuse_launched(why: str) -> None:
+    from paceline.runtime.environment import is_launched, read_place
+
+    if is_launched() and read_place().world_size > 1:
+        raise ConfigError(f"in a launched world of {read_place().world_size}: {why}; start it without torchrun")
 
 
 @app.command("ranks")
@@ -305,6 +313,7 @@ def report(
     from paceline.cli import scale_studies as studies
 
     _check_resume(context_, resume)
+    _refuse_launched("a report starts the ranks of its studies itself")
     if runs:
         if resume is not None:
             raise ConfigError(f"--resume {resume} beside runs: a page of finished runs has nothing to go on with")

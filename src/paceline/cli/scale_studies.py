@@ -185,7 +185,7 @@ def finish(run: StudyRun, records: Sequence[Record], json: bool) -> None:
     from paceline.cli.scale_views import build_view
     from paceline.report.scaling_report import describe_machine, render_report
 
-    if run.study is None:
+    if not run.writes:
         return
     done = run.save(records)
     view = build_view(done)

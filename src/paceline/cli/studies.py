@@ -87,6 +87,11 @@ class StudyRun:
         return self._get_pool(0, ranks).run(load(), arguments, num_ranks=ranks)[0]
 
     @property
+    def writes(self) -> bool:
+        """Whether this rank closes the study; in a launched world rank 0 alone does."""
+        return self.study is not None and not isinstance(self.study, _Reader)
+
+    @property
     def _speaks(self) -> bool:
         return not self.is_quiet and (not is_launched() or read_place().rank == 0)
 
