@@ -76,6 +76,7 @@ def batch(
     from paceline.cli import scale_studies as studies
 
     _check_resume(context_, resume)
+    _refuse_launched("batch sizes are compared on one rank")
     settings = studies.load_batch(resume) if resume is not None else build_batch(job, epochs)
     with _opened("scale batch", settings, out, resume, json) as run:
         studies.finish(run, studies.make_batch(run, settings), json)
@@ -87,7 +88,6 @@ def build_batch(job: dict[str, Any], epochs: int = 2) -> BatchSweepSettings:
     sizes = parse_counts(job["batch_size"], "--batch-size") if job["batch_size"] else _BATCH_SIZES
     if job["ranks"] not in (None, "1"):
         raise ConfigError(f"--ranks {job['ranks']}: batch sizes are compared on one rank; see `scale ranks`")
-    _refuse_launched("batch sizes are compared on one rank")
     settings = BatchSweepSettings(
         job=build_settings(job, 1, sizes[0], wrapper="none", plan=None), batch_sizes=sizes, epochs=epochs
     )
@@ -261,7 +261,7 @@ def build_large_batch(
 ) -> LargeBatchSettings:
     from paceline.cli.jobs import read_one, read_world
     from paceline.measure.large_batch_settings import LargeBatchSettings
-    from paceline.training.recipes import NO_RECIPE
+    from paceline.training.recipes import NO_RECIPE, Recipe
 
     job = dict(job)
     if not {"model", "channels", "hidden"} & set(asked):
@@ -278,7 +278,8 @@ def build_large_batch(
         raise ConfigError(f"--seeds {num_seeds}: at least 1 is needed")
     most = read_one(job["batch_size"], "--batch-size") or 512
     train = build_settings(job, counts[0], None, global_batch_size=base_batch_size, **learning)
-    names = split_names(recipes if recipes is not None else _default_recipes(train))
+    typed = split_names(recipes if recipes is not None else _default_recipes(train))
+    names = tuple(dict.fromkeys(Recipe.parse(text).text for text in typed))
     if NO_RECIPE not in names:
         names = (NO_RECIPE, *names)  # what the others are held against
     settings = LargeBatchSettings(
