@@ -39,9 +39,11 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         _reset_peak(world.device)
         epoch_s: list[float] = []
         waits_s: list[float] = []
-        failure = ""
+        # A batch of fewer samples than it is named for would stand in the table as the larger one.
+        is_short = job.batches.global_batch_size > len(job.train)
+        failure = f"more than the {len(job.train)} samples of an epoch" if is_short else ""
         try:
-            for epoch in range(epochs):
+            for epoch in range(0 if is_short else epochs):
                 seconds, waited_s = _run_epoch(job, epoch, epochs)
                 epoch_s.append(seconds)
                 waits_s.append(waited_s)
