@@ -248,6 +248,8 @@ def _make_part(name: str, settings: _Settings, at: Path, out: Path, json: bool) 
         if run.was_over:
             return
         assert run.study is not None
+        if not isinstance(settings, LargeBatchSettings):
+            check_same_machine(run.study.config, at)
         if isinstance(settings, BatchSweepSettings):
             records = make_batch(run, BatchSweepSettings.from_json(run.study.config))
         elif isinstance(settings, ScaleSettings):
