@@ -10,7 +10,11 @@ from paceline.training.settings import TrainSettings
 
 def build(*recipes, size=64, epochs=4, updates=0):
     return LargeBatchSettings(
-        job=TrainSettings(epochs=epochs), base_batch_size=8, global_batch_sizes=(size,), recipes=recipes, updates=updates
+        job=TrainSettings(epochs=epochs),
+        base_batch_size=8,
+        global_batch_sizes=(size,),
+        recipes=recipes,
+        updates=updates,
     )
 
 
