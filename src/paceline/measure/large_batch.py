@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from paceline.errors import MeasurementError
+from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.large_batch_settings import TrainingCell
 from paceline.measure.noise_scale import measure_noise_scale
 from paceline.measure.settings import Progress
@@ -38,7 +38,10 @@ _LEAST_SMALL, _MOST_SMALL = 4, 64
 def count_training_samples(settings: TrainSettings) -> int:
     """How many samples an epoch has. Collective: every rank of the launched world must call this."""
     with open_world(settings) as world:
-        return len(load_sets(settings, world)[0])
+        train, _ = load_sets(settings, world)
+        if not train.form.num_classes:
+            raise ConfigError(f"{train.describe()}: there is no test accuracy of numbers; name data with classes")
+        return len(train)
 
 
 def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
