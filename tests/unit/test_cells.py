@@ -86,7 +86,6 @@ def test_cells_whose_files_would_have_one_name_are_not_mistaken_for_each_other(s
         study.find("weak 32")
 
 
-
 def test_another_verb_is_refused(study):
     with pytest.raises(ConfigError, match="a study of `scale ranks`, and this is `scale batch`"):
         Study.load(study.path, "scale batch")

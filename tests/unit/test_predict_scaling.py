@@ -466,3 +466,9 @@ def test_silent_steps_of_all_wrappers_count():
 def test_buckets_survive_json():
     record = MadeWorld().record(2)
     assert record_from_json(record_to_json(record)) == record
+
+
+def test_ranks_with_a_gap_are_predicted_from_the_smallest_sweep():
+    known = MadeWorld().evidence(1, 3, sweeps=(3,))
+    [point] = simulate_scaling(known.calibrated_up_to(1), [3])
+    assert point.calibrated == (1,) and point.step_s > 0

@@ -76,6 +76,7 @@ def batch(
     from paceline.cli import scale_studies as studies
 
     _check_resume(context_, resume)
+    _refuse_launched("batch sizes are compared on one rank")
     settings = studies.load_batch(resume) if resume is not None else build_batch(job, epochs)
     with _opened("scale batch", settings, out, resume, json) as run:
         studies.finish(run, studies.make_batch(run, settings), json)
@@ -96,6 +97,13 @@ def build_batch(job: dict[str, Any], epochs: int = 2) -> BatchSweepSettings:
     for size in sizes:
         check_job(dataclasses.replace(settings.job, batch_size=size))
     return settings
+
+
+def _refuse_launched(why: str) -> None:
+    from paceline.runtime.environment import is_launched, read_place
+
+    if is_launched() and read_place().world_size > 1:
+        raise ConfigError(f"in a launched world of {read_place().world_size}: {why}; start it without torchrun")
 
 
 @app.command("ranks")
@@ -255,7 +263,7 @@ def build_large_batch(
 ) -> LargeBatchSettings:
     from paceline.cli.jobs import read_one, read_world
     from paceline.measure.large_batch_settings import LargeBatchSettings
-    from paceline.training.recipes import NO_RECIPE
+    from paceline.training.recipes import NO_RECIPE, Recipe
 
     job = dict(job)
     if not {"model", "channels", "hidden"} & set(asked):
@@ -272,7 +280,8 @@ def build_large_batch(
         raise ConfigError(f"--seeds {num_seeds}: at least 1 is needed")
     most = read_one(job["batch_size"], "--batch-size") or 512
     train = build_settings(job, counts[0], None, global_batch_size=base_batch_size, **learning)
-    names = split_names(recipes if recipes is not None else _default_recipes(train))
+    typed = split_names(recipes if recipes is not None else _default_recipes(train))
+    names = tuple(dict.fromkeys(Recipe.parse(text).text for text in typed))
     if NO_RECIPE not in names:
         names = (NO_RECIPE, *names)  # what the others are held against
     settings = LargeBatchSettings(
@@ -309,6 +318,7 @@ def report(
     if runs and resume is not None:
         raise ConfigError(f"--resume {resume} beside runs: a page of finished runs has nothing to go on with")
     _check_resume(context_, resume)
+    _refuse_launched("a report starts the ranks of its studies itself")
     if runs:
         studies.report_runs(runs, out, json)
         return

@@ -186,10 +186,12 @@ def _view_large_batch(run: Run) -> View:
     largest = max(settings.global_batch_sizes)
     ends = [record for record in records if record.global_batch_size in (largest, settings.base_batch_size)]
     tables = [_table("recipes", "large batches", scaling_tables.recipe_table, summaries, scaling_tables.recipe_row)]
-    pictures = [
-        ("accuracy", "Test accuracy by global batch size", scaling_plots.plot_accuracy(summaries, about)),
-        ("curves", "Test accuracy on the way", scaling_plots.plot_curves(ends, about)),
-    ]
+    pictures = []
+    if any(summary.accuracy is not None for summary in summaries):
+        figure = scaling_plots.plot_accuracy(summaries, about)
+        pictures.append(("accuracy", "Test accuracy by global batch size", figure))
+    if any(record.curve for record in ends):
+        pictures.append(("curves", "Test accuracy on the way", scaling_plots.plot_curves(ends, about)))
     told: list[str] = []
     if noise:
         title = "gradient noise of the baseline"

@@ -68,7 +68,12 @@ class StudyRun:
     # -- cells --------------------------------------------------------------------------------------------------------
 
     def make(self, tasks: Sequence[Task], describe: Callable[[Sequence[Record]], str] | None = None) -> list[Record]:
-        """The records of all tasks in their order: those that are kept already, and the others made and kept now."""
+        """The records of all tasks in their order: those that are kept already, and the others made and kept now.
+
+        A study that is over has them in its own file, and nothing is measured anew, whatever became of its cells.
+        """
+        if self.was_over:
+            return list(load_run(self.path).records)
         kept = {task.name: found for task in tasks if (found := self._find(task)) is not None}
         missing = [task for task in tasks if task.name not in kept]
         if missing:
@@ -86,6 +91,11 @@ class StudyRun:
         if is_launched():
             return load()(*arguments)
         return self._get_pool(0, ranks).run(load(), arguments, num_ranks=ranks)[0]
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank closes the study; in a launched world rank 0 alone does."""
+        return self.study is not None and not isinstance(self.study, _Reader)
 
     @property
     def _speaks(self) -> bool:
@@ -255,7 +265,9 @@ def open_study(
     if is_launched() and read_place().rank > 0:
         if resume is None:
             RunFolder.check(out)
-        yield StudyRun(verb, None if resume is None else _Reader.load(resume, verb), environment, True)
+        reader = None if resume is None else _Reader.load(resume, verb)
+        was_over = reader is not None and (reader.path / RUN_FILE).exists()
+        yield StudyRun(verb, reader, environment, True, was_over)
         return
     with contextlib.ExitStack() as stack:
         if at is not None and (at / STUDY_FILE).exists():

@@ -5,6 +5,7 @@ Which runs there are is in `large_batch_settings`; a run that people train with,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -12,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.large_batch_settings import TrainingCell
 from paceline.measure.noise_scale import measure_noise_scale
 from paceline.measure.settings import Progress
@@ -36,7 +38,10 @@ _LEAST_SMALL, _MOST_SMALL = 4, 64
 def count_training_samples(settings: TrainSettings) -> int:
     """How many samples an epoch has. Collective: every rank of the launched world must call this."""
     with open_world(settings) as world:
-        return len(load_sets(settings, world)[0])
+        train, _ = load_sets(settings, world)
+        if not train.form.num_classes:
+            raise ConfigError(f"{train.describe()}: there is no test accuracy of numbers; name data with classes")
+        return len(train)
 
 
 def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
@@ -123,17 +128,19 @@ class _Training:
         size = min(_SMALL_BATCH_SIZE, job.batches.batch_size)
         budget = _PROBE_COST * job.epochs * len(job.train) / len(_PROBE_SHARES)
         num_small = int(budget / (_NUM_PROBES * size * job.world.world_size))
-        self._noise.append(
-            measure_noise_scale(
-                job,
-                step=step,
-                epoch=self._num_samples / len(job.train),
-                batch_size=size,
-                num_small=max(_LEAST_SMALL, min(_MOST_SMALL, num_small)),
-                num_probes=_NUM_PROBES,
-                note=f"{self._cell.recipe} at {self._cell.global_batch_size}",
+        # Gradients that are no numbers have no noise scale; what is wrong with the run, its next evaluation says.
+        with contextlib.suppress(MeasurementError):
+            self._noise.append(
+                measure_noise_scale(
+                    job,
+                    step=step,
+                    epoch=self._num_samples / len(job.train),
+                    batch_size=size,
+                    num_small=max(_LEAST_SMALL, min(_MOST_SMALL, num_small)),
+                    num_probes=_NUM_PROBES,
+                    note=f"{self._cell.recipe} at {self._cell.global_batch_size}",
+                )
             )
-        )
 
     def _tell(self, step: int) -> None:
         if self._job.world.rank == 0 and time.perf_counter() - self._told_s > 0.5:

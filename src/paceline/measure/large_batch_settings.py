@@ -151,3 +151,28 @@ class LargeBatchSettings:
         known = {field.name for field in dataclasses.fields(cls)}
         values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
         return cls(**(values | {"job": TrainSettings.from_json(values["job"])}))
+
+
+def _check_cell(cell: TrainingCell, num_samples: int) -> None:
+    """Refuse now what a run would refuse when its turn comes, with the runs before it done in vain."""
+    settings = cell.settings
+    settings.check()
+    found = f"recipe {cell.recipe!r} at a global batch of {cell.global_batch_size}"
+    if cell.global_batch_size > num_samples:
+        raise ConfigError(f"{found}: it is more than the {num_samples} samples of an epoch; leave it out")
+    batches = BatchSchedule(
+        global_batch_size=settings.batches.global_batch_size,
+        num_samples=num_samples,
+        epochs=settings.epochs,
+        growths=settings.batch_growth,
+        tail=settings.tail,
+    )
+    try:
+        batches.check()
+    except ConfigError as error:
+        raise ConfigError(f"{found}: {error}") from None
+    num_steps = batches.num_steps if settings.steps is None else settings.steps
+    if settings.lr_warmup >= num_steps:
+        raise ConfigError(
+            f"{found}: its warm-up takes {settings.lr_warmup} of {num_steps} updates; use more --epochs, or leave it out"
+        )

@@ -88,11 +88,12 @@ class ScalingEvidence:
         )
 
     def calibrated_up_to(self, world_size: int) -> ScalingEvidence:
-        """What so many ranks tell, and nothing of more. One rank sends nothing: with it goes the sweep of two."""
+        """What so many ranks tell, and nothing of more. One rank sends nothing: with it goes the smallest sweep."""
+        least = min((r.world_size for r in self.collectives), default=0)
         return replace(
             self,
             records=tuple(r for r in self.records if r.world_size <= world_size),
-            collectives=tuple(r for r in self.collectives if r.world_size <= max(2, world_size)),
+            collectives=tuple(r for r in self.collectives if r.world_size <= max(least, world_size)),
         )
 
     @property

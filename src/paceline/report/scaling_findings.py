@@ -41,7 +41,7 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
         if here == min(rates):
             lines.append(f"samples/s hardly depend on the batch size: {reached} already at {here}, the smallest")
         elif here == max(rates):
-            lines.append(f"samples/s grow up to batch size {here}, the largest that was measured: the knee is beyond")
+            lines.append(f"samples/s grow up to batch size {here}, the largest that was measured: more may be better")
         else:
             lines.append(f"samples/s grow up to batch size {here} (the knee), where {reached}")
     return lines + [f"batch size {r.batch_size} does not fit: {r.failure}" for r in records if r.failure]

@@ -118,7 +118,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        text = text.strip()
+        text = "".join(text.split())  # one recipe has one name, however it is spaced
         if text == NO_RECIPE:
             return cls(text, ())
         found: list[tuple[str, float]] = []
