@@ -116,24 +116,22 @@ def test_the_leaders_are_the_best_of_each_cell_on_the_most_ranks_and_the_worst_o
     assert findings.pick_leaders([]) == []
 
 
-def test_the_winner_of_a_cell_stands_beside_the_next():
-    records = [
-        make_steady(1, 0.010), make_steady(2, 0.010, 0.010, wrapper="torch"), make_steady(2, 0.010, 0.006),
-        make_steady(2, 0.010, 0.0025, backend="paceline"),
-    ]  # fmt: skip
-    assert findings.describe_winners(list_points(records)) == [
-        "2 ranks at batch size 32 per rank: paceline on paceline is best, efficiency 0.80 ± 0.00, "
-        "1.28 ± 0.00 times that of paceline on gloo"
-    ]
+def _disturb(record, rank, factor):
+    rows = tuple(tuple(v * (factor if r == rank else 1) for r, v in enumerate(row)) for row in record.silent.seconds)
+    return replace(record, silent=replace(record.silent, seconds=rows))
 
 
-def test_a_winner_inside_the_noise_is_none():
-    rng = make_rng()
-    alone = make_scale(rng, 1, 0.01)
-    pair = [make_scale(rng, 2, 0.01, wrapper=wrapper) for wrapper in ("torch", "paceline")]
-    (line,) = findings.describe_winners(list_points([alone, *pair]))
-    assert line.endswith("their difference is inside the noise") and "are best" in line
-    assert findings.describe_winners(list_points([alone, pair[0]])) == []
+def test_a_rank_that_something_else_held_up_is_named():
+    record = make_scale(make_rng(), 4, 0.01)
+    assert findings.describe_stragglers([record]) == []
+    assert findings.describe_stragglers([_disturb(record, 2, 1.02)]) == []  # near the others
+    (line,) = findings.describe_stragglers([_disturb(record, 2, 1.5), _disturb(record, 2, 1.5)])
+    assert line.startswith(
+        "4 ranks at batch size 32 per rank: not to be believed, for rank 2 was the slowest in 100% of"
+    )
+    often = [_disturb(record, number % 4, 3.0).silent.seconds[number] for number in range(record.timing.count)]
+    changing = replace(record, silent=replace(record.silent, seconds=tuple(often)))
+    assert findings.describe_stragglers([changing]) == []  # ranks take turns at it
 
 
 def test_contests_count_cells_that_are_better_worse_or_neither():

@@ -20,7 +20,16 @@ from paceline.units import parse_counts
 if TYPE_CHECKING:
     from paceline.training.settings import TrainSettings
 
-__all__ = ["build_bare_settings", "build_settings", "check_counts", "check_job", "read_one", "read_world", "takes_job"]
+__all__ = [
+    "build_bare_settings",
+    "build_settings",
+    "check_counts",
+    "check_job",
+    "list_defaults",
+    "read_one",
+    "read_world",
+    "takes_job",
+]
 
 Model = Annotated[str, typer.Option("--model", help=MODEL_HELP)]
 Data = Annotated[
@@ -70,6 +79,11 @@ def _job(
     threads: Threads = None,
 ) -> None:
     """The options of a job: only the signature counts."""
+
+
+def list_defaults() -> dict[str, Any]:
+    """A job of which nothing was typed."""
+    return {name: parameter.default for name, parameter in inspect.signature(_job).parameters.items()}
 
 
 def takes_job(verb: Callable[..., None]) -> Callable[..., None]:

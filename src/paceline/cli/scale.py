@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline import machine
-from paceline.cli.jobs import build_settings, check_job, takes_job
+from paceline.cli.jobs import build_settings, check_job, list_defaults, takes_job
 from paceline.cli.learning import (
     GLOBAL_BATCH_HELP,
     RESUME_HELP,
@@ -151,7 +151,7 @@ def build_ranks(
     contestants += [Contestant("dp", backends[0])] if "dp" in wrappers else []
     strong = parse_counts(global_batch_size, "--global-batch-size") if global_batch_size else (2 * max(sizes),)
     if not global_batch_size:
-        strong = tuple(size for size in strong if all(size % n == 0 for n in counts))
+        strong = tuple(size for size in strong if all(size % (n * (job["accumulate"] or 1)) == 0 for n in counts))
     # As many threads for a rank alone as for one of many: a rank is a rank, with what belongs to one.
     threads = job["threads"] or max(1, machine.count_cores() // max(counts))
     if job["plan"] is not None:
@@ -322,7 +322,7 @@ def report(
     if runs:
         studies.report_runs(runs, out, json)
         return
-    blank = _blank_job()
+    blank = list_defaults()
     learning = {"epochs": 6, "lr": 0.05, "schedule": "cosine"}
     studies.report_all(
         build_batch(blank),
@@ -332,15 +332,6 @@ def report(
         resume,
         json,
     )
-
-
-def _blank_job() -> dict[str, Any]:
-    """A job of which nothing was typed."""
-    import inspect
-
-    from paceline.cli.jobs import _job
-
-    return {name: parameter.default for name, parameter in inspect.signature(_job).parameters.items()}
 
 
 @contextlib.contextmanager

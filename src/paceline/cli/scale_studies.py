@@ -97,7 +97,7 @@ def _bury(settings: BatchSweepSettings, size: int, error: LaunchError) -> list[R
             batch_size=size,
             num_samples=size,
             num_steps=1,
-            failure="killed by the kernel, as it does when memory is over",
+            failure="killed, as by the kernel when memory is over",
         )
     ]
 
@@ -135,7 +135,7 @@ def make_ranks(run: StudyRun, settings: ScaleSettings) -> list[Record]:
     tasks = [Task(cell.name, load, (settings, cell), most, weight=4.0) for cell in settings.cells]
     if not is_launched():
         # Ranks of our own: one of them can be alone. In a launched world the others would compute beside it.
-        sizes = sorted({cell.batch_size(1) for cell in settings.cells})
+        sizes = sorted({cell.batch_size(1, settings.job.accumulate or 1) for cell in settings.cells})
         jobs = [dataclasses.replace(settings.job, batch_size=size) for size in sizes]
         tasks += [Task(f"layers {job.batch_size}", load_layers, (job,)) for job in jobs]
     records = run.make(tasks)
@@ -155,14 +155,15 @@ def make_large_batch(run: StudyRun, settings: LargeBatchSettings) -> list[Record
 
         return measure_large_batch
 
-    def load_count() -> Callable[..., Any]:
-        from paceline.measure.large_batch import count_training_samples
+    def load_survey() -> Callable[..., Any]:
+        from paceline.measure.large_batch import survey_job
 
-        return count_training_samples
+        return survey_job
 
     if run.was_over:
         return []  # it is shown from its run; no rank need be asked
-    num_samples: int = run.ask(load_count, (settings.job,), settings.job.ranks)
+    num_samples, has_norm = run.ask(load_survey, (settings.job,), settings.job.ranks)
+    settings.check_norms(has_norm)
     tasks = []
     for cell in settings.list_cells(num_samples):
         steps = cell.settings.steps
@@ -191,6 +192,7 @@ def finish(run: StudyRun, records: Sequence[Record], json: bool) -> None:
     if not run.writes:
         return
     done = run.save(records)
+    run.was_over = True  # whatever comes now, there is nothing to go on with
     view = build_view(done)
     for table in view.tables:
         run.write_table(table.name, table.columns, table.items, table.rows)
@@ -204,6 +206,8 @@ def finish(run: StudyRun, records: Sequence[Record], json: bool) -> None:
         closing = {"findings": view.findings, "assumptions": view.assumptions}
         session.print_json({"run": str(run.path), **tables, **closing})
     run.print_lines([*view.findings, f"page: {page_path}", f"run: {run.path}"])
+    if view.refusal is not None:
+        raise view.refusal
 
 
 def _render_assumptions(lines: Sequence[str]) -> str:
@@ -281,7 +285,10 @@ def _write_page(folder: RunFolder, runs: Sequence[tuple[Path, Run]], json: bool)
         "runs": [str(path) for path, _ in runs],
         "findings": [line for view in views for line in view.findings],
         "assumptions": assumptions,
-        "tables": {table.name: table.rows for view in views for table in view.tables},
+        "tables": {
+            str(path): {table.name: table.rows for table in view.tables}
+            for (path, _), view in zip(runs, views, strict=True)
+        },
     }
     for name, content in (
         (PAGE, page + _render_assumptions(assumptions)),
@@ -291,10 +298,13 @@ def _write_page(folder: RunFolder, runs: Sequence[tuple[Path, Run]], json: bool)
         folder.write(name, content)
     if json:
         session.print_json(document)
-        return
-    console = session.stdout()
-    for section in sections:
-        console.print(f"{section.title}", markup=False, style="bold")
-        for line in section.findings:
-            console.print(f"- {line}", markup=False)
-    console.print(f"page: {folder.path / PAGE}")
+    else:
+        console = session.stdout()
+        for section in sections:
+            console.print(f"{section.title}", markup=False, style="bold")
+            for line in section.findings:
+                console.print(f"- {line}", markup=False)
+        console.print(f"page: {folder.path / PAGE}")
+    for view in views:
+        if view.refusal is not None:
+            raise view.refusal

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from paceline.errors import MeasurementError
 from paceline.measure.large_batch_settings import LargeBatchSettings
 from paceline.measure.scale_settings import ScaleSettings
 from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, NoiseRecord, Record, Run, ScaleRecord
@@ -50,12 +51,14 @@ class Table:
 
 @dataclass(frozen=True)
 class View:
-    """All of a study. `pictures` are (name, caption, figure); `assumptions` are those of its predictions."""
+    """All of a study. `pictures` are (name, caption, figure); `assumptions` are those of its predictions; `refusal` is
+    why a table is missing."""
 
     sections: list[Section]
     tables: list[Table]
     pictures: list[tuple[str, str, Figure]]
     assumptions: list[str] = field(default_factory=list)
+    refusal: MeasurementError | None = None
 
     @property
     def findings(self) -> list[str]:
@@ -117,6 +120,11 @@ def _view_ranks(run: Run) -> View:
     points, about = list_points(records), _describe(run)
     several = [record for record in records if record.world_size > 1]
     predicted, assumptions = _predict(run)
+    refusal, rates = None, []
+    try:
+        rates = scaling_tables.list_bandwidths(records, sweeps)
+    except MeasurementError as error:
+        refusal, sweeps = error, []
     tables = [
         _table(
             "scaling", "ranks", scaling_tables.scale_table, scaling_tables.compare_with_torch(points),
@@ -127,8 +135,8 @@ def _view_ranks(run: Run) -> View:
             scaling_tables.communication_row,
         ),
         _table(
-            "bandwidth", "bandwidth beside its peak", scaling_tables.bandwidth_table,
-            scaling_tables.list_bandwidths(records, sweeps), scaling_tables.bandwidth_row,
+            "bandwidth", "bandwidth beside its peak", scaling_tables.bandwidth_table, rates,
+            scaling_tables.bandwidth_row,
         ),
         _table(
             "predicted", "predicted", predicted_tables.predicted_table,
@@ -145,7 +153,7 @@ def _view_ranks(run: Run) -> View:
     sections = [scaling_report.scaling_section(records, sweeps, _list_figures(pictures))]
     if predicted:
         sections.append(scaling_report.predicted_section(predicted, points))
-    return View(sections, [table for table in tables if table.items], pictures, assumptions)
+    return View(sections, [table for table in tables if table.items], pictures, assumptions, refusal)
 
 
 def _predict(run: Run) -> tuple[list[PredictedPoint], list[str]]:
@@ -163,7 +171,7 @@ def _predict(run: Run) -> tuple[list[PredictedPoint], list[str]]:
     points: list[PredictedPoint] = []
     notes: dict[str, None] = {}
     for cell in settings.cells:
-        samples = cell.samples * (settings.job.accumulate or 1)
+        samples = cell.count_samples(settings.job.accumulate or 1)
         ranks = [n for n in asked if cell.mode == "weak" or samples % n == 0]
         for contestant in settings.contestants:
             if contestant.wrapper == "dp":

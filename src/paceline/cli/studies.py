@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import rich.progress
-
 from paceline import machine
 from paceline.cli import session
+from paceline.cli.study_screen import Screen
 from paceline.errors import ConfigError, LaunchError
 from paceline.records.cells import STUDY_FILE, Study
 from paceline.records.environment import Environment, capture_environment
@@ -27,7 +27,6 @@ from paceline.records.store import RUN_FILE, Run, RunFolder, load_run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, defer_signals
 from paceline.runtime.worker import listen
-from paceline.units import format_duration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,6 +63,8 @@ class StudyRun:
     was_over: bool = False
     at_once: int = 1
     _pools: dict[int, RankPool] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_closed: bool = False
 
     # -- cells --------------------------------------------------------------------------------------------------------
 
@@ -77,7 +78,7 @@ class StudyRun:
         kept = {task.name: found for task in tasks if (found := self._find(task)) is not None}
         missing = [task for task in tasks if task.name not in kept]
         if missing:
-            with _Screen(self.verb, tasks, kept, self._speaks) as screen:
+            with Screen(self.verb, tasks, kept, self._speaks) as screen:
                 screen.describe = describe
                 if is_launched():
                     for task in missing:
@@ -104,17 +105,17 @@ class StudyRun:
     def _find(self, task: Task) -> list[Record] | None:
         return None if self.study is None else self.study.find(task.name)
 
-    def _finish(self, task: Task, records: list[Record], screen: _Screen) -> list[Record]:
+    def _finish(self, task: Task, records: list[Record], screen: Screen) -> list[Record]:
         if self.study is not None:
             self.study.keep(task.name, records)
         screen.finish(task, records)
         return records
 
-    def _run_here(self, task: Task, screen: _Screen) -> list[Record]:
+    def _run_here(self, task: Task, screen: Screen) -> list[Record]:
         with listen(lambda message: screen.hear(task, message)):
             return task.load()(*task.arguments)
 
-    def _run_all(self, tasks: Sequence[Task], kept: dict[str, list[Record]], screen: _Screen) -> None:
+    def _run_all(self, tasks: Sequence[Task], kept: dict[str, list[Record]], screen: Screen) -> None:
         """On ranks of our own, `at_once` tasks at a time, each in warm ranks of its own."""
         check_rank_count(max(task.ranks for task in tasks) * self.at_once)
         if self.at_once == 1 or len(tasks) == 1:
@@ -155,22 +156,28 @@ class StudyRun:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 kept[task.name] = self._finish(task, outcome, screen)
-        finally:
+        except BaseException:
             is_over.set()
             self.close()
+            raise
+        finally:
             for worker in workers:
                 worker.join()
 
     def _get_pool(self, number: int, ranks: int) -> RankPool:
-        pool = self._pools.get(number)
-        if pool is None or pool.num_ranks < ranks:
-            if pool is not None:
-                pool.close()
-            pool = self._pools[number] = RankPool(ranks)
-            pool.start()
-        return pool
+        """Warm ranks of a worker's own; none any more once the study is being closed."""
+        with self._lock:
+            if self._is_closed:
+                raise LaunchError("the study is being closed")
+            pool = self._pools.get(number)
+            if pool is None or pool.num_ranks < ranks:
+                if pool is not None:
+                    pool.close()
+                pool = self._pools[number] = RankPool(ranks)
+                pool.start()
+            return pool
 
-    def _run_on(self, number: int, task: Task, screen: _Screen) -> list[Record]:
+    def _run_on(self, number: int, task: Task, screen: Screen) -> list[Record]:
         pool = self._get_pool(number, task.ranks)
         with defer_signals():
             function = task.load()
@@ -187,9 +194,12 @@ class StudyRun:
         return found
 
     def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
-        self._pools.clear()
+        """End all ranks; a worker that is about to start some finds out that it may not."""
+        with self._lock:
+            self._is_closed = True
+            for pool in self._pools.values():
+                pool.close()
+            self._pools.clear()
 
     # -- what is left behind ------------------------------------------------------------------------------------------
 
@@ -259,9 +269,7 @@ def open_study(
 
     `at` is a folder of its own for a study that is part of another one: begun or gone on with, as it is found.
     """
-    environment = capture_environment()
-    if gpu := machine.gpu_name():
-        environment = dataclasses.replace(environment, details={"gpu": gpu})
+    environment = _capture()
     if is_launched() and read_place().rank > 0:
         if resume is None:
             RunFolder.check(out)
@@ -278,12 +286,13 @@ def open_study(
             if at is None:
                 at = stack.enter_context(RunFolder.create(out, verb)).path
             at.mkdir(exist_ok=True)
-            study = Study.begin(at, verb, config | {"machine": session.describe_machine()})
+            study = Study.begin(at, verb, config | {"machine": _name_machine(environment)})
         run = StudyRun(verb, study, environment, quiet, was_over=(study.path / RUN_FILE).exists())
+        stack.enter_context(_hold(study.path))
         try:
             yield run
         except BaseException:
-            if not study.count():
+            if not run.was_over and not study.count():
                 study.forget()
             elif not run.was_over:
                 cells = f"{study.count()} finished cell{'s are' if study.count() != 1 else ' is'} kept"
@@ -295,6 +304,34 @@ def open_study(
             run.close()
 
 
+@contextlib.contextmanager
+def _hold(path: Path) -> Iterator[None]:
+    """Refuse a folder in which another process makes the same study: both would make the same cells."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"{path} is being made by another process: wait for its end, or stop it") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _capture() -> Environment:
+    gpu = machine.gpu_name()
+    return dataclasses.replace(capture_environment(), details={"gpu": gpu} if gpu else {})
+
+
+def _name_machine(environment: Environment) -> str:
+    """What must stay the same for times to stand in one table."""
+    gpu = f", {environment.details['gpu']}" if environment.details else ""
+    return f"{session.describe_machine()}{gpu}, torch {environment.versions.get('torch', 'unknown')}"
+
+
 class _Reader(Study):
     """A study that others write."""
 
@@ -304,79 +341,6 @@ class _Reader(Study):
 
 def check_same_machine(study_config: dict[str, Any], resume: Path) -> None:
     """Refuse to go on elsewhere: times of two machines do not stand in one table."""
-    begun, here = study_config.get("machine"), session.describe_machine()
+    begun, here = study_config.get("machine"), _name_machine(_capture())
     if begun != here:
         raise ConfigError(f"--resume {resume}: it was begun on {begun}, and this is {here}: times cannot be mixed")
-
-
-class _Screen:
-    """What a person sees of a study: a bar with the time left, or a line for each finished cell."""
-
-    def __init__(self, verb: str, tasks: Sequence[Task], kept: dict[str, Any], speaks: bool) -> None:
-        self._verb, self._console = verb, session.stderr()
-        self._speaks, self._lock = speaks, threading.Lock()
-        self._total = sum(task.weight for task in tasks)
-        self._before = self._done = sum(task.weight for task in tasks if task.name in kept)
-        self._count, self._num_tasks = len(kept), len(tasks)
-        self._begin_s = time.monotonic()
-        self._parts: dict[str, float] = {}
-        self._bar: rich.progress.Progress | None = None
-        self.describe: Callable[[Sequence[Record]], str] | None = None
-
-    def __enter__(self) -> _Screen:
-        if self._speaks and self._console.is_terminal:
-            self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("{task.description}"),
-                rich.progress.BarColumn(),
-                rich.progress.TaskProgressColumn(),
-                rich.progress.TimeElapsedColumn(),
-                rich.progress.TextColumn("{task.fields[left]}"),
-                console=self._console,
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("starting ranks", total=self._total, left="")
-            self._bar.update(self._task, completed=self._done)
-        elif self._speaks and self._count:
-            self._console.print(f"paceline: {self._verb}: {self._count} of {self._num_tasks} cells were kept")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def hear(self, task: Task, message: Any) -> None:
-        """A message of a rank: how far its cell is, as `done` of `total`, or as a share."""
-        share = message if isinstance(message, float) else message.done / message.total
-        with self._lock:
-            self._parts[task.name] = min(1.0, share) * task.weight
-            self._update(task.name)
-
-    def finish(self, task: Task, records: Sequence[Record]) -> None:
-        with self._lock:
-            self._parts.pop(task.name, None)
-            self._done += task.weight
-            self._count += 1
-            self._update(task.name)
-            if self._speaks and self._bar is None:
-                what = f": {told}" if self.describe is not None and (told := self.describe(records)) else ""
-                left = self._estimate_left()
-                rest = f", about {left} left" if left and self._count < self._num_tasks else ""
-                self._console.print(
-                    f"paceline: {self._verb}: {self._count} of {self._num_tasks} cells ({task.name}{what}){rest}",
-                    markup=False,
-                )
-
-    def _estimate_left(self) -> str:
-        done = self._done + sum(self._parts.values())
-        fresh = done - self._before
-        if fresh <= 0:
-            return ""
-        left_s = (time.monotonic() - self._begin_s) * (self._total - done) / fresh
-        return format_duration(left_s) if left_s < 60 else f"{left_s / 60:.0f} min"
-
-    def _update(self, label: str) -> None:
-        if self._bar is not None:
-            done = self._done + sum(self._parts.values())
-            left = self._estimate_left()
-            self._bar.update(self._task, completed=done, description=label, left=f"about {left} left" if left else "")

@@ -20,7 +20,7 @@ from paceline.records import BatchRecord, Record, Samples
 from paceline.runtime.worker import post
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.loader import load_windows
-from paceline.training.phases import NoPhases
+from paceline.training.phases import NoPhases, PhaseClock
 from paceline.training.settings import TrainSettings
 from paceline.training.step import take_step
 
@@ -78,27 +78,31 @@ def _build_samples(seconds: list[float]) -> Samples:
 
 
 def _run_epoch(job: Job, epoch: int, epochs: int) -> tuple[float, float]:
-    """(seconds of the epoch's steps, seconds that they waited for data)."""
+    """(seconds of the epoch's steps, the rest of it: what they waited for data).
+
+    On a GPU the steps are timed by its own clock. The host runs ahead there, and while it waits for data or in a full
+    queue the GPU computes: taken off, such a wait would make steps too short.
+    """
     world, learner = job.world, job.learner
     order = job.order(epoch)
     windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
     synchronize(world.device)
     begin_s = told_s = time.perf_counter()
-    waited_s = 0.0
-    while True:
-        asked_s = time.perf_counter()
-        window = next(windows, None)
-        waited_s += time.perf_counter() - asked_s
-        if window is None:
-            break
+    laps = []
+    for window in windows:
+        phases = PhaseClock(world.device)
+        phases.enter("step")
         num_targets = window.num_samples * learner.form.targets_per_sample
         take_step(learner, window.batches, num_targets, job.settings.lr, NoPhases())
+        laps.append(phases.end())
         if time.perf_counter() - told_s > 0.5:
             told_s = time.perf_counter()
             done = (epoch + (window.number + 1) / order.num_windows) / epochs
             post(Progress(done, 1, f"batch size {job.batches.batch_size}"))
     synchronize(world.device)
-    return time.perf_counter() - begin_s - waited_s, waited_s
+    epoch_s = time.perf_counter() - begin_s
+    steps_s = min(epoch_s, sum(lap.read()["step"] for lap in laps))
+    return steps_s, epoch_s - steps_s
 
 
 def _offer_to_be_killed() -> None:

@@ -12,21 +12,22 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.errors import ConfigError, MeasurementError
+from paceline.errors import MeasurementError
 from paceline.measure.large_batch_settings import TrainingCell
 from paceline.measure.noise_scale import measure_noise_scale
 from paceline.measure.settings import Progress
 from paceline.records import CurvePoint, LargeBatchRecord, NoiseRecord, Record
 from paceline.runtime.worker import post
-from paceline.training.build import Job, build_job, load_sets, open_world
+from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
 from paceline.training.evaluate import evaluate
 from paceline.training.loader import load_windows
 from paceline.training.phases import NoPhases
 from paceline.training.settings import TrainSettings
 from paceline.training.step import take_step
 
-__all__ = ["count_training_samples", "measure_large_batch"]
+__all__ = ["measure_large_batch", "survey_job"]
 
 # Of the noise of gradients: when it is probed, as shares of the run, and how. A probe's small batches may be as many as
 # make all probes together a small share of the run's samples: the more, the later in training the noise can be told.
@@ -35,13 +36,15 @@ _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
 
 
-def count_training_samples(settings: TrainSettings) -> int:
-    """How many samples an epoch has. Collective: every rank of the launched world must call this."""
+def survey_job(settings: TrainSettings) -> tuple[int, bool]:
+    """How many samples an epoch has, and whether the model has a BatchNorm that a recipe can change.
+
+    Collective: every rank of the launched world must call this.
+    """
     with open_world(settings) as world:
         train, _ = load_sets(settings, world)
-        if not train.form.num_classes:
-            raise ConfigError(f"{train.describe()}: there is no test accuracy of numbers; name data with classes")
-        return len(train)
+        module = build_learner(dataclasses.replace(settings, wrapper="none"), world, train).module
+        return len(train), any(isinstance(layer, _BatchNorm) for layer in module.modules())
 
 
 def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:

@@ -105,6 +105,12 @@ class LargeBatchSettings:
                 if odd:
                     raise ConfigError(f"recipe {text!r}: {odd[0]} is no multiple of the base {self.base_batch_size}")
 
+    def check_norms(self, has_norm: bool) -> None:
+        """Refuse recipes for BatchNorm where the model has none."""
+        odd = [text for text in self.recipes if Recipe.parse(text).is_for_norms]
+        if odd and not has_norm:
+            raise ConfigError(f"recipe {odd[0]!r}: {self.job.model} has no BatchNorm to change; leave it out")
+
     def count_updates(self, global_batch_size: int, num_samples: int) -> int:
         """Of a run of the job's epochs at a batch that does not change."""
         per_epoch = num_samples / global_batch_size
@@ -151,28 +157,3 @@ class LargeBatchSettings:
         known = {field.name for field in dataclasses.fields(cls)}
         values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
         return cls(**(values | {"job": TrainSettings.from_json(values["job"])}))
-
-
-def _check_cell(cell: TrainingCell, num_samples: int) -> None:
-    """Refuse now what a run would refuse when its turn comes, with the runs before it done in vain."""
-    settings = cell.settings
-    settings.check()
-    found = f"recipe {cell.recipe!r} at a global batch of {cell.global_batch_size}"
-    if cell.global_batch_size > num_samples:
-        raise ConfigError(f"{found}: it is more than the {num_samples} samples of an epoch; leave it out")
-    batches = BatchSchedule(
-        global_batch_size=settings.batches.global_batch_size,
-        num_samples=num_samples,
-        epochs=settings.epochs,
-        growths=settings.batch_growth,
-        tail=settings.tail,
-    )
-    try:
-        batches.check()
-    except ConfigError as error:
-        raise ConfigError(f"{found}: {error}") from None
-    num_steps = batches.num_steps if settings.steps is None else settings.steps
-    if settings.lr_warmup >= num_steps:
-        raise ConfigError(
-            f"{found}: its warm-up takes {settings.lr_warmup} of {num_steps} updates; use more --epochs, or leave it out"
-        )

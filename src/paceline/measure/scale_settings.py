@@ -27,7 +27,8 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Cell:
-    """What takes turns: one mode at one number of samples, per rank (weak) or over all ranks (strong)."""
+    """What takes turns: one mode at one number of samples: of a rank's micro-batch (weak), or over all ranks and
+    micro-batches (strong)."""
 
     mode: str
     samples: int
@@ -36,9 +37,13 @@ class Cell:
     def name(self) -> str:
         return f"{self.mode} {self.samples}"
 
-    def batch_size(self, world_size: int) -> int:
-        """What one rank of so many computes in a step."""
-        return self.samples if self.mode == "weak" else self.samples // world_size
+    def batch_size(self, world_size: int, accumulate: int = 1) -> int:
+        """What one rank of so many computes at once."""
+        return self.samples if self.mode == "weak" else self.samples // (world_size * accumulate)
+
+    def count_samples(self, accumulate: int) -> int:
+        """Of a step: one rank's (weak), or those of all (strong)."""
+        return self.samples * accumulate if self.mode == "weak" else self.samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +77,13 @@ class ScaleSettings:
         if min(self.ranks) < 1 or max(self.ranks) < 2:
             raise ConfigError(f"--ranks {','.join(map(str, self.ranks))}: scaling needs two or more ranks beside one")
         for size in self.global_batch_sizes:
-            odd = [n for n in self.ranks if size % n]
+            parts = self.job.accumulate or 1
+            odd = [n for n in self.ranks if size % (n * parts)]
             if odd:
+                beside = f" in {parts} micro-batches" if parts > 1 else ""
                 raise ConfigError(
-                    f"--global-batch-size {size} cannot be shared equally by {odd[0]} ranks: use a multiple of each of "
-                    f"{', '.join(map(str, self.ranks))}"
+                    f"--global-batch-size {size} cannot be shared equally by {odd[0]} ranks{beside}: use a multiple of "
+                    f"{', '.join(str(n * parts) for n in self.ranks)}"
                 )
         if not self.cells:
             raise ConfigError("nothing to measure: give --batch-size (weak scaling) or --global-batch-size (strong)")

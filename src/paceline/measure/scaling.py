@@ -97,10 +97,14 @@ class _Bench:
             raise ConfigError(f"{max(settings.ranks)} ranks asked of a world of {world.world_size}")
         self._settings, self._cell, self._world = settings, cell, world
         alone = dataclasses.replace(
-            settings.job, ranks=1, wrapper="none", batch_size=cell.batch_size(1), global_batch_size=None
+            settings.job,
+            ranks=1,
+            wrapper="none",
+            batch_size=cell.batch_size(1, settings.job.accumulate or 1),
+            global_batch_size=None,
         )
         self._job: Job = build_job(alone, world)
-        largest = cell.samples * self._job.batches.accumulate * (max(settings.ranks) if cell.mode == "weak" else 1)
+        largest = cell.count_samples(self._job.batches.accumulate) * (max(settings.ranks) if cell.mode == "weak" else 1)
         if len(self._job.train) < largest:
             raise ConfigError(
                 f"{self._job.train.describe()}: less than one global batch of {largest}; use fewer ranks, a smaller "
@@ -145,7 +149,7 @@ class _Bench:
     def _cycle(self, world_size: int, is_one_process: bool) -> Generator[Window, None, None]:
         """Whole global batches of this number of ranks, epoch after epoch; this rank's share of each."""
         job, accumulate = self._job, self._job.batches.accumulate
-        batch_size, epoch = self._cell.batch_size(world_size), 0
+        batch_size, epoch = self._cell.batch_size(world_size, accumulate), 0
         rank, shares = (0, 1) if is_one_process else (self._world.rank, world_size)
         micro = batch_size * (world_size if is_one_process else 1)
         while True:
@@ -234,7 +238,7 @@ class _Bench:
         assert timing is not None
         return ScaleRecord(
             mode=self._cell.mode,
-            cell_size=self._cell.samples * job.batches.accumulate,
+            cell_size=self._cell.count_samples(job.batches.accumulate),
             model=job.settings.model,
             data=job.train.name,
             wrapper=turn.contestant.wrapper,
@@ -243,7 +247,7 @@ class _Bench:
             world_size=turn.world_size,
             threads=torch.get_num_threads(),
             precision=job.settings.precision,
-            batch_size=self._cell.batch_size(turn.world_size),
+            batch_size=self._cell.batch_size(turn.world_size, job.batches.accumulate),
             accumulate=job.batches.accumulate,
             num_bytes=sum(buckets),
             num_messages=len(buckets),

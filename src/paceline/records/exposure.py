@@ -40,7 +40,7 @@ class Exposure:
 
     @property
     def exposed_s(self) -> float:
-        """Step time minus the time of the same step with communication off; 0 where that is within the noise of it."""
+        """Step time minus the time of the same step with communication off; what noise makes less than 0 is 0."""
         if self.world_size == 1 or self.silent is None:
             return 0.0
         pairs = zip(self.plain_steps.reduced_s, self.silent.reduced_s, strict=True)

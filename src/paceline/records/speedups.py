@@ -6,6 +6,7 @@ equal samples over all ranks, and its efficiency is that divided by n. T(1) is o
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,16 +19,20 @@ from paceline.units import format_rate
 __all__ = [
     "KNEE",
     "ScalePoint",
+    "Straggler",
     "Utilisation",
     "compare_points",
     "find_knee",
     "find_peak",
+    "find_straggler",
     "list_points",
     "find_use",
 ]
 
 # The knee: the smallest batch size with this share of the best throughput.
 KNEE = 0.9
+# Disturbed is a rank that is the slowest in more than this share of steps, by more than this share of others' time.
+_MOST_STEPS, _FAR_BEHIND = 2 / 3, 0.1
 # Bytes over seconds, computed in two ways, differ by so much at most.
 _ROUNDING = 1e-9
 
@@ -135,6 +140,34 @@ def find_use(record: ScaleRecord, collectives: Sequence[CollectiveRecord]) -> Ut
             f"{format_rate(peak)} GB/s that an all-reduce alone reached here: the bookkeeping is wrong"
         )
     return Utilisation(rate, peak)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that was the slowest again and again, far behind the others: something else had its core."""
+
+    record: ScaleRecord
+    rank: int
+    share: float
+    excess: float
+
+
+def find_straggler(record: ScaleRecord) -> Straggler | None:
+    """The rank that spoils a record, by its steps without communication; None where the slowest changes, or is near.
+
+    Ranks that compute alike take turns at being the slowest. One that is it in most steps, and well behind the
+    others, makes every time of the record its own.
+    """
+    if record.silent is None or record.world_size < 2 or record.silent.num_ranks < 2:
+        return None
+    rows = record.silent.seconds
+    slowest = [max(range(len(row)), key=row.__getitem__) for row in rows]
+    rank = statistics.mode(slowest)
+    share = slowest.count(rank) / len(rows)
+    middles = [statistics.median(row[number] for row in rows) for number in range(len(rows[0]))]
+    others = statistics.median(middle for number, middle in enumerate(middles) if number != rank)
+    excess = middles[rank] / others - 1
+    return Straggler(record, rank, share, excess) if share > _MOST_STEPS and excess > _FAR_BEHIND else None
 
 
 def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from paceline.records.recipes import RecipeSummary, Spread
 from paceline.records.scaling import BatchRecord, ScaleRecord
-from paceline.records.speedups import ScalePoint, compare_points, find_knee
+from paceline.records.speedups import ScalePoint, Straggler, find_knee, find_straggler
 from paceline.report.predicted_tables import Predicted, PredictedLine
 from paceline.report.scaling_tables import BandwidthLine, ScaleLine, is_split, pick_run
 from paceline.units import format_ms, format_number_of, format_rate, format_speed
@@ -23,7 +23,7 @@ __all__ = [
     "describe_points",
     "describe_predictions",
     "describe_recipes",
-    "describe_winners",
+    "describe_stragglers",
     "pick_leaders",
 ]
 
@@ -105,28 +105,17 @@ def pick_leaders(points: Sequence[ScalePoint]) -> list[ScalePoint]:
     return chosen if worst is None or worst in chosen else [*chosen, worst]
 
 
-def describe_winners(points: Sequence[ScalePoint]) -> list[str]:
-    """The best wrapper and backend of each cell and number of ranks, beside the next best."""
-    cells: dict[tuple[object, ...], list[ScalePoint]] = {}
-    for point in points:
-        record = point.record
-        if record.world_size > 1:
-            cells.setdefault((record.cell, record.job, record.world_size, record.source), []).append(point)
-    lines = []
-    for group in cells.values():
-        if len(group) < 2:
-            continue
-        best, rival = sorted(group, key=lambda point: point.efficiency, reverse=True)[:2]
-        ratio, names = compare_points(best, rival), [p.record.contestant for p in (best, rival)]
-        if ratio.is_clear and ratio.value > 1:
-            beside = f"{ratio.value:.2f} ± {ratio.noise:.2f} times that of {names[1]}"
-            lines.append(f"{_place(best.record)}: {names[0]} is best, {_efficiency(best)}, {beside}")
-        else:
-            doubt = (
-                "one repetition cannot tell which" if ratio.noise is None else "their difference is inside the noise"
-            )
-            lines.append(f"{_place(best.record)}: {names[0]} and {names[1]} are best, {_efficiency(best)}; {doubt}")
-    return lines
+def describe_stragglers(records: Sequence[ScaleRecord]) -> list[str]:
+    """Cells that one rank spoilt, once for each number of ranks."""
+    worst: dict[tuple[str, int], Straggler] = {}
+    for found in filter(None, map(find_straggler, records)):
+        place = _place(found.record), found.rank
+        worst[place] = max(found, worst.get(place, found), key=lambda straggler: straggler.excess)
+    return [
+        f"{place}: not to be believed, for rank {rank} was the slowest in {straggler.share:.0%} of the steps, "
+        f"{straggler.excess:.0%} behind the others even without communication: something else had its core; measure again"
+        for (place, rank), straggler in worst.items()
+    ]
 
 
 def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:

@@ -88,6 +88,7 @@ def scaling_section(
     lines = scaling_tables.compare_with_torch(points)
     rates = scaling_tables.list_bandwidths(records, collectives)
     findings = [
+        *scaling_findings.describe_stragglers(records),
         *scaling_findings.describe_points(leaders := scaling_findings.pick_leaders(points)),
         *scaling_findings.describe_contests(lines),
         *scaling_findings.describe_limits([p for p in points if p.record.contestant in _name_strong(leaders)]),

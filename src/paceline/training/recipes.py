@@ -90,7 +90,12 @@ SWITCHES: Mapping[str, Switch] = {
     "lars": Switch("LARS, with its rate at the base batch", 0.15, _lars, ("lamb",)),
     "lamb": Switch("LAMB, with its rate at the base batch", 0.004, _lamb, ("lars",)),
     "warmup": Switch("the rate climbs over this share of the updates", 0.2, _warm_up),
-    "grow": Switch("the batch grows from the base, from this share of the run on", 0.4, _grow, ("warmup",)),
+    "grow": Switch(
+        "the batch grows from the base, from this share of the run on",
+        0.4,
+        _grow,
+        ("linear", "sqrt", "lars", "lamb", "warmup"),  # rates for the large batch, and it begins with the small one
+    ),
     "ghost": Switch(
         "BatchNorm over so many samples at a time",
         math.nan,
