@@ -1,4 +1,4 @@
-"""How studies run their cells on real ranks: in order, several at once, past a rank that was killed, kept at an error."""
+"""How studies run their cells on real ranks: in order, several at once, past a killed rank, kept at an error."""
 
 from __future__ import annotations
 
