@@ -268,16 +268,14 @@ def test_a_batch_that_does_not_fit_is_a_row(on_ranks, kind, text):
     assert (record.batch_size, record.num_samples, record.num_steps) == (4, 12, 3)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "text", "error", "words"),
-    [
-        (4, "size mismatch", RuntimeError, "size mismatch"),
-        (16, "", ConfigError, "less than one batch of 16; leave it out, or give more --samples"),
-    ],
-)
-def test_another_error_is_no_row(on_ranks, batch_size, text, error, words):
-    (told,) = on_ranks(1, fail_to_sweep, replace(JOB, batch_size=batch_size), text, error)
-    assert words in told
+def test_a_batch_above_the_data_is_a_row(on_ranks):
+    ((record, steps),) = on_ranks(1, sweep, replace(JOB, batch_size=16), 2, 0, "", "runtime")
+    assert (record.failure, record.timing, steps) == ("more than the 12 samples of an epoch", None, [])
+
+
+def test_another_error_is_no_row(on_ranks):
+    (told,) = on_ranks(1, fail_to_sweep, replace(JOB, batch_size=4), "size mismatch", RuntimeError)
+    assert "size mismatch" in told
 
 
 def fail_to_sweep(settings: TrainSettings, text: str, error: type[Exception]) -> str:

@@ -52,7 +52,7 @@ def test_a_killed_rank_is_a_row_and_the_study_goes_on(run):
     records = run.make([make_task(4), make_task(8, "killed"), make_task(2)])
     assert [record.batch_size for record in records] == [4, 8, 2]
     assert [record.failure for record in records] == [
-        "made", "killed by the kernel, as it does when memory is over", "made"
+        "made", "killed, as by the kernel when memory is over", "made"
     ]  # fmt: skip
     row = records[1]
     assert (row.data, row.device, row.threads, row.timing) == ("synthetic:images", "cpu", 2, None)

@@ -19,7 +19,8 @@ from paceline.errors import ConfigError, LaunchError
 from paceline.measure.large_batch_settings import LargeBatchSettings
 from paceline.measure.scale_settings import BatchSweepSettings, ScaleSettings
 from paceline.records import BatchRecord, LargeBatchRecord, Record, Run, RunFolder, ScaleRecord, load_run
-from paceline.records.cells import Study
+from paceline.records.cells import STUDY_FILE, Study
+from paceline.records.store import RUN_FILE
 from paceline.runtime.environment import is_launched
 from paceline.units import parse_counts
 from paceline.workloads.data.requests import parse_data
@@ -251,12 +252,12 @@ def report_all(
 def _make_part(name: str, settings: _Settings, at: Path, out: Path, json: bool) -> None:
     """One of the studies, unless it was finished before; one that is gone on with has its own settings."""
     more = dataclasses.asdict(Beyond()) if name == "ranks" else {}
+    if not isinstance(settings, LargeBatchSettings) and (at / STUDY_FILE).exists() and not (at / RUN_FILE).exists():
+        check_same_machine(Study.load(at, f"scale {name}").config, at)
     with open_study(f"scale {name}", settings.to_json() | more, out, None, json, at=at) as run:
         if run.was_over:
             return
         assert run.study is not None
-        if not isinstance(settings, LargeBatchSettings):
-            check_same_machine(run.study.config, at)
         if isinstance(settings, BatchSweepSettings):
             records = make_batch(run, BatchSweepSettings.from_json(run.study.config))
         elif isinstance(settings, ScaleSettings):

@@ -65,10 +65,7 @@ class _Training:
     def __init__(self, job: Job, cell: TrainingCell, evaluations: int) -> None:
         self._job, self._cell = job, cell
         self._num_steps = job.schedule.num_steps
-        # By samples and not by updates, of which a batch that grows has most at the beginning.
-        growing = job.batch_schedule.epochs * len(job.train)
-        total = growing if job.settings.steps is None else job.settings.steps * job.batches.global_batch_size
-        self._due = [total * (number + 1) / evaluations for number in range(evaluations - 1)]
+        self._due = [(number + 1) / evaluations for number in range(evaluations - 1)]
         self._probed = {max(1, round(self._num_steps * share)) for share in _PROBE_SHARES} if cell.probes else set()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=job.world.device)
         self._since = self._num_samples = self._num_epoch_samples = 0
@@ -106,7 +103,13 @@ class _Training:
         return [self._build_record(step, failure, time.perf_counter() - begin_s), *self._noise]
 
     def _is_due(self, step: int) -> bool:
-        passed = [mark for mark in self._due if mark <= self._num_samples]
+        """By samples, for a batch that grows has most of its updates at the beginning; by updates where those are what
+        ends the run."""
+        job = self._job
+        done = (
+            self._num_samples / (job.epochs * len(job.train)) if job.settings.steps is None else step / self._num_steps
+        )
+        passed = [share for share in self._due if share <= done + 1e-9]
         self._due = self._due[len(passed) :]
         return bool(passed) or step == self._num_steps
 

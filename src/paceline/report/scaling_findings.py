@@ -113,7 +113,8 @@ def describe_stragglers(records: Sequence[ScaleRecord]) -> list[str]:
         worst[place] = max(found, worst.get(place, found), key=lambda straggler: straggler.excess)
     return [
         f"{place}: not to be believed, for rank {rank} was the slowest in {straggler.share:.0%} of the steps, "
-        f"{straggler.excess:.0%} behind the others even without communication: something else had its core; measure again"
+        f"{straggler.excess:.0%} behind the others even without communication: something else had its core; measure "
+        "again"
         for (place, rank), straggler in worst.items()
     ]
 
