@@ -91,7 +91,10 @@ class StudyRun:
         """Something that ranks must be asked before the cells are known; nothing is kept."""
         if is_launched():
             return load()(*arguments)
-        return self._get_pool(0, ranks).run(load(), arguments, num_ranks=ranks)[0]
+        pool = self._get_pool(0, ranks)
+        with defer_signals():
+            function = load()
+        return pool.run(function, arguments, num_ranks=ranks)[0]
 
     @property
     def writes(self) -> bool:

@@ -154,15 +154,17 @@ class RankPool:
             process = spawn.Process(
                 target=serve_jobs, args=(rank, far_link, far_stacks, by_main_thread), name=f"paceline-rank-{rank}"
             )
-            # Blocked across the start and inherited: a Ctrl-C now must not end the rank with a page of its own.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            far_link.close()
-            far_stacks.close()
-            self._ranks.append(_Rank(process, link, stacks))
+            # Deferred here, for another thread would take a blocked one and a rank half started dies with a page of its
+            # own; blocked across the start and inherited, for a Ctrl-C now must not end the rank with one either.
+            with defer_signals():
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    process.start()
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                far_link.close()
+                far_stacks.close()
+                self._ranks.append(_Rank(process, link, stacks))
 
     def _collect(
         self, num_ranks: int, timeout_s: float | None, on_message: Callable[[int, Any], None] | None

@@ -93,7 +93,8 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection, by_main_thread: 
     _link = link
     import torch.distributed  # noqa: F401  what makes a rank warm
 
-    _answer("ready", None)
+    with contextlib.suppress(OSError):  # a parent that gave up meanwhile is noticed below
+        _answer("ready", None)
     while True:
         try:
             path, variables, job = pickle.loads(link.recv_bytes())
