@@ -178,10 +178,7 @@ def point_to_point() -> Any:
         [dist.P2POp(dist.isend, numbers(), before), dist.P2POp(dist.irecv, batched, after)]
     ):
         work.wait()
-    if rank == 0:
-        senders = {dist.recv(anyone) for _ in range(size - 1)}
-    else:
-        senders = {dist.send(torch.ones(2), 0)}
+    senders = {dist.recv(anyone) for _ in range(size - 1)} if rank == 0 else {dist.send(torch.ones(2), 0)}
     return got, batched, anyone, senders
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ class Layers(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         sizes = (11, 5001, 3, 1)
-        layers = [nn.Linear(*pair, dtype=dtype) for pair in zip(sizes, sizes[1:], strict=False)]
+        layers = [nn.Linear(*pair, dtype=dtype) for pair in itertools.pairwise(sizes)]
         self.layers, self.scale = nn.ModuleList(layers), nn.Parameter(torch.ones((), dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ def ask_for_names() -> None:
         ):
             assert not hasattr(model, name)
             assert getattr(model, name, 7) == 7
-            kind, text = error_of(lambda name=name: getattr(model, name))
+            kind, text = error_of(lambda name=name, model=model: getattr(model, name))
             assert kind == "AttributeError"
             assert text.startswith("'DataParallel' object has no attribute") and text.endswith(words), text
         with pytest.raises(AttributeError) as caught:
@@ -207,7 +207,9 @@ def join_as_torch_does(batches: tuple[int, ...], shards: bool, divide_by_all: bo
         model.rebuild()
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-5, "find_unused_parameters": True}, {"reducer": "flat"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_cap_mb": 1e-5, "find_unused_parameters": True}, {"reducer": "flat"}], ids=str
+)
 @pytest.mark.parametrize("shards", [False, True], ids=["alone", "with ZeRO"])
 def test_torchs_join(job, shards, options):
     job(3, join_as_torch_does, (1, 4, 2), shards, True, options)

@@ -12,11 +12,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from tests.conftest import descendants, wait_until
 
 import paceline
 from paceline import ConfigError, LaunchError
 from paceline.runtime.worker import post
+from tests.conftest import descendants, wait_until
 
 
 def add_ranks(start: int) -> tuple[int, list[float]]:
@@ -173,9 +173,7 @@ def post_twice() -> None:
 def test_ranks_can_post_messages_while_they_work(warm_pool):
     heard = []
     warm_pool.run(post_twice, num_ranks=2, on_message=lambda rank, message: heard.append((rank, message)))
-    assert sorted(heard, key=str) == sorted(
-        [(0, {"from": "0"}), (0, "done"), (1, {"from": "1"}), (1, "done")], key=str
-    )
+    assert sorted(heard, key=str) == sorted([(0, {"from": "0"}), (0, "done"), (1, {"from": "1"}), (1, "done")], key=str)
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts():

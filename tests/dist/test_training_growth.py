@@ -57,7 +57,9 @@ def take(rest: list[tuple[int, int]], size: int, rank: int, world_size: int) -> 
     return taken
 
 
-@pytest.mark.parametrize(("ranks", "grow"), [(1, "accumulate"), (2, "accumulate"), (2, "batch-size"), (3, "batch-size")])
+@pytest.mark.parametrize(
+    ("ranks", "grow"), [(1, "accumulate"), (2, "accumulate"), (2, "batch-size"), (3, "batch-size")]
+)
 def test_the_samples_are_in_the_order_of_a_batch_that_stays(train, tmp_path, ranks, grow):
     shared = {"ranks": ranks, "batch_size": None, "global_batch_size": 12, "grow": grow}
     seen = train(tmp_path / "run", **shared)

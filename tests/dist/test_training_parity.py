@@ -41,7 +41,7 @@ class Seen:
 
 
 def build_precise(*args: Any) -> torch.nn.Module:
-    """The model in double precision: in single, rounding that puts one ReLU on its other side moves gradients by 1 %."""
+    """The model in double precision: in single, a rounding that flips one ReLU moves gradients by 1 %."""
     from paceline.workloads.choose import build_model
 
     module = build_model(*args).double()
@@ -182,7 +182,7 @@ def test_sync_batchnorm_is_that_of_the_whole_batch(train_on, train_alone, wrappe
 
 
 def test_ghost_batchnorm_on_one_rank_is_batchnorm_on_two(train_on, train_alone):
-    """Global batches of 4, no tail: ghosts of 2 samples are the shares of two ranks, and so are the averages of both."""
+    """Global batches of 4, no tail: ghosts of 2 samples are the shares of two ranks, as are averages."""
     settings = replace(RESNET, samples=8)
     alone = train_alone(replace(settings, ghost_batchnorm=2), num_test=1)
     assert_parity(train_on(2, settings, num_test=1), alone)

@@ -38,7 +38,9 @@ def hosts() -> Iterator[list[str]]:
         try:
             for name in names:
                 run_ip("netns", "add", name)
-            run_ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+            run_ip(
+                "link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1]
+            )
             for number, name in enumerate(names, start=1):
                 run_ip("-n", name, "address", "add", f"10.91.0.{number}/24", "dev", "cable")
                 run_ip("-n", name, "link", "set", "cable", "up")
@@ -77,9 +79,13 @@ def job(hosts: list[str], tmp_path: Path) -> Iterator[Callable[..., list[Ended]]
                 command = ["ip", "netns", "exec", hosts[host], sys.executable, str(SCRIPT), *arguments]
                 started.append(
                     subprocess.Popen(
-                        command, cwd=tmp_path, env=os.environ | variables, text=True, stdout=subprocess.PIPE,
+                        command,
+                        cwd=tmp_path,
+                        env=os.environ | variables,
+                        text=True,
+                        stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE,
-                    )  # fmt: skip
+                    )
                 )
         deadline = time.monotonic() + LIMIT_S
         ended = []

@@ -177,9 +177,7 @@ def test_a_stale_file_is_refused_at_once_on_every_rank(on_ranks, tmp_path, only_
 
 
 def crash_after_meeting(path: str) -> None:
-    paceline.init(
-        "gloo", "cpu", rendezvous=f"file://{path}", rank=int(os.environ["RANK"]), world_size=2, announce=None
-    )
+    paceline.init("gloo", "cpu", rendezvous=f"file://{path}", rank=int(os.environ["RANK"]), world_size=2, announce=None)
     os._exit(9)
 
 
@@ -220,7 +218,11 @@ def meet_again_and_again(rounds: int, rendezvous: str) -> list[float]:
 def test_a_process_can_meet_again_at_the_same_place(on_ranks, tmp_path, kind):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        places = {"tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}", "file": f"file://{tmp_path}/meeting", "env": "env://"}
+        places = {
+            "tcp": f"tcp://127.0.0.1:{probe.getsockname()[1]}",
+            "file": f"file://{tmp_path}/meeting",
+            "env": "env://",
+        }
     assert on_ranks(3, meet_again_and_again, 30, places[kind]) == [[float(n) for n in range(30)]] * 3
     assert list(tmp_path.iterdir()) == []
 

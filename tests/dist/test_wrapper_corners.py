@@ -50,12 +50,16 @@ def train_two() -> None:
 
         for step in range(5):
             pair = nn.ModuleList([first, second])
-            wanted = average_alone(nn.ModuleList([first.module, second.module]), functools.partial(loss_of, step=step), 2)
+            wanted = average_alone(
+                nn.ModuleList([first.module, second.module]), functools.partial(loss_of, step=step), 2
+            )
             pair.zero_grad()
             loss_of(pair, world.rank, step).backward()
             for index, model in enumerate((first, second)):
                 prefix = f"{index}."
-                check(world, model, {n.removeprefix(prefix): g for n, g in wanted.items() if n.startswith(prefix)}, step)
+                check(
+                    world, model, {n.removeprefix(prefix): g for n, g in wanted.items() if n.startswith(prefix)}, step
+                )
 
 
 def test_two_wrappers_do_not_mix_their_messages_where_ranks_take_other_branches(job):

@@ -31,7 +31,7 @@ def break_hook(how: str, ranks: tuple[int, ...], at_step: int) -> list[tuple[str
         def hook(state: object, bucket: Any) -> Any:
             mine = bucket.buffer().div_(world.world_size)
             fails = step == at_step and world.rank in ranks
-            if fails and (how == "last call" and bucket.is_last() or how == "first call"):
+            if fails and ((how == "last call" and bucket.is_last()) or how == "first call"):
                 raise OSError("no more room")
             if fails and how == "no future":
                 return mine
