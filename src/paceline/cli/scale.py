@@ -213,7 +213,7 @@ def large_batch(
         int | None,
         typer.Option("--updates", help="Also runs of so many updates. Default: twice the largest batch's; 0: none."),
     ] = None,
-    lr: Lr = 0.05,
+    lr: Lr = 0.005,
     momentum: Momentum = 0.9,
     weight_decay: WeightDecay = 0.0,
     schedule: ScheduleName = "cosine",
@@ -323,7 +323,7 @@ def report(
         studies.report_runs(runs, out, json)
         return
     blank = list_defaults()
-    learning = {"epochs": 6, "lr": 0.05, "schedule": "cosine"}
+    learning = {"epochs": 6, "lr": 0.005, "schedule": "cosine"}
     studies.report_all(
         build_batch(blank),
         build_ranks(blank),
