@@ -184,7 +184,7 @@ def test_large_batches_have_a_baseline_recipes_seeds_and_noise(studies):
     ]  # fmt: skip
     assert {(r.world_size, r.batch_size) for r in runs} == {(2, 2), (2, 8)}
     assert [r.num_updates for r in runs] == [24, 24, 6, 6, 6, 6, 3, 3, 3, 3]
-    assert [r.lr for r in runs[:6:2]] == pytest.approx([0.05, 0.05, 0.2])
+    assert [r.lr for r in runs[:6:2]] == pytest.approx([0.005, 0.005, 0.02])
     assert all(len(r.curve) == 2 and r.curve[-1].update == r.num_updates for r in runs)
     # Other seeds are other runs of the same task.
     assert len({r.curve[-1].test_loss for r in runs}) == len(runs)
