@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import naming_the_lost
+from paceline.parallel.layer_swaps import replace_batchnorms
 
 __all__ = ["SyncBatchNorm"]
 
@@ -175,25 +175,11 @@ class SyncBatchNorm(_BatchNorm):
         The new layers hold the same parameters, buffers and hooks; a layer used twice stays one layer. Layers that
         have a group (torch's SyncBatchNorm) keep it unless one is given.
         """
-        replaced: dict[torch.nn.Module, torch.nn.Module] = {}
-        for name, layer in module.named_modules():
-            if not isinstance(layer, _BatchNorm):
-                continue
-            where = f"{name or 'the module'} ({type(layer).__name__})"
-            if isinstance(layer, LazyModuleMixin):
-                raise ConfigError(f"{where} does not know its channels yet: run one batch through it, then convert")
-            kept = (_BatchNorm.forward, torch.nn.SyncBatchNorm.forward)
-            if not isinstance(layer, cls) and type(layer).forward not in kept:
-                raise ConfigError(f"{where} has a forward of its own, which would be lost: replace it by hand")
-            new = replaced[layer] = layer if isinstance(layer, cls) else cls.__new__(cls)
-            # The very same dicts of parameters, buffers and hooks, so that the handle of a hook still removes it.
-            new.__dict__.update(layer.__dict__)
-            if process_group is not None or "process_group" not in new.__dict__:
-                new.process_group = process_group  # type: ignore[assignment]
-        for parent in list(module.modules()):
-            for name, child in parent._modules.items():
-                if child in replaced:
-                    parent._modules[name] = replaced[child]
-        return replaced.get(module, module)
+
+        def settle(layer: SyncBatchNorm) -> None:
+            if process_group is not None or "process_group" not in layer.__dict__:
+                layer.process_group = process_group
+
+        return replace_batchnorms(module, cls, settle, (torch.nn.SyncBatchNorm.forward,))
 
     convert_sync_batchnorm = convert  # torch's name

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.errors import ConfigError
+from paceline.parallel.layer_swaps import replace_batchnorms
 
 __all__ = ["GhostBatchNorm"]
 
@@ -121,25 +121,11 @@ class GhostBatchNorm(_BatchNorm):
         The new layers hold the same parameters, buffers and hooks; a layer used twice stays one layer.
         """
         _check_ghost_size(ghost_size)
-        replaced: dict[torch.nn.Module, GhostBatchNorm] = {}
-        for name, layer in module.named_modules():
-            if not isinstance(layer, _BatchNorm):
-                continue
-            where = f"{name or 'the module'} ({type(layer).__name__})"
-            if isinstance(layer, LazyModuleMixin):
-                raise ConfigError(f"{where} does not know its channels yet: run one batch through it, then convert")
-            if not isinstance(layer, cls) and type(layer).forward is not _BatchNorm.forward:
-                raise ConfigError(f"{where} has a forward of its own, which would be lost: replace it by hand")
-            new = replaced[layer] = layer if isinstance(layer, cls) else cls.__new__(cls)
-            # The very same dicts of parameters, buffers and hooks, so that the handle of a hook still removes it.
-            new.__dict__.update(layer.__dict__)
-        for new in replaced.values():
-            new.ghost_size = ghost_size
-        for parent in list(module.modules()):
-            for name, child in parent._modules.items():
-                if child in replaced:
-                    parent._modules[name] = replaced[child]
-        return replaced.get(module, module)
+
+        def settle(layer: GhostBatchNorm) -> None:
+            layer.ghost_size = ghost_size
+
+        return replace_batchnorms(module, cls, settle)
 
 
 def _check_ghost_size(ghost_size: int) -> None:
