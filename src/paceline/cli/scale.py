@@ -79,7 +79,7 @@ def batch(
     _refuse_launched("batch sizes are compared on one rank")
     settings = studies.load_batch(resume) if resume is not None else build_batch(job, epochs)
     with _opened("scale batch", settings, out, resume, json) as run:
-        studies.finish(run, studies.make_batch(run, settings), json)
+        studies.finish(run, lambda: studies.make_batch(run, settings), json)
 
 
 def build_batch(job: dict[str, Any], epochs: int = 2) -> BatchSweepSettings:
@@ -132,7 +132,7 @@ def ranks(
         beyond = studies.Beyond(network, predict_ranks)
         beyond.check()
     with _opened("scale ranks", settings, out, resume, json, dataclasses.asdict(beyond)) as run:
-        studies.finish(run, studies.make_ranks(run, settings), json)
+        studies.finish(run, lambda: studies.make_ranks(run, settings), json)
 
 
 def build_ranks(
@@ -247,7 +247,7 @@ def large_batch(
         )
     with _opened("scale large-batch", settings, out, resume, json) as run:
         run.at_once = at_once
-        studies.finish(run, studies.make_large_batch(run, settings), json)
+        studies.finish(run, lambda: studies.make_large_batch(run, settings), json)
 
 
 def build_large_batch(

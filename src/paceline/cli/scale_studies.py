@@ -161,8 +161,6 @@ def make_large_batch(run: StudyRun, settings: LargeBatchSettings) -> list[Record
 
         return survey_job
 
-    if run.was_over:
-        return []  # it is shown from its run; no rank need be asked
     num_samples, has_norm = run.ask(load_survey, (settings.job,), settings.job.ranks)
     settings.check_norms(has_norm)
     tasks = []
@@ -182,14 +180,17 @@ def _describe_training(records: Sequence[Record]) -> str:
 # -- what is left behind -----------------------------------------------------------------------------------------------
 
 
-def finish(run: StudyRun, records: Sequence[Record], json: bool) -> None:
-    """Tables, pictures, the page and the run's own file; and what a person wants to read.
+def finish(run: StudyRun, make: Callable[[], Sequence[Record]], json: bool) -> None:
+    """Make what is missing; then tables, pictures, the page and the run's own file, and what a person wants to read.
 
+    A study that is over has its records in that file: no rank is asked, and nothing is measured anew, whatever became
+    of its cells.
     The records are saved first: a table may refuse them, and they must not be lost.
     """
     from paceline.cli.scale_views import build_view
     from paceline.report.scaling_report import describe_machine, render_report
 
+    records = () if run.was_over else make()
     if not run.writes:
         return
     done = run.save(records)
@@ -258,13 +259,13 @@ def _make_part(name: str, settings: _Settings, at: Path, out: Path, json: bool) 
         if run.was_over:
             return
         assert run.study is not None
+        config = run.study.config
         if isinstance(settings, BatchSweepSettings):
-            records = make_batch(run, BatchSweepSettings.from_json(run.study.config))
+            finish(run, lambda: make_batch(run, BatchSweepSettings.from_json(config)), False)
         elif isinstance(settings, ScaleSettings):
-            records = make_ranks(run, ScaleSettings.from_json(run.study.config))
+            finish(run, lambda: make_ranks(run, ScaleSettings.from_json(config)), False)
         else:
-            records = make_large_batch(run, LargeBatchSettings.from_json(run.study.config))
-        finish(run, records, False)
+            finish(run, lambda: make_large_batch(run, LargeBatchSettings.from_json(config)), False)
 
 
 def _write_page(folder: RunFolder, runs: Sequence[tuple[Path, Run]], json: bool) -> None:

@@ -69,12 +69,7 @@ class StudyRun:
     # -- cells --------------------------------------------------------------------------------------------------------
 
     def make(self, tasks: Sequence[Task], describe: Callable[[Sequence[Record]], str] | None = None) -> list[Record]:
-        """The records of all tasks in their order: those that are kept already, and the others made and kept now.
-
-        A study that is over has them in its own file, and nothing is measured anew, whatever became of its cells.
-        """
-        if self.was_over:
-            return list(load_run(self.path).records)
+        """The records of all tasks in their order: those that are kept already, and the others made and kept now."""
         kept = {task.name: found for task in tasks if (found := self._find(task)) is not None}
         missing = [task for task in tasks if task.name not in kept]
         if missing:
