@@ -77,7 +77,7 @@ def test_a_large_batch_run_is_evaluated_and_probed(precision):
         assert run.failure == "" and len(run.curve) == 2 and run.num_samples == 512
         assert run.largest_batch_size == cell.global_batch_size
         assert len(noise) == (4 if cell.probes else 0)
-        assert all(isinstance(record, NoiseRecord) and len(record.probes) == 6 for record in noise)
+        assert all(isinstance(record, NoiseRecord) and len(record.probes) == 8 for record in noise)
 
 
 def measure_turns(settings, cell):

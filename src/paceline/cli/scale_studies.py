@@ -132,6 +132,9 @@ def make_ranks(run: StudyRun, settings: ScaleSettings) -> list[Record]:
 
         return measure_allreduce
 
+    def sweep_up_to_all(records: Sequence[Record]) -> tuple[Any, ...]:
+        return (settings.sweep(max(record.num_bytes for record in records if isinstance(record, ScaleRecord))),)
+
     most = max(settings.ranks)
     tasks = [Task(cell.name, load, (settings, cell), most, weight=4.0) for cell in settings.cells]
     if not is_launched():
@@ -139,11 +142,9 @@ def make_ranks(run: StudyRun, settings: ScaleSettings) -> list[Record]:
         sizes = sorted({cell.batch_size(1, settings.job.accumulate or 1) for cell in settings.cells})
         jobs = [dataclasses.replace(settings.job, batch_size=size) for size in sizes]
         tasks += [Task(f"layers {job.batch_size}", load_layers, (job,)) for job in jobs]
-    records = run.make(tasks)
-    num_bytes = max(record.num_bytes for record in records if isinstance(record, ScaleRecord))
-    if settings.backends and num_bytes:
-        records += run.make([Task("allreduce", load_sweep, (settings.sweep(num_bytes),), most)])
-    return records
+    if settings.backends and most > 1:
+        tasks.append(Task("allreduce", load_sweep, ranks=most, weight=2.0, follow=sweep_up_to_all))
+    return run.make(tasks)
 
 
 def load_large_batch(resume: Path) -> LargeBatchSettings:

@@ -40,14 +40,16 @@ __all__ = ["StudyRun", "Task", "check_same_machine", "open_study"]
 class Task:
     """One cell: a function of the ranks that returns records, loaded late, and how much work it is beside others.
 
+    `follow` makes its arguments from the records of the cells before it, where cells are made one after the other.
     `on_death` makes records where the ranks were killed; None lets that end the study.
     """
 
     name: str
     load: Callable[[], Callable[..., list[Record]]]
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...] = ()
     ranks: int = 1
     weight: float = 1.0
+    follow: Callable[[Sequence[Record]], tuple[Any, ...]] | None = None
     on_death: Callable[[LaunchError], list[Record] | None] | None = None
 
 
@@ -76,11 +78,23 @@ class StudyRun:
             with Screen(self.verb, tasks, kept, self._speaks) as screen:
                 screen.describe = describe
                 if is_launched():
-                    for task in missing:
-                        kept[task.name] = self._finish(task, self._run_here(task, screen), screen)
+                    self._run_in_turn(missing, kept, lambda task: self._run_here(task, screen), screen)
                 else:
                     self._run_all(missing, kept, screen)
         return [record for task in tasks for record in kept[task.name]]
+
+    def _run_in_turn(
+        self,
+        tasks: Sequence[Task],
+        kept: dict[str, list[Record]],
+        run: Callable[[Task], list[Record]],
+        screen: Screen,
+    ) -> None:
+        for task in tasks:
+            if task.follow is not None:
+                before = [record for records in kept.values() for record in records]
+                task = dataclasses.replace(task, arguments=task.follow(before))
+            kept[task.name] = self._finish(task, run(task), screen)
 
     def ask(self, load: Callable[[], Callable[..., Any]], arguments: tuple[Any, ...], ranks: int) -> Any:
         """Something that ranks must be asked before the cells are known; nothing is kept."""
@@ -117,8 +131,7 @@ class StudyRun:
         """On ranks of our own, `at_once` tasks at a time, each in warm ranks of its own."""
         check_rank_count(max(task.ranks for task in tasks) * self.at_once)
         if self.at_once == 1 or len(tasks) == 1:
-            for task in tasks:
-                kept[task.name] = self._finish(task, self._run_on(0, task, screen), screen)
+            self._run_in_turn(tasks, kept, lambda task: self._run_on(0, task, screen), screen)
             return
         waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
         for task in tasks:

@@ -102,13 +102,16 @@ class _Training:
                 break
         return [self._build_record(step, failure, time.perf_counter() - begin_s), *self._noise]
 
-    def _is_due(self, step: int) -> bool:
+    def _share_done(self, step: int) -> float:
         """By samples, for a batch that grows has most of its updates at the beginning; by updates where those are what
         ends the run."""
         job = self._job
-        done = (
-            self._num_samples / (job.epochs * len(job.train)) if job.settings.steps is None else step / self._num_steps
-        )
+        if job.settings.steps is not None:
+            return step / self._num_steps
+        return self._num_samples / (job.epochs * len(job.train))
+
+    def _is_due(self, step: int) -> bool:
+        done = self._share_done(step)
         passed = [share for share in self._due if share <= done + 1e-9]
         self._due = self._due[len(passed) :]
         return bool(passed) or step == self._num_steps
@@ -151,7 +154,7 @@ class _Training:
     def _tell(self, step: int) -> None:
         if self._job.world.rank == 0 and time.perf_counter() - self._told_s > 0.5:
             self._told_s = time.perf_counter()
-            post(Progress(step / self._num_steps, 1, self._cell.name))
+            post(Progress(self._share_done(step), 1, self._cell.name))
 
     def _build_record(self, step: int, failure: str, seconds: float) -> LargeBatchRecord:
         job, cell = self._job, self._cell
