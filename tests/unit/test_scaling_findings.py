@@ -200,6 +200,13 @@ def test_large_batches_tell_the_gap_the_updates_and_what_repairs_it():
     ]
 
 
+def test_a_recipe_with_updates_of_its_own_tells_them():
+    cells = {(128, "none"): 0.904, (1024, "none"): 0.713}
+    grown = _runs({(1024, "grow"): 0.9}, num_updates=1234)
+    line = findings.describe_recipes(summarize_recipes([*_runs(cells), *grown]))[1]
+    assert line.endswith("with 40 updates instead of 320; grow, with 1,234 updates, repairs it to within 0.4 points")
+
+
 @pytest.mark.parametrize(
     ("accuracy", "text"),
     [

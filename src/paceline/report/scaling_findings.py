@@ -215,13 +215,13 @@ def _against_baseline(summary: RecipeSummary) -> str:
         return ""
     here, there = pick_run(summary), pick_run(base)
     same, other, first, second = (
-        (f"{here.epochs} epochs", "updates", here.num_updates, there.num_updates)
+        (format_number_of(here.epochs, "epoch"), "update", here.num_updates, there.num_updates)
         if here.budget == "epochs"
-        else (f"{here.num_updates} updates", "epochs", here.epochs, there.epochs)
+        else (format_number_of(here.num_updates, "update"), "epoch", here.epochs, there.epochs)
     )
     inside = " (less than the spread over seeds)" if _is_inside(summary) else ""
     text = f", {_points(summary.gap)} the baseline at {there.global_batch_size}{inside} in the same {same}"
-    return text if first == second else f"{text}, with {first} {other} instead of {second}"
+    return text if first == second else f"{text}, with {format_number_of(first, other)} instead of {second:,}"
 
 
 def _repair(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
@@ -231,7 +231,9 @@ def _repair(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
     if not tried or not is_lost:
         return ""
     (gap, best), *_ = tried
-    recipe = best.first.recipe
+    recipe, num_updates = best.first.recipe, pick_run(best).num_updates
+    if num_updates != pick_run(plain).num_updates:  # a batch that grows
+        recipe += f", with {format_number_of(num_updates, 'update')},"
     if plain.gap is not None and gap >= plain.gap:
         return f"; no recipe repairs it, the best is {recipe}: {_points(gap)} the baseline"
     inside = ", less than the spread over seeds" if _is_inside(best) else ""
@@ -254,7 +256,8 @@ def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
             text = f"{_name(summary)}: {_accuracy(summary)}"
             if summary.baseline is None:
                 lines.append(
-                    f"baseline (the same {run.budget}): {text} after {run.epochs} epochs, {run.num_updates} updates"
+                    f"baseline (the same {run.budget}): {text} after "
+                    f"{format_number_of(run.epochs, 'epoch')}, {format_number_of(run.num_updates, 'update')}"
                 )
             else:
                 lines.append(text + _against_baseline(summary) + _repair(summary, others))

@@ -33,16 +33,20 @@ __all__ = [
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _GREY = "#555555"
-_MOST_TICKS = 8
+_MOST_TICKS = 12
+_LOG_FROM = 8  # where the longest run has so many times the updates of the shortest
 
 _DASHES = ("--", "-.", ":")
 
 
 def _label_counts(axes: Axes, counts: Sequence[int]) -> None:
-    """Batch sizes or ranks on a log axis, as they were measured; where they are many, every second or third."""
+    """Batch sizes or ranks on a log axis, as they were measured; those for which there is no room are not named."""
     found = sorted(set(counts))
-    stride = -(-len(found) // _MOST_TICKS)
-    shown = found[::-1][::stride][::-1]
+    apart = (found[-1] / found[0]) ** (1 / _MOST_TICKS) - 1e-9
+    shown = found[-1:]
+    for count in reversed(found):
+        if shown[0] / count >= apart and (count == found[0] or count / found[0] >= apart):
+            shown.insert(0, count)
     axes.set_xscale("log", base=2)
     axes.set_xticks(shown, [f"{count:,}" for count in shown])
     axes.set_xticks([], minor=True)
@@ -352,6 +356,10 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
             )
     panels[0].set_xlabel("epochs", fontsize=9)
     panels[1].set_xlabel("updates", fontsize=9)
+    ends = [runs[0].num_updates for runs in cells.values()]
+    if max(ends) >= _LOG_FROM * min(ends):
+        panels[1].set_xscale("log")
+        panels[1].xaxis.set_major_formatter("{x:,.0f}")
     panels[0].set_ylabel("test accuracy (%), mean, band over seeds")
     _join_legends(figure, panels)
     return figure
