@@ -26,17 +26,17 @@ scale() { # NAME VERB ARGUMENTS...: one study in the folder NAME
 }
 
 # A CNN of 4.7 M parameters on as many cores as there are, up to 8, one thread each.
-ranks=1,2
-[ "$(nproc)" -ge 8 ] && ranks=1,2,4,8
 cnn=(--device cpu --threads 1 --channels 16,32 --hidden 1024)
-scale scale-ranks ranks "${cnn[@]}" --ranks "$ranks" --batch-size 8,32 --global-batch-size 128 --iters 40
+counts=(--ranks 1,2 --iters 80)
+[ "$(nproc)" -ge 8 ] && counts=(--ranks 1,2,4,8 --global-batch-size 128 --iters 40)
+scale scale-ranks ranks "${cnn[@]}" --batch-size 8,32 "${counts[@]}"
 scale scale-batch-cpu batch "${cnn[@]}" --batch-size 8,32,128,512
 scale scale-large-batch-cpu large-batch --device cpu
 
 if [ -n "$cifar" ]; then
   resnet=(--model resnet18 --data "cifar10:$cifar" --device cuda --precision bf16)
-  scale scale-batch batch "${resnet[@]}" --batch-size 32,128,512,2048,8192,32768
-  scale scale-large-batch large-batch "${resnet[@]}" --base-batch-size 128 --global-batch-size 8192 --batch-size 8192 \
-    --recipes none,linear+warmup,lars+warmup,lars+warmup+smoothing,grow --epochs 60 --updates 0 --at-once 4 \
-    --lr 0.1 --weight-decay 0.0005
+  scale scale-batch batch "${resnet[@]}" --batch-size 32,128,512,2048,8192,32768,50000
+  # Several at a time: one alone at batch 128 waits for its CPU. nvidia-cuda-mps-control -d makes them share the GPU well.
+  scale scale-large-batch large-batch "${resnet[@]}" --base-batch-size 128 --global-batch-size 8192 --batch-size 512 \
+    --recipes none,lars+warmup,grow,grow+smoothing --epochs 60 --updates 0 --at-once 6 --lr 0.1 --weight-decay 0.0005
 fi
