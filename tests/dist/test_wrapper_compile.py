@@ -9,6 +9,8 @@ import torch
 
 import paceline
 from paceline.parallel import DataParallel
+from paceline.training.build import _compile_blocks
+from paceline.workloads.resnet import build_resnet18
 from tests.dist.wrapped import BUCKETED, RUNGS, STEPS, Net, average_alone, check, loss
 
 
@@ -54,3 +56,21 @@ def test_an_unused_parameter_is_named_where_the_model_is_compiled(on_ranks):
     assert first == second
     assert first[0] == "CollectiveError"
     assert "right.weight on rank 1" in first[1]
+
+
+def compile_alike() -> dict[str, int]:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    module = build_resnet18()
+    _compile_blocks(module, backend="eager")
+    for is_training in (True, False):
+        for size in (4, 3, 2):
+            module.train(is_training)(torch.zeros(size, 3, 8, 8))
+    return dict(counters["frames"])
+
+
+def test_blocks_that_are_alike_are_all_compiled(on_ranks):
+    (frames,) = on_ranks(1, compile_alike, timeout_s=60)
+    assert frames["ok"] == frames["total"] > 16  # ten blocks, for training and for evaluation

@@ -138,6 +138,18 @@ def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
     return train, test if settings.test_samples is None else test.first(settings.test_samples)
 
 
+def _compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> None:
+    """Block by block: compiled as one, a model hands over all its gradients at the end of backward."""
+    blocks = find_blocks(module)
+    # torch counts what it compiles by the code, which alike blocks share, and gives up for good at the limit: each
+    # needs its forward for training and for evaluation, at a batch, at the last one of an epoch, and at any size.
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 8 * len(blocks))
+    for _, block in blocks:
+        block.compile(backend=backend)
+
+
+
 def build_learner(
     settings: TrainSettings, world: World, data: DataSet, plan: Plan | None = None, like: nn.Module | None = None
 ) -> Learner:
@@ -162,9 +174,7 @@ def build_learner(
         # The layout in which cuDNN's convolutions are fastest, tensor cores or not; the numbers are the same.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.compile:
-        # Block by block: compiled as one, a model hands over all its gradients at the end of backward.
-        for _, block in find_blocks(module):
-            block.compile()
+        _compile_blocks(module)
     # What is drawn from here on (dropout) differs between ranks.
     set_seed(settings.seed, per_rank=True)
     if settings.plan is not None:
