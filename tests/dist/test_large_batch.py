@@ -74,16 +74,17 @@ def test_both_ranks_tell_the_same_but_for_their_time(trained):
 
 
 @pytest.mark.parametrize(
-    ("name", "updates", "evaluated", "micro"),
+    ("name", "updates", "epochs", "evaluated", "micro"),
     [
-        ("epochs 4 none seed 3", 20, [7, 14, 20], [2]),
-        ("epochs 16 none seed 3", 6, [2, 4, 6], [4, 4]),
-        ("updates 16 none seed 3", 5, [2, 4, 5], [4, 4]),
-        ("updates 4 none seed 3", 5, [2, 4, 5], [2]),
+        ("epochs 4 none seed 3", 20, 2, [7, 14, 20], [2]),
+        ("epochs 16 none seed 3", 6, 2, [2, 4, 6], [4, 4]),
+        ("updates 16 none seed 3", 5, 1.8, [2, 4, 5], [4, 4]),
+        ("updates 4 none seed 3", 5, 0.5, [2, 4, 5], [2]),
     ],
 )
-def test_updates_and_evaluations_are_those_that_were_asked_for(trained, name, updates, evaluated, micro):
+def test_updates_and_evaluations_are_those_that_were_asked_for(trained, name, updates, epochs, evaluated, micro):
     (record, *_), _, _, steps = trained[name][0]
+    assert record.epochs == pytest.approx(epochs)
     assert (record.num_updates, len(steps), record.failure) == (updates, updates, "")
     assert [point.update for point in record.curve] == evaluated
     assert steps[0] == micro and record.batch_size == micro[0]

@@ -226,6 +226,11 @@ def test_a_sentence_says_what_a_big_batch_costs():
     [
         ([LOST], ["the gradient is lost in the noise"]),
         ([UNSURE], ["it may be far larger"]),
+        ([build_known(9.0, step=1, epoch=1.0), LOST], ["noise scale 9 (90 %"]),
+        (
+            [build_known(9.0, step=1, epoch=1.0), LOST],
+            ["steps; above 96 at epoch 6, where the gradient is lost in the noise"],
+        ),
         ([build_record(LOST.probes[:1])], ["noise scale not to be told at epoch 5"]),
         ([build_record((NoiseProbe((2.0, 2.0), 2.0),) * 3)], ["noise scale 0 (90 %: 0 to 0) at epoch 5"]),
         ([build_known(9.0, note="a"), build_known(90.0, note="b")], ["cnn, a: gradient", "cnn, b: gradient"]),

@@ -22,6 +22,7 @@ from paceline.predict.scaling import (
     simulate_scaling,
 )
 from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
+from paceline.predict.stragglers import estimate_wait
 from paceline.records import CollectiveRecord, LayerProfileRecord, ParameterTimes, Samples, ScaleRecord
 from paceline.records.kinds import record_from_json, record_to_json
 from paceline.units import MIB
@@ -335,6 +336,36 @@ def test_beyond_the_host_a_network_joins_hosts_and_a_slower_one_is_never_better(
     assert free.step_s == pytest.approx(points[1].step_s, rel=1e-3)
     with pytest.raises(ConfigError, match="8 ranks where this host has 4: name a network"):
         simulate_scaling(world.evidence(1, 2), (8,))
+
+
+def test_beyond_the_host_the_slowest_of_all_ranks_is_waited_for():
+    world, free = MadeWorld(cores=4), [find_network("1000000000GB/s,0ns")]
+    even = world.evidence(1, 2, 4)
+    rows = tuple((0.9, 0.95, 1.0, 1.05) if n % 2 else (1.05, 0.9, 1.0, 0.95) for n in range(9))
+    last = even.shared[-1]
+    step_s = last.silent.median_s
+    apart = replace(last.silent, seconds=tuple(tuple(step_s / 1.05 * share for share in row) for row in rows))
+    uneven = replace(even, records=tuple(replace(r, silent=apart) if r is last else r for r in even.records))
+    assert even.spread == 0 and 0.03 < uneven.spread < 0.08
+    times = {
+        count: [simulate_scaling(known, (count,), free)[0].step_s for known in (even, uneven)]
+        for count in (4, 64, 1024)
+    }
+    assert times[4][0] == pytest.approx(times[4][1])
+    assert times[64][0] == pytest.approx(times[4][0], rel=1e-3)
+    assert times[4][1] < times[64][1] < times[1024][1]
+    wait = (1 + estimate_wait(uneven.spread, 64)) / (1 + estimate_wait(uneven.spread, 4))
+    assert times[64][1] - times[4][1] == pytest.approx(step_s * (wait - 1), rel=0.1)
+
+
+def test_steps_that_a_rank_spoilt_are_a_doubt():
+    known = MadeWorld(cores=4).evidence(1, 2, 4)
+    last = known.shared[-1]
+    rows = tuple(tuple(s * (1.4 if rank == 3 else 1.0) for rank, s in enumerate(row)) for row in last.silent.seconds)
+    spoilt = replace(last, silent=replace(last.silent, seconds=rows))
+    changed = replace(known, records=tuple(spoilt if r is last else r for r in known.records))
+    assert "rank 3 was disturbed in steps on 4 ranks" in simulate_scaling(changed, (4,))[0].doubt
+    assert simulate_scaling(known, (4,))[0].doubt == ""
 
 
 def test_a_host_of_one_device_needs_no_sweep():

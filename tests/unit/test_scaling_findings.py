@@ -56,6 +56,7 @@ def test_a_sweep_tells_its_knee_and_what_does_not_fit():
     [
         ({32: 1.0, 64: 1.01}, "hardly depend on the batch size"),
         ({32: 4.0, 64: 2.0}, "up to batch size 64, the largest that was measured"),
+        ({32: 4.0}, "batch size 32, the only one that was measured"),
     ],
 )
 def test_a_sweep_without_a_knee_inside_says_so(epochs, text):
@@ -149,6 +150,16 @@ def test_contests_count_cells_that_are_better_worse_or_neither():
     ]
 
 
+def test_contests_leave_out_cells_that_a_rank_spoilt():
+    records = []
+    for size, factor in ((32, 1.0), (64, 1.5)):
+        mine, theirs = (make_scale(make_rng(), 4, 0.01, wrapper=w, cell_size=size) for w in ("paceline", "torch"))
+        records += [make_scale(make_rng(), 1, 0.01, cell_size=size), mine, _disturb(theirs, 2, factor)]
+    for line in findings.describe_contests(compare_with_torch(list_points(records))):
+        assert " of 1 cell, " in line and line.endswith("(1 not to be believed left out)")
+    assert findings.describe_contests(compare_with_torch(list_points(records[3:]))) == []
+
+
 @pytest.mark.parametrize(
     ("steps", "text"),
     [
@@ -178,7 +189,7 @@ def test_the_bandwidth_closest_to_the_peak_is_told():
     peak = replace(make_collectives(make_rng(), backends=["gloo"], counts=[2])[0], timing=steady(2**24 / 8e9, 2))
     (line,) = findings.describe_bandwidths(list_bandwidths(records, [peak]))
     assert line == (
-        "paceline on gloo: messages run at up to 2.00 GB/s, 25% of the measured peak of 8.00 GB/s "
+        "paceline on gloo: messages come closest to their peak with 2.00 GB/s, 25% of the measured 8.00 GB/s "
         "(2 ranks at batch size 64 per rank)"
     )
 
@@ -256,7 +267,7 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
     lines = match_predictions(predicted, list_points(records))
     assert findings.describe_errors(lines) == [
         "predicted from half as many ranks, 2 steps on 2, 4 ranks are off by 7.0% on average and by 10.0% at most "
-        "(paceline on gloo at batch size 32 per rank); 2 lie in the 90 % of their predictions"
+        "(paceline on gloo at batch size 32 per rank); 2 by at most 10%, and 2 lie in the 90 % of their predictions"
     ]
     assert findings.describe_errors(lines[2:]) == []
     assert findings.describe_predictions(lines) == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,6 +47,7 @@ GlobalBatchSizes = Annotated[str | None, typer.Option("--global-batch-size", hel
 # What a study that goes on may be told anew.
 _ALWAYS = ("resume", "json", "at_once")
 _BATCH_SIZES = (32, 128, 512, 2048)
+_EPOCHS = 3
 _RANK_BATCH_SIZES = (8, 32)
 _PREDICTED = "64,1024"
 _RECIPES = "none,sqrt,linear,linear+warmup,linear+warmup+smoothing,lars+warmup,lamb+warmup,grow"
@@ -67,7 +69,7 @@ def _check_resume(context: typer.Context, resume: Path | None) -> list[str]:
 def batch(
     context_: typer.Context,
     job: dict[str, Any],
-    epochs: Epochs = 2,
+    epochs: Epochs = _EPOCHS,
     resume: Resume = None,
     out: Out = Path("runs"),
     json: Json = False,
@@ -75,16 +77,26 @@ def batch(
     """Time per epoch, samples/s and memory on one rank over batch sizes; the first epoch is a warm-up."""
     from paceline.cli import scale_studies as studies
 
-    _check_resume(context_, resume)
+    asked = _check_resume(context_, resume)
     _refuse_launched("batch sizes are compared on one rank")
-    settings = studies.load_batch(resume) if resume is not None else build_batch(job, epochs)
+    settings = studies.load_batch(resume) if resume is not None else build_batch(job, epochs, asked)
     with _opened("scale batch", settings, out, resume, json) as run:
         studies.finish(run, lambda: studies.make_batch(run, settings), json)
 
 
-def build_batch(job: dict[str, Any], epochs: int = 2) -> BatchSweepSettings:
+def _refuse_options(asked: Sequence[str], names: Sequence[str], why: str) -> None:
+    """An option that would change nothing is refused, not passed over."""
+    typed = next((name for name in names if name in asked), None)
+    if typed is not None:
+        raise ConfigError(f"--{typed.replace('_', '-')}: {why}; leave it out")
+
+
+def build_batch(job: dict[str, Any], epochs: int = _EPOCHS, asked: Sequence[str] = ()) -> BatchSweepSettings:
     from paceline.measure.scale_settings import BatchSweepSettings
 
+    _refuse_options(
+        asked, ("wrapper", "backend", "plan", "sync_batchnorm", "accumulate"), "one rank computes its batch by itself"
+    )
     sizes = parse_counts(job["batch_size"], "--batch-size") if job["batch_size"] else _BATCH_SIZES
     if job["ranks"] not in (None, "1"):
         raise ConfigError(f"--ranks {job['ranks']}: batch sizes are compared on one rank; see `scale ranks`")
@@ -149,13 +161,15 @@ def build_ranks(
     backends = split_names(job["backend"]) if job["backend"] != "auto" else _choose_backends(device, max(counts))
     contestants = [Contestant(w, b) for b in backends for w in wrappers if w != "dp"]
     contestants += [Contestant("dp", backends[0])] if "dp" in wrappers else []
-    strong = parse_counts(global_batch_size, "--global-batch-size") if global_batch_size else (2 * max(sizes),)
-    if not global_batch_size:
-        strong = tuple(size for size in strong if all(size % (n * (job["accumulate"] or 1)) == 0 for n in counts))
+    if global_batch_size:
+        strong = parse_counts(global_batch_size, "--global-batch-size")
+    else:  # the least from twice the largest batch on that all of them can share
+        shares = math.lcm(*counts) * (job["accumulate"] or 1)
+        strong = (shares * -(-2 * max(sizes) // shares),)
     # As many threads for a rank alone as for one of many: a rank is a rank, with what belongs to one.
     threads = job["threads"] or max(1, machine.count_cores() // max(counts))
-    if job["plan"] is not None:
-        raise ConfigError(f"--plan {job['plan']}: wrappers are compared as they are; leave it out")
+    _refuse_options(asked, ("plan",), "wrappers are compared as they are")
+    _refuse_options(asked, ("sync_batchnorm",), "ranks that are not part of a turn would be waited for")
     train = build_settings(
         job, 1, sizes[0], wrapper="none", backend="gloo", device=device, threads=threads, plan=None,
         samples=job["samples"] or _count_samples(job, max(max(sizes) * max(counts), *strong, 0)),

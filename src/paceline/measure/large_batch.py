@@ -170,7 +170,7 @@ class _Training:
             recipe=cell.recipe,
             configuration=cell.configuration,
             budget=cell.budget,
-            epochs=job.epochs,
+            epochs=job.epochs if job.settings.steps is None else self._num_samples / len(job.train),
             num_updates=step,
             num_samples=self._num_samples,
             seed=job.settings.seed,

@@ -22,9 +22,11 @@ from paceline.predict.networks import Network
 from paceline.predict.profiled import build_backward, draw_backwards
 from paceline.predict.scaling_evidence import ScalingEvidence
 from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
+from paceline.predict.stragglers import estimate_wait
 from paceline.predict.whatif import accumulate
 from paceline.records import ScaleRecord
 from paceline.records.samples import Samples, quantile
+from paceline.records.speedups import find_straggler
 from paceline.units import format_ms
 
 __all__ = [
@@ -177,12 +179,14 @@ class _ScalingCurve:
     shift: float = 0.0
 
     def compute_s(self, world_size: int) -> float:
-        """A step without communication; hosts do not slow each other."""
+        """A step of the slowest rank without communication; hosts do not slow each other."""
         base_s = interpolate_logs(self.one_rank_s, self.evidence.count_samples(world_size))
         if world_size == 1:
             return base_s
+        here = min(world_size, self.evidence.most_on_host)
         own_s = 0.0 if self.evidence.shared else self.evidence.wrapper_s
-        return base_s * self.slowdown.estimate(min(world_size, self.evidence.most_on_host)) + own_s
+        waits = [1 + estimate_wait(self.evidence.spread, count) for count in (here, world_size)]
+        return base_s * self.slowdown.estimate(here) * waits[1] / waits[0] + own_s
 
     def simulate_s(self, world_size: int, place: int = 0) -> float:
         compute_s = self.compute_s(world_size)
@@ -260,6 +264,10 @@ class _ScalingCurve:
             doubts.append("no step on several ranks calibrates it: they are taken not to slow each other")
         elif world_size > 2 * most:
             doubts.append(f"{world_size:,} ranks are beyond twice the most whose steps calibrate it, {most}")
+        doubts += [
+            f"rank {straggler.rank} was disturbed in steps on {straggler.record.world_size} ranks"
+            for straggler in filter(None, map(find_straggler, self.evidence.shared))
+        ]
         doubts.append(self.build_curve(world_size, place).describe_doubt(max(self.evidence.list_buckets(world_size))))
         return "; ".join(filter(None, doubts))
 
@@ -362,6 +370,10 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
     lines += [line for fabric in curve.networks for line in fabric.assumptions]
     if networks and evidence.most_on_host > 1:
         lines.append(f"beyond it, hosts of {evidence.most_on_host} ranks: reduced inside, then between, one by one")
+        lines.append(
+            "hosts do not slow each other's computing, but all wait for the slowest rank: ranks lie "
+            f"{evidence.spread:.1%} apart (standard deviation), as measured without communication"
+        )
     lines.append(
         f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; a standard deviation of "
         f"{ERROR_PER_DOUBLING:.0%} on messages and {SLOWDOWN_ERROR:.0%} on computing for each doubling away from what "

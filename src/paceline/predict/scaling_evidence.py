@@ -14,9 +14,12 @@ from paceline.errors import ConfigError, RecordError
 from paceline.plan import plan_like_torch
 from paceline.predict.fabrics import MeasuredFabric, build_measured_fabric
 from paceline.predict.profiled import build_backward
+from paceline.predict.stragglers import estimate_spread
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, ScaleRecord
 
 __all__ = ["ScalingEvidence"]
+
+_MOST_SPREAD = 0.5
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,14 @@ class ScalingEvidence:
     def shared(self) -> list[ScaleRecord]:
         """The steps on several ranks, fewest first."""
         return sorted((r for r in self.records if r.world_size > 1), key=lambda record: record.world_size)
+
+    @property
+    def spread(self) -> float:
+        """How far the steps of ranks lie apart without communication, as a standard deviation over their median."""
+        if not self.shared or self.shared[-1].silent is None:
+            return 0.0
+        rows = self.shared[-1].silent.seconds
+        return min(_MOST_SPREAD, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
 
     @property
     def contestant(self) -> str:

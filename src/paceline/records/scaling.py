@@ -58,7 +58,8 @@ class BatchRecord(Record):
 
     @property
     def step_s(self) -> float | None:
-        return None if self.epoch_s is None else self.epoch_s / self.num_steps
+        """A full batch's share of the epoch, whose last one may be smaller."""
+        return None if self.epoch_s is None else self.epoch_s * self.batch_size / self.num_samples
 
     @property
     def samples_per_s(self) -> float | None:
@@ -153,9 +154,10 @@ class CurvePoint:
 class LargeBatchRecord(Record):
     """One training run of a large-batch study. `recipe` names what was switched on, `configuration` says it in full.
 
-    `budget` is what runs of one study share: `epochs` (then updates follow) or `updates`. `batch_size` is what one
-    rank computes at once, `largest_batch_size` the global batch at the end where it grew. A run whose loss was no
-    longer a number has a `failure`, and its curve ends there.
+    `budget` is what runs of one study share: `epochs` (then updates follow) or `updates`, which may end within an
+    epoch: `epochs` is then no whole number. `batch_size` is what one rank computes at once, `largest_batch_size` the
+    global batch at the end where it grew. A run whose loss was no longer a number has a `failure`, and its curve ends
+    there.
     """
 
     kind: ClassVar[str] = "large_batch"
@@ -171,7 +173,7 @@ class LargeBatchRecord(Record):
     recipe: str
     configuration: str
     budget: str
-    epochs: int
+    epochs: float
     num_updates: int
     num_samples: int
     seed: int

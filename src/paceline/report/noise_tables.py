@@ -17,7 +17,6 @@ __all__ = ["describe_noise", "noise_row", "noise_table", "plot_noise"]
 
 # A batch that is "far beyond" the noise scale, where nobody asks about another.
 _FAR = 10
-_MORE = "take more probes, or more samples in each"
 
 
 def _samples(value: float) -> str:
@@ -39,6 +38,10 @@ def _interval(record: NoiseRecord) -> str:
     return f"{_samples(low)} to {_samples(high)}" if high < math.inf else f"from {_samples(low)}"
 
 
+def _epoch(record: NoiseRecord) -> str:
+    return f"{record.epoch:.3g}"
+
+
 noise_table: Sequence[Column] = (
     Column("model", lambda r: r.model, False),
     Column("data", lambda r: r.data, False),
@@ -47,7 +50,7 @@ noise_table: Sequence[Column] = (
     Column("precision", lambda r: r.precision, False),
     Column("ranks", lambda r: str(r.world_size), is_optional=True),
     Column("step", lambda r: str(r.step)),
-    Column("epoch", lambda r: f"{r.epoch:g}"),
+    Column("epoch", _epoch),
     Column("batches", lambda r: f"{r.small_batch_size}, {r.big_batch_size}", is_optional=True),
     Column("probes", lambda r: str(len(r.probes)), is_optional=True),
     Column("norm(G)^2", lambda r: f"{r.estimate.gradient_square:.3g}"),
@@ -91,26 +94,31 @@ def _group(records: Sequence[NoiseRecord]) -> dict[tuple[str, ...], list[NoiseRe
 
 
 def _describe(series: Sequence[NoiseRecord], batch_size: int | None) -> str:
-    first, last = series[0], series[-1]
+    told = [record for record in series if record.noise_scale is not None]
+    first, last, end = series[0], (told or series)[-1], series[-1]
     who = f"{last.model}{', ' + last.note if last.note else ''}: "
-    place = f"at epoch {last.epoch:g}"
+    place = f"at epoch {_epoch(last)}"
     if first is not last and first.noise_scale is not None:
-        place += f" ({_samples(first.noise_scale)} at epoch {first.epoch:g})"
+        place += f" ({_samples(first.noise_scale)} at epoch {_epoch(first)})"
     scale, interval = last.noise_scale, last.estimate.interval
     if scale is None:
         bound = f"above {_samples(interval[0])} (90 %) " if interval is not None else "not to be told "
-        return f"{who}gradient noise scale {bound}{place}: the gradient is lost in the noise; {_MORE}"
+        return f"{who}gradient noise scale {bound}{place}: the gradient is lost in the noise"
+    later = ""
+    if end is not last:
+        bound = "" if end.estimate.interval is None else f"above {_samples(end.estimate.interval[0])} "
+        later = f"; {bound}at epoch {_epoch(end)}, where the gradient is lost in the noise"
     sure = "" if interval is None else f" (90 %: {_interval(last)})"
     text = f"{who}gradient noise scale {_samples(scale)}{sure} {place}"
     if interval is not None and interval[1] == math.inf:
-        return f"{text}: it may be far larger; {_MORE}"
+        return f"{text}: it may be far larger{later}"
     if scale <= 0:
-        return text
+        return text + later
     size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
     steps, samples = 1 + scale / size, 1 + size / scale
     why = "far beyond it buy few steps" if size >= 2 * scale else "up to about it cost few samples more"
     cost = f"{samples:.1f} times the fewest samples for {steps:.1f} times the fewest steps"
-    return f"{text}: batches {why}: at {size}, {cost}"
+    return f"{text}: batches {why}: at {size}, {cost}{later}"
 
 
 def plot_noise(records: Sequence[NoiseRecord], title: str, machine: str) -> Figure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.records.recipes import RecipeSummary, Spread
-from paceline.records.scaling import BatchRecord, ScaleRecord
+from paceline.records.scaling import BatchRecord, LargeBatchRecord, ScaleRecord
 from paceline.records.speedups import ScalePoint, Straggler, find_knee, find_straggler
 from paceline.report.predicted_tables import Predicted, PredictedLine
 from paceline.report.scaling_tables import BandwidthLine, ScaleLine, is_split, pick_run
@@ -27,6 +27,7 @@ __all__ = [
     "pick_leaders",
 ]
 
+_NEAR = 0.1  # a prediction that is called good
 _MOST_RANKS = 4  # numbers of ranks that one sentence about a prediction tells
 
 
@@ -38,7 +39,9 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
         rates = {record.batch_size: record.samples_per_s or 0.0 for record in timed}
         best, here = max(rates, key=lambda size: rates[size]), knee.batch_size
         reached = f"{rates[here] / rates[best]:.0%} of the best {format_speed(rates[best])} (at {best}) are reached"
-        if here == min(rates):
+        if len(rates) == 1:
+            lines.append(f"batch size {here}, the only one that was measured: {format_speed(rates[here])} samples/s")
+        elif here == min(rates):
             lines.append(f"samples/s hardly depend on the batch size: {reached} already at {here}, the smallest")
         elif here == max(rates):
             lines.append(f"samples/s grow up to batch size {here}, the largest that was measured: more may be better")
@@ -119,12 +122,19 @@ def describe_stragglers(records: Sequence[ScaleRecord]) -> list[str]:
     ]
 
 
+def _where(record: ScaleRecord) -> tuple[object, ...]:
+    """Records that were timed in turns on the same ranks."""
+    return record.cell, record.job, record.world_size, record.source
+
+
 def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
-    """Each contestant beside torch's wrapper over all cells: how often it is better, worse, or neither."""
+    """Each contestant beside torch's wrapper over all cells that no rank spoilt: how often it is better, worse, or
+    neither."""
+    spoilt = {_where(line.point.record) for line in lines if find_straggler(line.point.record)}
     found: dict[tuple[str, str], list[tuple[float, bool]]] = {}
     for line in lines:
         record = line.point.record
-        if record.world_size == 1 or record.wrapper == "torch":
+        if record.world_size == 1 or record.wrapper == "torch" or _where(record) in spoilt:
             continue
         on_same = line.to_torch if record.backend != "gloo" else None
         for ratio, backend in ((on_same, record.backend), (line.to_torch_on_gloo, "gloo")):
@@ -139,6 +149,7 @@ def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
             f"{mine} beside {theirs}, by efficiency: better in {better} of {format_number_of(len(ratios), 'cell')}, "
             f"worse in {worse}, inside the noise in {len(ratios) - better - worse}; "
             f"ratios from {min(values):.2f} to {max(values):.2f}"
+            + (f" ({len(spoilt)} not to be believed left out)" if spoilt else "")
         )
     return texts
 
@@ -177,7 +188,7 @@ def describe_bandwidths(lines: Sequence[BandwidthLine]) -> list[str]:
         if line.use is None:
             continue
         rate, peak = format_rate(line.use.busbw_bytes_per_s), format_rate(line.use.peak_bytes_per_s)
-        text = f"messages run at up to {rate} GB/s, {line.use.share:.0%} of the measured peak of {peak} GB/s"
+        text = f"messages come closest to their peak with {rate} GB/s, {line.use.share:.0%} of the measured {peak} GB/s"
         name = line.record.contestant
         best[name] = max(best.get(name, (0.0, "")), (line.use.share, f"{name}: {text} ({_place(line.record)})"))
     return [text for _, text in best.values()]
@@ -198,6 +209,14 @@ def _name(summary: RecipeSummary) -> str:
     return f"{summary.first.global_batch_size} {'without a recipe' if recipe == 'none' else f'with {recipe}'}"
 
 
+def _epochs(run: LargeBatchRecord) -> str:
+    return f"{round(run.epochs, 2):g} epoch{'' if run.epochs == 1 else 's'}"
+
+
+def _updates(run: LargeBatchRecord) -> str:
+    return format_number_of(run.num_updates, "update")
+
+
 def _points(gap: float) -> str:
     return f"{100 * abs(gap):.1f} points {'below' if gap >= 0 else 'above'}"
 
@@ -214,14 +233,15 @@ def _against_baseline(summary: RecipeSummary) -> str:
     if base is None or summary.gap is None:
         return ""
     here, there = pick_run(summary), pick_run(base)
-    same, other, first, second = (
-        (format_number_of(here.epochs, "epoch"), "update", here.num_updates, there.num_updates)
+    same, first, second = (
+        (_epochs(here), _updates(here), f"{there.num_updates:,}")
         if here.budget == "epochs"
-        else (format_number_of(here.num_updates, "update"), "epoch", here.epochs, there.epochs)
+        else (_updates(here), _epochs(here), f"{round(there.epochs, 2):g}")
     )
     inside = " (less than the spread over seeds)" if _is_inside(summary) else ""
     text = f", {_points(summary.gap)} the baseline at {there.global_batch_size}{inside} in the same {same}"
-    return text if first == second else f"{text}, with {format_number_of(first, other)} instead of {second:,}"
+    is_alike = (here.epochs, here.num_updates) == (there.epochs, there.num_updates)
+    return text if is_alike else f"{text}, with {first} instead of {second}"
 
 
 def _repair(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
@@ -231,9 +251,9 @@ def _repair(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
     if not tried or not is_lost:
         return ""
     (gap, best), *_ = tried
-    recipe, num_updates = best.first.recipe, pick_run(best).num_updates
-    if num_updates != pick_run(plain).num_updates:  # a batch that grows
-        recipe += f", with {format_number_of(num_updates, 'update')},"
+    recipe = best.first.recipe
+    if pick_run(best).num_updates != pick_run(plain).num_updates:  # a batch that grows
+        recipe += f", with {_updates(pick_run(best))},"
     if plain.gap is not None and gap >= plain.gap:
         return f"; no recipe repairs it, the best is {recipe}: {_points(gap)} the baseline"
     inside = ", less than the spread over seeds" if _is_inside(best) else ""
@@ -255,10 +275,7 @@ def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
             run = pick_run(summary)
             text = f"{_name(summary)}: {_accuracy(summary)}"
             if summary.baseline is None:
-                lines.append(
-                    f"baseline (the same {run.budget}): {text} after "
-                    f"{format_number_of(run.epochs, 'epoch')}, {format_number_of(run.num_updates, 'update')}"
-                )
+                lines.append(f"baseline (the same {run.budget}): {text} after {_epochs(run)}, {_updates(run)}")
             else:
                 lines.append(text + _against_baseline(summary) + _repair(summary, others))
         if not plain or all(s.baseline is None for s in plain):
@@ -281,11 +298,12 @@ def describe_errors(lines: Sequence[PredictedLine]) -> list[str]:
         return []
     worst, line = max(known, key=lambda pair: pair[0])
     mean, inside = sum(error for error, _ in known) / len(known), sum(bool(line.is_covered) for _, line in known)
+    near = sum(error <= _NEAR for error, _ in known)
     ranks = ", ".join(str(n) for n in sorted({line.predicted.world_size for _, line in known}))
     return [
         f"predicted from half as many ranks, {format_number_of(len(known), 'step')} on {ranks} ranks are off by "
         f"{mean:.1%} on average and by {worst:.1%} at most ({line.predicted.contestant} at {_cell(line.predicted)}); "
-        f"{inside} lie in the 90 % of their predictions"
+        f"{near} by at most {_NEAR:.0%}, and {inside} lie in the 90 % of their predictions"
     ]
 
 

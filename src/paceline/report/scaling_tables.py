@@ -322,7 +322,7 @@ recipe_table: Sequence[Column] = (
     Column("global batch", lambda s: str(s.first.global_batch_size)),
     Column("recipe", lambda s: s.first.recipe, False),
     Column("updates", lambda s: str(pick_run(s).num_updates)),
-    Column("epochs", lambda s: str(pick_run(s).epochs)),
+    Column("epochs", lambda s: f"{round(pick_run(s).epochs, 2):g}"),
     Column("lr", lambda s: f"{s.first.lr:g}", is_optional=True),
     Column("test accuracy (%)", lambda s: _spread(s.accuracy, lambda x: f"{100 * x:.2f}")),
     Column("gap (points)", lambda s: _maybe(s.gap, lambda x: f"{100 * x:.2f}")),

@@ -149,7 +149,6 @@ def _compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> None:
         block.compile(backend=backend)
 
 
-
 def build_learner(
     settings: TrainSettings, world: World, data: DataSet, plan: Plan | None = None, like: nn.Module | None = None
 ) -> Learner:
