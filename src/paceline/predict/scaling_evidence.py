@@ -155,11 +155,15 @@ class ScalingEvidence:
 
 
 def _join_silent(record: ScaleRecord, steps: Sequence[ScaleRecord]) -> ScaleRecord:
-    """The record with the silent steps of all contestants of its cell and ranks: of each repetition their median."""
+    """The record with the silent steps of all contestants of its cell and ranks: of each repetition the median of the
+    slowest ranks, and the others as far behind it as in the median."""
     alike = [r for r in steps if (r.job, r.cell, r.world_size) == (record.job, record.cell, record.world_size)]
     told = [r.silent for r in alike if r.silent is not None and r.silent.count == record.timing.count]
     if record.silent is None or len(told) < 2:
         return record
-    rows = zip(*(silent.reduced_s for silent in told), strict=True)
-    joined = tuple((statistics.median(row),) * record.silent.num_ranks for row in rows)
-    return replace(record, silent=replace(record.silent, seconds=joined))
+    joined = []
+    for number in range(record.timing.count):
+        slowest_s = statistics.median(silent.reduced_s[number] for silent in told)
+        row = [statistics.median(times) for times in zip(*(silent.seconds[number] for silent in told), strict=True)]
+        joined.append(tuple(time_s / max(row) * slowest_s for time_s in row))
+    return replace(record, silent=replace(record.silent, seconds=tuple(joined)))
