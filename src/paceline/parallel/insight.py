@@ -51,7 +51,7 @@ class Insight:
             self._planned.timeline.is_asked = True
 
     def count_sent(self) -> Sent:
-        """All messages of gradients since the wrapper was made or rebuilt, less those that a communication hook sent."""
+        """All messages of gradients since the wrapper was made or rebuilt, but those of a communication hook."""
         return self._ready.channel.sent
 
     def report(self) -> Report:
