@@ -49,6 +49,23 @@ def test_buckets_and_large_gradients_begin_at_a_vector_of_the_processor():
     assert flat.views[0].storage_offset() * 4 % 64 == 0 and flat.views[0].storage_offset() > 0
 
 
+@pytest.mark.parametrize(
+    ("plan", "alone", "has_gaps"),
+    [
+        (plan_shaped(MEMBERS.gradients, ORDER, 16, 8), (), False),
+        (plan_shaped(MEMBERS.gradients, ORDER, 64, 8), (0, 1, 4), False),
+        (plan_by_cap(MEMBERS.gradients, ORDER, 10_000), (), False),
+        (plan_by_cap(MEMBERS.gradients, ORDER, 10_000), (0, 1, 4), True),
+    ],
+)
+def test_a_message_is_its_gradients_and_its_riders(plan, alone, has_gaps):
+    flat = FlatGradients(MEMBERS, plan, num_words=7, alone=alone)
+    messages = (*flat.ranges[:-1], flat.last)
+    left = [message.nbytes - riders for message, riders in zip(messages, flat.rider_bytes, strict=True)]
+    assert left == list(plan.bucket_bytes)
+    assert (sum(flat.rider_bytes) > flat.last.nbytes - flat.ranges[-1].nbytes) == has_gaps
+
+
 def test_a_write_through_a_view_counts_in_its_bucket_alone():
     plan = plan_by_cap(MEMBERS.gradients, ORDER, 1)
     flat = FlatGradients(MEMBERS, plan, num_words=0)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.measure.busy import AskedSteps
+from paceline.measure.busy import AskedSteps, agree_on_sent
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import choose_meeting, synchronize
 from paceline.measure.replicas import read_buckets
@@ -29,6 +29,7 @@ from paceline.measure.training_traces import measure_job_layers
 from paceline.measure.tune_steps import Candidate, wrap
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
+from paceline.parallel.channel import Sent
 from paceline.parallel.placement import only_computing
 from paceline.records import Record, Samples, ScaleRecord
 from paceline.runtime.worker import post
@@ -83,6 +84,7 @@ class _Turn:
     plain_s: list[float] = field(default_factory=list)
     silent_s: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -217,8 +219,11 @@ class _Bench:
             turn.plain_s.append(seconds)
         elif kind == "silent":
             turn.silent_s.append(seconds)
-        elif turn.asked is not None and (busy_s := turn.asked.take_busy_s()) is not None:
-            turn.busy_s.append(busy_s)
+        elif turn.asked is not None:
+            busy_s, sent = turn.asked.take_busy_s(), turn.asked.count_sent()
+            if busy_s is not None and sent is not None:
+                turn.busy_s.append(busy_s)
+                turn.sent.append(sent)
 
     # -- records ------------------------------------------------------------------------------------------------------
 
@@ -229,6 +234,13 @@ class _Bench:
         parts = [of_rank for of_rank in told if of_rank is not None]
         plain, silent, busy = ([part[number] for part in parts] for number in range(3))
         buckets = self._world.share(() if turn.learner is None else read_buckets(turn.learner.model))[0]
+        counted: list[list[Sent] | None] = self._world.share(None if turn.learner is None else turn.sent[num_warmup:])
+        sent = agree_on_sent(
+            # In a warm-up a wrapper may still have other buckets.
+            [of_rank for of_rank in counted if of_rank is not None],
+            Sent(len(buckets), sum(buckets)),
+            f"{turn.contestant.wrapper} on {turn.contestant.backend}, {turn.world_size} ranks",
+        )
         job = self._job
 
         def samples(by_rank: list[list[float]]) -> Samples | None:
@@ -249,8 +261,8 @@ class _Bench:
             precision=job.settings.precision,
             batch_size=self._cell.batch_size(turn.world_size, job.batches.accumulate),
             accumulate=job.batches.accumulate,
-            num_bytes=sum(buckets),
-            num_messages=len(buckets),
+            num_bytes=sent.num_bytes,
+            num_messages=sent.num_messages,
             bucket_bytes=tuple(buckets),
             timing=timing,
             silent=samples(silent),

@@ -124,7 +124,7 @@ class Bucketed(Reducer):
         self.timeline.ready(bucket.number)
         is_last = self._next == len(self._buckets)
         flat, take_part = zeros or self._flat, zeros is None
-        span = flat.ranges[bucket.number]
+        span, rider_bytes = flat.ranges[bucket.number], flat.rider_bytes[bucket.number]
         message = flat.last if is_last and self._hooking is None else span
         # NCCL averages as it reduces; the words must stay whole numbers, so the last bucket is scaled beforehand.
         can_fold = self.channel.is_nccl and not is_last and not bucket.placed
@@ -148,9 +148,10 @@ class Bucketed(Reducer):
         if self._hooking is not None:
             bucket.work = self._hooking.start(show_to_hook(bucket.number, flat, self.plan, self.members.params))
         elif loose:
-            bucket.work = self.channel.start_sums([message, *loose] if message.numel() else loose, average)
+            tensors = [message, *loose] if message.numel() else loose
+            bucket.work = self.channel.start_sums(tensors, average, rider_bytes)
         elif message.numel():
-            bucket.work = self.channel.start_sum(message, average)
+            bucket.work = self.channel.start_sum(message, average, rider_bytes)
         self.timeline.launched(bucket.number, bucket.work)
 
     def _gather(self, bucket: LiveBucket, factor: float) -> None:
@@ -265,7 +266,7 @@ class Bucketed(Reducer):
             # A hook may compress or keep what it is given, and send more when it likes: the words go by themselves.
             with torch.no_grad():
                 write_tail(words)
-            self.channel.wait(self.channel.start_sum(words), "the tail")
+            self.channel.wait(self.channel.start_sum(words, rider_bytes=words.nbytes), "the tail")
         self._taken.clear()  # so that `zero_grad` can free them
         self.timeline.over()
         return words

@@ -101,7 +101,8 @@ class SharedBuffers:
             return
         precise = functools.reduce(torch.promote_types, (s.dtype for s in self._statistics), torch.float32)
         message = torch.cat([s.detach().to(channel.device, precise).reshape(-1) for s in self._statistics])
-        channel.wait(channel.start_sum(message if take_part else message.zero_()), "the running statistics")
+        work = channel.start_sum(message if take_part else message.zero_(), rider_bytes=message.nbytes)
+        channel.wait(work, "the running statistics")
         self.read(message, num_ranks)
 
     @property

@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from paceline.runtime.world import find_departed
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
-__all__ = ["Channel", "LostPeerError", "naming_the_lost"]
+__all__ = ["Channel", "LostPeerError", "Sent", "naming_the_lost"]
 
 _BROADCAST_BYTES = 64 << 20
 
@@ -29,8 +29,15 @@ class LostPeerError(CollectiveError):
     """Another rank has gone or does not answer."""
 
 
+class Sent(NamedTuple):
+    """What a rank handed to all-reduce: the calls, and the bytes of gradients in them."""
+
+    num_messages: int
+    num_bytes: int
+
+
 class Channel:
-    """A process group, and the device on which its messages live."""
+    """A process group, and the device on which its messages live; `sent` adds up all messages of gradients."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, is_own: bool = False) -> None:
         self.group, self.device, self._is_own = group, device, is_own
@@ -40,6 +47,7 @@ class Channel:
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         # On a GPU, gloo writes the result by torch's own copy, some time after the call.
         self._writes_late = device.type == "cuda" and not self.is_nccl
+        self.sent = Sent(0, 0)
         self.patience_s: float | None = None  # None: as long as the group's own timeout
         self._sum = dist.AllreduceOptions()
         self._sum.asyncOp = True
@@ -83,8 +91,11 @@ class Channel:
         except RuntimeError:
             return True
 
-    def start_sum(self, tensor: torch.Tensor, average: bool = False) -> dist.Work:
-        """Start the sum over all ranks (or the average, where the backend folds it in), in place."""
+    def start_sum(self, tensor: torch.Tensor, average: bool = False, rider_bytes: int = 0) -> dist.Work:
+        """Start the sum over all ranks (or the average, where the backend folds it in), in place.
+
+        `rider_bytes` of it are no gradients: words, statistics, gaps between gradients.
+        """
         if self.world_size == 1:
             return FinishedWork([tensor])  # not even a call of the backend, which takes as long as on many ranks
         if tensor.is_complex():
@@ -93,14 +104,20 @@ class Channel:
             # Through an alias, so that its writing does not count as somebody's change of the tensor.
             alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor = alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        self._count(tensor.nbytes - rider_bytes)
         return self.group.allreduce([tensor], self._average if average else self._sum)
 
-    def start_sums(self, tensors: Sequence[torch.Tensor], average: bool = False) -> dist.Work:
+    def start_sums(self, tensors: Sequence[torch.Tensor], average: bool = False, rider_bytes: int = 0) -> dist.Work:
         """The same for many tensors in one launch; NCCL only."""
         if len(tensors) == 1 or self.world_size == 1:
-            return self.start_sum(tensors[0], average)
+            return self.start_sum(tensors[0], average, rider_bytes)
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        self._count(sum(tensor.nbytes for tensor in tensors) - rider_bytes)
         return self.group.allreduce_coalesced(real, self._many_average if average else self._many)
+
+    def _count(self, num_bytes: int) -> None:
+        if num_bytes:  # a message of riders alone carries no gradient
+            self.sent = Sent(self.sent.num_messages + 1, self.sent.num_bytes + num_bytes)
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for a message; an error of the backend becomes one that says what was awaited and who has left."""

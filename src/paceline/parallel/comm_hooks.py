@@ -99,7 +99,7 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
     marks = torch.zeros(channel.world_size, device=channel.device)
     marks[channel.rank] = is_hooked
     # A sum is a gather here, and can be waited for with the patience of a rank that has failed.
-    channel.wait(channel.start_sum(marks), "whether there are communication hooks")
+    channel.wait(channel.start_sum(marks, rider_bytes=marks.nbytes), "whether there are communication hooks")
     ranks_of: dict[bool, list[str]] = {True: [], False: []}
     for rank, theirs in enumerate(marks.tolist()):
         ranks_of[bool(theirs)].append(str(rank))

@@ -26,6 +26,7 @@ class FlatGradients:
 
     A view counts its writes together with its bucket's range; those of the gradients in `alone` count by themselves,
     and so do split ones. `loose` are indices of gradients that stay where autograd puts them and have no room here.
+    `rider_bytes` is what of each bucket's message is no gradient: gaps, and behind the last the words.
     """
 
     def __init__(
@@ -40,16 +41,19 @@ class FlatGradients:
         starts: dict[int, int] = {}
         ends: dict[tuple[str, str], int] = {}
         self.spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
+        self.rider_bytes: list[int] = []
         for bucket in plan.buckets:
             family = plan.gradients[bucket.pieces[0].gradient].family
-            end, first = ends.get(family, 0), -1
+            end, first, gap_bytes = ends.get(family, 0), -1, 0
             for piece in bucket.pieces:
                 if piece.gradient in loose:
                     continue
                 item = plan.gradients[piece.gradient].item_bytes
                 if piece.start_bytes == 0 and (first < 0 or piece.gradient in alone):
                     # One short bias would put all that follows beside the processor's vectors.
-                    end = -(-end * item // _ALIGN_BYTES) * _ALIGN_BYTES // item
+                    aligned = -(-end * item // _ALIGN_BYTES) * _ALIGN_BYTES // item
+                    gap_bytes += 0 if first < 0 else (aligned - end) * item
+                    end = aligned
                 first = end if first < 0 else first
                 start = end - piece.start_bytes // item
                 if starts.setdefault(piece.gradient, start) != start:
@@ -57,6 +61,7 @@ class FlatGradients:
                     raise ConfigError(f"the plan sends parts of {name} in an order that is not that of its elements")
                 end += piece.num_bytes // item
             self.spans.append((family, first if first >= 0 else end, end))
+            self.rider_bytes.append(gap_bytes)
             ends[family] = end
         self._flats: dict[tuple[str, str], torch.Tensor] = {}
         kinds = {gradient.family: members.kind(index) for index, gradient in enumerate(plan.gradients)}
@@ -67,6 +72,7 @@ class FlatGradients:
             width = 2 if dtype.is_complex else 1
             extra = -(-num_words // width) if family == last_family else 0
             self._flats[family] = (allocate or _allocate)(end + extra, dtype, device)
+            self.rider_bytes[-1] += extra * dtype.itemsize
         self.ranges = [self._alias(family, start, end) for family, start, end in self.spans]
         self.views: dict[int, torch.Tensor] = {}
         pieces = [(piece, number) for number, bucket in enumerate(plan.buckets) for piece in bucket.pieces]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.parallel.bucketed import Bucketed
+from paceline.parallel.channel import Sent
 from paceline.parallel.options import Options
 from paceline.parallel.report import Report, build_report
 from paceline.plan import Plan
@@ -48,6 +49,10 @@ class Insight:
         """Note in the next synchronised step when each bucket was done, which is else done in few steps only."""
         if self._planned is not None:
             self._planned.timeline.is_asked = True
+
+    def count_sent(self) -> Sent:
+        """All messages of gradients since the wrapper was made or rebuilt, but those of a communication hook."""
+        return self._ready.channel.sent
 
     def report(self) -> Report:
         """Where the time of a recent step went, on this rank. Cheap, and never a message."""

@@ -108,7 +108,7 @@ class PerParameter(Reducer):
                 if take_part and self.failure is None:
                     param.grad = grad
             tail = self._new_tail(write_tail)
-            self.channel.wait(self.channel.start_sum(tail), "the tail")
+            self.channel.wait(self.channel.start_sum(tail, rider_bytes=tail.nbytes), "the tail")
             return tail
 
 
@@ -127,8 +127,10 @@ class Flat(Reducer):
                 if take_part and self.failure is None:
                     self.members.params[index].grad = view
             write_tail(self._flat.words)
-            for message in (*self._flat.ranges[:-1], self._flat.last):
-                self.channel.wait(self.channel.start_sum(message), "the message of all gradients")
+            messages = (*self._flat.ranges[:-1], self._flat.last)
+            for message, rider_bytes in zip(messages, self._flat.rider_bytes, strict=True):
+                work = self.channel.start_sum(message, rider_bytes=rider_bytes)
+                self.channel.wait(work, "the message of all gradients")
             return self._flat.words
 
 
@@ -188,7 +190,7 @@ class Overlap(Reducer):
             self._send(index, take_part)
         with torch.no_grad():
             tail = self._new_tail(write_tail)
-        last = self.channel.start_sum(tail)
+        last = self.channel.start_sum(tail, rider_bytes=tail.nbytes)
         for index, grad, _, work in self._in_flight:
             self.channel.wait(work, f"the gradient of {self.members.name(index)}")
             if take_part and self.failure is None:

@@ -1,0 +1,116 @@
+"""What a rank hands to all-reduce in a step, counted where it is handed over: by every rung, and in scaling studies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.errors import MeasurementError
+from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
+from paceline.training.settings import TrainSettings
+from paceline.transport import why_not
+
+JOB = TrainSettings(
+    channels=(2, 4), hidden=8, dropout=0.0, samples=12, batch_size=2, wrapper="none", threads=1, device="cpu"
+)
+BACKENDS = ["gloo"] if why_not() else ["gloo", "paceline"]
+
+
+def count_steps(backend: str, dtype_name: str) -> list[Any]:
+    """For each rung: (what was sent in each step, how many parameters, bytes of their gradients, buckets of the plan).
+
+    A BatchNorm layer has statistics to send, which do not fit between gradients of half precision. One gradient is
+    large enough for a place of its own, with a gap before it. Every second step has two micro-batches.
+    """
+    import torch
+    from torch import nn
+
+    import paceline
+    from paceline.parallel import DataParallel
+    from tests.dist.wrapped import RUNGS
+
+    told: list[Any] = []
+    with paceline.init(backend=backend):
+        for options in RUNGS:
+            layers = (nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Linear(300, 300), nn.Linear(300, 3))
+            model = DataParallel(nn.Sequential(*layers).to(getattr(torch, dtype_name)), **options)
+            params, sent = list(model.parameters()), []
+            x = torch.ones(2, 4, dtype=params[0].dtype)
+            for step in range(4):
+                before = model.count_sent()
+                if step % 2:
+                    with model.no_sync():
+                        model(x).sum().backward()
+                model(x).sum().backward()
+                after = model.count_sent()
+                sent.append((after.num_messages - before.num_messages, after.num_bytes - before.num_bytes))
+                model.zero_grad()
+            plan = model.plan
+            buckets = None if plan is None else len(plan.buckets)
+            told.append((options, sent, len(params), sum(param.nbytes for param in params), buckets))
+            model.stop()
+    return told
+
+
+@pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, dtype_name):
+    told = on_ranks(2, count_steps, backend, dtype_name)
+    assert told[0] == told[1]
+    for options, sent, num_params, num_bytes, num_buckets in told[0]:
+        messages = 1 if options["reducer"] == "flat" else num_buckets or num_params
+        # In its first step the bucketed rung has no plan yet.
+        first = 1 if num_buckets else messages
+        assert sent == [(first, num_bytes), *[(messages, num_bytes)] * 3], options
+
+
+def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
+    """(what it said, bytes of all gradients), where each message is sent twice or is not counted."""
+    from paceline.measure import busy, scaling
+    from paceline.parallel.channel import Channel
+
+    real_sum, real_send, real_run = Channel.start_sum, busy._TimedMessages.send, scaling._Bench.run
+    num_bytes: list[int] = []
+
+    def start_sum(channel: Any, tensor: Any, average: bool = False, rider_bytes: int = 0) -> Any:
+        if fault == "twice":
+            real_sum(channel, tensor.clone(), average, rider_bytes).wait()
+            return real_sum(channel, tensor, average, rider_bytes)
+        return real_sum(channel, tensor, average, tensor.nbytes)
+
+    def send(messages: Any, bucket: Any) -> Any:
+        before = messages.sent
+        if fault == "twice":
+            real_send(messages, bucket).wait()
+            return real_send(messages, bucket)
+        future = real_send(messages, bucket)
+        messages.sent = before
+        return future
+
+    def run(bench: Any) -> int:
+        num_bytes.append(sum(param.nbytes for param in bench.turns[1].learner.parameters))
+        return real_run(bench)
+
+    Channel.start_sum, busy._TimedMessages.send, scaling._Bench.run = start_sum, send, run  # type: ignore[method-assign]
+    try:
+        with pytest.raises(MeasurementError) as caught:
+            scaling.measure_scaling(settings, Cell("weak", 2))
+    finally:
+        Channel.start_sum, busy._TimedMessages.send, scaling._Bench.run = (  # type: ignore[method-assign]
+            real_sum, real_send, real_run
+        )  # fmt: skip
+    return str(caught.value), num_bytes[0]
+
+
+@pytest.mark.parametrize(("fault", "times"), [("twice", 2), ("uncounted", 0)])
+@pytest.mark.parametrize(
+    "contestant", [Contestant("torch", "gloo"), *(Contestant("paceline", backend) for backend in BACKENDS)], ids=str
+)
+def test_a_study_refuses_what_was_sent_twice_or_not_counted(on_ranks, contestant, fault, times):
+    settings = ScaleSettings(job=JOB, ranks=(1, 2), contestants=(contestant,), batch_sizes=(2,), iters=1)
+    told = on_ranks(2, measure_wrongly, settings, fault)
+    assert told[0] == told[1]
+    words, num_bytes = told[0]
+    assert f"{contestant.wrapper} on {contestant.backend}, 2 ranks: in step 1 rank 0 sent" in words
+    assert f"{times * num_bytes} bytes of gradients in {times} messages and the plan says {num_bytes} bytes" in words
