@@ -238,7 +238,7 @@ class _Bench:
         sent = agree_on_sent(
             # In a warm-up a wrapper may still have other buckets.
             [of_rank for of_rank in counted if of_rank is not None],
-            Sent(len(buckets), sum(buckets)),
+            Sent(sum(size > 0 for size in buckets), sum(buckets)),
             f"{turn.contestant.wrapper} on {turn.contestant.backend}, {turn.world_size} ranks",
         )
         job = self._job

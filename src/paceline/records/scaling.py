@@ -77,9 +77,9 @@ class ScaleRecord(Exposure, Record):
 
     A cell is one `mode` with one `cell_size`: samples per rank (weak) or over all ranks (strong). Repetitions of equal
     number in one cell are neighbours in time, whatever the ranks and wrappers: they are compared pair by pair.
-    One rank by itself has the wrapper `none` and nothing to send. `num_bytes` is what a rank hands to all-reduce in a
-    step, in `num_messages`; `bucket_bytes` are the wrapper's buckets in the order in which they leave, as it tells
-    them.
+    One rank by itself has the wrapper `none` and nothing to send. `num_bytes` is what a rank handed to all-reduce in a
+    step, gradients alone, in `num_messages`, counted in the third kind of steps (torch's wrapper on a GPU: as planned);
+    `bucket_bytes` are the wrapper's buckets in the order in which they leave, as it tells them.
     """
 
     kind: ClassVar[str] = "scale"
