@@ -301,7 +301,8 @@ def _keep_parts(folder: Path) -> Iterator[None]:
 def _make_part(name: str, settings: _Settings, at: Path, command_line: str, json: bool) -> None:
     """One of the studies, unless it was finished before; one that is gone on with has its own settings."""
     more = dataclasses.asdict(Beyond()) if name == "ranks" else {}
-    with open_study(f"scale {name}", settings.to_json() | more, at, None, json, at, command_line) as run:
+    config = settings.to_json() | more
+    with open_study(f"scale {name}", config, at.parent, None, json, at=at, command_line=command_line) as run:
         if run.was_over and (at / PAGE).exists():  # its page comes last: where it is missing, pictures may be, too
             return
         assert run.study is not None

@@ -248,7 +248,7 @@ class StudyRun:
             return ()
         counts[here] += 0
         made = "; ".join(f"{count} cell{'s' if count != 1 else ''} on {name}" for name, count in counts.items())
-        return (f"made on more than one machine: {made}; a mean may hold runs of several, and the last one is named",)
+        return (f"made on more than one machine: {made}. A mean may hold runs of several; the run names the last.",)
 
     def write(self, name: str, content: str | bytes) -> Path:
         """A file that is drawn from the records; one of a study that was shown before is drawn anew."""
