@@ -57,22 +57,6 @@ def _no_launcher(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(scope="module")
-def studies(tmp_path_factory) -> dict[str, dict]:
-    """The JSON of each verb, which is all that it printed. What needs one rank does without another process."""
-    asked = ("--json", "--out", str(tmp_path_factory.mktemp("runs")))
-    found = {}
-    for name, run, arguments in (
-        ("batch", type_alone, BATCH),
-        ("ranks", type_command, RANKS),
-        ("large-batch", type_command, LARGE),
-    ):
-        answer = run(*arguments, *asked)
-        assert answer.code == 0, answer.err
-        found[name] = json.loads(answer.out)
-    return found
-
-
 def read_csv(run: str, name: str) -> list[dict[str, str]]:
     with (Path(run) / f"{name}.csv").open() as file:
         return list(csv.DictReader(file))
@@ -85,7 +69,7 @@ def test_a_study_leaves_its_records_tables_pictures_and_page(studies, name):
     tables = {f"{table}.{kind}" for table in TABLES[name] for kind in ("md", "csv")}
     pictures = {f"{picture}.{kind}" for picture in PICTURES[name] for kind in ("png", "svg")}
     assert {path.name for path in folder.iterdir()} == STUDIED | tables | pictures
-    assert set(document) == {"run", *TABLES[name], "findings", "assumptions"} and document["findings"]
+    assert set(document) == {"run", *TABLES[name], "findings", "assumptions", "warnings"} and document["findings"]
     run = load_run(folder)
     assert run.complete and run.verb == f"scale {name}"
     assert json.loads((folder / "study.json").read_text())["config"] == run.config

@@ -1,9 +1,10 @@
-"""A large-batch study that is broken off and goes on, or has several runs at once, is the study that never was."""
+"""A study that is broken off and goes on, or has several runs at once, is the study that was never disturbed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -12,9 +13,16 @@ from pathlib import Path
 import pytest
 
 from paceline import load_run
+from paceline.cli import scale
+from paceline.cli import studies as running
+from paceline.cli.studies import StudyRun
+from paceline.measure.large_batch_settings import LargeBatchSettings
+from paceline.measure.scale_settings import BatchSweepSettings, ScaleSettings
 from paceline.records import LargeBatchRecord, Record
-from tests.cli.test_scale import TINY
+from paceline.records.cells import Study
+from tests.cli.test_scale import BATCH, LARGE, PICTURES, RANKS, TINY, assert_links
 from tests.cli.test_train import type_alone, type_command
+from tests.cli.test_train_bad_input import assert_refused
 from tests.cli.test_train_stops import gone
 from tests.conftest import descendants, wait_until
 
@@ -81,8 +89,7 @@ def test_a_study_that_goes_on_is_the_one_that_never_stopped(whole, tmp_path):
     folder = break_off(whole, tmp_path / "broken", lost)
     (folder / "cells" / ".epochs-4-none-seed-1.json.1234").write_text("half of a fi")
     before = look_at(folder)
-    # How many run at once is not the study's: it may be told anew.
-    answer = type_alone("scale", "large-batch", "--resume", str(folder), "--at-once", "2")
+    answer = type_alone("scale", "large-batch", "--resume", str(folder))
     assert answer.code == 0, answer.err
     assert "3 of 6 cells were kept" in answer.err and "6 of 6 cells" in answer.err
     assert list_records(folder) == list_records(whole)
@@ -150,7 +157,8 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(start, tmp_path, at
     assert words in err
     if at_once != "1":
         return
-    answer = type_command("scale", "large-batch", "--resume", str(folder), "--json")
+    # How many run at once is not the study's: it may be told anew.
+    answer = type_command("scale", "large-batch", "--resume", str(folder), "--at-once", "2", "--json")
     assert answer.code == 0, answer.err
     after = look_at(folder)
     assert {name: after[name] for name in before} == before and len(after) == 10
@@ -166,3 +174,181 @@ def test_ctrl_c_before_the_first_cell_leaves_nothing(start, tmp_path):
     assert job.returncode == 130 and "Traceback" not in err, err
     wait_until(lambda: gone(below), 10)
     assert not list((tmp_path / "out").iterdir()) and "go on with" not in err
+
+
+# -- cells that are played back ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def play(monkeypatch, studies):
+    """`play(n)`: no rank is started; cells are answered from the finished studies, and Ctrl-C comes before the n-th.
+
+    Returns the names of the cells that are made from then on.
+    """
+
+    def begin(num_cells: int = -1) -> list[str]:
+        made: list[str] = []
+
+        def answer(run, number, task, screen) -> list[Record]:
+            if len(made) == num_cells:
+                raise KeyboardInterrupt
+            made.append(task.name)
+            return Study.load(Path(studies[run.verb.removeprefix("scale ")]["run"]), run.verb).find(task.name)
+
+        monkeypatch.setattr(StudyRun, "_run_on", answer)
+        return made
+
+    monkeypatch.setattr(StudyRun, "ask", lambda *_: (48, False))  # what the survey of LARGE finds
+    return begin
+
+
+def read_hint(err: str) -> tuple[str, str, Path]:
+    """What is kept, the verb to go on with, and the folder; the hint must be there once."""
+    ((kept, verb, path),) = re.findall(r"broken off; (.+) kept: go on with paceline (scale .+) --resume (.+)", err)
+    return kept, verb, Path(path)
+
+
+@pytest.mark.parametrize(("name", "asked"), [("batch", BATCH), ("ranks", RANKS), ("large-batch", LARGE)])
+def test_every_study_goes_on_and_is_the_run_of_its_first_command(play, studies, tmp_path, name, asked):
+    command = (*asked, "--out", str(tmp_path))
+    made = play(1)
+    answer = type_command(*command)
+    assert answer.code == 130, answer.err
+    kept, verb, folder = read_hint(answer.err)
+    assert (kept, verb) == ("1 finished cell is", f"scale {name}") and len(made) == 1
+    before = look_at(folder)
+    rest = play()
+    answer = type_command("scale", name, "--resume", str(folder), "--json")
+    assert answer.code == 0, answer.err
+    after = look_at(folder)
+    assert {cell: after[cell] for cell in before} == before and not set(made) & set(rest)
+    assert len(after) == 1 + len(rest) == len(list_cells(Path(studies[name]["run"])))
+    run = load_run(folder)
+    assert run.records == load_run(studies[name]["run"]).records
+    assert run.environment.command_line == " ".join(("paceline", *command)) and run.warnings == ()
+    page = (folder / "report.md").read_text()
+    assert f"`{run.environment.command_line}`" in page and "--resume" not in page and "Warnings" not in page
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "type_it"),
+    [("batch", {"batch-size-8"}, type_alone), ("ranks", {"strong-8", "allreduce"}, type_command)],
+)
+def test_what_is_lost_is_measured_and_the_rest_is_not(studies, tmp_path, name, lost, type_it):
+    """On real ranks."""
+    whole = Path(studies[name]["run"])
+    folder = break_off(whole, tmp_path / "broken", lost)
+    before = look_at(folder)
+    answer = type_it("scale", name, "--resume", str(folder), "--json")
+    assert answer.code == 0, answer.err
+    after = look_at(folder)
+    assert {cell: after[cell] for cell in before} == before and list_cells(folder) == list_cells(whole)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in whole.iterdir()}
+    there, here = load_run(whole).records, load_run(folder).records
+    assert [type(record) for record in here] == [type(record) for record in there]
+    assert 0 < sum(a != b for a, b in zip(here, there, strict=True)) < len(there)
+
+
+def test_a_study_that_goes_on_elsewhere_says_so(whole, monkeypatch, tmp_path):
+    """Accuracy does not mind the machine, but a reader may."""
+    folder = break_off(whole, tmp_path / "broken", {"epochs-16-grow-seed-1"})
+    monkeypatch.setattr(running, "_name_machine", lambda environment: "a faster box")
+    answer = type_alone("scale", "large-batch", "--resume", str(folder), "--json")
+    assert answer.code == 0, answer.err
+    run = load_run(folder)
+    (warning,) = run.warnings
+    assert f"5 cells on {run.config['machine']}; 1 cell on a faster box" in warning
+    assert json.loads(answer.out)["warnings"] == [warning]
+    assert f"paceline: warning: {warning}" in answer.err
+    assert f"## Warnings\n\n- {warning}\n" in (folder / "report.md").read_text()
+    answer = type_command("scale", "report", str(folder), "--json", "--out", str(tmp_path))
+    assert answer.code == 0 and warning in answer.err
+    assert json.loads(answer.out)["warnings"] == [f"`scale large-batch`: {warning}"]
+
+
+def test_runs_at_once_in_a_launched_world_are_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(
+        type_alone(*STUDY, "--at-once", "2"), "--at-once 2 in a launched world of 1: its ranks make one run after the"
+    )
+
+
+# -- the report of all -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch, studies) -> None:
+    """The three parts of `scale report` are asked for as in the finished studies."""
+    for name, build, kind in (
+        ("batch", "build_batch", BatchSweepSettings),
+        ("ranks", "build_ranks", ScaleSettings),
+        ("large-batch", "build_large_batch", LargeBatchSettings),
+    ):
+        settings = kind.from_json(load_run(studies[name]["run"]).config)
+        monkeypatch.setattr(scale, build, lambda *_, settings=settings: settings)
+
+
+def assert_whole(folder: Path, studies: dict[str, dict], command_line: str) -> None:
+    """The page and its parts are those of the finished studies, and all are of one command."""
+    assert {path.name for path in folder.iterdir()} == {"batch", "ranks", "large-batch", "report.md", "report.json"}
+    for name, document in studies.items():
+        run = load_run(folder / name)
+        assert run.records == load_run(document["run"]).records and run.environment.command_line == command_line
+        assert {path.name for path in (folder / name).iterdir()} == {
+            path.name for path in Path(document["run"]).iterdir()
+        }
+    names = [f"{picture}.png" for pictures in PICTURES.values() for picture in pictures]
+    assert_links(folder / "report.md", set(names))
+
+
+def test_a_report_makes_everything_from_nothing(play, small, studies, tmp_path):
+    made = play()
+    command = ("scale", "report", "--json", "--out", str(tmp_path))
+    answer = type_command(*command)
+    assert answer.code == 0, answer.err
+    (folder,) = tmp_path.iterdir()
+    assert_whole(folder, studies, " ".join(("paceline", *command)))
+    document = json.loads(answer.out)
+    assert document == json.loads((folder / "report.json").read_text())
+    assert document["runs"] == [str(folder / name) for name in studies] and document["warnings"] == []
+    assert len(made) == sum(len(list_cells(Path(study["run"]))) for study in studies.values())
+    assert "broken off" not in answer.err
+
+
+def test_a_report_goes_on_wherever_it_was_broken_off(play, small, studies, monkeypatch, tmp_path):
+    counts = {name: len(list_cells(Path(study["run"]))) for name, study in studies.items()}
+    command = ("scale", "report", "--out", str(tmp_path))
+    play(0)
+    answer = type_command(*command)
+    assert answer.code == 130 and "broken off" not in answer.err and not list(tmp_path.iterdir())
+    asked, made = command, []
+    for more, wanted in (
+        (1, "batch (1 finished cell) is"),
+        (counts["batch"] - 1, "batch (finished) is"),  # before the first cell of the next
+        (2, "batch (finished), ranks (2 finished cells) are"),
+    ):
+        now = play(more)
+        answer = type_command(*asked)
+        made += now
+        assert answer.code == 130, answer.err
+        kept, verb, folder = read_hint(answer.err)
+        assert (kept, verb) == (wanted, "scale report") and not (folder / "report.md").exists()
+        asked = ("scale", "report", "--resume", str(folder))
+    now = play()
+    with monkeypatch.context() as patch:  # the records of the last are saved, and its pictures are not drawn
+
+        def stop(run, name: str, figure) -> Path:
+            if run.verb == "scale large-batch":
+                raise KeyboardInterrupt
+            return draw(run, name, figure)
+
+        draw = StudyRun.write_figure
+        patch.setattr(StudyRun, "write_figure", stop)
+        answer = type_command(*asked)
+    made += now
+    assert answer.code == 130, answer.err
+    assert read_hint(answer.err)[0] == "batch (finished), ranks (finished), large-batch (finished) are"
+    assert play() == [] and len(made) == len(set(made)) == sum(counts.values())
+    answer = type_command(*asked)
+    assert answer.code == 0 and "broken off" not in answer.err, answer.err
+    assert_whole(folder, studies, " ".join(("paceline", *command)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import studies
 from paceline.cli.scale_studies import _bury
 from paceline.cli.studies import StudyRun, Task
 from paceline.errors import LaunchError
@@ -67,6 +68,25 @@ def test_a_rank_that_ends_otherwise_ends_the_study_and_what_is_done_is_kept(run)
     with pytest.raises(LaunchError, match="exited with code 3"):
         run.make([make_task(4), make_task(8, "exited"), make_task(2)])
     assert run.study.count() == 1 and run.study.find("batch size 4") == answer(4)
+
+
+@pytest.mark.parametrize(
+    ("machines", "wanted"),
+    [
+        (("here", "here"), None),
+        (("there", "there"), "2 cells on there; 0 cells on here"),
+        (("here", "there"), "1 cell on here; 1 cell on there"),  # there in between, and back
+        ((None, "here"), "1 cell on begun; 1 cell on here"),  # a cell from before machines were named
+    ],
+)
+def test_a_run_of_several_machines_names_them(tmp_path, monkeypatch, machines, wanted):
+    monkeypatch.setattr(studies, "_name_machine", lambda environment: "here")
+    study = Study.begin(tmp_path, "scale batch", {"machine": "begun"})
+    for size, machine in zip((4, 8), machines, strict=True):
+        study.keep(f"batch size {size}", answer(size), machine)
+    run = StudyRun("scale batch", study, capture_environment(), True)
+    saved = run.save(run.make([make_task(4), make_task(8)]))
+    assert len(saved.warnings) == (wanted is not None) and (wanted is None or wanted in saved.warnings[0])
 
 
 def test_several_at_once_keep_their_order(run):

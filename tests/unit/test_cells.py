@@ -36,6 +36,20 @@ def test_a_study_goes_on_where_it_was(study):
     assert again.find(CELL) == [make_run()]
 
 
+def test_the_command_and_the_machines_are_kept(tmp_path):
+    study = Study.begin(tmp_path, "scale ranks", CONFIG, "paceline scale ranks --iters 3")
+    study.keep(CELL, [make_run()], "two cores")
+    study.keep("another", [make_run()])
+    again = Study.load(tmp_path, "scale ranks")
+    assert again.command_line == "paceline scale ranks --iters 3"
+    assert [again.find_machine(cell) for cell in (CELL, "another")] == ["two cores", None]
+
+
+def test_a_study_from_before_commands_were_kept_goes_on(tmp_path):
+    (tmp_path / STUDY_FILE).write_text(_document())
+    assert Study.load(tmp_path, "scale ranks").command_line == ""
+
+
 def test_a_cell_is_never_made_twice(study):
     study.keep(CELL, [make_run()])
     with pytest.raises(RecordError, match="never overwritten"):

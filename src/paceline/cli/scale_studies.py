@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.cli import session
-from paceline.cli.studies import StudyRun, Task, check_same_machine, open_study
-from paceline.errors import ConfigError, LaunchError
+from paceline.cli.studies import StudyRun, Task, check_same_machine, hold, open_study, tell_how_to_go_on
+from paceline.errors import ConfigError, LaunchError, MeasurementError
 from paceline.measure.large_batch_settings import LargeBatchSettings
 from paceline.measure.scale_settings import BatchSweepSettings, ScaleSettings
 from paceline.records import BatchRecord, LargeBatchRecord, Record, Run, RunFolder, ScaleRecord, load_run
@@ -38,7 +38,8 @@ __all__ = [
     "report_runs",
 ]
 
-_VERBS = ("scale batch", "scale ranks", "scale large-batch")
+_PARTS = ("batch", "ranks", "large-batch")
+_VERBS = tuple(f"scale {name}" for name in _PARTS)
 PAGE = "report.md"
 _Settings = BatchSweepSettings | ScaleSettings | LargeBatchSettings
 
@@ -203,18 +204,25 @@ def finish(run: StudyRun, make: Callable[[], Sequence[Record]], json: bool) -> N
     for name, _, figure in view.pictures:
         run.write_figure(name, figure)
     page = render_report(view.sections, done.verb, [describe_machine(done.environment)])
-    page_path = run.write(PAGE, page + _render_assumptions(view.assumptions))
+    page_path = run.write(PAGE, page + _render_notes(view.assumptions, done.warnings))
     if json:
         tables = {table.name: table.rows for table in view.tables}
-        closing = {"findings": view.findings, "assumptions": view.assumptions}
+        closing = {"findings": view.findings, "assumptions": view.assumptions, "warnings": list(done.warnings)}
         session.print_json({"run": str(run.path), **tables, **closing})
     run.print_lines([*view.findings, f"page: {page_path}", f"run: {run.path}"])
+    _print_warnings(done.warnings)
     if view.refusal is not None:
         raise view.refusal
 
 
-def _render_assumptions(lines: Sequence[str]) -> str:
-    return "\n## Assumed in predictions\n\n" + "".join(f"- {line}\n" for line in lines) if lines else ""
+def _render_notes(assumptions: Sequence[str], warnings: Sequence[str]) -> str:
+    notes = (("Assumed in predictions", assumptions), ("Warnings", warnings))
+    return "".join(f"\n## {title}\n\n" + "".join(f"- {line}\n" for line in lines) for title, lines in notes if lines)
+
+
+def _print_warnings(warnings: Sequence[str]) -> None:
+    for warning in warnings:
+        session.stderr().print(f"paceline: warning: {warning}", markup=False)
 
 
 def report_runs(paths: Sequence[Path], out: Path, json: bool) -> None:
@@ -224,7 +232,9 @@ def report_runs(paths: Sequence[Path], out: Path, json: bool) -> None:
         if run.verb not in _VERBS:
             raise ConfigError(f"{path} is a run of `{run.verb}`: those of {', '.join(_VERBS)} make the page")
     with RunFolder.create(out, "scale report") as folder:
-        _write_page(folder, list(zip(paths, runs, strict=True)), json)
+        refusal = _write_page(folder, list(zip(paths, runs, strict=True)), json)
+    if refusal is not None:
+        raise refusal
 
 
 def report_all(
@@ -236,28 +246,64 @@ def report_all(
     json: bool,
 ) -> None:
     """Make all three studies, each in a folder of its own in the page's, or go on with them; then the page."""
-    names = ("batch", "ranks", "large-batch")
     with contextlib.ExitStack() as stack:
         if resume is None:
             folder = stack.enter_context(RunFolder.create(out, "scale report"))
-        elif any((resume / name).is_dir() for name in names):
+        elif any((resume / name).is_dir() for name in _PARTS):
             folder = RunFolder(resume)
         else:
-            raise ConfigError(f"--resume {resume}: it holds none of {', '.join(names)}; give the folder of a report")
+            raise ConfigError(f"--resume {resume}: it holds none of {', '.join(_PARTS)}; give the folder of a report")
+        stack.enter_context(hold(folder.path))
+        command_line = _check_parts(folder.path)
         parts: tuple[_Settings, ...] = (batch, ranks, large_batch)
-        for name, settings in zip(names, parts, strict=True):
-            _make_part(name, settings, folder.path / name, out, json)
-        paths = [folder.path / name for name in names]
-        _write_page(folder, [(path, load_run(path)) for path in paths], json)
+        with _keep_parts(folder.path):
+            for name, settings in zip(_PARTS, parts, strict=True):
+                _make_part(name, settings, folder.path / name, command_line, json)
+            paths = [folder.path / name for name in _PARTS]
+            refusal = _write_page(folder, [(path, load_run(path)) for path in paths], json)
+    if refusal is not None:
+        raise refusal
 
 
-def _make_part(name: str, settings: _Settings, at: Path, out: Path, json: bool) -> None:
+def _check_parts(folder: Path) -> str:
+    """Refuse what cannot go on here before anything is made; the command line that began the report, where it is known.
+
+    A part that is begun later belongs to that command, too.
+    """
+    begun = [Study.load(folder / name, f"scale {name}") for name in _PARTS if (folder / name / STUDY_FILE).exists()]
+    for study in begun:
+        if study.verb != "scale large-batch" and not (study.path / RUN_FILE).exists():
+            check_same_machine(study.config, study.path)
+    return next((study.command_line for study in begun), "")
+
+
+@contextlib.contextmanager
+def _keep_parts(folder: Path) -> Iterator[None]:
+    """Say how to go on with the report where it is broken off and anything of it is there."""
+    try:
+        yield
+    except BaseException:
+        kept = []
+        for name in _PARTS:
+            path = folder / name
+            with contextlib.suppress(OSError):
+                path.rmdir()  # of a part without a cell the empty folder is left
+            count = Study(path, f"scale {name}", {}).count()
+            if (path / RUN_FILE).exists():
+                kept.append(f"{name} (finished)")
+            elif count:
+                kept.append(f"{name} ({count} finished cell{'s' if count != 1 else ''})")
+        if kept:
+            tell_how_to_go_on(f"{', '.join(kept)} {'are' if len(kept) > 1 else 'is'}", "scale report", folder)
+        raise
+
+
+def _make_part(name: str, settings: _Settings, at: Path, command_line: str, json: bool) -> None:
     """One of the studies, unless it was finished before; one that is gone on with has its own settings."""
     more = dataclasses.asdict(Beyond()) if name == "ranks" else {}
-    if not isinstance(settings, LargeBatchSettings) and (at / STUDY_FILE).exists() and not (at / RUN_FILE).exists():
-        check_same_machine(Study.load(at, f"scale {name}").config, at)
-    with open_study(f"scale {name}", settings.to_json() | more, out, None, json, at=at) as run:
-        if run.was_over:
+    config = settings.to_json() | more
+    with open_study(f"scale {name}", config, at.parent, None, json, at=at, command_line=command_line) as run:
+        if run.was_over and (at / PAGE).exists():  # its page comes last: where it is missing, pictures may be, too
             return
         assert run.study is not None
         config = run.study.config
@@ -269,7 +315,8 @@ def _make_part(name: str, settings: _Settings, at: Path, out: Path, json: bool) 
             finish(run, lambda: make_large_batch(run, LargeBatchSettings.from_json(config)), False)
 
 
-def _write_page(folder: RunFolder, runs: Sequence[tuple[Path, Run]], json: bool) -> None:
+def _write_page(folder: RunFolder, runs: Sequence[tuple[Path, Run]], json: bool) -> MeasurementError | None:
+    """The page of these runs and its JSON, printed; what a run's table refused is returned, since the page is there."""
     import json as encoder
 
     from paceline.cli.scale_views import build_view
@@ -282,19 +329,21 @@ def _write_page(folder: RunFolder, runs: Sequence[tuple[Path, Run]], json: bool)
         for section in view.locate(os.path.relpath(path, folder.path))
     ]
     assumptions = [line for view in views for line in view.assumptions]
+    warnings = [f"`{run.verb}`: {line}" for _, run in runs for line in run.warnings]
     page = render_report(sections, "Does it scale?", [describe_machine(run.environment) for _, run in runs])
     document = {
         "page": str(folder.path / PAGE),
         "runs": [str(path) for path, _ in runs],
         "findings": [line for view in views for line in view.findings],
         "assumptions": assumptions,
+        "warnings": warnings,
         "tables": {
             str(path): {table.name: table.rows for table in view.tables}
             for (path, _), view in zip(runs, views, strict=True)
         },
     }
     for name, content in (
-        (PAGE, page + _render_assumptions(assumptions)),
+        (PAGE, page + _render_notes(assumptions, warnings)),
         ("report.json", encoder.dumps(document, indent=1, allow_nan=False) + "\n"),
     ):
         (folder.path / name).unlink(missing_ok=True)
@@ -308,6 +357,5 @@ def _write_page(folder: RunFolder, runs: Sequence[tuple[Path, Run]], json: bool)
             for line in section.findings:
                 console.print(f"- {line}", markup=False)
         console.print(f"page: {folder.path / PAGE}")
-    for view in views:
-        if view.refusal is not None:
-            raise view.refusal
+    _print_warnings(warnings)
+    return next((view.refusal for view in views if view.refusal is not None), None)

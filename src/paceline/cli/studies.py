@@ -11,6 +11,7 @@ import fcntl
 import os
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from paceline.report.tables import Column
 
-__all__ = ["StudyRun", "Task", "check_same_machine", "open_study"]
+__all__ = ["StudyRun", "Task", "check_same_machine", "hold", "open_study", "tell_how_to_go_on"]
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,18 @@ class StudyRun:
     _pools: dict[int, RankPool] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False
+    _cells: tuple[str, ...] = ()
 
     # -- cells --------------------------------------------------------------------------------------------------------
 
     def make(self, tasks: Sequence[Task], describe: Callable[[Sequence[Record]], str] | None = None) -> list[Record]:
         """The records of all tasks in their order: those that are kept already, and the others made and kept now."""
+        if is_launched() and self.at_once > 1:
+            raise ConfigError(
+                f"--at-once {self.at_once} in a launched world of {read_place().world_size}: its ranks make one run "
+                "after the other; leave it out, or start it without torchrun"
+            )
+        self._cells = tuple(task.name for task in tasks)
         kept = {task.name: found for task in tasks if (found := self._find(task)) is not None}
         missing = [task for task in tasks if task.name not in kept]
         if missing:
@@ -119,7 +127,7 @@ class StudyRun:
 
     def _finish(self, task: Task, records: list[Record], screen: Screen) -> list[Record]:
         if self.study is not None:
-            self.study.keep(task.name, records)
+            self.study.keep(task.name, records, _name_machine(self.environment))
         screen.finish(task, records)
         return records
 
@@ -228,9 +236,19 @@ class StudyRun:
         assert self.study is not None
         if self.was_over:
             return load_run(self.path)
-        run = Run(self.verb, self.study.config, self.environment, tuple(records))
+        run = Run(self.verb, self.study.config, self.environment, tuple(records), self._find_warnings(self.study))
         self.folder.save(run)
         return run
+
+    def _find_warnings(self, study: Study) -> tuple[str, ...]:
+        """What the run's environment, which is that of the last machine, does not tell of the others."""
+        begun, here = study.config.get("machine", "unknown"), _name_machine(self.environment)
+        counts = Counter(study.find_machine(cell) or begun for cell in self._cells)
+        if set(counts) <= {here}:
+            return ()
+        counts[here] += 0
+        made = "; ".join(f"{count} cell{'s' if count != 1 else ''} on {name}" for name, count in counts.items())
+        return (f"made on more than one machine: {made}. A mean may hold runs of several; the run names the last.",)
 
     def write(self, name: str, content: str | bytes) -> Path:
         """A file that is drawn from the records; one of a study that was shown before is drawn anew."""
@@ -274,13 +292,20 @@ def _wait_for(done: queue.SimpleQueue[Any]) -> Any:
 
 @contextlib.contextmanager
 def open_study(
-    verb: str, config: dict[str, Any], out: Path, resume: Path | None, quiet: bool, at: Path | None = None
+    verb: str,
+    config: dict[str, Any],
+    out: Path,
+    resume: Path | None,
+    quiet: bool,
+    at: Path | None = None,
+    command_line: str = "",
 ) -> Iterator[StudyRun]:
     """A new study, or one that goes on; says how to go on where it is broken off with finished cells.
 
-    `at` is a folder of its own for a study that is part of another one: begun or gone on with, as it is found.
+    `at` is a folder of its own for a study that is part of another one: begun or gone on with, as it is found, and it
+    is the other one that says how to go on. `command_line` is what began that one; empty: this process's.
     """
-    environment = _capture()
+    environment, is_part = _capture(), at is not None
     if is_launched() and read_place().rank > 0:
         if resume is None:
             RunFolder.check(out)
@@ -297,26 +322,33 @@ def open_study(
             if at is None:
                 at = stack.enter_context(RunFolder.create(out, verb)).path
             at.mkdir(exist_ok=True)
-            study = Study.begin(at, verb, config | {"machine": _name_machine(environment)})
+            asked = config | {"machine": _name_machine(environment)}
+            study = Study.begin(at, verb, asked, command_line or environment.command_line)
+        if study.command_line:
+            environment = dataclasses.replace(environment, command_line=study.command_line)
         run = StudyRun(verb, study, environment, quiet, was_over=(study.path / RUN_FILE).exists())
-        stack.enter_context(_hold(study.path))
+        stack.enter_context(hold(study.path))
         try:
             yield run
         except BaseException:
             if not run.was_over and not study.count():
                 study.forget()
-            elif not run.was_over:
-                cells = f"{study.count()} finished cell{'s are' if study.count() != 1 else ' is'} kept"
-                session.stderr().print(
-                    f"paceline: broken off; {cells}: go on with paceline {verb} --resume {study.path}", soft_wrap=True
-                )
+            elif not run.was_over and not is_part:
+                cells = f"{study.count()} finished cell{'s are' if study.count() != 1 else ' is'}"
+                tell_how_to_go_on(cells, verb, study.path)
             raise
         finally:
             run.close()
 
 
+def tell_how_to_go_on(kept: str, verb: str, path: Path) -> None:
+    """The line of something that is broken off; `kept` is what is there of it, with its verb."""
+    text = f"paceline: broken off; {kept} kept: go on with paceline {verb} --resume {path}"
+    session.stderr().print(text, soft_wrap=True, markup=False)
+
+
 @contextlib.contextmanager
-def _hold(path: Path) -> Iterator[None]:
+def hold(path: Path) -> Iterator[None]:
     """Refuse a folder in which another process makes the same study: both would make the same cells."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -346,7 +378,7 @@ def _name_machine(environment: Environment) -> str:
 class _Reader(Study):
     """A study that others write."""
 
-    def keep(self, cell: str, records: Sequence[Record]) -> None:
+    def keep(self, cell: str, records: Sequence[Record], machine: str | None = None) -> None:
         pass
 
 

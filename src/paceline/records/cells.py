@@ -25,18 +25,24 @@ _FORMAT, _VERSION = "paceline-study", 1
 
 @dataclass(frozen=True)
 class Study:
-    """The folder of a study; `config` is what was asked, resolved."""
+    """The folder of a study; `config` is what was asked, resolved.
+
+    `command_line` is the one that began it; it is empty for a study of a Paceline that did not keep it.
+    """
 
     path: Path
     verb: str
     config: dict[str, Any]
+    command_line: str = ""
 
     @classmethod
-    def begin(cls, path: Path, verb: str, config: dict[str, Any]) -> Study:
-        document = {"format": _FORMAT, "version": _VERSION, "verb": verb, "config": config}
+    def begin(cls, path: Path, verb: str, config: dict[str, Any], command_line: str = "") -> Study:
+        document = {
+            "format": _FORMAT, "version": _VERSION, "verb": verb, "command_line": command_line, "config": config,
+        }  # fmt: skip
         write_new(path / STUDY_FILE, json.dumps(document, indent=1, allow_nan=False) + "\n")
         (path / _CELLS).mkdir(exist_ok=True)
-        return cls(path, verb, config)
+        return cls(path, verb, config, command_line)
 
     @classmethod
     def load(cls, path: Path, verb: str) -> Study:
@@ -54,7 +60,7 @@ class Study:
         if found != verb:
             raise ConfigError(f"--resume {path}: it is a study of `{found}`, and this is `{verb}`")
         (path / _CELLS).mkdir(exist_ok=True)
-        return cls(path, verb, config)
+        return cls(path, verb, config, document.get("command_line", ""))
 
     def _file(self, cell: str) -> Path:
         """Its name with what a file system takes; where that says less than the name, a sum of the name tells it."""
@@ -74,9 +80,14 @@ class Study:
         except (OSError, ValueError, KeyError, TypeError, RecordError) as error:
             raise RecordError(f"{file} is not the cell {cell!r}: {error}; delete it to measure that anew") from None
 
-    def keep(self, cell: str, records: Sequence[Record]) -> None:
-        """Keep a finished cell; from now on it is never made again."""
-        document = {"cell": cell, "records": [record_to_json(record) for record in records]}
+    def find_machine(self, cell: str) -> str | None:
+        """The machine that made a finished cell; None where its file does not name one."""
+        found: str | None = json.loads(self._file(cell).read_text()).get("machine")
+        return found
+
+    def keep(self, cell: str, records: Sequence[Record], machine: str | None = None) -> None:
+        """Keep a finished cell, with the name of the machine that made it; from now on it is never made again."""
+        document = {"cell": cell, "machine": machine, "records": [record_to_json(record) for record in records]}
         write_new(self._file(cell), json.dumps(document, allow_nan=False) + "\n")
 
     def count(self) -> int:

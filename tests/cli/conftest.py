@@ -1,0 +1,26 @@
+"""The finished studies of `paceline scale` that several modules look at: making them takes longer than looking."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def studies(tmp_path_factory) -> dict[str, dict]:
+    """The JSON of each verb, which is all that it printed. What needs one rank does without another process."""
+    from tests.cli.test_scale import BATCH, LARGE, RANKS
+    from tests.cli.test_train import type_alone, type_command
+
+    asked = ("--json", "--out", str(tmp_path_factory.mktemp("studies")))
+    found = {}
+    for name, run, arguments in (
+        ("batch", type_alone, BATCH),
+        ("ranks", type_command, RANKS),
+        ("large-batch", type_command, LARGE),
+    ):
+        answer = run(*arguments, *asked)
+        assert answer.code == 0, answer.err
+        found[name] = json.loads(answer.out)
+    return found
