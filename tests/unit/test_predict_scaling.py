@@ -18,7 +18,6 @@ from paceline.predict.networks import find_network
 from paceline.predict.scaling import (
     ScalingEvidence,
     describe_assumptions,
-    estimate_errors,
     simulate_scaling,
 )
 from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
@@ -250,19 +249,9 @@ def test_what_is_held_out_changes_nothing(up_to, ranks):
     points = simulate_scaling(evidence.calibrated_up_to(up_to), asked)
     assert points == simulate_scaling(other.calibrated_up_to(up_to), asked)
     assert simulate_scaling(evidence, asked) != simulate_scaling(other, asked)
-    errors = estimate_errors(points, evidence.records)
-    assert [error.point.world_size for error in errors] == [count for count in (2, 4, 8) if count > up_to]
-    assert next(e for e in errors if e.record.world_size == ranks).error == pytest.approx(0, abs=0.05)
-
-
-def test_errors_are_relative_to_what_was_measured():
-    world = MadeWorld()
-    [point] = simulate_scaling(world.evidence(1, 2), (4,))
-    record = replace(world.record(4), timing=spread(point.step_s / 1.1, 4))
-    [error] = estimate_errors([point], [record, world.record(8), replace(record, wrapper="paceline")])
-    assert error.error == pytest.approx(0.1)
-    assert error.is_inside == (point.low_s <= point.step_s / 1.1)
-    assert estimate_errors([replace(point, network="10gbe")], [record]) == []
+    measured = {record.world_size: record.timing.median_s for record in evidence.records}
+    assert {p.world_size: p.step_s for p in points}[ranks] == pytest.approx(measured[ranks], rel=0.05)
+    assert points[0].calibrated == tuple(count for count in (1, 2, 4, 8) if count <= up_to)
 
 
 def test_the_interval_widens_with_every_doubling():

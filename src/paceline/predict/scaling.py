@@ -31,10 +31,8 @@ from paceline.units import format_ms
 
 __all__ = [
     "PredictedPoint",
-    "PredictionError",
     "ScalingEvidence",
     "describe_assumptions",
-    "estimate_errors",
     "simulate_scaling",
 ]
 
@@ -81,23 +79,6 @@ class PredictedPoint:
         return self.speedup / self.world_size
 
 
-@dataclass(frozen=True)
-class PredictionError:
-    """A prediction beside the steps that were measured and that it had not seen."""
-
-    point: PredictedPoint
-    record: ScaleRecord
-
-    @property
-    def error(self) -> float:
-        return self.point.step_s / self.record.timing.median_s - 1
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the measured step lies in the 90 %."""
-        return self.point.low_s <= self.record.timing.median_s <= self.point.high_s
-
-
 def simulate_scaling(
     evidence: ScalingEvidence, ranks: Sequence[int], networks: Sequence[Network] = ()
 ) -> list[PredictedPoint]:
@@ -135,17 +116,6 @@ def simulate_scaling(
                 )
             )
     return points
-
-
-def estimate_errors(points: Sequence[PredictedPoint], records: Sequence[ScaleRecord]) -> list[PredictionError]:
-    """Each point beside the measured steps of its contestant, cell and ranks, where it had not learnt from them."""
-    known = {(record.contestant, record.cell, record.world_size): record for record in records}
-    found = []
-    for point in points:
-        record = known.get((point.contestant, (point.mode, point.cell_size), point.world_size))
-        if record is not None and not point.network and point.world_size not in point.calibrated:
-            found.append(PredictionError(point, record))
-    return found
 
 
 @dataclass(frozen=True)
