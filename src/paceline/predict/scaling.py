@@ -24,7 +24,6 @@ from paceline.predict.scaling_evidence import ScalingEvidence
 from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
 from paceline.predict.stragglers import estimate_wait
 from paceline.predict.whatif import accumulate
-from paceline.records import ScaleRecord
 from paceline.records.samples import Samples, quantile
 from paceline.records.speedups import find_straggler
 from paceline.units import format_ms
