@@ -232,6 +232,15 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, tmp_path):
     assert "efficiency" in answer.out  # what else was measured is shown
 
 
+@pytest.mark.parametrize(("ranks", "accumulate", "size"), [("1,2", None, 64), ("1,3", None, 66), ("2,3,4", 2, 72)])
+def test_a_global_batch_that_nobody_asked_for_can_be_shared_by_all_ranks(ranks, accumulate, size):
+    from paceline.cli.jobs import list_defaults
+    from paceline.cli.scale import build_ranks
+
+    settings = build_ranks(list_defaults() | {"ranks": ranks, "accumulate": accumulate, "batch_size": "8,32"})
+    assert settings.global_batch_sizes == (size,)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ def _label_counts(axes: Axes, counts: Sequence[int]) -> None:
     found = sorted(set(counts))
     apart = (found[-1] / found[0]) ** (1 / _MOST_TICKS) - 1e-9
     shown = found[-1:]
-    for count in reversed(found):
+    for count in reversed(found[:-1]):
         if shown[0] / count >= apart and (count == found[0] or count / found[0] >= apart):
             shown.insert(0, count)
     axes.set_xscale("log", base=2)
