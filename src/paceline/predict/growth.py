@@ -20,7 +20,7 @@ __all__ = ["SLOWDOWN_ERROR", "ContinuedCurve", "Slowdown", "build_continued_curv
 SLOWDOWN_ERROR = 0.03
 _GROWTH_ERROR = 0.5
 # And of one rank by itself, which says nothing of its neighbours: they only ever slow it.
-_UNKNOWN_ERROR = 0.1
+_UNKNOWN_ERROR = 0.15
 
 
 def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> float:
