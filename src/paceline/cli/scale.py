@@ -50,6 +50,8 @@ _BATCH_SIZES = (32, 128, 512, 2048)
 _EPOCHS = 3
 _RANK_BATCH_SIZES = (8, 32)
 _PREDICTED = "64,1024"
+# A large-batch study of which nothing was typed.
+_BASE_BATCH_SIZE, _SEEDS, _TRAINED_EPOCHS, _LR, _EVALUATIONS = 16, 3, 6, 0.005, 6
 _RECIPES = "none,sqrt,linear,linear+warmup,linear+warmup+smoothing,lars+warmup,lamb+warmup,grow"
 _NORM_RECIPES = ",linear+warmup+ghost"
 
@@ -215,19 +217,19 @@ def large_batch(
     job: dict[str, Any],
     base_batch_size: Annotated[
         int, typer.Option("--base-batch-size", help="The global batch that --lr was found for: the baseline.")
-    ] = 16,
+    ] = _BASE_BATCH_SIZE,
     global_batch_size: GlobalBatchSizes = None,
     recipes: Annotated[
         str | None,
         typer.Option("--recipes", help="none, and switches joined by +, each perhaps with its number: lars:0.2+warmup"),
     ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", help="How many runs each recipe gets.")] = 3,
-    epochs: Epochs = 6,
+    seeds: Annotated[int, typer.Option("--seeds", help="How many runs each recipe gets.")] = _SEEDS,
+    epochs: Epochs = _TRAINED_EPOCHS,
     updates: Annotated[
         int | None,
         typer.Option("--updates", help="Also runs of so many updates. Default: twice the largest batch's; 0: none."),
     ] = None,
-    lr: Lr = 0.005,
+    lr: Lr = _LR,
     momentum: Momentum = 0.9,
     weight_decay: WeightDecay = 0.0,
     schedule: ScheduleName = "cosine",
@@ -236,7 +238,9 @@ def large_batch(
     augment: Augment = None,
     cutout: Cutout = 0,
     test_samples: TestSamples = None,
-    evaluations: Annotated[int, typer.Option("--evaluations", help="How often a run is evaluated on its way.")] = 6,
+    evaluations: Annotated[
+        int, typer.Option("--evaluations", help="How often a run is evaluated on its way.")
+    ] = _EVALUATIONS,
     at_once: Annotated[int, typer.Option("--at-once", help="Runs that share the machine; accuracy does not mind.")] = 1,
     resume: Resume = None,
     out: Out = Path("runs"),
@@ -337,11 +341,11 @@ def report(
         studies.report_runs(runs, out, json)
         return
     blank = list_defaults()
-    learning = {"epochs": 6, "lr": 0.005, "schedule": "cosine"}
+    learning = {"epochs": _TRAINED_EPOCHS, "lr": _LR, "schedule": "cosine"}
     studies.report_all(
         build_batch(blank),
         build_ranks(blank),
-        build_large_batch(blank, (), learning, 16, None, None, 3, None, 6),
+        build_large_batch(blank, (), learning, _BASE_BATCH_SIZE, None, None, _SEEDS, None, _EVALUATIONS),
         out,
         resume,
         json,

@@ -22,7 +22,6 @@ from paceline.predict.networks import Network
 from paceline.predict.profiled import build_backward, draw_backwards
 from paceline.predict.scaling_evidence import ScalingEvidence
 from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
-from paceline.predict.stragglers import estimate_wait
 from paceline.predict.whatif import accumulate
 from paceline.records.samples import Samples, quantile
 from paceline.records.speedups import find_straggler
@@ -154,8 +153,7 @@ class _ScalingCurve:
             return base_s
         here = min(world_size, self.evidence.most_on_host)
         own_s = 0.0 if self.evidence.shared else self.evidence.wrapper_s
-        waits = [1 + estimate_wait(self.evidence.spread, count) for count in (here, world_size)]
-        return base_s * self.slowdown.estimate(here) * waits[1] / waits[0] + own_s
+        return base_s * self.slowdown.estimate(here) * self.evidence.estimate_wait(world_size) + own_s
 
     def simulate_s(self, world_size: int, place: int = 0) -> float:
         compute_s = self.compute_s(world_size)

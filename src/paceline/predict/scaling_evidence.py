@@ -9,12 +9,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import plan_like_torch
 from paceline.predict.fabrics import MeasuredFabric, build_measured_fabric
 from paceline.predict.profiled import build_backward
-from paceline.predict.stragglers import estimate_spread
+from paceline.predict.stragglers import estimate_spread, estimate_wait
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, ScaleRecord
 
 __all__ = ["ScalingEvidence"]
@@ -108,13 +109,20 @@ class ScalingEvidence:
         """The steps on several ranks, fewest first."""
         return sorted((r for r in self.records if r.world_size > 1), key=lambda record: record.world_size)
 
-    @property
+    @cached_property
     def spread(self) -> float:
         """How far the steps of ranks lie apart without communication, as a standard deviation over their median."""
         if not self.shared or self.shared[-1].silent is None:
             return 0.0
         rows = self.shared[-1].silent.seconds
         return min(_MOST_SPREAD, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
+
+    def estimate_wait(self, world_size: int) -> float:
+        """How many times as long the slowest of so many ranks computes as the slowest of this host."""
+        if world_size <= self.most_on_host or not self.spread:
+            return 1.0
+        here, there = (1 + estimate_wait(self.spread, count) for count in (self.most_on_host, world_size))
+        return there / here
 
     @property
     def contestant(self) -> str:

@@ -5,6 +5,7 @@ A collective starts when the last rank arrives, so with more ranks the same spre
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ def estimate_maximum(inverse: Callable[[float], float], count: int) -> float:
     return math.fsum(inverse(math.exp(math.log(u) / count)) for u in moments) / _STRATA
 
 
+@functools.lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
 def estimate_wait(spread: float, count: int) -> float:
     """How much longer than a rank the slowest of `count` takes, as a share of the median: lognormal times.
 
