@@ -5,23 +5,24 @@ A message says what was found, what is needed and what to do, in one line.
 
 from __future__ import annotations
 
-__all__ = [
-    "CollectiveError",
-    "ConfigError",
-    "LaunchError",
-    "MeasurementError",
-    "PacelineError",
-    "RecordError",
-    "TrainingError",
-]
-
 
 class PacelineError(Exception):
-    """The parent of every error that Paceline raises on purpose."""
+    """The parent of every error that Paceline raises on purpose.
+
+    `code` is a short stable name for errors that code reacts to ("peer-lost", "timeout", "mismatch", ...), empty for
+    the rest. The text is for people; never match it.
+    """
+
+    code: str = ""
+
+    def __init__(self, *args: object, code: str = "") -> None:
+        super().__init__(*args)
+        if code:
+            self.code = code
 
 
 class ConfigError(PacelineError, ValueError):
-    """What the user asked for is contradictory, unknown or impossible here."""
+    """The request is contradictory, unknown or impossible on this machine."""
 
 
 class LaunchError(PacelineError, RuntimeError):
@@ -31,13 +32,13 @@ class LaunchError(PacelineError, RuntimeError):
     is its traceback as text, empty when it died without one.
     """
 
-    def __init__(self, message: str, rank: int | None = None, rank_traceback: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, rank: int | None = None, rank_traceback: str = "", code: str = "") -> None:
+        super().__init__(message, code=code)
         self.rank = rank
         self.rank_traceback = rank_traceback
 
-    def __reduce__(self) -> tuple[type, tuple[str, int | None, str]]:
-        return type(self), (str(self.args[0]), self.rank, self.rank_traceback)
+    def __reduce__(self) -> tuple[type, tuple[str, int | None, str, str]]:
+        return type(self), (str(self.args[0]), self.rank, self.rank_traceback, self.code)
 
 
 class CollectiveError(PacelineError, RuntimeError):
@@ -45,7 +46,7 @@ class CollectiveError(PacelineError, RuntimeError):
 
 
 class MeasurementError(PacelineError, RuntimeError):
-    """A measurement cannot be made or cannot be believed."""
+    """A measurement cannot be made, or its result is not valid."""
 
 
 class RecordError(PacelineError, ValueError):
@@ -53,4 +54,4 @@ class RecordError(PacelineError, ValueError):
 
 
 class TrainingError(PacelineError, RuntimeError):
-    """Training cannot go on, because of what it has come to: a loss that is not a number."""
+    """Training cannot continue, for example because the loss is not a number."""
