@@ -9,7 +9,8 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import find_members
-from paceline.plan import Bucket, Piece, Plan, plan_by_cap, plan_shaped
+from paceline.plan import Bucket, Piece, Plan
+from tests.unit.made_plans import plan_by_cap, plan_in_pieces
 
 
 class Model(nn.Module):
@@ -28,7 +29,7 @@ ORDER = list(reversed(range(len(MEMBERS.params))))
 
 @pytest.mark.parametrize("cap", [16, 64, 10_000])
 def test_every_element_has_a_place_of_its_own_inside_its_bucket(cap):
-    plan = plan_shaped(MEMBERS.gradients, ORDER, cap, 8)
+    plan = plan_in_pieces(MEMBERS.gradients, ORDER, cap, 8)
     flat = FlatGradients(MEMBERS, plan, num_words=7)
     for index, view in flat.views.items():
         param = MEMBERS.params[index]
@@ -52,8 +53,8 @@ def test_buckets_and_large_gradients_begin_at_a_vector_of_the_processor():
 @pytest.mark.parametrize(
     ("plan", "alone", "has_gaps"),
     [
-        (plan_shaped(MEMBERS.gradients, ORDER, 16, 8), (), False),
-        (plan_shaped(MEMBERS.gradients, ORDER, 64, 8), (0, 1, 4), False),
+        (plan_in_pieces(MEMBERS.gradients, ORDER, 16, 8), (), False),
+        (plan_in_pieces(MEMBERS.gradients, ORDER, 64, 8), (0, 1, 4), False),
         (plan_by_cap(MEMBERS.gradients, ORDER, 10_000), (), False),
         (plan_by_cap(MEMBERS.gradients, ORDER, 10_000), (0, 1, 4), True),
     ],

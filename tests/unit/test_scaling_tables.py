@@ -18,7 +18,7 @@ from paceline.report import predicted_tables, scaling_matrices, scaling_tables
 from paceline.report.tables import render_csv, render_markdown
 
 from .made_scaling import (
-    MadePrediction,
+    PredictedPoint,
     make_batches,
     make_cell,
     make_collectives,
@@ -289,7 +289,7 @@ def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
 
 
 def test_the_bands_of_a_prediction_hold_its_value():
-    line = predicted_tables.PredictedLine(MadePrediction("x", "strong", 64, 4, 2.0, 1.0, 4.0, 4.0), None)
+    line = predicted_tables.PredictedLine(PredictedPoint("x", "strong", 64, 4, 2.0, 1.0, 4.0, 4.0), None)
     assert (line.speedup_band, line.efficiency_band) == ((1.0, 4.0), (0.25, 1.0))
 
 

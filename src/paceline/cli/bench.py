@@ -30,7 +30,7 @@ from paceline.units import parse_size, parse_sizes, size_range
 
 if TYPE_CHECKING:
     from paceline.cli.session import Session
-    from paceline.predict.costs import AlphaBeta
+    from paceline.predict.curves import AlphaBeta
     from paceline.records import ChunksRecord, CollectiveRecord, Run
 
 __all__ = ["allreduce", "app", "chunks"]
@@ -137,7 +137,7 @@ def _report_collectives(
     session: Session, run: Run, theirs: Sequence[CollectiveRecord], warnings: Sequence[str], json: bool
 ) -> None:
     from paceline.cli.session import describe_machine, print_json, stdout
-    from paceline.predict.costs import fit_collectives
+    from paceline.predict.curves import fit_collectives
     from paceline.records import CollectiveRecord
     from paceline.records.bounds import MemoryBounds
     from paceline.records.exchange import export_allreduce_times

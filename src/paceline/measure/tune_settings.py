@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.predict.curves import Curve
-from paceline.predict.fabrics import AssumedFabric
-from paceline.predict.networks import Network
+from paceline.predict.curves import CostCurve
+from paceline.predict.networks import AssumedFabric, Network
 from paceline.training.settings import TrainSettings
 from paceline.units import MIB
 
@@ -49,7 +48,7 @@ class TuneSettings:
     network_ranks: int = 2
     takes_lists: bool = True
 
-    def build_curve(self) -> Curve | None:
+    def build_curve(self) -> CostCurve | None:
         """What messages cost on the emulated network; None where they are measured."""
         if self.network is None:
             return None

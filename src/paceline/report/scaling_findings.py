@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.predict.scaling import PredictedPoint
 from paceline.records.recipes import RecipeSummary, Spread
 from paceline.records.scaling import BatchRecord, LargeBatchRecord, ScaleRecord
 from paceline.records.speedups import ScalePoint, Straggler, find_knee, find_straggler
-from paceline.report.predicted_tables import Predicted, PredictedLine
+from paceline.report.predicted_tables import PredictedLine
 from paceline.report.scaling_tables import BandwidthLine, ScaleLine, is_split, pick_run
 from paceline.units import format_ms, format_number_of, format_rate, format_speed
 
@@ -50,7 +51,7 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     return lines + [f"batch size {r.batch_size} does not fit: {r.failure}" for r in records if r.failure]
 
 
-def _cell(record: ScaleRecord | Predicted) -> str:
+def _cell(record: ScaleRecord | PredictedPoint) -> str:
     return f"batch size {record.cell_size} {'per rank' if record.mode == 'weak' else 'over all ranks'}"
 
 
