@@ -30,7 +30,7 @@ from paceline.measure.tune_steps import Candidate, wrap
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Sent
-from paceline.parallel.placement import only_computing
+from paceline.parallel.ddp import only_computing
 from paceline.records import Record, Samples, ScaleRecord
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend

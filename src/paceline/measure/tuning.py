@@ -35,8 +35,7 @@ from paceline.measure.tune_steps import (
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
-from paceline.parallel.options import Options
-from paceline.parallel.placement import has_spare_cores
+from paceline.parallel.ddp import Options, has_spare_cores
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.search import choose_caps
 from paceline.records import LayerProfileRecord, ParameterTimes, Record, Samples, TuneStepRecord
