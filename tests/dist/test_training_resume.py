@@ -273,7 +273,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused_and_left_alone(refuse, refe
     folder = copy_until(15, reference, tmp_path / "run")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     error = refuse(folder, resume=True, **changes)
-    assert isinstance(error, ConfigError) and error.code == "mismatch" and words in str(error)
+    assert isinstance(error, ConfigError) and words in str(error)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
