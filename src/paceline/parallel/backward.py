@@ -157,7 +157,7 @@ class GradientSync:
         except CollectiveError as found:
             if found.code != "peer-lost":
                 raise
-            self._unusable = f"{type(error).__name__} on this rank, which the others could not be told: {error}"
+            self._unusable = f"{type(error).__name__} on this rank, which could not be reported to the others: {error}"
         finally:
             self.channel.timeout_s = None
 
