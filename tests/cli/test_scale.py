@@ -21,7 +21,7 @@ from paceline.records import (
     LargeBatchRecord,
     LayerProfileRecord,
     NoiseRecord,
-    ScaleRecord,
+    StepRecord,
 )
 from tests.cli.test_train import type_alone, type_command
 from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
@@ -146,8 +146,8 @@ def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
 
 def test_ranks_are_measured_with_their_layers_and_all_reduces(studies):
     run = load_run(Path(studies["ranks"]["run"]))
-    counts = {kind: sum(isinstance(r, kind) for r in run.records) for kind in (ScaleRecord, LayerProfileRecord)}
-    assert counts == {ScaleRecord: 6, LayerProfileRecord: 2}
+    counts = {kind: sum(isinstance(r, kind) for r in run.records) for kind in (StepRecord, LayerProfileRecord)}
+    assert counts == {StepRecord: 6, LayerProfileRecord: 2}
     sweep = [record for record in run.records if isinstance(record, CollectiveRecord)]
     assert {(record.backend, record.world_size) for record in sweep} == {("gloo", 2)}
     assert max(record.num_bytes for record in sweep) >= 1 << 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.records import ChunksRecord, CollectiveRecord, Environment, MemoryRecord, Samples, WrapperRecord
+from paceline.records import ChunksRecord, CollectiveRecord, Environment, MemoryRecord, Samples, StepRecord
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +68,7 @@ def build_wrapper(build_samples):
         }  # fmt: skip
         for phase, share in (("forward", 0.25), ("backward", 0.5), ("optimizer", 0.25)):
             fields[phase] = build_samples(*(share * time_s for time_s in times_s), ranks=ranks)
-        return WrapperRecord(**{**fields, **changes})
+        return StepRecord(**{**fields, **changes})
 
     return build
 

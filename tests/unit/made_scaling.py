@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from paceline.records import BatchRecord, CollectiveRecord, CurvePoint, LargeBatchRecord, Samples, ScaleRecord
+from paceline.records import BatchRecord, CollectiveRecord, CurvePoint, LargeBatchRecord, Samples, StepRecord
 
 JOB = {"model": "cnn", "data": "synthetic", "device": "cpu", "precision": "float32"}
 COUNT = 9  # repetitions in a cell
@@ -45,7 +45,7 @@ def make_scale(rng, world_size, compute_s, exposed_s=0.0, busy_s=None, mode="wea
         fields |= {"num_bytes": 4_000_000, "num_messages": 3, "silent": make_samples(rng, compute_s, world_size)}
     if busy_s is not None:
         fields["busy"] = make_samples(rng, busy_s, world_size)
-    return ScaleRecord(**{**fields, **changes})
+    return StepRecord(**{**fields, **changes})
 
 
 CONTESTANTS = (("torch", "gloo", 1.0), ("paceline", "gloo", 0.9), ("paceline", "paceline", 0.3))

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import RecordError
 from paceline.records.kinds import record_from_json, record_to_json
-from paceline.records.noise_scale import NoiseProbe, NoiseRecord, estimate_noise_scale
+from paceline.records.training import NoiseProbe, NoiseRecord, estimate_noise_scale
 from paceline.report.noise_tables import describe_noise, noise_row, noise_table, plot_noise
 from paceline.report.plots import render_svg
 from paceline.report.tables import render_csv, render_markdown

@@ -6,7 +6,8 @@ import statistics
 import pytest
 
 from paceline.errors import RecordError
-from paceline.records.pairs import Ratio, compare_steps, compare_wrappers
+from paceline.records.samples import Ratio
+from paceline.records.steps import compare_steps, compare_wrappers
 
 
 def test_a_ratio_is_of_steps_in_the_same_repetition(build_wrapper):

@@ -6,8 +6,8 @@ import pytest
 
 from paceline.errors import RecordError
 from paceline.records.kinds import record_from_json, record_to_json
-from paceline.records.phase_profile import PhaseRecord
 from paceline.records.samples import Samples
+from paceline.records.steps import StepRecord
 from paceline.report.phase_tables import describe_phases, phase_row, phase_table
 from paceline.report.tables import render_markdown
 
@@ -19,7 +19,7 @@ def build_phases(build_samples):
     def build(**changes):
         ranks = changes.get("world_size", 2)
         times = {
-            "timing": 0.0101, "plain": 0.010, "silent": 0.008, "silent_backward": 0.004, "data_wait": 0.001,
+            "timing": 0.0101, "plain": 0.010, "silent": 0.008, "no_comm_backward": 0.004, "data_wait": 0.001,
             "forward": 0.002, "backward": 0.006, "optimizer": 0.001,
         }  # fmt: skip
         fields = {
@@ -28,7 +28,7 @@ def build_phases(build_samples):
             "num_bytes": 4_000_000, "num_messages": 3, "busy": build_samples(*(0.005,) * 10, ranks=ranks),
             **{name: build_samples(*(time_s,) * 10, ranks=ranks) for name, time_s in times.items()},
         }  # fmt: skip
-        return PhaseRecord(**{**fields, **changes})
+        return StepRecord(**{**fields, **changes})
 
     return build
 
@@ -47,16 +47,16 @@ def test_exposed_is_the_median_of_differences_in_one_repetition(build_phases, bu
     """A slow spell hits neighbours alike; the difference of the medians would be 9 ms here."""
     record = build_phases(
         **{name: build_samples(*(0.01,) * 3) for name in ("timing", "data_wait", "forward", "backward", "optimizer")},
-        silent_backward=build_samples(*(0.004,) * 3),
+        no_comm_backward=build_samples(*(0.004,) * 3),
         plain=build_samples(0.010, 0.019, 0.020),
-        silent=build_samples(0.009, 0.018, 0.010),
+        no_comm=build_samples(0.009, 0.018, 0.010),
         busy=None,
     )
     assert record.exposed_s == pytest.approx(0.001)
 
 
 def test_exposed_is_never_negative(build_phases, build_samples):
-    record = build_phases(silent=build_samples(*(0.011,) * 10))
+    record = build_phases(no_comm=build_samples(*(0.011,) * 10))
     assert (record.exposed_s, record.overhead, record.overlap) == (0.0, 0.0, 1.0)
 
 
@@ -94,7 +94,7 @@ def test_the_noise_of_exposed_is_in_seconds(build_phases, build_samples):
 
 @pytest.mark.parametrize(
     "name",
-    ["timing", "plain", "silent", "silent_backward", "data_wait", "forward", "backward", "optimizer", "busy"],
+    ["timing", "plain", "silent", "no_comm_backward", "data_wait", "forward", "backward", "optimizer", "busy"],
 )
 def test_parts_of_other_ranks_are_refused(build_phases, build_samples, name):
     with pytest.raises(RecordError, match=f"cnn: {name} has other repetitions or ranks than the steps"):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RecordError
-from paceline.records.recipes import RecipeSummary, Spread, summarize_recipes
+from paceline.records.training import RecipeSummary, Spread, summarize_recipes
 
 from .made_scaling import make_rng, make_run, make_runs
 

@@ -11,7 +11,7 @@ import pytest
 from paceline.errors import RecordError
 from paceline.records import Samples
 from paceline.records.kinds import record_from_json, record_to_json
-from paceline.records.tuning import CALIBRATING, ROLES
+from paceline.records.steps import CALIBRATING, ROLES
 from paceline.units import MIB
 from tests.unit.made_tuning import MadeJob
 

@@ -65,7 +65,7 @@ def test_compute_exposed_busy_overlap_and_bandwidth_follow_from_the_steps(rng, r
     record = make_scale(
         rng, ranks, compute_s, cost * compute_s, busy * compute_s, cell_size=32 * more, batch_size=32, accumulate=more
     )
-    plain, silent, under_way = (slowest(s) for s in (record.timing, record.silent, record.busy))
+    plain, silent, under_way = (slowest(s) for s in (record.timing, record.no_comm, record.busy))
     exposed_s = max(0.0, float(np.median(plain - silent)))
     assert record.compute_s == pytest.approx(float(np.median(silent)))
     assert record.exposed_s == pytest.approx(exposed_s)
@@ -83,7 +83,7 @@ def test_one_rank_by_itself_has_nothing_exposed_and_no_bandwidth():
     record = make_scale(make_rng(), 1, 1e-2)
     assert (record.exposed_s, record.compute_s) == (0.0, record.timing.median_s)
     assert (record.busy_s, record.overlap, record.busbw_bytes_per_s, record.exposed_noise_s) == (None,) * 4
-    assert record.contestant == "none"
+    assert record.variant == "none"
 
 
 @pytest.mark.parametrize(

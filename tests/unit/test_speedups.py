@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import MeasurementError, RecordError
 from paceline.records import Samples, Summary
-from paceline.records.speedups import (
-    ScalePoint,
-    compare_points,
-    find_knee,
-    find_peak,
-    find_use,
-    list_points,
-)
+from paceline.records.steps import ScalePoint, compare_points, find_peak, find_use, list_points
+from paceline.records.training import find_knee
 
 from .made_scaling import (
     COUNT,
@@ -44,7 +38,7 @@ def test_speedup_efficiency_and_noise_follow_from_the_seconds(rng, mode, ranks, 
     assert point.efficiency == pytest.approx(speedup / ranks)
     assert point.efficiency_noise == pytest.approx(noise if mode == "weak" else noise / ranks)
     share_s = np.median(slowest(alone.timing)) / (1 if mode == "weak" else ranks)
-    assert point.slowdown == pytest.approx(np.median(slowest(record.silent)) / share_s)
+    assert point.slowdown == pytest.approx(np.median(slowest(record.no_comm)) / share_s)
 
 
 def test_a_rank_beside_itself_is_1_without_noise():
@@ -55,7 +49,7 @@ def test_a_rank_beside_itself_is_1_without_noise():
 def test_one_repetition_has_no_noise():
     rng = make_rng()
     alone, record = (
-        replace(make_scale(rng, n, 1e-2), timing=make_samples(rng, 1e-2, n, count=1), silent=None) for n in (1, 2)
+        replace(make_scale(rng, n, 1e-2), timing=make_samples(rng, 1e-2, n, count=1), no_comm=None) for n in (1, 2)
     )
     assert ScalePoint(record, alone).efficiency_noise is None
 

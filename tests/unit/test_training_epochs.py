@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from paceline.records.epochs import summarize_epochs
+from paceline.records.training import summarize_epochs
 from paceline.report.tables import render_csv, render_markdown
 from paceline.report.training import epoch_row, epoch_table, plot_training
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import ConfigError, MeasurementError
-from paceline.records.noise_scale import NoiseProbe, NoiseRecord
+from paceline.records.training import NoiseProbe, NoiseRecord
 from paceline.runtime.ranks import set_seed
 from paceline.training.build import Job
 from paceline.workloads.data.seeds import derive_seed
