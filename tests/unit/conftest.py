@@ -1,8 +1,13 @@
 """Builders of small records and environments that the unit tests share."""
 
+import hypothesis
 import pytest
 
 from paceline.records import ChunksRecord, CollectiveRecord, Environment, MemoryRecord, Samples, StepRecord
+
+# No deadline: how long an example takes depends on the load of the machine.
+hypothesis.settings.register_profile("paceline", deadline=None)
+hypothesis.settings.load_profile("paceline")
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +68,7 @@ def build_wrapper(build_samples):
         ranks = changes.get("world_size", 2)
         fields = {
             "model": "cnn", "wrapper": wrapper, "configuration": "defaults", "backend": "gloo", "device": "cpu",
-            "world_size": 2, "dtype": "float32", "batch_size": 8, "num_parameters": 100, "num_bytes": 4000,
+            "world_size": 2, "precision": "fp32", "batch_size": 8, "num_parameters": 100, "num_bytes": 4000,
             "num_wrong": 0, "num_checked": 200, "timing": build_samples(*times_s, ranks=ranks),
         }  # fmt: skip
         for phase, share in (("forward", 0.25), ("backward", 0.5), ("optimizer", 0.25)):

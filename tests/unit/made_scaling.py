@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from paceline.records import BatchRecord, CollectiveRecord, CurvePoint, LargeBatchRecord, Samples, StepRecord
 
-JOB = {"model": "cnn", "data": "synthetic", "device": "cpu", "precision": "float32"}
+JOB = {"model": "cnn", "data": "synthetic", "device": "cpu", "precision": "fp32"}
 COUNT = 9  # repetitions in a cell
 
 
@@ -42,7 +42,7 @@ def make_scale(rng, world_size, compute_s, exposed_s=0.0, busy_s=None, mode="wea
         "timing": make_samples(rng, compute_s + exposed_s, world_size),
     }  # fmt: skip
     if not alone:
-        fields |= {"num_bytes": 4_000_000, "num_messages": 3, "silent": make_samples(rng, compute_s, world_size)}
+        fields |= {"num_bytes": 4_000_000, "num_messages": 3, "no_comm": make_samples(rng, compute_s, world_size)}
     if busy_s is not None:
         fields["busy"] = make_samples(rng, busy_s, world_size)
     return StepRecord(**{**fields, **changes})

@@ -71,7 +71,7 @@ def test_points_of_another_cell_or_job_are_refused(changes, alone_changes, reaso
 
 def test_two_ranks_are_not_one_to_compare_with():
     record = make_scale(make_rng(), 2, 1e-2)
-    with pytest.raises(RecordError, match="2 ranks are not one rank"):
+    with pytest.raises(RecordError, match="2 ranks"):
         ScalePoint(record, record)
 
 
@@ -106,7 +106,7 @@ def test_points_of_other_ranks_cells_or_jobs_are_not_compared():
     points = list_points([*make_cell(rng, "weak", 32), *make_cell(rng, "weak", 64)])
     other = list_points([replace(record, precision="bf16") for record in make_cell(rng, "weak", 32)])
     for theirs in (points[4], points[8], other[1]):
-        with pytest.raises(RecordError, match="not timed in turns"):
+        with pytest.raises(RecordError):
             compare_points(points[1], theirs)
 
 

@@ -1,6 +1,6 @@
 """The phases of training steps, and communication as the difference to steps without: all taken in turns.
 
-One training step is in `training.step`; what is derived from the times is in `records.phase_profile`.
+One training step is in `training.step`; what is derived from the times is in `records.steps`.
 """
 
 from __future__ import annotations

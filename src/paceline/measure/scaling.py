@@ -1,6 +1,6 @@
 """Steps of a job on one rank and on many, in every wrapper, all in turns: the cells of a scaling study.
 
-What follows from the times (efficiency, speed-up) is in `records.speedups`; which cells there are in `scale_settings`.
+What follows from the times (efficiency, speed-up) is in `records.steps`; which cells there are in `scale_settings`.
 """
 
 from __future__ import annotations

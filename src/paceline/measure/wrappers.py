@@ -1,6 +1,6 @@
 """Data-parallel wrappers against each other: replicas of one model that step in turns, and are compared at the end.
 
-What one replica and its step are is in `replicas`; what is derived from the samples is in `records.pairs`.
+What one replica and its step are is in `replicas`; what is derived from the samples is in `records.steps`.
 """
 
 from __future__ import annotations
