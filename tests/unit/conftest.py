@@ -79,6 +79,27 @@ def build_wrapper(build_samples):
 
 
 @pytest.fixture(scope="session")
+def build_phases(build_samples):
+    """Steps of 10 ms, of which 2 are exposed communication: 8 without; marked steps take 10.1."""
+
+    def build(**changes):
+        ranks = changes.get("world_size", 2)
+        times = {
+            "timing": 0.010, "marked": 0.0101, "no_comm": 0.008, "no_comm_backward": 0.004, "data_wait": 0.001,
+            "forward": 0.002, "backward": 0.006, "optimizer": 0.001,
+        }  # fmt: skip
+        fields = {
+            "model": "cnn", "data": "synthetic", "wrapper": "paceline", "backend": "gloo", "device": "cpu",
+            "world_size": 2, "precision": "fp32", "batch_size": 16, "accumulate": 2, "num_parameters": 8,
+            "num_bytes": 4_000_000, "num_messages": 3, "busy": build_samples(*(0.005,) * 10, ranks=ranks),
+            **{name: build_samples(*(time_s,) * 10, ranks=ranks) for name, time_s in times.items()},
+        }  # fmt: skip
+        return StepRecord(**{**fields, **changes})
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def build_environment():
     def build(**changes):
         fields = {

@@ -141,7 +141,8 @@ TIMED = {
 }  # fmt: skip
 PHASES = ("timing", "forward", "backward", "optimizer")
 WRAPPER_FIELDS = {
-    **{name: value for name, value in TIMED.items() if name != "dtype"}, "precision": TEXT, "model": TEXT, "wrapper": TEXT, "configuration": TEXT, "batch_size": COUNT, "num_parameters": COUNT,
+    **{name: value for name, value in TIMED.items() if name != "dtype"}, "precision": TEXT,
+    "model": TEXT, "wrapper": TEXT, "configuration": TEXT, "batch_size": COUNT, "num_parameters": COUNT,
     "num_bytes": COUNT, "held_bytes": COUNT, "peak_step_bytes": COUNT,
 }  # fmt: skip
 WRAPPERS = st.tuples(st.integers(1, 3), st.integers(1, 4)).flatmap(
