@@ -37,7 +37,7 @@ from paceline.measure.wrapper_settings import WrapperSettings
 from paceline.records import Record, Samples, StepRecord
 from paceline.records.steps import PRECISIONS
 from paceline.units import format_bytes
-from paceline.workloads.catalog import MODELS
+from paceline.workloads.registry import WORKLOADS
 
 __all__ = ["count_wrong_parameters", "measure_wrappers", "order_turns"]
 
@@ -253,7 +253,7 @@ def count_wrong_parameters(
 def _build_record(
     settings: WrapperSettings, group: Group, model: str, answers: list[_Answer], shares_clock: bool
 ) -> StepRecord:
-    first, workload = answers[0], MODELS[model]
+    first, workload = answers[0], WORKLOADS[model]
     num_warmup = first.timing.num_warmup
     rows = list(zip(*(answer.phases_s[num_warmup:] for answer in answers), strict=True))
     phases = {
