@@ -11,8 +11,8 @@ from paceline.predict.search import estimate_caps, estimate_sensitivity
 from paceline.predict.simulate import MachineCosts
 from paceline.records import LayerSizeRecord, LayerTimeRecord, Summary
 
-from .test_layer_profile import build as build_profile
-from .test_layer_profile import samples
+from .test_records_layers import build_profile
+from .test_records_layers import build_times as samples
 
 
 def test_ready_times_lose_the_cost_of_profiling():

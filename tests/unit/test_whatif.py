@@ -23,7 +23,7 @@ from paceline.report.plots import render_png
 from paceline.report.tables import render_csv, render_markdown
 from paceline.report.whatif_tables import describe_doubts, plot_efficiency, whatif_row, whatif_table
 
-from .test_layer_profile import build as build_profile
+from .test_records_layers import build_profile
 
 MIB = 2**20
 READY = (0.2, 0.4, 0.6, 0.8)

@@ -19,10 +19,9 @@ from paceline.predict.curves import CostCurve, MeasuredCurve, Resample
 from paceline.predict.job import Job
 from paceline.predict.search import enumerate_caps, find_best_cuts
 from paceline.predict.simulate import Contention, MachineCosts, SimulatedStep, simulate
-from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, TuneStepRecord
-from paceline.records.pairs import Ratio, compare_times
-from paceline.records.samples import Samples
-from paceline.records.tuning import CALIBRATING
+from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
+from paceline.records.samples import Ratio, Samples, compare_times
+from paceline.records.steps import CALIBRATING
 from paceline.units import format_bytes
 
 # Messages that a backend moves at once; 1 where nothing is known.
@@ -47,10 +46,10 @@ class Evidence:
     """What a prediction may learn from, sorted by what it is."""
 
     profile: LayerProfileRecord
-    plain: TuneStepRecord
-    one_bucket: TuneStepRecord
-    bucket_each: TuneStepRecord
-    disturbed: tuple[TuneStepRecord, ...]
+    plain: StepRecord
+    one_bucket: StepRecord
+    bucket_each: StepRecord
+    disturbed: tuple[StepRecord, ...]
     sweep: tuple[CollectiveRecord, ...]
     pairs: tuple[ChunksRecord, ...]
     extras: tuple[CollectiveRecord, ...]
@@ -58,7 +57,7 @@ class Evidence:
     @classmethod
     def sort(cls, records: Sequence[Record]) -> Evidence:
         """Take what calibrates out of the records of a tuning run, and leave the job's own steps."""
-        steps = [r for r in records if isinstance(r, TuneStepRecord) and r.role in CALIBRATING]
+        steps = [r for r in records if isinstance(r, StepRecord) and r.role in CALIBRATING]
         collectives = [record for record in records if isinstance(record, CollectiveRecord)]
         profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
         local = sorted((r for r in steps if r.role == "local"), key=lambda record: record.num_buckets)
@@ -85,12 +84,12 @@ def fit_job(
     median = resample.median
     plain, one, each = evidence.plain, evidence.one_bucket, evidence.bucket_each
     profile = evidence.profile
-    backward_s = median(plain.backward)
+    backward_s = median(plain.phase("backward"))
     more = max(0.0, median(each.timing) - median(one.timing))
     launch_s = more / max(1, each.num_buckets - one.num_buckets)
     # The copies of the wrapper, without its one launch; they can be within the noise.
-    gather_s = max(0.0, median(one.backward) - backward_s - launch_s)
-    step_s, after_s = median(one.timing), median(one.optimizer)
+    gather_s = max(0.0, median(one.phase("backward")) - backward_s - launch_s)
+    step_s, after_s = median(one.timing), median(one.phase("optimizer"))
     before_s = max(0.0, step_s - backward_s - gather_s - after_s - launch_s)
     used = [parameter for parameter in profile.parameters if parameter.median_s is not None]
     profiled_s = statistics.median(profile.profiled_backward.reduced_s)
@@ -143,7 +142,7 @@ def fit_contention(evidence: Evidence, curve: CostCurve, resample: Resample, bac
         # From the last rank's start on; a message that waits for a peer takes no core.
         under_way_s = resample.median(replace(record.under_way, reducer="min"))
         overlapped_s = min(resample.median(replace(record.overlapped, reducer="min")), under_way_s)
-        delay_s = max(0.0, resample.median(record.backward) - backward_s) / record.num_messages
+        delay_s = max(0.0, resample.median(record.phase("backward")) - backward_s) / record.num_messages
         alone_s = curve.estimate_s(record.message_bytes)
         if overlapped_s <= 0:
             continue
@@ -300,7 +299,7 @@ class GridPoint:
     cap_bytes: int
     estimate: Estimate
     plain_s: float
-    measured: TuneStepRecord | None = None
+    measured: StepRecord | None = None
 
     @property
     def measured_s(self) -> float | None:
@@ -333,7 +332,7 @@ class Judgement:
     """
 
     points: tuple[GridPoint, ...]
-    confirmed: dict[str, TuneStepRecord]
+    confirmed: dict[str, StepRecord]
     recommended: str
 
     @property
@@ -417,9 +416,7 @@ class Judgement:
         return compare_times(mine, theirs)
 
 
-def judge(
-    points: Sequence[GridPoint], confirmed: Sequence[TuneStepRecord] = (), recommended: str = "default"
-) -> Judgement:
+def judge(points: Sequence[GridPoint], confirmed: Sequence[StepRecord] = (), recommended: str = "default") -> Judgement:
     return Judgement(tuple(points), {record.label: record for record in confirmed}, recommended)
 
 

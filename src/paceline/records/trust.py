@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from paceline.records.bounds import MemoryBounds
 from paceline.records.environment import Environment
-from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryRecord, Record, WrapperRecord
+from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryRecord, Record
 from paceline.records.samples import Samples
+from paceline.records.steps import StepRecord
 from paceline.units import format_bytes, format_duration
 
 __all__ = ["NOISY", "Doubt", "find_doubts"]
@@ -35,13 +36,13 @@ class Doubt:
     text: str
 
 
-_Timed = CollectiveRecord | MemoryRecord | ChunksRecord | WrapperRecord
+_Timed = CollectiveRecord | MemoryRecord | ChunksRecord | StepRecord
 
 
 def _name(record: _Timed) -> str:
     """What tells this record from the others on the same backend and ranks."""
     match record:
-        case WrapperRecord():
+        case StepRecord():
             return f"{record.model} in {record.wrapper}"
         case MemoryRecord():
             return f"{format_bytes(record.num_bytes)} ({record.operation})"
@@ -64,7 +65,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
     for r in timed:
         assert isinstance(r.timing, Samples)
         name, backend = _name(r), _backend(r)
-        if r.num_wrong and isinstance(r, WrapperRecord):
+        if r.num_wrong and isinstance(r, StepRecord):
             found["astray", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} parameters)")
         elif r.num_wrong:
             found["wrong", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} elements)")

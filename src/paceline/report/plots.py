@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord, WrapperRecord
+from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord, StepRecord
 from paceline.units import GB, format_bytes
 
 if TYPE_CHECKING:
@@ -180,13 +180,13 @@ def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
     return figure
 
 
-def plot_wrappers(records: Sequence[WrapperRecord], subtitle: str) -> Figure:
+def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
     """Step time of each wrapper and backend, one panel for each model and number of ranks; a line from p10 to p90."""
     from matplotlib.figure import Figure
 
-    panels: dict[tuple[Any, ...], list[WrapperRecord]] = {}
+    panels: dict[tuple[Any, ...], list[StepRecord]] = {}
     for record in records:
-        panels.setdefault(record.job, []).append(record)
+        panels.setdefault((record.job, record.cell), []).append(record)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     backends = list(dict.fromkeys(record.backend for record in records))
