@@ -6,7 +6,7 @@ How steps take turns is in `steps`; what is derived from the times is in `record
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from paceline.measure.rounds import Pace
 from paceline.measure.settings import Progress
@@ -19,11 +19,13 @@ from paceline.measure.steps import (
     Variant,
     Wrap,
     check_whole,
+    cycle_windows,
 )
 from paceline.records import StepRecord
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.training.build import build_job, build_learner, open_world
+from paceline.training.loader import Window
 from paceline.training.settings import TrainSettings
 
 _PACE = Pace(budget_s=15.0, min_iters=12, max_iters=100, warmup=4)
@@ -48,12 +50,12 @@ def measure_phases(
                     post(Progress(number + share, len(batch_sizes), label))
 
             tell(0.0)
-            built = job.job
+            windows = cycle_windows(job.job)
 
-            def build(job: TrainingJob = job) -> Replica:
-                return job.as_replica(build_learner(job.job.settings, world, job.job.train))
+            def build(job: TrainingJob = job, windows: Generator[Window, None, None] = windows) -> Replica:
+                return job.as_replica(build_learner(job.job.settings, world, job.job.train), windows)
 
-            replica = job.as_replica(built.learner)
+            replica = job.as_replica(job.job.learner, windows)
             timed = TimedMessages(replica, build) if world.world_size > 1 else None
             records.append(_measure(world, job, replica, timed, settings.wrapper, iters, warmup, tell))
             if world.rank == 0:

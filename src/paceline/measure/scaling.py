@@ -105,8 +105,9 @@ def _build_variant(
     if world.rank >= (1 if is_one_process else world_size):
         return Variant(labels, None, kinds)
 
+    windows = _cycle(job, cell, world, world_size, is_one_process)
+
     def build() -> Replica:
-        windows = _cycle(job, cell, world, world_size, is_one_process)
         return TrainingJob(job).as_replica(build_scaled(job, world, contestant.wrapper, group, world_size), windows)
 
     replica = build()

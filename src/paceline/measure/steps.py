@@ -614,7 +614,7 @@ class StepBench:
         sent = agree_on_sent(
             [sent[warm:] for _, _, sent in everyone],  # in a warm-up a wrapper may still have other buckets
             Sent(sum(size > 0 for size in buckets), sum(buckets)),
-            f"{labels.get('wrapper')} on {labels.get('backend')}",
+            f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
         )
         defaults: dict[str, Any] = {
             "device": self.world.device.type,

@@ -77,6 +77,14 @@ def find_wrapping(wrapper: str) -> Wrapping:
     return Wrapping(f"reducer {reducer}", lambda module, group: wrap(module, "paceline", group, reducer=reducer))
 
 
+def build_module(model: str, seed: int, device: torch.device) -> nn.Module:
+    """The model with parameters that follow from the seed, made on the device: a large one takes long elsewhere."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        with torch.device(device):
+            return MODELS[model].build()
+
+
 def measure_wrappers(settings: WrapperSettings) -> Measured:
     """Time and check every cell: each number of ranks x each model. Collective: all ranks must call this."""
     cells = [(n, model) for n in settings.ranks for model in settings.models]
@@ -187,7 +195,7 @@ class _Cell:
             # NCCL frees the memory of its last message when another one is over: perhaps a former replica's.
             dist.all_reduce(torch.zeros(1, device=device), group=group.data)
         before = _count_allocated(device, True)
-        module = self._build_module(device, _SEED + rank)
+        module = build_module(self.model, _SEED + rank, device)
         model = wrapping.wrap(module, group.data)
         held_bytes = _count_allocated(device, True) - before
         batch = workload.make_batch(self.settings.batch_of(self.model), _SEED, rank, device)
@@ -205,13 +213,6 @@ class _Cell:
             optimizer.zero_grad(set_to_none=True)
 
         return Replica(model, module, device, run), held_bytes
-
-    def _build_module(self, device: torch.device, seed: int) -> nn.Module:
-        """The model with parameters that follow from the seed, made on the device: a large one takes long elsewhere."""
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            with torch.device(device):
-                return MODELS[self.model].build()
 
     def _check_gpu_memory(self) -> None:
         """Refuse on every rank what does not fit the GPU of one."""
@@ -242,7 +243,7 @@ class _Cell:
     def _tune_torch(self, group: Group) -> Wrapping:
         """The fastest of several ways to set torch's buckets, with the medians of all as its note."""
         plan = self._ask_for_plan(group)
-        candidates = build_candidates(self._build_module(group.device, _SEED), plan)
+        candidates = build_candidates(build_module(self.model, _SEED, group.device), plan)
         _free()
         if len(candidates) == 1:
             return replace(candidates[0], note="the only way to set its buckets")
@@ -291,7 +292,7 @@ class _Cell:
             reference = mine.get("torch") or mine.get("torch-tuned")
             if reference is None:
                 continue
-            start = list(self._build_module(group.device, _SEED).parameters())
+            start = list(build_module(self.model, _SEED, group.device).parameters())
             is_coarse = self.settings.dtype == "bfloat16" or group.device.type == "cuda"
             for wrapper, (index, replica) in mine.items():
                 if wrapper != "bare" and index != reference[0]:
