@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
-    from paceline.training.lamb import LAMB
-    from paceline.training.lars import LARS
+    from paceline.training.optimizers import LAMB, LARS
 
 __version__ = "0.1.0"
 
@@ -38,8 +37,7 @@ _HOMES = {
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
-    "paceline.training.lamb": ("LAMB",),
-    "paceline.training.lars": ("LARS",),
+    "paceline.training.optimizers": ("LAMB", "LARS"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

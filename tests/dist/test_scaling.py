@@ -57,7 +57,7 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
     from paceline.training import step as stepping
 
     real_take, real_run, real_step, real_update = (
-        benching.StepBench._take, benching.StepBench.run, benching.take_step, stepping.update
+        benching.StepBench._take, benching.StepBench.run, benching.take_step, stepping.Learner.update
     )  # fmt: skip
     steps: list[Taken] = []
     counts: dict[Any, int] = {}
@@ -93,12 +93,12 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
             moved.extend(not torch.equal(a, b) for a, b in zip(learner.parameters, values, strict=True))
 
     benching.StepBench._take, benching.StepBench.run = take, run  # type: ignore[method-assign]
-    benching.take_step, stepping.update = take_step, update
+    benching.take_step, stepping.Learner.update = take_step, update
     try:
         records = scaling.measure_scaling(settings, cell)
     finally:
         benching.StepBench._take, benching.StepBench.run = real_take, real_run  # type: ignore[method-assign]
-        benching.take_step, stepping.update = real_step, real_update
+        benching.take_step, stepping.Learner.update = real_step, real_update
     return records, steps, any(moved), num_bytes[0]
 
 

@@ -118,7 +118,7 @@ def test_backends_step_in_turns_and_each_is_tuned_for_itself(on_ranks):
 def build_on_two_ranks(wrapper: str) -> list[float]:
     from paceline.measure.engine import Group
     from paceline.measure.wrappers import _Cell, find_wrapping
-    from paceline.training.phases import NoPhases
+    from paceline.training.step import NoPhases
 
     with paceline.init("gloo", announce=None) as world:
         group = Group("gloo", torch.device("cpu"), 2, dist.group.WORLD, world.control)

@@ -34,8 +34,7 @@ from paceline.records import Samples, StepRecord
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
-from paceline.training.phases import NoPhases, PhaseClock, Phases
-from paceline.training.step import Learner, take_step
+from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, take_step
 from paceline.units import MIB
 
 # The kinds of steps. Each is taken in every round by every variant that has it.

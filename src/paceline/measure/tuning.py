@@ -31,7 +31,7 @@ from paceline.plan import Plan, plan_like_torch
 from paceline.predict.search import choose_caps
 from paceline.records import LayerProfileRecord, ParameterTimes, Record, Samples, StepRecord
 from paceline.runtime.world import World
-from paceline.training.phases import PhaseClock, Phases
+from paceline.training.step import PhaseClock, Phases
 from paceline.units import format_bytes
 
 _WARMUP = 4

@@ -31,9 +31,9 @@ from paceline.records import Record, StepRecord
 from paceline.records.steps import PRECISIONS
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
-from paceline.training.phases import NoPhases, Phases
+from paceline.training.step import NoPhases, Phases
 from paceline.units import MIB, format_bytes, format_duration
-from paceline.workloads.catalog import MODELS
+from paceline.workloads.registry import WORKLOADS
 
 _SEED = 1
 _LEARNING_RATE = 1e-3
@@ -82,7 +82,7 @@ def build_module(model: str, seed: int, device: torch.device) -> nn.Module:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         with torch.device(device):
-            return MODELS[model].build()
+            return WORKLOADS[model].build()
 
 
 def measure_wrappers(settings: WrapperSettings) -> Measured:
@@ -174,7 +174,7 @@ class _Cell:
             "model": self.model,
             "precision": PRECISIONS[self.settings.dtype],
             "batch_size": self.settings.batch_of(self.model),
-            "num_parameters": MODELS[self.model].num_parameters,
+            "num_parameters": WORKLOADS[self.model].num_parameters,
         }
         return StepBench(self.world, labels)
 
@@ -190,7 +190,7 @@ class _Cell:
     def _build_replica(self, group: Group, wrapping: Wrapping) -> tuple[Replica, int]:
         """A new replica in its wrapper, and the bytes that both hold. Ranks begin with different parameters: a wrapper
         that does not broadcast rank 0's is found. Collective: every rank of the group must call this."""
-        workload, device, rank = MODELS[self.model], group.device, self.world.rank
+        workload, device, rank = WORKLOADS[self.model], group.device, self.world.rank
         if device.type == "cuda":
             # NCCL frees the memory of its last message when another one is over: perhaps a former replica's.
             dist.all_reduce(torch.zeros(1, device=device), group=group.data)
@@ -328,7 +328,7 @@ class _Cell:
             held_bytes=max(item[3] for item in found),
             peak_step_bytes=max(item[4] for item in found),
         )
-        return replace(record, num_bytes=4 * MODELS[self.model].num_elements)
+        return replace(record, num_bytes=4 * WORKLOADS[self.model].num_elements)
 
 
 def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
