@@ -25,10 +25,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.engine import choose_meeting, synchronize
 from paceline.measure.rounds import Pace, build_samples, run_rounds
-from paceline.parallel import DataParallel
+from paceline.parallel import DDP
+from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
-from paceline.parallel.inputs import count_samples
-from paceline.parallel.placement import only_computing
+from paceline.parallel.ddp import only_computing
 from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
 from paceline.runtime.world import World
@@ -84,7 +84,7 @@ class Replica:
 
     def close(self) -> None:
         self.finish()
-        if isinstance(self.model, DataParallel):
+        if isinstance(self.model, DDP):
             self.model.stop()
 
 
@@ -100,7 +100,7 @@ def wrap(
     """The module in a data-parallel wrapper: `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults."""
     cap: dict[str, Any] = {"bucket_cap_mb": cap_bytes / MIB} if cap_bytes else {}
     if wrapper == "paceline":
-        return DataParallel(module, process_group=group, plan=plan, **cap, **options)
+        return DDP(module, process_group=group, plan=plan, **cap, **options)
     return DistributedDataParallel(
         module, process_group=group, **(plan.as_torch_kwargs() if plan is not None else cap), **options
     )
@@ -108,7 +108,7 @@ def wrap(
 
 def read_buckets(model: nn.Module) -> tuple[int, ...]:
     """The bytes of each bucket in launch order, as the wrapper reports them; none for a bare model."""
-    if isinstance(model, DataParallel):
+    if isinstance(model, DDP):
         return model.plan.bucket_bytes if model.plan is not None else ()
     if isinstance(model, DistributedDataParallel):
         data = model._get_ddp_logging_data()
@@ -185,7 +185,7 @@ class OwnJob(MeasuredJob):
         if isinstance(model, nn.Module):
             if step is None or not callable(step):
                 raise ConfigError("a module needs a step: pass a function step(model) that runs forward and backward")
-            if isinstance(model, DataParallel | DistributedDataParallel):
+            if isinstance(model, DDP | DistributedDataParallel):
                 raise ConfigError(f"the module is wrapped in {type(model).__name__}: pass the bare module")
             self._pair, self._factory = (model, step), None
         else:
@@ -219,8 +219,7 @@ class OwnJob(MeasuredJob):
         found: list[int] = []
 
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
-            with contextlib.suppress(ConfigError):
-                found.append(count_samples(*args, **kwargs))
+            found.extend(tensor.size(0) for tensor in find_tensors((args, kwargs)) if tensor.dim())
 
         handle = self.module.register_forward_pre_hook(look, with_kwargs=True)
         try:
@@ -378,7 +377,7 @@ class TimedMessages:
             self.replica.model.register_comm_hook(None, lambda state, bucket: messages.send(bucket))
 
     def begin(self) -> None:
-        if isinstance(self.replica.model, DataParallel):
+        if isinstance(self.replica.model, DDP):
             self.replica.model.time_next_step()
         self._before = self._count()
 
@@ -394,14 +393,14 @@ class TimedMessages:
         sent = Sent(now.num_messages - before.num_messages, now.num_bytes - before.num_bytes)
         if self._messages is not None:
             return self._messages.take_busy_s(), sent
-        times = self.replica.model.report().times if isinstance(self.replica.model, DataParallel) else None
+        times = self.replica.model.report().times if isinstance(self.replica.model, DDP) else None
         return 0.0 if times is None else times.busy_s, sent
 
     def _count(self) -> Sent | None:
         if self._messages is not None:
             return self._messages.sent
         model = self.replica.model
-        return model.count_sent() if isinstance(model, DataParallel) else None
+        return model.count_sent() if isinstance(model, DDP) else None
 
     def close(self) -> None:
         if self._owns:

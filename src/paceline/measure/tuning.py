@@ -25,8 +25,7 @@ from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, wrap
 from paceline.measure.sweeps import SMALLEST_BYTES, Sweep
 from paceline.measure.tune_settings import TuneSettings
 from paceline.parallel.channel import Channel
-from paceline.parallel.options import Options
-from paceline.parallel.placement import has_spare_cores
+from paceline.parallel.ddp import Options, has_spare_cores
 from paceline.plan import Plan, plan_like_torch
 from paceline.predict.search import choose_caps
 from paceline.records import LayerProfileRecord, ParameterTimes, Record, Samples, StepRecord
