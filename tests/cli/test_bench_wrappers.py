@@ -64,7 +64,7 @@ def test_a_person_gets_a_table_with_all_wrappers_at_world_size_1(command, tmp_pa
     assert answer.code == 0, answer.err
     for words in (*WRAPPERS, "step (ms)", "/ torch", "/ tuned", "/ bare", "than torch", "fastest of"):
         assert words in answer.out
-    assert "1 rank, 2 samples each (cnn, gloo, cpu, float32" in answer.out
+    assert "1 rank, 2 samples each (cnn, gloo, cpu, fp32" in answer.out
 
 
 def test_torch_and_ours_on_both_backends_in_one_run(command, tmp_path):

@@ -116,7 +116,7 @@ def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
     """From run.json itself, without the classes that made the table."""
     folder = studies["ranks"]["run"]
     saved = json.loads((Path(folder) / "run.json").read_text())["records"]
-    records = [record for record in saved if record["kind"] == "scale"]
+    records = [record for record in saved if record["kind"] == "step"]
     rows = read_csv(folder, "scaling")
     assert len(records) == len(rows) == 6  # weak and strong: one rank, and two wrappers on two
     slowest = [[max(ranks) for ranks in record["samples"]["seconds"]] for record in records]
@@ -132,7 +132,7 @@ def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
         assert float(row["efficiency"]) == pytest.approx(ratio if weak else ratio / n)
     for record, row in zip([r for r in records if r["world_size"] > 1], read_csv(folder, "communication"), strict=True):
         plain, silent, busy = (
-            [max(ranks) for ranks in record[kind]["seconds"]] for kind in ("samples", "silent", "busy")
+            [max(ranks) for ranks in record[kind]["seconds"]] for kind in ("samples", "no_comm", "busy")
         )
         exposed_s = max(0.0, statistics.median(a - b for a, b in zip(plain, silent, strict=True)))
         assert float(row["exposed_s"]) == pytest.approx(exposed_s)

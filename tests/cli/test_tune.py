@@ -87,7 +87,7 @@ def test_everything_is_measured_predicted_and_written(on_gloo):
     assert_complete(on_gloo, "paceline", "gloo", 2)
     steps = steps_of(on_gloo)
     assert all(record.timing.count == 2 and record.timing.num_ranks == 2 for record in steps)
-    assert {record.role for record in steps} == {"plain", "local", "plan"}
+    assert {record.role for record in steps} == {"plain", "local", "job"}
     grid = [record for record in steps if record.role == "job" and not record.note]
     assert [record.cap_bytes for record in grid] == list(CAPS)
     confirmed = {record.label for record in steps if record.note == "confirmed"}
@@ -137,7 +137,7 @@ def test_a_network_that_does_not_exist(emulated):
     assert_complete(emulated, "paceline", emulated["backend"], 16)
     assert {point["source"] for point in emulated["grid"]} == {"emulated"}
     sources = {record.role: record.source for record in steps_of(emulated)}
-    assert sources == {"plain": "measured", "local": "measured", "plan": "emulated"}
+    assert sources == {"plain": "measured", "local": "measured", "job": "emulated"}
     config = load_run(Path(emulated["run"])).config
     assert (config["network"], config["network_ranks"]) == ("10gbe", 16)
     assert "10gbe, 16 ranks, emulated" in emulated["verdict"]

@@ -141,7 +141,8 @@ TIMED = {
 }  # fmt: skip
 PHASES = ("timing", "forward", "backward", "optimizer")
 WRAPPER_FIELDS = {
-    **TIMED, "model": TEXT, "wrapper": TEXT, "configuration": TEXT, "batch_size": COUNT, "num_parameters": COUNT,
+    **{name: value for name, value in TIMED.items() if name != "dtype"}, "precision": TEXT,
+    "model": TEXT, "wrapper": TEXT, "configuration": TEXT, "batch_size": COUNT, "num_parameters": COUNT,
     "num_bytes": COUNT, "held_bytes": COUNT, "peak_step_bytes": COUNT,
 }  # fmt: skip
 WRAPPERS = st.tuples(st.integers(1, 3), st.integers(1, 4)).flatmap(
@@ -174,7 +175,7 @@ def layer_profiles(draw):
 def phase_records(draw):
     ranks, count = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     some = samples(shape=(ranks, count))
-    names = ("timing", "plain", "silent", "no_comm_backward", "data_wait", "forward", "backward", "optimizer")
+    names = ("timing", "marked", "no_comm", "no_comm_backward", "data_wait", "forward", "backward", "optimizer")
     texts = ("model", "data", "wrapper", "backend", "device", "precision", "note")
     counts = ("batch_size", "accumulate", "num_parameters", "num_bytes", "num_messages")
     return StepRecord(
@@ -256,7 +257,6 @@ LARGE_BATCH_FIELDS = {
 
 RECORDS = {
     "batch": batches(),
-    "scale": scales(),
     "large_batch": st.builds(
         LargeBatchRecord, curve=CURVES, budget=st.sampled_from(BUDGETS), lr=POSITIVE, seconds=TIME, **LARGE_BATCH_FIELDS
     ),
@@ -273,9 +273,7 @@ RECORDS = {
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
     "layer_profile": layer_profiles(),
     "noise_scale": noise_records(),
-    "phases": phase_records(),
-    "tune_step": tune_steps(),
-    "wrapper": WRAPPERS,
+    "step": st.one_of(WRAPPERS, phase_records(), scales(), tune_steps()),
 }  # fmt: skip
 
 
@@ -301,11 +299,11 @@ def test_a_wrapper_keeps_the_samples_of_every_phase(build_wrapper):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_parameters": 0}, "cnn of 0 parameters"),
-        ({"batch_size": 0}, "0 samples"),
-        ({"times_s": (0.0,) * 3}, "in 0.0 s cannot be"),
-        ({"backward": Samples(seconds=((1.0, 1.0),) * 9)}, "the backward has other repetitions"),
-        ({"forward": Samples(seconds=((1.0,),) * 10)}, "the forward has other repetitions or ranks"),
+        ({"num_parameters": -1}, "parameters"),
+        ({"batch_size": 0}, "0 x 1 samples"),
+        ({"times_s": (0.0,) * 3}, "in 0.0 s"),
+        ({"backward": Samples(seconds=((1.0, 1.0),) * 9)}, "backward has other repetitions"),
+        ({"forward": Samples(seconds=((1.0,),) * 10)}, "forward has other repetitions or ranks"),
     ],
 )
 def test_an_impossible_wrapper_is_refused(build_wrapper, changes, reason):

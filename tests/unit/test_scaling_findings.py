@@ -26,8 +26,8 @@ from .made_scaling import (
     make_runs,
     make_scale,
     make_scales,
+    slowest,
 )
-from .test_scaling_records import slowest
 
 
 def steady(seconds, ranks=1):

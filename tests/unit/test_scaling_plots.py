@@ -10,8 +10,17 @@ from paceline.records.steps import list_points
 from paceline.records.training import summarize_recipes
 from paceline.report import plots, scaling_plots
 
-from .made_scaling import make_batch, make_batches, make_predictions, make_rng, make_run, make_runs, make_scales
-from .test_scaling_records import interval, slowest
+from .made_scaling import (
+    interval,
+    make_batch,
+    make_batches,
+    make_predictions,
+    make_rng,
+    make_run,
+    make_runs,
+    make_scales,
+    slowest,
+)
 
 SCALES = make_scales(make_rng())
 POINTS = list_points(SCALES)

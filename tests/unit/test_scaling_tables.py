@@ -18,7 +18,9 @@ from paceline.report import predicted_tables, scaling_matrices, scaling_tables
 from paceline.report.tables import render_csv, render_markdown
 
 from .made_scaling import (
+    SEEDS,
     MadePrediction,
+    interval,
     make_batches,
     make_cell,
     make_collectives,
@@ -28,8 +30,8 @@ from .made_scaling import (
     make_samples,
     make_scale,
     make_scales,
+    slowest,
 )
-from .test_scaling_records import SEEDS, interval, slowest
 
 
 def parse(rows):

@@ -94,8 +94,8 @@ def _report(session: Session, run: Run, json: bool) -> None:
         print_json({"rows": rows, "run": str(session.folder.path), "warnings": list(run.warnings)})
         return
     console = stdout()
-    for job in dict.fromkeys(record.job for record in records):
-        mine = [standing for standing in standings if standing.record.job == job]
+    for job in dict.fromkeys((record.job, record.cell) for record in records):
+        mine = [standing for standing in standings if (standing.record.job, standing.record.cell) == job]
         n = mine[0].record.world_size
         title = f"{n} rank{'s' if n > 1 else ''}, {mine[0].record.batch_size} samples each"
         told = ("ranks", "batch")  # in the title

@@ -1,6 +1,6 @@
 """Probes of the gradient noise scale between two training steps, which leave no trace in the training.
 
-What is derived from their squared norms is in `records.noise_scale`; a step that learns is in `training.step`.
+What is derived from their squared norms is in `records.training`; a step that learns is in `training.step`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that are not at hand. Pure.
 
-How things grow with ranks is in `growth`; measured efficiency and speed-up are in `records.speedups`.
+How things grow with ranks is in `growth`; measured efficiency and speed-up are in `records.steps`.
 """
 
 from __future__ import annotations

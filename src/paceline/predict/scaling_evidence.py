@@ -75,7 +75,7 @@ class ScalingEvidence:
 
         Steps with communication off are the same in every wrapper, so those of all contestants count.
         """
-        steps = [record for record in records if isinstance(record, StepRecord)]
+        steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
         alone = [record for record in steps if record.world_size == 1]
         own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend) == (wrapper, backend)]
         own = [_join_silent(record, steps) for record in own]

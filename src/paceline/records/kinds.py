@@ -271,7 +271,7 @@ def record_from_json(document: dict[str, Any]) -> Record:
         raise RecordError(f"a record is a JSON object, not {type(document).__name__}")
     values = dict(document)
     kind = values.pop("kind", None)
-    if kind in UPGRADES:
+    if isinstance(kind, str) and kind in UPGRADES:
         kind, upgrade = UPGRADES[kind]
         try:
             values = upgrade(values)

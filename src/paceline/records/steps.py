@@ -99,9 +99,12 @@ class StepRecord(Record):
                 f"{self.place}: {self.batch_size} x {self.accumulate} samples per rank in {self.timing.median_s} s are "
                 "not valid: all must be positive"
             )
-        if min(self.cap_bytes, self.num_bytes, self.num_parameters, *self.bucket_bytes, 0) < 0:
-            raise RecordError(f"{self.place}: a negative number of bytes or parameters")
+        counts = (self.cap_bytes, self.num_bytes, self.num_messages, self.num_parameters, self.threads)
+        if min(*counts, *self.bucket_bytes) < 0:
+            raise RecordError(f"{self.place}: a number of bytes, messages, parameters or threads is negative")
         samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
+        if self.mode and self.threads < 1:
+            raise RecordError(f"{self.place}: {self.threads} threads per rank in a scaling study: at least 1 is needed")
         if self.mode and samples != self.cell_size:
             raise RecordError(f"{self.place}: {samples} samples in a cell of {self.cell_size} ({self.mode})")
         for name in (
@@ -229,7 +232,8 @@ def _rename(values: dict[str, Any], **names: str) -> dict[str, Any]:
 
 
 def _upgrade_wrapper(values: dict[str, Any]) -> dict[str, Any]:
-    return {"precision": PRECISIONS.get(values.pop("dtype"), "fp32"), **values}
+    dtype = str(values.pop("dtype"))
+    return {"precision": PRECISIONS.get(dtype, dtype), **values}
 
 
 def _upgrade_phases(values: dict[str, Any]) -> dict[str, Any]:
@@ -308,7 +312,7 @@ class Standing:
         alone = self.record.world_size == 1 and self.record.device == "cpu"
         if not alone or self.added_s is None or self.to_bare is None or not self.to_bare.is_clear:
             return None
-        return self.added_s / self.record.num_parameters
+        return self.added_s / self.record.num_parameters if self.record.num_parameters else None
 
     @property
     def added_bytes(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The table, the words and the picture of the gradient noise scale. What it means is in `records.noise_scale`."""
+"""The table, the words and the picture of the gradient noise scale. What it means is in `records.training`."""
 
 from __future__ import annotations
 

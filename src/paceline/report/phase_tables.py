@@ -1,6 +1,6 @@
 """Tables of where the time of training steps goes: phases, and computation against communication.
 
-What the numbers mean is in `records.phase_profile`.
+What the numbers mean is in `records.steps`.
 """
 
 from __future__ import annotations

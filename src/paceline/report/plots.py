@@ -186,7 +186,7 @@ def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
 
     panels: dict[tuple[Any, ...], list[StepRecord]] = {}
     for record in records:
-        panels.setdefault(record.job, []).append(record)
+        panels.setdefault((record.job, record.cell), []).append(record)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     backends = list(dict.fromkeys(record.backend for record in records))

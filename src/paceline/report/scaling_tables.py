@@ -1,6 +1,6 @@
 """Tables of scaling studies: columns for people, rows for JSON and CSV. Nothing here is measured or predicted.
 
-What the numbers mean is in `records.speedups`, `records.exposure` and `records.recipes`. Matrices are in
+What the numbers mean is in `records.steps` and `records.training`. Matrices are in
 `scaling_matrices`, predictions in `predicted_tables`, sentences in `scaling_findings`.
 """
 

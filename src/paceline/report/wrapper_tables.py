@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.records.samples import Ratio
-from paceline.records.steps import Standing
+from paceline.records.steps import PRECISIONS, Standing
 from paceline.report.tables import Column
 from paceline.units import format_bytes, format_ms
 
@@ -88,6 +88,10 @@ def _noise(ratio: Ratio | None) -> float | None:
     return None if ratio is None else ratio.noise
 
 
+# JSON rows name the element type as torch does, as they always have.
+_DTYPES = {precision: dtype for dtype, precision in PRECISIONS.items()}
+
+
 def wrapper_row(standing: Standing) -> dict[str, Any]:
     """One row of `bench wrappers --json` and of its table.csv. `noise` belongs to `ratio_to_torch`."""
     record = standing.record
@@ -98,7 +102,7 @@ def wrapper_row(standing: Standing) -> dict[str, Any]:
         "world_size": record.world_size,
         "backend": record.backend,
         "device": record.device,
-        "precision": record.precision,
+        "dtype": _DTYPES.get(record.precision, record.precision),
         "batch_size": record.batch_size,
         "step_median_s": record.timing.median_s,
         "step_p10_s": record.timing.p10_s,
