@@ -21,9 +21,9 @@ from paceline.transport import why_not
 # Enough ranks for a 2 x 2 mesh; a test takes as many of them as it needs.
 MAX_RANKS = 4
 ASKED_BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "")
-assert ASKED_BACKEND in ("", "gloo", "paceline"), f"PACELINE_TEST_BACKEND={ASKED_BACKEND}: gloo or paceline"
+assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACKEND}: gloo or shm"
 # What several ranks on the CPU of this host get that ask for none.
-BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "paceline")
+BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def warm_pool() -> Iterator[RankPool]:
 def on_ranks(warm_pool: RankPool) -> Callable[..., list[Any]]:
     """`on_ranks(num_ranks, fn, *args)`: run a function of the test's module on warm ranks, in time.
 
-    With PACELINE_TEST_BACKEND=gloo, or paceline, worlds on the CPU that name no backend are opened on that one.
+    With PACELINE_TEST_BACKEND=gloo, or shm, worlds on the CPU that name no backend are opened on that one.
     """
 
     def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:

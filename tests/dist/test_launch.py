@@ -187,6 +187,82 @@ def test_an_impossible_number_of_ranks_is_refused(count):
         paceline.run_ranks(os.getpid, count)
 
 
+# -- run_ranks in a world that is launched already ---------------------------------------------------------------------
+
+
+def run_nested(num_ranks: int, failing: int = -1) -> tuple[str, object]:
+    try:
+        values = paceline.run_ranks(report_world, num_ranks, (failing,), timeout_s=20)
+    except paceline.PacelineError as error:
+        return type(error).__name__, (error.code, getattr(error, "rank", None), str(error).splitlines()[0])
+    except KeyError as error:
+        return "own", str(error)
+    return "values", (values, len(psutil.Process().children()))
+
+
+def report_world(failing: int = -1) -> tuple[int, int, float]:
+    with paceline.init(announce=None) as world:
+        if world.rank == failing:
+            raise KeyError("of this rank")
+        total = torch.ones(1)
+        if failing < 0:
+            dist.all_reduce(total)
+        return world.rank, world.world_size, float(total)
+
+
+def test_run_ranks_inside_a_launched_world_runs_in_that_world_and_every_rank_gets_all_values(on_ranks):
+    assert on_ranks(2, run_nested, 2) == [("values", ([(0, 2, 2.0), (1, 2, 2.0)], 0))] * 2
+    assert on_ranks(1, run_nested, 1) == [("values", ([(0, 1, 1.0)], 0))]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_another_number_of_ranks_than_the_launched_world_has_is_refused_on_every_rank(on_ranks, num_ranks):
+    first, second = on_ranks(2, run_nested, num_ranks)
+    assert first == second and first[0] == "ConfigError" and first[1][0] == "world-size"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_one_rank_of_a_launched_world_raises_is_reported_on_the_others(on_ranks, failing):
+    answers = on_ranks(2, run_nested, 2, failing)
+    assert answers[failing] == ("own", "'of this rank'")
+    name, (_, rank, text) = answers[1 - failing]
+    assert (name, rank) == ("LaunchError", failing) and "KeyError" in text
+
+
+PROGRAM = """
+import sys
+import torch
+import paceline
+
+def train():
+    with paceline.init(announce=None) as world:
+        model = paceline.DataParallel(torch.nn.Linear(10, 1).to(world.device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(8, 10, device=world.device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = model.module.weight.sum().item()
+        sys.stdout.write(f"{world.rank} of {world.world_size} {weight}\\n")
+        sys.stdout.flush()
+
+if __name__ == "__main__":
+    paceline.run_ranks(train, 2)
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+def test_one_program_is_one_world_of_two_ranks_by_itself_and_under_torchrun(start, tmp_path, launcher):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    job = start(*launcher, str(script))
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    lines = sorted(line.rsplit(" ", 1) for line in out.splitlines())
+    assert [who for who, _ in lines] == ["0 of 2", "1 of 2"]
+    assert lines[0][1] == lines[1][1]  # replicas of one world
+
+
 SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist

@@ -25,10 +25,9 @@ from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError
-from paceline.runtime.worker import Failure, serve_jobs
+from paceline.runtime.environment import is_launched, read_place
+from paceline.runtime.worker import Failure, describe_failure, listen, serve_jobs
 from paceline.units import format_memory
-
-__all__ = ["RANK_BYTES", "RankPool", "check_rank_count", "defer_signals", "run_ranks"]
 
 # What one more rank takes before it allocates anything, with some room: the interpreter and torch hold 145 MiB of their
 # own and share the rest of 226 MiB resident (torch 2.13 on CPU, aarch64).
@@ -271,13 +270,67 @@ def run_ranks(
     timeout_s: float | None = None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
-    """Start `num_ranks` local ranks, call `fn(*args)` on each, and return their values in rank order.
+    """Call `fn(*args)` on `num_ranks` ranks and return their values in rank order.
 
-    Ends all of them before it returns, whatever happens. See `RankPool.run` for the rest; use a pool to run
-    several jobs on the same ranks.
+    In a plain program this starts local ranks, and ends all of them before it returns, whatever happens; see
+    `RankPool.run` for the rest, and use a pool to run several jobs on the same ranks. In a process that a launcher
+    (torchrun, Slurm, mpirun, or Paceline itself) started as one rank, no rank is started: `fn` runs here, as this rank
+    of that world, which must have `num_ranks` ranks, and every rank gets the list of all values. Collective there:
+    every rank must call this. `timeout_s` then bounds the wait for the other ranks after `fn` returned here.
     """
+    if is_launched():
+        return _run_in_launched_world(fn, num_ranks, args, timeout_s, on_message)
     with RankPool(num_ranks) as pool:
         return pool.run(fn, args, timeout_s=timeout_s, on_message=on_message)
+
+
+def _run_in_launched_world(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    args: Sequence[Any],
+    timeout_s: float | None,
+    on_message: Callable[[int, Any], None] | None,
+) -> list[Any]:
+    place = read_place()
+    if place.world_size != num_ranks:
+        raise ConfigError(
+            f"{num_ranks} ranks requested in a world of {place.world_size} that {place.launcher} launched: request "
+            f"{place.world_size}, launch {num_ranks}, or use paceline.RankPool to start local ranks inside this one",
+            code="world-size",
+        )
+    listening = listen(lambda message: on_message(place.rank, message)) if on_message else contextlib.nullcontext()
+    if place.world_size == 1:
+        with listening:
+            return [fn(*args)]
+    from paceline.runtime.rendezvous import Gathering
+
+    gathering = Gathering(place)
+    try:
+        with listening:
+            value = fn(*args)
+        data = pickle.dumps(value)
+    except BaseException as error:
+        failure = describe_failure(place.rank, error)
+        # Another rank's failure may be the cause of this one.
+        cause = gathering.find_failure() if failure.is_secondary else b""
+        gathering.fail(pickle.dumps(failure))
+        if cause:
+            raise _error_of(pickle.loads(cause), num_ranks) from error
+        raise
+    values, failed = gathering.gather(data, timeout_s)
+    if failed:
+        raise _error_of(pickle.loads(failed), num_ranks)
+    return [pickle.loads(item) for item in values]
+
+
+def _error_of(failure: Failure, num_ranks: int) -> PacelineError:
+    if failure.error is not None:
+        failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
+        return failure.error
+    message = f"rank {failure.rank} of {num_ranks} {failure.summary}"
+    if failure.trace:
+        message += f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}"
+    return LaunchError(message, failure.rank, failure.trace)
 
 
 def _pickle_job(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:

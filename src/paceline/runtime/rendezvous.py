@@ -25,7 +25,8 @@ import torch.distributed as dist
 from paceline.errors import ConfigError, LaunchError
 from paceline.runtime.environment import Place
 
-__all__ = ["agree_on_backend", "call_roll", "find_host_id", "leave_all", "meet", "serve_local_store"]
+# How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.
+_STORE_S, _LINGER_S = 120.0, 3.0
 
 
 @dataclass
@@ -35,6 +36,7 @@ class _MeetingPlace:
     store: dist.Store
     leave: Callable[[], None] = lambda: None
     num_meetings: int = 0
+    num_gathers: int = 0
 
 
 # By where, and in which job. A second world at the same place reuses the store under a prefix of its own: the keys of
@@ -47,15 +49,79 @@ def meet(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
 
     Collective: every rank must call this, the n-th time for the n-th meeting at a place.
     """
+    found, attempt = _find_meeting_place(rendezvous, place, timeout_s)
+    found.num_meetings += 1
+    return dist.PrefixStore(f"paceline/{attempt}/{found.num_meetings}", found.store)
+
+
+def _find_meeting_place(rendezvous: str, place: Place, timeout_s: float) -> tuple[_MeetingPlace, str]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     where = (rendezvous, str(place.master_addr), str(place.master_port))
     key = (*where, os.environ.get("PACELINE_JOB", ""), attempt, f"{place.rank}/{place.world_size}")
     if key not in _meeting_places:
         _meeting_places[key] = _open_store(rendezvous, place, timeout_s)
         atexit.register(leave_all)
-    found = _meeting_places[key]
-    found.num_meetings += 1
-    return dist.PrefixStore(f"paceline/{attempt}/{found.num_meetings}", found.store)
+    return _meeting_places[key], attempt
+
+
+class Gathering:
+    """Every rank's bytes over the launcher's store: needs no process group, and so outlives the worlds of a program.
+
+    Collective: every rank must make one, then call either `gather` or `fail`.
+    """
+
+    def __init__(self, place: Place) -> None:
+        found, attempt = _find_meeting_place("env://", place, _STORE_S)
+        found.num_gathers += 1
+        self._place = place
+        self._store = dist.PrefixStore(f"paceline/{attempt}/gather-{found.num_gathers}", found.store)
+
+    def gather(self, mine: bytes, timeout_s: float | None) -> tuple[list[bytes], bytes]:
+        """The bytes of all ranks in rank order and nothing; or nothing and what the first rank to `fail` said."""
+        self._store.set(f"value/{self._place.rank}", mine)
+        keys = [f"value/{rank}" for rank in range(self._place.world_size)]
+        deadline, pause_s = None if timeout_s is None else time.monotonic() + timeout_s, 0.005
+        try:
+            while not self._store.check(keys):
+                if failure := self.find_failure():
+                    self._leave()
+                    return [], failure
+                if deadline is not None and time.monotonic() > deadline:
+                    missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+                    raise LaunchError(
+                        f"rank {', '.join(missing[:16])} of {self._place.world_size} did not return within "
+                        f"{timeout_s:g} s",
+                        code="timeout",
+                    )
+                time.sleep(pause_s)
+                pause_s = min(0.1, pause_s * 1.5)
+            values = [self._store.get(key) for key in keys]
+        except dist.DistError as error:
+            raise LaunchError(
+                f"rank {self._place.rank} lost the store of the job, probably with rank 0: "
+                f"{str(error).splitlines()[0]}",
+                code="peer-lost",
+            ) from None
+        self._leave()
+        return values, b""
+
+    def fail(self, what: bytes) -> None:
+        """Report a failure to every rank that gathers, now or later."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.add("failures", 1) == 1:
+                self._store.set("failed", what)
+            self._leave()
+
+    def find_failure(self) -> bytes:
+        return bytes(self._store.get("failed")) if self._store.check(["failed"]) else b""
+
+    def _leave(self) -> None:
+        """Rank 0 may serve the store, and then must not exit before the others have read it."""
+        left = self._store.add("left", 1)
+        deadline = time.monotonic() + _LINGER_S
+        while self._place.rank == 0 and left < self._place.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            left = self._store.add("left", 0)
 
 
 def leave_all() -> None:

@@ -23,8 +23,6 @@ from typing import Any
 
 from paceline.errors import PacelineError
 
-__all__ = ["Failure", "listen", "post", "serve_jobs"]
-
 # What a rank says when its peer has failed: never the cause.
 _SECONDARY = (
     "Connection closed by peer",
@@ -110,7 +108,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection, by_main_thread: 
             _answer("value", value)
         except BaseException as error:
             # First the answer, then the groups: closing them is what makes the peers fail, and later.
-            _answer("failure", _describe_failure(rank, error))
+            _answer("failure", describe_failure(rank, error))
             with contextlib.suppress(Exception):
                 _close_groups()
         finally:
@@ -130,7 +128,7 @@ def _close_groups() -> None:
     leave_all()
 
 
-def _describe_failure(rank: int, error: BaseException) -> Failure:
+def describe_failure(rank: int, error: BaseException) -> Failure:
     trace = "".join(traceback.format_exception(error))
     text = str(error).splitlines()[0] if str(error) else ""
     summary = f"failed: {type(error).__name__}: {text}".rstrip(": ")

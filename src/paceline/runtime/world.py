@@ -109,8 +109,8 @@ def init(
     The world comes from torchrun's, Slurm's or mpirun's variables, or from `rank` and `world_size`; without
     either it is a world of one. Use it as a context manager, or call `paceline.shutdown()` at the end.
 
-    `backend`: `auto` is nccl on CUDA; on CPU paceline if all ranks share a host and gloo if not; a name; or a list
-    such as `cpu:paceline,cuda:nccl`.
+    `backend`: `auto` is nccl on CUDA; on CPU shm if all ranks share a host and gloo if not; a name; or a list
+    such as `cpu:shm,cuda:nccl`. `paceline` is another name of shm.
     `rendezvous`: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
     `threads`: torch's threads per rank; by default the cores of this host shared among its ranks.
     `timeout_s` bounds each collective, `rendezvous_timeout_s` the wait for the other ranks.
@@ -123,6 +123,7 @@ def init(
         )
     place = _settle_place(rank, world_size)
     register()
+    backend = machine.canonical_backend(backend)
     _check_backend_text(backend)
     if timeout_s <= 0 or rendezvous_timeout_s <= 0:
         raise ConfigError(
@@ -277,7 +278,7 @@ def _choose_backend(device: torch.device, place: Place, hosts: list[str]) -> str
         one_each = torch.cuda.device_count() >= place.local_world_size
         return "nccl" if one_each and dist.is_nccl_available() else "gloo"
     can_share = place.world_size > 1 and len(set(hosts)) == 1 and not why_not()
-    return "paceline" if can_share else "gloo"
+    return "shm" if can_share else "gloo"
 
 
 def _split_backend(backend: str) -> list[tuple[str | None, str]]:
@@ -300,6 +301,7 @@ def _check_backend_text(backend: str) -> None:
 
 def check_backend(backend: str, device_type: str, local_world_size: int) -> None:
     """Refuse a backend that cannot work with these devices, in words instead of torch's failure later."""
+    backend = machine.canonical_backend(backend)
     _check_backend_text(backend)
     for _, name in _split_backend(backend):
         if name == "nccl":
@@ -312,8 +314,8 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
                 )
             if device_type != "cuda" and backend == "nccl":
                 raise ConfigError("backend nccl works on GPUs only and the device is cpu: use the backend gloo")
-        elif name == "paceline" and why_not():
-            raise ConfigError(f"backend paceline is not available here: {why_not()}; use the backend gloo")
+        elif name == "shm" and why_not():
+            raise ConfigError(f"backend shm is not available here: {why_not()}; use the backend gloo")
         elif name == "gloo" and not dist.is_gloo_available():
             raise LaunchError("this torch is built without gloo, which Paceline needs for its control traffic")
 

@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one host, as a torch.distributed backend named `paceline`.
+"""Shared memory between the ranks of one host, as a torch.distributed backend named `shm` (and, as an alias, `paceline`).
 
 torch registers it by itself where Paceline is installed; elsewhere `register` does.
 """
@@ -16,7 +16,7 @@ __all__ = ["describe_kernels", "register", "why_not"]
 
 
 def register() -> None:
-    """Make `paceline` known to torch.distributed; does nothing the second time. The core is loaded when first used.
+    """Make `shm` and its alias `paceline` known to torch.distributed; does nothing the second time. The core is loaded when first used.
 
     torch calls this at its own import (entry point `torch.backends`), which must go on whatever happens here: a torch
     that works otherwise then does not know the backend, and says so to whoever asks for it.
@@ -24,8 +24,9 @@ def register() -> None:
     with contextlib.suppress(Exception):
         import torch.distributed as dist
 
-        if dist.is_available() and "PACELINE" not in dist.Backend._plugins:
-            dist.Backend.register_backend("paceline", _make_group, extended_api=True, devices=["cpu"])
+        if dist.is_available() and "SHM" not in dist.Backend._plugins:
+            for name in ("shm", "paceline"):
+                dist.Backend.register_backend(name, _make_group, extended_api=True, devices=["cpu"])
             _let_in_monitored_barrier(dist)
 
 
@@ -50,7 +51,7 @@ def _let_in_monitored_barrier(dist: Any) -> None:
     @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         chosen: Any = distributed_c10d._get_default_group() if group is None else group
-        if isinstance(chosen, dist.ProcessGroup) and chosen.name() == "paceline":
+        if isinstance(chosen, dist.ProcessGroup) and chosen.name() == "shm":
             limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
             return chosen.monitored_barrier(limit, wait_all_ranks)
         return original(group, timeout, wait_all_ranks)

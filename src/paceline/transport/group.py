@@ -1,4 +1,4 @@
-"""The process group `paceline`: collectives between ranks of one host in shared memory, everything else on gloo.
+"""The process group of the backend `shm`: collectives between ranks of one host in shared memory, everything else on gloo.
 
 Which way an operation goes follows from what ranks that agree see alike (kind, type, sizes, and their hosts), never
 from how one of them calls it. How ranks wait, and add up, does not belong here (`native`).
@@ -42,7 +42,7 @@ _TorchGroup: Any = dist.ProcessGroup
 
 
 class PacelineGroup(_TorchGroup):
-    """What `init_process_group("paceline")` and `new_group(backend="paceline")` make.
+    """What `init_process_group("shm")` and `new_group(backend="shm")` make.
 
     Collective: every rank of the group must make one.
     """
@@ -92,7 +92,7 @@ class PacelineGroup(_TorchGroup):
         return self._levels is None
 
     def getBackendName(self) -> str:
-        return "paceline"
+        return "shm"
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Bytes, all zero, that are reduced where they lie. Collective: every rank must ask for as many.
