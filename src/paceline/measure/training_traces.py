@@ -15,8 +15,8 @@ from torch.profiler import record_function
 
 from paceline.measure.layers import LayerStep, measure_layers
 from paceline.measure.phases import cycle_windows
-from paceline.measure.trace_events import RankTrace
 from paceline.measure.traces import record_trace
+from paceline.predict.traces import RankTrace
 from paceline.records import LayerProfileRecord
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
