@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -74,7 +75,7 @@ class Gathering:
         found, attempt = _find_meeting_place("env://", place, _STORE_S)
         found.num_gathers += 1
         self._place = place
-        self._store = dist.PrefixStore(f"paceline/{attempt}/gather-{found.num_gathers}", found.store)
+        self._store: Any = dist.PrefixStore(f"paceline/{attempt}/gather-{found.num_gathers}", found.store)
 
     def gather(self, mine: bytes, timeout_s: float | None) -> tuple[list[bytes], bytes]:
         """The bytes of all ranks in rank order and nothing; or nothing and what the first rank to `fail` said."""

@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one host, as a torch.distributed backend named `shm` (and, as an alias, `paceline`).
+"""Shared memory between the ranks of one host, as the torch.distributed backend `shm` (alias: `paceline`).
 
 torch registers it by itself where Paceline is installed; elsewhere `register` does.
 """
@@ -16,7 +16,7 @@ __all__ = ["describe_kernels", "register", "why_not"]
 
 
 def register() -> None:
-    """Make `shm` and its alias `paceline` known to torch.distributed; does nothing the second time. The core is loaded when first used.
+    """Register `shm` and its alias `paceline` with torch.distributed; does nothing the second time. Loads no C yet.
 
     torch calls this at its own import (entry point `torch.backends`), which must go on whatever happens here: a torch
     that works otherwise then does not know the backend, and says so to whoever asks for it.

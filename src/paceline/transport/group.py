@@ -1,4 +1,4 @@
-"""The process group of the backend `shm`: collectives between ranks of one host in shared memory, everything else on gloo.
+"""The process group of the backend `shm`: collectives between ranks of one host in shared memory, the rest on gloo.
 
 Which way an operation goes follows from what ranks that agree see alike (kind, type, sizes, and their hosts), never
 from how one of them calls it. How ranks wait, and add up, does not belong here (`native`).
