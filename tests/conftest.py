@@ -163,9 +163,11 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"threads left behind: {left}"
     allowed = children | (set(pool.pids()) if pool else set())
 
-    def strangers() -> list[list[str]]:
+    def strangers() -> list[str]:
         found = [child for child in descendants(os.getpid()) if child.pid not in allowed]
-        return [child.cmdline() for child in found if "resource_tracker" not in " ".join(child.cmdline())]
+        lines = [" ".join(child.cmdline()) for child in found]
+        # These serve this process as long as it lives.
+        return [line for line in lines if "resource_tracker" not in line and "serve_forks" not in line]
 
     deadline = time.monotonic() + 5
     while strangers() and time.monotonic() < deadline:  # a process that was just ended takes a moment to go

@@ -132,13 +132,11 @@ def leave_all() -> None:
         _meeting_places.popitem()[1].leave()
 
 
-def serve_local_store() -> dist.TCPStore:
-    """A store for ranks on this host: loopback only, on a port that the kernel chose."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)
-    port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+def serve_local_store(listener: int) -> dist.TCPStore:
+    """A store for ranks on this host, on a socket that listens on the loopback interface."""
+    with socket.socket(fileno=os.dup(listener)) as bound:
+        port = bound.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
 
 
 def _open_store(rendezvous: str, place: Place, timeout_s: float) -> _MeetingPlace:

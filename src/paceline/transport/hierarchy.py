@@ -7,6 +7,7 @@ What is done inside a host does not belong here.
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -30,7 +31,6 @@ _PIECE_BYTES = 1 << 20
 _LOOK_S = 0.25
 # How long a leader that lost its connection waits for somebody who knows the rank that is to blame.
 _HEARSAY_S = 1.0
-_CLOSED = "the process group is closed"
 _REDUCE: dict[int, Any] = {
     native.SUM: dist.ReduceOp.SUM, native.AVG: dist.ReduceOp.SUM, native.MIN: dist.ReduceOp.MIN,
     native.MAX: dist.ReduceOp.MAX,
@@ -63,7 +63,9 @@ class _Job(TensorWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         limit_s = timeout.total_seconds() or None
         if not self._is_over.wait(limit_s):
-            raise native.TransportError(f"Timed out waiting {limit_s:g} s for an all-reduce over several hosts")
+            raise native.TransportError(
+                f"an all-reduce over several hosts took longer than {limit_s:g} s", code="timeout"
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -125,7 +127,7 @@ class TwoLevels:
             self._thread.start()
         job = _Job(tensor.view(-1), dtype, op, timeout, result, promises, after)
         if self._is_closing:
-            job.conclude(native.TransportError(_CLOSED))
+            job.conclude(_closed())
         else:
             self._jobs.put(job)
         return job
@@ -139,7 +141,7 @@ class TwoLevels:
             self._thread.join()
             while not self._jobs.empty():  # put there in between
                 if (job := self._jobs.get()) is not None:
-                    job.conclude(native.TransportError(_CLOSED))
+                    job.conclude(_closed())
         self._between = None
 
     def _keep(self) -> None:
@@ -179,7 +181,7 @@ class TwoLevels:
 
     def _run_inside(self, kind: int, dtype: int, op: int, piece: torch.Tensor, count: int, timeout: timedelta) -> None:
         if self._is_closing:
-            raise native.TransportError(_CLOSED)
+            raise _closed()
         asked = kind, dtype, op, 0, piece.data_ptr(), piece.data_ptr(), count
         self._inside.run(asked, max(0.0, timeout.total_seconds()))
 
@@ -190,9 +192,9 @@ class TwoLevels:
                 work.wait(timedelta(seconds=_LOOK_S))
             except RuntimeError:
                 if self._is_closing:
-                    raise native.TransportError(_CLOSED) from None
+                    raise _closed() from None
                 if reason := self._read_reason():
-                    raise native.TransportError(reason) from None
+                    raise reason from None
         try:
             work.wait()
         except RuntimeError as error:
@@ -201,7 +203,7 @@ class TwoLevels:
             while not (reason := self._read_reason()) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S / 5)
             lost = f"the connection to the host of rank {self._others} failed: {str(error).splitlines()[0]}"
-            raise native.TransportError(reason or lost) from error
+            raise (reason or native.TransportError(lost, code="peer-lost")) from error
 
     # -- failing ------------------------------------------------------------------------------------------------------
 
@@ -212,15 +214,22 @@ class TwoLevels:
         reason = self._read_reason()
         if not reason:
             try:
-                self._notes.set("reason", str(error))
+                self._notes.set("reason", json.dumps([str(error), getattr(error, "code", "")]))
             except RuntimeError:  # the store went with the rank that kept it
                 pass
         self._inside.close()
-        return native.TransportError(reason) if reason else error
+        return reason or error
 
-    def _read_reason(self) -> str:
-        """Why another rank has given up; empty if none has."""
+    def _read_reason(self) -> native.TransportError | None:
+        """Why another rank has given up; None if none has."""
         try:
-            return self._notes.get("reason").decode() if self._notes.check(["reason"]) else ""
+            if not self._notes.check(["reason"]):
+                return None
+            text, code = json.loads(self._notes.get("reason"))
         except RuntimeError:
-            return ""
+            return None
+        return native.TransportError(text, code=code)
+
+
+def _closed() -> native.TransportError:
+    return native.TransportError("the process group is closed", code="closed")

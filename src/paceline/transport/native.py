@@ -36,6 +36,11 @@ COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "
 _VERSION = 3  # PLN_VERSION in the header
 
 
+_ERROR_CODES = {
+    DEAD: "peer-lost", STOPPED: "peer-lost", LEFT: "peer-lost", TIMEOUT: "timeout", MISMATCH: "mismatch",
+}  # fmt: skip
+
+
 class TransportError(CollectiveError, RuntimeError):
     """A group in shared memory that can be used no more; a `RuntimeError` too, as torch's own backends raise."""
 
@@ -167,7 +172,7 @@ class NativeGroup:
         code = self._wait(self._handle, ticket, -1.0 if timeout_s is None else timeout_s)
         if code:
             if code == RUNNING:
-                raise TransportError(f"Timed out waiting {timeout_s:g} s for an operation in shared memory")
+                raise TransportError(f"an operation in shared memory took longer than {timeout_s:g} s", code="timeout")
             raise self._explain(code)
 
     def is_done(self, ticket: int) -> bool:
@@ -195,12 +200,13 @@ class NativeGroup:
         if code == FORKED:
             return TransportError(
                 "this process was forked from a rank, and the rank's process group is not its own: "
-                "start processes with `spawn`, or open a group here"
+                "start processes with `spawn`, or open a group here",
+                code="forked",
             )
         if code == CLOSED:
-            return TransportError("the process group is closed")
+            return TransportError("the process group is closed", code="closed")
         if code == BAD:
-            return TransportError("the shared-memory transport was asked for something that it does not know")
+            return TransportError("the shared-memory transport does not support this operation", code="invalid")
         text = ctypes.create_string_buffer(512)
         self._library.pln_explain(self._handle, text, len(text))
-        return TransportError(f"a collective in shared memory failed: {text.value.decode()}")
+        return TransportError(f"a collective in shared memory failed: {text.value.decode()}", code=_ERROR_CODES[code])

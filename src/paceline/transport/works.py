@@ -207,10 +207,10 @@ def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: 
 def _fail(future: torch.futures.Future, error: Exception) -> None:
     """As `set_exception`, but each who asks gets an error of its own: the frames in the traceback of a shared one would
     hold this Future and the caller's group, and nobody could ever free them."""
-    kind, words = type(error), str(error)
+    kind, text, code = type(error), str(error), getattr(error, "code", "")
 
     def raise_anew(_: Any) -> None:
-        raise kind(words)
+        raise kind(text, code=code) if code else kind(text)
 
     future._set_unwrap_func(raise_anew)  # type: ignore[attr-defined]
     future.set_result([])
