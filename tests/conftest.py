@@ -165,9 +165,13 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
     def strangers() -> list[str]:
         found = [child for child in descendants(os.getpid()) if child.pid not in allowed]
-        lines = [" ".join(child.cmdline()) for child in found]
-        # These serve this process as long as it lives.
-        return [line for line in lines if "resource_tracker" not in line and "serve_forks" not in line]
+        lines = [(child.ppid(), " ".join(child.cmdline())) for child in found]
+        # These serve this process as long as it lives; what the server of forks has forked looks like it.
+        return [
+            line
+            for parent, line in lines
+            if "resource_tracker" not in line and not ("serve_forks" in line and parent == os.getpid())
+        ]
 
     deadline = time.monotonic() + 5
     while strangers() and time.monotonic() < deadline:  # a process that was just ended takes a moment to go

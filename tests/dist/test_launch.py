@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline import ConfigError, LaunchError
+from paceline.runtime import launch
 from paceline.runtime.worker import post
 from tests.conftest import descendants, wait_until
 
@@ -319,6 +323,125 @@ def test_ctrl_c_reaches_the_whole_terminal_and_prints_no_rank_traceback(start, t
     os.killpg(job.pid, signal.SIGINT)
     _, err = job.communicate(timeout=15)
     assert err.count("KeyboardInterrupt") == 1, err
+
+
+# -- forked ranks ------------------------------------------------------------------------------------------------------
+
+
+def square(value: int) -> int:
+    return value * value
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def describe_process() -> dict[str, object]:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        forked = pool.map(square, [3])
+    with multiprocessing.Pool(1) as pool:
+        spawned = pool.map(square, [4])
+    return {
+        "server": os.getppid(),
+        "random": (random.random(), float(numpy.random.rand())),
+        "bad fork": torch.cuda._is_in_bad_fork(),
+        "threads": torch.get_num_threads(),
+        "method": multiprocessing.get_start_method(),
+        "children": (forked, spawned),
+        "loaded": [int(value) for value in torch.utils.data.DataLoader(Squares(), batch_size=None, num_workers=1)],
+        "sum": float(torch.ones(2**20).sum()),  # OpenMP in a fork
+    }
+
+
+def test_a_forked_rank_is_as_good_as_a_fresh_process(on_ranks):
+    first, second = on_ranks(2, describe_process)
+    assert first["server"] == second["server"] != os.getpid()
+    assert all(mine != other for mine, other in zip(first["random"], second["random"], strict=True))
+    for rank in (first, second):
+        assert not rank["bad fork"] and rank["method"] == "spawn" and rank["sum"] == 2**20
+        assert rank["children"] == ([9], [16]) and rank["loaded"] == [0, 1, 4, 9]
+
+
+def count_threads_of_parent() -> tuple[int, int]:
+    return os.getppid(), len(os.listdir(f"/proc/{os.getppid()}/task"))
+
+
+def test_one_server_with_one_thread_forks_the_ranks_of_every_pool():
+    first = paceline.run_ranks(count_threads_of_parent, 2, timeout_s=60)
+    second = paceline.run_ranks(count_threads_of_parent, 1, timeout_s=60)
+    assert {*first, *second} == {(first[0][0], 1)}
+
+
+def read_threads() -> tuple[int, str, int]:
+    return os.getppid(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+
+
+def test_a_variable_that_libraries_read_when_they_are_imported_is_set_before_they_are(monkeypatch):
+    servers = set()
+    for threads in ("1", "3"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        (found,) = paceline.run_ranks(read_threads, 1, timeout_s=60)
+        assert found[1:] == (threads, int(threads))
+        servers.add(found[0])
+    assert len(servers) == 2
+
+
+def test_a_server_that_was_killed_is_replaced():
+    with paceline.RankPool(1) as pool:
+        (server,) = pool.run(os.getppid, timeout_s=60)
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(LaunchError, match="SIGKILL"):
+            pool.run(time.sleep, (5,), timeout_s=60)
+        assert pool.run(os.getppid, timeout_s=60) != [server]
+
+
+def test_a_rank_writes_to_where_the_launcher_writes_now(capfd):
+    paceline.run_ranks(print, 1, ("first",), timeout_s=60)
+    assert capfd.readouterr().out == "first\n"
+    paceline.run_ranks(print, 1, ("second",), timeout_s=60)
+    assert capfd.readouterr().out == "second\n"
+
+
+WITHOUT_TORCH = """
+import os, sys
+import paceline
+if __name__ == "__main__":
+    assert len(set(paceline.run_ranks(os.getpid, 2, timeout_s=60))) == 2
+    print("torch" in sys.modules)
+"""
+
+
+def test_a_launcher_does_not_import_torch(start, tmp_path):
+    script = tmp_path / "light.py"
+    script.write_text(WITHOUT_TORCH)
+    job = start(str(script))
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out) == (0, "False\n"), err
+
+
+def test_a_stopped_rank_does_not_outlive_its_launcher(start, tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    job = start(str(script), str(tmp_path))
+    wait_until(lambda: (tmp_path / "up-0").exists() and (tmp_path / "up-1").exists(), 60)
+    processes = descendants(job.pid)
+    ranks = [process for process in processes if process.ppid() != job.pid]
+    assert len(ranks) >= 2
+    for rank in ranks:
+        rank.suspend()
+    os.kill(job.pid, signal.SIGKILL)
+    wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes), 10)
+
+
+def test_ranks_are_spawned_where_they_cannot_be_forked(monkeypatch):
+    monkeypatch.setattr(launch, "_can_fork", False)
+    assert paceline.run_ranks(os.getppid, 2, timeout_s=60) == [os.getpid()] * 2
+    with pytest.raises(LaunchError, match="KeyError"):
+        paceline.run_ranks(fail_on, 2, (1,), timeout_s=60)
 
 
 def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):

@@ -78,18 +78,21 @@ class _Server:
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with theirs, _sigint_blocked():
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [multiprocessing.spawn.get_executable(), *flags, "-c", source],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        self.pid = process.pid
-        self.close = weakref.finalize(self, _end_server, os.getpid(), process, self._control)
+        self.close = weakref.finalize(self, _end_server, os.getpid(), self._process, self._control)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def fork(self, kind: str, link: int, descriptors: Sequence[int]) -> _Forked:
         """Request a process; returns at once, also while the server is still importing torch."""
         status, far_status = multiprocessing.Pipe(duplex=False)
-        with far_status, self._lock:
+        with far_status, self._lock, contextlib.suppress(OSError):  # a server that is gone: `is_ready` finds it
             socket.send_fds(self._control, [kind.encode()], [link, far_status.fileno(), *descriptors])
         return _Forked(self, status)
 
@@ -186,9 +189,10 @@ def _find_server() -> _Server | None:
     if not _can_fork:
         return None
     with _server_lock:
-        if _server is None or _server.owner != os.getpid() or _server.imports != _describe_imports():
-            _server = _Server()
-        return _server
+        found = _server
+        if found is None or found.owner != os.getpid() or found.imports != _describe_imports() or not found.is_running:
+            found = _server = _Server()
+        return found
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -285,38 +289,38 @@ class RankPool:
             rank.process.close()
 
     def _start(self, num_ranks: int) -> None:
-        global _can_fork
+        # First, for it raises in a script without a main guard, and no server may be started for that.
+        preparation = multiprocessing.spawn.get_preparation_data("")
+        preparation["authkey"] = bytes(preparation["authkey"])
         if not self._ranks:
             self._server = _find_server()
         for rank in range(len(self._ranks), num_ranks):
             link, far_link = multiprocessing.Pipe()
             stacks, far_stacks = multiprocessing.Pipe(duplex=False)
             with far_link, far_stacks:
-                start = self._fork if self._server is not None else self._spawn
                 # Deferred: half started, a rank would be neither waited for nor ended.
                 with defer_signals():
-                    try:
-                        process = start(rank, link, far_link, far_stacks)
-                    except OSError:  # the server is gone
-                        if self._server is None:
-                            raise
-                        _can_fork, self._server = False, None
-                        process = self._spawn(rank, link, far_link, far_stacks)
+                    if self._server is None:
+                        process = self._spawn(rank, far_link, far_stacks)
+                    else:
+                        process = self._fork(rank, link, far_link, far_stacks, preparation)
                     self._ranks.append(_Rank(process, link, stacks))
 
-    def _fork(self, rank: int, link: Connection, far_link: Connection, far_stacks: Connection) -> _Forked:
+    def _fork(
+        self, rank: int, link: Connection, far_link: Connection, far_stacks: Connection, preparation: dict[str, Any]
+    ) -> _Forked:
         assert self._server is not None
-        preparation = multiprocessing.spawn.get_preparation_data(f"paceline-rank-{rank}")
-        preparation["authkey"] = bytes(preparation["authkey"])
         mask = os.umask(0)
         os.umask(mask)
+        preparation = preparation | {"name": f"paceline-rank-{rank}"}
         with open(os.devnull, "wb") as nothing:
             outputs = [fd if _is_open(fd) else nothing.fileno() for fd in (1, 2)]
             process = self._server.fork("rank", far_link.fileno(), [far_stacks.fileno(), *outputs])
-        link.send_bytes(pickle.dumps((rank, dict(os.environ), mask, preparation)))
+        with contextlib.suppress(OSError):
+            link.send_bytes(pickle.dumps((rank, dict(os.environ), mask, preparation)))
         return process
 
-    def _spawn(self, rank: int, link: Connection, far_link: Connection, far_stacks: Connection) -> Any:
+    def _spawn(self, rank: int, far_link: Connection, far_stacks: Connection) -> Any:
         multiprocessing.resource_tracker.ensure_running()  # its own start would unblock what is blocked below
         by_main_thread = threading.current_thread() is threading.main_thread()
         process = multiprocessing.get_context("spawn").Process(

@@ -210,7 +210,10 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
     """Fork a process for each request of the launcher, and report the exit code of each, until the launcher ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    launcher_fd = os.pidfd_open(launcher_pid)
+    try:
+        launcher_fd = os.pidfd_open(launcher_pid)
+    except OSError:  # it is gone; or the kernel has no such call, and it will spawn ranks instead
+        os._exit(1)
     control = socket.socket(fileno=control_fd)
     import paceline.runtime.world  # noqa: F401  and with it torch
 
@@ -305,6 +308,7 @@ def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launch
     multiprocessing.spawn.prepare(preparation)
     del current._inheriting
     name = preparation["name"]
+    ctypes.CDLL(None).prctl(15, name.encode()[:15])  # PR_SET_NAME, for `ps` and `top`
     process: Any = multiprocessing.get_context("spawn").Process(target=serve_jobs, args=(rank, link, stacks), name=name)
     process._parent_pid = launcher_pid
     return int(process._bootstrap(parent_sentinel=launcher_fd))

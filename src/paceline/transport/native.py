@@ -32,7 +32,16 @@ Asked = tuple[int, int, int, int, int, int, int]
 
 SOURCES = Path(__file__).parent / "native"
 # No contraction of products and sums: every kind of processor must round alike.
-COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]
+COMPILE_FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-Wall",
+    "-Wextra",
+    "-ffp-contract=off",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+]
 _VERSION = 3  # PLN_VERSION in the header
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from paceline.errors import PacelineError
 from paceline.transport.lanes import Lanes
 
 __all__ = ["FinishedWork", "NativeWork", "Promises", "TensorWork"]
@@ -207,10 +208,11 @@ def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: 
 def _fail(future: torch.futures.Future, error: Exception) -> None:
     """As `set_exception`, but each who asks gets an error of its own: the frames in the traceback of a shared one would
     hold this Future and the caller's group, and nobody could ever free them."""
-    kind, text, code = type(error), str(error), getattr(error, "code", "")
+    kind: Any = type(error)
+    text, options = str(error), {"code": error.code} if isinstance(error, PacelineError) else {}
 
     def raise_anew(_: Any) -> None:
-        raise kind(text, code=code) if code else kind(text)
+        raise kind(text, **options)
 
     future._set_unwrap_func(raise_anew)  # type: ignore[attr-defined]
     future.set_result([])
