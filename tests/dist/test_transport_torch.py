@@ -169,7 +169,7 @@ def allocate_unevenly() -> str:
 def test_ranks_that_share_different_amounts_are_told_so_all_of_them(on_ranks):
     first, second = on_ranks(2, allocate_unevenly)
     assert first == second
-    assert "rank 0 for 100 bytes to share, rank 1 for 101 bytes to share" in first
+    assert "rank 0 an allocation of 100 bytes, rank 1 an allocation of 101 bytes" in first
 
 
 def average_a_long_vector(lanes: int) -> list[torch.Tensor]:

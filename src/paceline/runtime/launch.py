@@ -297,14 +297,13 @@ class RankPool:
         for rank in range(len(self._ranks), num_ranks):
             link, far_link = multiprocessing.Pipe()
             stacks, far_stacks = multiprocessing.Pipe(duplex=False)
-            with far_link, far_stacks:
-                # Deferred: half started, a rank would be neither waited for nor ended.
-                with defer_signals():
-                    if self._server is None:
-                        process = self._spawn(rank, far_link, far_stacks)
-                    else:
-                        process = self._fork(rank, link, far_link, far_stacks, preparation)
-                    self._ranks.append(_Rank(process, link, stacks))
+            # Deferred: half started, a rank would be neither waited for nor ended.
+            with far_link, far_stacks, defer_signals():
+                if self._server is None:
+                    process = self._spawn(rank, far_link, far_stacks)
+                else:
+                    process = self._fork(rank, link, far_link, far_stacks, preparation)
+                self._ranks.append(_Rank(process, link, stacks))
 
     def _fork(
         self, rank: int, link: Connection, far_link: Connection, far_stacks: Connection, preparation: dict[str, Any]
