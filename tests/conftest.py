@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,14 @@ import pytest
 
 from paceline.runtime.launch import RankPool
 from paceline.transport import why_not
+
+# `nohup make test &` starts this process with signals ignored, and what it starts would inherit that. A handler of
+# Python's is not inherited: the tests and their processes get signals as from a terminal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 # Enough ranks for a 2 x 2 mesh; a test takes as many of them as it needs.
 MAX_RANKS = 4

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveError
 from paceline.parallel.placement import destroy_group, open_group
-from paceline.runtime.world import find_departed
+from paceline.runtime.world import find_departed_ranks
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
@@ -167,7 +167,7 @@ def naming_the_lost(what: str) -> Iterator[None]:
 
 def _explain(error: RuntimeError, what: str) -> LostPeerError:
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    departed = find_departed()
+    departed = find_departed_ranks()
     if departed:
         who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
         hint = ": where ranks have different numbers of batches, train inside `with model.join():`"

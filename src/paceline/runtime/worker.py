@@ -162,13 +162,13 @@ def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection, by_main_
 def _close_groups() -> None:
     import torch.distributed as dist
 
-    from paceline.runtime.rendezvous import leave_all
+    from paceline.runtime.rendezvous import close_stores
     from paceline.runtime.world import shutdown
 
     shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-    leave_all()
+    close_stores()
 
 
 def _set_death_signal() -> bool:
