@@ -17,15 +17,14 @@ if TYPE_CHECKING:
         PacelineError,
         RecordError,
     )
-    from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
+    from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm
     from paceline.plan import Plan
     from paceline.records.store import Run, load_run
     from paceline.runtime.environment import is_launched
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
-    from paceline.training.lamb import LAMB
-    from paceline.training.lars import LARS
+    from paceline.training.optimizers import LAMB, LARS
 
 __version__ = "0.1.0"
 
@@ -33,19 +32,19 @@ _HOMES = {
     "paceline.errors": (
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
     ),
-    "paceline.parallel": ("DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
+    "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
     "paceline.plan": ("Plan",),
     "paceline.records.store": ("Run", "load_run"),
     "paceline.runtime.environment": ("is_launched",),
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
-    "paceline.training.lamb": ("LAMB",),
-    "paceline.training.lars": ("LARS",),
+    "paceline.training.optimizers": ("LAMB", "LARS"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "DDP",
     "LAMB",
     "LARS",
     "CollectiveError",

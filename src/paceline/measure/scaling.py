@@ -30,15 +30,14 @@ from paceline.measure.tune_steps import Candidate, wrap
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Sent
-from paceline.parallel.placement import only_computing
+from paceline.parallel.ddp import only_computing
 from paceline.records import Record, Samples, ScaleRecord
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend
 from paceline.training.build import Job, build_job, build_learner, open_world
 from paceline.training.loader import Window, load_windows
-from paceline.training.phases import NoPhases
 from paceline.training.settings import TrainSettings
-from paceline.training.step import Learner, take_step
+from paceline.training.step import Learner, NoPhases, take_step
 from paceline.workloads.data.sharding import EpochOrder
 
 __all__ = ["measure_allreduce", "measure_layers_alone", "measure_scaling"]

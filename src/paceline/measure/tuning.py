@@ -35,15 +35,13 @@ from paceline.measure.tune_steps import (
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
-from paceline.parallel.options import Options
-from paceline.parallel.placement import has_spare_cores
+from paceline.parallel.ddp import Options, has_spare_cores
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.search import choose_caps
 from paceline.records import LayerProfileRecord, ParameterTimes, Record, Samples, TuneStepRecord
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_job, build_learner
-from paceline.training.phases import PhaseClock
-from paceline.training.step import Learner, take_step
+from paceline.training.step import Learner, PhaseClock, take_step
 from paceline.units import format_bytes
 
 __all__ = ["Candidate", "TuningBench"]
