@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm
     from paceline.plan import Plan
     from paceline.records.store import Run, load_run
+    from paceline.runtime.environment import is_launched
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
@@ -34,6 +35,7 @@ _HOMES = {
     "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
     "paceline.plan": ("Plan",),
     "paceline.records.store": ("Run", "load_run"),
+    "paceline.runtime.environment": ("is_launched",),
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
@@ -62,6 +64,7 @@ __all__ = [
     "__version__",
     "get",
     "init",
+    "is_launched",
     "load_run",
     "ranks",
     "run_ranks",

@@ -23,7 +23,7 @@ JOB = TrainSettings(
 )
 CONTESTANTS = [Contestant("torch", "gloo"), Contestant("paceline", "gloo")]
 if not why_not():
-    CONTESTANTS.append(Contestant("paceline", "paceline"))
+    CONTESTANTS.append(Contestant("paceline", "shm"))
 ITERS = 2
 STUDY = ScaleSettings(
     job=JOB, ranks=(1, 2, 3), contestants=tuple(CONTESTANTS), batch_sizes=(2,), global_batch_sizes=(6,), iters=ITERS

@@ -104,7 +104,7 @@ def test_backends_step_in_turns_and_each_is_tuned_for_itself(on_ranks):
     )
     first, second = on_ranks(2, measure_wrappers, wanted, timeout_s=100)
     assert first.records == second.records
-    assert [(r.backend, r.wrapper) for r in first.records] == [(b, w) for b in ("gloo", "paceline") for w in wrappers]
+    assert [(r.backend, r.wrapper) for r in first.records] == [(b, w) for b in ("gloo", "shm") for w in wrappers]
     assert [(r.num_wrong, r.num_checked, r.timing.count) for r in first.records] == [(0, 16, 3)] * 6
     standings = compare_wrappers(first.records)
     for standing in standings:
