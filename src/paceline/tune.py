@@ -76,8 +76,8 @@ def run_tuning(settings: TuneSettings) -> tuple[list[Record], tuple[Gradient, ..
 
     Collective: every rank of the launched world must call this.
     """
-    from paceline.measure.settings import Progress
     from paceline.measure.tuning import TuningBench
+    from paceline.runtime.session import Progress
     from paceline.runtime.worker import post
     from paceline.training.build import open_world
 

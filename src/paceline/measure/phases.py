@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.measure.busy import AskedSteps
-from paceline.measure.engine import synchronize
+from paceline.measure.engine import Pace, build_samples, run_rounds, synchronize
 from paceline.measure.replicas import read_buckets
-from paceline.measure.rounds import Pace, build_samples, run_rounds
-from paceline.measure.settings import Progress
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
 from paceline.records.phase_profile import PHASES, PhaseRecord
 from paceline.records.samples import Samples
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.training.build import Job, build_job, build_learner, open_world
 from paceline.training.loader import Window, load_windows

@@ -20,11 +20,10 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.measure.busy import AskedSteps, agree_on_sent
 from paceline.measure.collectives import measure_collectives
-from paceline.measure.engine import choose_meeting, synchronize
+from paceline.measure.engine import Pace, build_samples, choose_control_backend, run_rounds, synchronize
 from paceline.measure.replicas import read_buckets
-from paceline.measure.rounds import Pace, build_samples, run_rounds
 from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
-from paceline.measure.settings import CollectiveSettings, Progress
+from paceline.measure.settings import CollectiveSettings
 from paceline.measure.training_traces import measure_job_layers
 from paceline.measure.tune_steps import Candidate, wrap
 from paceline.measure.wrappers import order_turns
@@ -32,6 +31,7 @@ from paceline.parallel import DataParallel
 from paceline.parallel.channel import Sent
 from paceline.parallel.placement import only_computing
 from paceline.records import Record, Samples, ScaleRecord
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend
 from paceline.training.build import Job, build_job, build_learner, open_world
@@ -112,7 +112,7 @@ class _Bench:
                 f"{self._job.train.describe()}: less than one global batch of {largest}; use fewer ranks, a smaller "
                 "batch, or more --samples"
             )
-        self._meeting = dist.new_group(backend=choose_meeting(world), timeout=_PATIENCE)
+        self._meeting = dist.new_group(backend=choose_control_backend(world), timeout=_PATIENCE)
         self.turns = [self._add(Contestant("none", ""), 1, None)]
         for world_size in (n for n in settings.ranks if n > 1):
             groups: dict[str, dist.ProcessGroup] = {}

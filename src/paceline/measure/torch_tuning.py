@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
+from paceline.measure.engine import Pace, agree_on_max, run_rounds
 from paceline.measure.replicas import Replica, Wrapping, wrap_by_paceline, wrap_by_torch
-from paceline.measure.rounds import Pace, agree_on_max, run_rounds
 from paceline.measure.wrapper_settings import MAX_CANDIDATES
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
 from paceline.units import MIB, format_duration

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from paceline.measure.emulation import EmulatedNetwork
-from paceline.measure.engine import choose_meeting, synchronize
+from paceline.measure.engine import Pace, build_samples, choose_control_backend, run_rounds, synchronize
 from paceline.measure.layer_moments import LayerHooks, Moments
 from paceline.measure.layers import order_by_ready
 from paceline.measure.phases import cycle_windows
 from paceline.measure.replicas import read_buckets
-from paceline.measure.rounds import Pace, build_samples, run_rounds
 from paceline.measure.sweeps import SMALLEST_BYTES, Sweep
 from paceline.measure.tune_settings import TuneSettings
 from paceline.measure.tune_steps import (
@@ -69,7 +68,7 @@ class TuningBench:
         group = dist.group.WORLD
         assert group is not None
         self._group = group
-        self._control = dist.new_group(backend=choose_meeting(world))
+        self._control = dist.new_group(backend=choose_control_backend(world))
         self._alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
         self._params = self._job.learner.parameters
         self._num_bytes = sum(param.nbytes for param in self._params)

@@ -18,9 +18,12 @@ from paceline.errors import ConfigError
 from paceline.measure.engine import (
     Group,
     Measured,
+    Pace,
     Timing,
+    agree_on_max,
     merge_timings,
     run_cells,
+    run_rounds,
 )
 from paceline.measure.replicas import (
     LEARNING_RATE,
@@ -31,7 +34,6 @@ from paceline.measure.replicas import (
     build_replica,
     find_wrapping,
 )
-from paceline.measure.rounds import Pace, agree_on_max, run_rounds
 from paceline.measure.torch_tuning import ask_for_plan, build_candidates, choose_fastest
 from paceline.measure.wrapper_settings import WrapperSettings
 from paceline.records import Record, Samples, WrapperRecord
