@@ -277,7 +277,8 @@ def _describe_fit(record: CollectiveRecord, fit: AlphaBeta) -> str:
     check = f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "of two sizes, so unchecked,"
     return (
         f"fit: {backend}, {format_number_of(record.world_size, 'rank')}: time = {format_duration(fit.alpha_s)} + "
-        f"size / {format_rate(fit.beta_bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to {format_bytes(fit.max_bytes)}"
+        f"size / {format_rate(fit.beta_bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to "
+        f"{format_bytes(fit.max_bytes)}"
     )
 
 

@@ -48,7 +48,7 @@ def allreduce(
 
     `ranks`: numbers of ranks; by default that of the launched world or, in a plain process, 2. `sizes`: with their unit
     ("25MiB"), or bytes. `backend`: one or several, "gloo,shm" or a list. `collective`: all_reduce, all_gather,
-    reduce_scatter or broadcast. `op`: sum, avg, min, max or prod. `memory`: where vectors are: ordinary, shared (backend
+    reduce_scatter or broadcast. `op`: sum, avg, min, max or prod. `memory`: of the vectors: ordinary, shared (backend
     shm alone), or both. `limit`: measure what memory could do, too. `iters`, `warmup`: by default as the time allows.
     `compare`: a run folder, or a table of others. `out`: save the run in a new folder there.
     Inside a launched world this is collective: every rank must call it and gets the same result.
