@@ -16,11 +16,10 @@ import torch
 import paceline
 from paceline.records.pairs import compare_times
 from paceline.training.build import build_job
-from paceline.training.keeping import Keeper, Position
+from paceline.training.checkpoints import Position, RunFiles
 from paceline.training.loader import load_windows
-from paceline.training.phases import NoPhases
 from paceline.training.settings import TrainSettings
-from paceline.training.step import find_bad_parameter, take_step
+from paceline.training.step import NoPhases, find_bad_parameter, take_step
 
 
 def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[float], list[float], list[float]]:
@@ -28,7 +27,7 @@ def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[f
     folder = Path(tempfile.mkdtemp(prefix="paceline-checkpoint-cost-"))
     with paceline.init(announce=None) as world:
         job = build_job(settings, world)
-        keeper = Keeper(folder if world.rank == 0 else None, settings, world)
+        files = RunFiles(folder if world.rank == 0 else None, settings, world)
         window = next(load_windows(job.train, job.order(0), 0, world.rank, world.world_size, 8, world.device))
 
         def train(num_steps: int) -> None:
@@ -41,11 +40,11 @@ def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[f
             nonlocal step
             step += 1
             assert not find_bad_parameter(job.learner.module)
-            keeper.save(job, Position(0, 0, step))
+            files.save(job, Position(0, 0, step))
 
         train(5)
         save()  # its buffers are made now
-        keeper.close()
+        files.close()
         begin_s = time.perf_counter()
         train(10)
         num_steps = max(world.share(max(1, int(10 * spell_s / (time.perf_counter() - begin_s)))))
@@ -60,7 +59,7 @@ def measure(settings: TrainSettings, spell_s: float, pairs: int) -> tuple[list[f
                 held_s.append(time.perf_counter() - begin_s)
             train(num_steps)
             times[saves].append(time.perf_counter() - begin_s)
-        keeper.close()
+        files.close()
         return times[True], times[False], held_s
 
 

@@ -6,9 +6,8 @@ python examples/large_batch.py
 import torch
 
 import paceline
-from paceline.training.batch_schedules import BatchSchedule
-from paceline.training.parameter_groups import split_parameters
-from paceline.training.schedules import Schedule
+from paceline.training.optimizers import split_parameters
+from paceline.training.schedules import BatchSchedule, Schedule
 from paceline.workloads.data.sharding import EpochOrder
 
 EPOCHS, SAMPLES, BATCH = 8, 512, 16

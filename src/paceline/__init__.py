@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
-    from paceline.training.lamb import LAMB
-    from paceline.training.lars import LARS
+    from paceline.training.optimizers import LAMB, LARS
     from paceline.verbs import bench
     from paceline.verbs.doctor import doctor
 
@@ -42,8 +41,7 @@ _HOMES = {
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
-    "paceline.training.lamb": ("LAMB",),
-    "paceline.training.lars": ("LARS",),
+    "paceline.training.optimizers": ("LAMB", "LARS"),
     "paceline.verbs": ("bench",),
     "paceline.verbs.doctor": ("doctor",),
 }  # fmt: skip

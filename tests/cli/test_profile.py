@@ -12,7 +12,7 @@ import pytest
 import rich.console
 
 from paceline import load_run
-from paceline.measure.trace_merge import check_trace
+from paceline.predict.traces import check_trace
 from paceline.records.exchange import load_layer_sizes, load_layer_times
 from paceline.records.phase_profile import PhaseRecord
 from tests.cli.test_train import TINY, TORCHRUN, type_alone, type_command

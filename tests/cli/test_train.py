@@ -182,7 +182,7 @@ def test_a_run_goes_on_with_fewer_ranks_and_moved_data(trained, tmp_path):
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
     assert (document["steps"], document["world_size"], len(document["epochs"])) == (12, 1, 3)
-    assert "goes on at step 8" in answer.err
+    assert "resumes at step 8" in answer.err
     assert [row["step"] for row in load_rows(run)] == list(range(1, 13))
     assert len((run / "table.csv").read_text().splitlines()) == 4
     again = type_alone("train", "--resume", str(run), "--epochs", "3", "--data", f"mnist:{moved}")

@@ -21,9 +21,8 @@ import pytest
 from paceline.cli.training import load_config, save_config
 from paceline.records.store import RunFolder
 from paceline.runtime.launch import RankPool
-from paceline.training.metrics import load_metrics
+from paceline.training.journal import SAME_SIGNAL_S, load_metrics
 from paceline.training.settings import TrainSettings
-from paceline.training.stopping import ECHO_S
 from tests.conftest import descendants, wait_until
 
 # Raise it to look for a moment at which a kill does harm.
@@ -87,7 +86,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 @pytest.fixture(scope="module")
 def whole(warm_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the undisturbed run of TRAIN on two ranks."""
-    from paceline.training.trainer import train
+    from paceline.training.loop import train
 
     folder = RunFolder(tmp_path_factory.mktemp("whole"))
     save_config(folder, SETTINGS)
@@ -166,7 +165,7 @@ def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
         rank.suspend()
     job.send_signal(signal.SIGINT)
     wait_until(lambda: "once more to stop at once" in job.stderr.readline(), 10)
-    time.sleep(2 * ECHO_S)
+    time.sleep(2 * SAME_SIGNAL_S)
     job.send_signal(signal.SIGINT)
     finish(job, 130)
     assert gone(ranks)

@@ -23,8 +23,9 @@ CELLS = {cell.name: cell for cell in STUDY.list_cells(40)}
 def train_all(names: list[str], lr: float | None) -> list[Any]:
     """Of each cell (records, bytes of its data, bytes of its first weights, samples of each micro-batch)."""
     from paceline.measure import large_batch as measuring
+    from paceline.training import loop
 
-    build, take, found = measuring.build_job, measuring.take_step, []
+    build, take, found = measuring.build_job, loop.take_step, []
     seen: dict[str, Any] = {}
 
     def build_job(*args: Any, **options: Any) -> Any:
@@ -37,7 +38,7 @@ def train_all(names: list[str], lr: float | None) -> list[Any]:
         seen["micro"].append([len(loaded.batch) for loaded in window])
         return take(learner, window, *rest)
 
-    measuring.build_job, measuring.take_step = build_job, take_step
+    measuring.build_job, loop.take_step = build_job, take_step
     try:
         for name in names:
             cell = CELLS[name]
@@ -46,7 +47,7 @@ def train_all(names: list[str], lr: float | None) -> list[Any]:
             records = measuring.measure_large_batch(cell, STUDY.evaluations, STUDY.seeds[0])
             found.append((records, seen["data"], seen["weights"], seen["micro"]))
     finally:
-        measuring.build_job, measuring.take_step = build, take
+        measuring.build_job, loop.take_step = build, take
     return found
 
 

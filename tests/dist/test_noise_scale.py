@@ -210,8 +210,7 @@ def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
     """Three steps with a probe around each where `num_small` is not 0, and all that could have changed behind them."""
     from paceline.measure.noise_scale import measure_noise_scale
     from paceline.measure.phases import cycle_windows
-    from paceline.training.phases import NoPhases
-    from paceline.training.step import take_step
+    from paceline.training.step import NoPhases, take_step
 
     with open_job(settings) as job:
         job.learner.model.train()

@@ -56,7 +56,7 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
     from paceline.training import step as stepping
 
     real_take, real_run, real_step, real_update = (
-        scaling._Bench._take, scaling._Bench.run, scaling.take_step, stepping.update
+        scaling._Bench._take, scaling._Bench.run, scaling.take_step, stepping.Learner.update
     )  # fmt: skip
     steps: list[Taken] = []
     counts: dict[Any, int] = {}
@@ -93,12 +93,12 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
         return num_warmup
 
     scaling._Bench._take, scaling._Bench.run = take, run  # type: ignore[method-assign]
-    scaling.take_step, stepping.update = take_step, update
+    scaling.take_step, stepping.Learner.update = take_step, update
     try:
         records = scaling.measure_scaling(settings, cell)
     finally:
         scaling._Bench._take, scaling._Bench.run = real_take, real_run  # type: ignore[method-assign]
-        scaling.take_step, stepping.update = real_step, real_update
+        scaling.take_step, stepping.Learner.update = real_step, real_update
     return records, steps, any(moved), num_bytes[0]
 
 

@@ -12,12 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline.errors import ConfigError
-from paceline.measure.trace_events import RankTrace, find_messages, find_steps
-from paceline.measure.trace_merge import check_trace, load_trace, merge_traces, save_trace
-from paceline.measure.trace_overview import CATEGORIES, build_overview
-from paceline.measure.trace_phases import build_lanes
-from paceline.measure.trace_skew import find_lateness
 from paceline.measure.traces import record_trace
+from paceline.predict.overview import CATEGORIES, build_lanes, build_overview, find_lateness
+from paceline.predict.traces import (
+    RankTrace,
+    check_trace,
+    find_messages,
+    find_steps,
+    load_trace,
+    merge_traces,
+    save_trace,
+)
 from tests.conftest import BACKEND
 
 ACTIVE = 2

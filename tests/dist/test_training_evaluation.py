@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.training.evaluate import Evaluation
+from paceline.training.loop import Evaluation
 from paceline.training.settings import TrainSettings
 
 CNN = TrainSettings(model="cnn", channels=(4, 8), hidden=16, device="cpu", threads=1, samples=8, batch_size=2)
@@ -25,11 +25,11 @@ def evaluate_untrained(settings: TrainSettings, num_test: int, spread: float = 0
     """A fresh model on a test set of that size; `spread` gives each rank other buffers. Also whether it trains on."""
     import paceline
     from paceline.training.build import build_job
-    from paceline.training.evaluate import evaluate
-    from paceline.workloads.data import synthetic
+    from paceline.training.loop import evaluate
+    from paceline.workloads.data import sets
 
-    sizes = dict(synthetic._SIZES)
-    synthetic._SIZES["test"] = num_test
+    sizes = dict(sets._SIZES)
+    sets._SIZES["test"] = num_test
     try:
         with paceline.init(settings.backend, settings.device, threads=settings.threads, announce=None) as world:
             job = build_job(replace(settings, ranks=world.world_size), world)
@@ -40,22 +40,22 @@ def evaluate_untrained(settings: TrainSettings, num_test: int, spread: float = 0
             found = evaluate(job.learner, job.test, world)
             return found, job.learner.module.training
     finally:
-        synthetic._SIZES.update(sizes)
+        sets._SIZES.update(sizes)
 
 
 def evaluate_alone(settings: TrainSettings, num_test: int) -> tuple[float, float | None]:
     """Loss and accuracy by plain torch, one sample after the other, in double precision."""
     import paceline
     from paceline.training.build import build_job
-    from paceline.workloads.data import synthetic
+    from paceline.workloads.data import sets
 
-    sizes = dict(synthetic._SIZES)
-    synthetic._SIZES["test"] = num_test
+    sizes = dict(sets._SIZES)
+    sets._SIZES["test"] = num_test
     try:
         with paceline.init(settings.backend, settings.device, threads=settings.threads, announce=None) as world:
             job = build_job(settings, world)
     finally:
-        synthetic._SIZES.update(sizes)
+        sets._SIZES.update(sizes)
     model = job.learner.module.double().eval()
     losses: list[torch.Tensor] = []
     right: list[torch.Tensor] = []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.training.metrics import load_metrics
+from paceline.training.journal import load_metrics
 from paceline.training.settings import TrainSettings
 from paceline.workloads.data.sharding import EpochOrder
 from tests.dist.test_training_parity import CNN, assert_parity, train_and_look
@@ -93,20 +93,20 @@ def test_two_ranks_learn_as_one_process_on_whole_batches(on_ranks, tmp_path, wra
 
 def count_micro_batches(settings: TrainSettings, folder: Path) -> list[list[int]]:
     """The samples of each micro-batch of this rank, step by step."""
-    from paceline.training import trainer
+    from paceline.training import loop
 
     steps: list[list[int]] = []
-    real = trainer.take_step
+    real = loop.take_step
 
     def take_step(learner: Any, window: Any, *rest: Any) -> Any:
         steps.append([len(loaded.batch) for loaded in window])
         return real(learner, window, *rest)
 
-    trainer.take_step = take_step
+    loop.take_step = take_step
     try:
-        trainer.train(settings, folder, False)
+        loop.train(settings, folder, False)
     finally:
-        trainer.take_step = real
+        loop.take_step = real
     return steps
 
 

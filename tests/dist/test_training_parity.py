@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.errors import TrainingError
-from paceline.training.metrics import load_metrics
+from paceline.training.journal import load_metrics
 from paceline.training.settings import TrainSettings
 
 CNN = TrainSettings(model="cnn", channels=(4, 8), hidden=16, device="cpu", threads=1, epochs=2, save_every="epoch")
@@ -42,7 +42,7 @@ class Seen:
 
 def build_precise(*args: Any) -> torch.nn.Module:
     """The model in double precision: in single, a rounding that flips one ReLU moves gradients by 1 %."""
-    from paceline.workloads.choose import build_model
+    from paceline.workloads.registry import build_model
 
     module = build_model(*args).double()
     module.register_forward_pre_hook(lambda _, args: tuple(x.double() if x.is_floating_point() else x for x in args))
@@ -55,14 +55,14 @@ def train_and_look(settings: TrainSettings, folder: Path, num_test: int = 40) ->
 
     from paceline.parallel import DataParallel
     from paceline.training import build as building
-    from paceline.training import trainer
-    from paceline.workloads.data import synthetic
+    from paceline.training import loop
+    from paceline.workloads.data import sets
 
     jobs: list[Any] = []
     starts: list[dict[str, torch.Tensor]] = []
     messages: list[int] = []
     syncs: list[int] = []
-    build, step, model, sizes = trainer.build_job, trainer.take_step, building.build_model, dict(synthetic._SIZES)
+    build, step, model, sizes = loop.build_job, loop.take_step, building.build_model, dict(sets._SIZES)
 
     def build_and_keep(*args: Any) -> Any:
         jobs.append(build(*args))
@@ -77,15 +77,15 @@ def train_and_look(settings: TrainSettings, folder: Path, num_test: int = 40) ->
             syncs[:] = [learner.model.report().num_steps]
         return outcome
 
-    trainer.build_job, trainer.take_step = build_and_keep, step_and_count
+    loop.build_job, loop.take_step = build_and_keep, step_and_count
     if settings.precision == "fp32":
         building.build_model = build_precise
-    synthetic._SIZES["test"] = num_test
+    sets._SIZES["test"] = num_test
     try:
-        trainer.train(settings, folder, False)
+        loop.train(settings, folder, False)
     finally:
-        trainer.build_job, trainer.take_step, building.build_model = build, step, model
-        synthetic._SIZES.update(sizes)
+        loop.build_job, loop.take_step, building.build_model = build, step, model
+        sets._SIZES.update(sizes)
     path = folder / "metrics.jsonl"
     rows = load_metrics(path) if path.exists() else []
     return Seen(rows, starts[0], copy_state(jobs[0].learner.module), messages, syncs[0] if syncs else None)
@@ -300,9 +300,9 @@ def test_ranks_begin_with_one_model_and_drop_different_units(on_ranks):
 def train_on_a_bad_sample(settings: TrainSettings, folder: Path, rank: int, number: int) -> str:
     """The error of this rank, where window `number` of one rank has an input that is no number."""
     import paceline.runtime.world as worlds
-    from paceline.training import trainer
+    from paceline.training import loop
 
-    load = trainer.load_windows
+    load = loop.load_windows
 
     def load_spoilt(*args: Any) -> Any:
         world = worlds.current_world()
@@ -311,13 +311,13 @@ def train_on_a_bad_sample(settings: TrainSettings, folder: Path, rank: int, numb
                 window.batches[0].batch.inputs[0] = float("nan")
             yield window
 
-    trainer.load_windows = load_spoilt
+    loop.load_windows = load_spoilt
     try:
-        trainer.train(settings, folder, False)
+        loop.train(settings, folder, False)
     except TrainingError as error:
         return str(error)
     finally:
-        trainer.load_windows = load
+        loop.load_windows = load
     return ""
 
 
@@ -328,7 +328,7 @@ def test_a_loss_that_is_no_number_ends_all_ranks_with_one_text(on_ranks, tmp_pat
     settings = replace(CNN, samples=60, global_batch_size=12, save_every="2steps", keep=1, wrapper=wrapper)
     first, second = on_ranks(2, train_on_a_bad_sample, settings, tmp_path, 1, 2)
     assert first == second
-    assert first.startswith("step 3: the loss of rank 1 is not a finite number")
+    assert first.startswith("step 3: the loss of rank 1 is not finite")
     assert "the gradient of 0.weight" in first and "the checkpoint of step 2 is kept" in first
     loaded = CheckpointStore(tmp_path / "checkpoints").load_latest()
     assert loaded is not None and loaded.step == 2
@@ -361,5 +361,5 @@ def test_a_model_that_is_no_number_is_not_saved(on_ranks, tmp_path):
     )
     first, second = on_ranks(2, train_on_a_bad_sample, settings, tmp_path, 0, 99)
     assert first == second
-    assert first.startswith("step 1: zero is not finite") and "no checkpoint had been written yet" in first
+    assert first.startswith("step 1: zero is not finite") and "no checkpoint was saved yet" in first
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "weights.safetensors").exists()

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError, PacelineError, RecordError, TrainingError
+from paceline.training.checkpoint_files import load_tensors
 from paceline.training.checkpoints import load_checkpoint
-from paceline.training.metrics import load_metrics
+from paceline.training.journal import load_metrics
 from paceline.training.settings import TrainSettings
-from paceline.training.tensorfiles import load_tensors
 
 # Two epochs of nine steps: eight of 12 samples and one of four, or 12 with `pad`.
 SMALL: dict[str, Any] = {
@@ -54,9 +54,9 @@ class Seen:
 
 def train_watched(settings: TrainSettings, folder: Path, resume: bool, before_step: Callable[[int], None]) -> Seen:
     """Train in a rank. `before_step` gets the number of each step of this call, from 1."""
-    from paceline.training import loader, trainer
+    from paceline.training import loader, loop
 
-    real = loader.split_window, trainer.load_windows, trainer.take_step
+    real = loader.split_window, loop.load_windows, loop.take_step
     samples: list[tuple[int, int]] = []
     epochs: list[int] = []
     steps: list[int] = []
@@ -75,13 +75,13 @@ def train_watched(settings: TrainSettings, folder: Path, resume: bool, before_st
         before_step(steps[-1])
         return real[2](*args)
 
-    loader.split_window, trainer.load_windows, trainer.take_step = split_window, load_windows, take_step
+    loader.split_window, loop.load_windows, loop.take_step = split_window, load_windows, take_step
     try:
-        result = trainer.train(settings, folder, resume)
+        result = loop.train(settings, folder, resume)
     except (ConfigError, TrainingError) as error:  # returned: a rank that fails would be started anew
         return Seen(0, 0, tuple(samples), error)
     finally:
-        loader.split_window, trainer.load_windows, trainer.take_step = real
+        loader.split_window, loop.load_windows, loop.take_step = real
     return Seen(result.step, result.signal, tuple(samples))
 
 
@@ -256,7 +256,7 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(refuse, reference
         flip_a_bit(path / "model.safetensors")
     before = (folder / "metrics.jsonl").read_bytes()
     error = refuse(folder, resume=True)
-    assert isinstance(error, ConfigError) and "no checkpoint in" in str(error) and "2 are there" in str(error)
+    assert isinstance(error, ConfigError) and error.code == "damaged" and "of 2" in str(error)
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
@@ -266,7 +266,7 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(refuse, reference
         ({"hidden": 9}, "another model"),
         ({"batch_size": 5}, "and now there are 100 samples in batches of 10"),
         ({"samples": 99}, "and now there are 99 samples in batches of 12"),
-        ({"epochs": 1}, "--epochs 1 is over after step 9, and the run is at step 15 already"),
+        ({"epochs": 1}, "--epochs 1 ends after step 9, and the run is already at step 15"),
     ],
 )
 def test_what_does_not_fit_the_checkpoint_is_refused_and_left_alone(refuse, reference, tmp_path, changes, words):
@@ -291,7 +291,7 @@ def test_a_finished_run_is_finished(train, refuse, reference, tmp_path):
     assert [(seen.step, seen.samples) for seen in train(folder, resume=True)] == [(STEPS, ())] * 2
     assert_same_run(reference, folder)
     shutil.rmtree(folder / "checkpoints")
-    assert "is finished and holds no checkpoint" in str(refuse(folder, resume=True))
+    assert refuse(folder, resume=True).code == "finished"
     assert (folder / "weights.safetensors").read_bytes() == (reference / "weights.safetensors").read_bytes()
 
 
@@ -305,17 +305,17 @@ def test_more_epochs_are_the_longer_run(train, reference, tmp_path):
 
 def spoil_the_update(step: int) -> None:
     """In step 5 the loss is still finite, and the weights after it are not."""
-    from paceline.training import step as steps
+    from paceline.training.step import Learner
 
-    real = steps.update
+    real = Learner.update
 
     def update(learner: Any, rate: float) -> None:
-        steps.update = real
+        Learner.update = real
         real(learner, rate)
         next(learner.module.parameters()).data.fill_(float("inf"))
 
     if step == 5:
-        steps.update = update
+        Learner.update = update
 
 
 @pytest.mark.parametrize(
@@ -331,9 +331,9 @@ def test_what_is_no_number_is_never_saved(refuse, tmp_path, changes, before_step
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     error = refuse(folder, before_step=before_step, **changes)
-    assert isinstance(error, TrainingError) and "finite" in str(error) and "try a lower --lr" in str(error)
+    assert isinstance(error, TrainingError) and error.code == "not-finite"
     assert [path.name for path in checkpoints(folder)] == kept
-    words = f"the checkpoint of step {int(kept[0][5:])} is kept" if kept else "no checkpoint had been written yet"
+    words = f"the checkpoint of step {int(kept[0][5:])} is kept" if kept else "no checkpoint"
     assert words in str(error)
     for path in checkpoints(folder):
         assert all(bool(torch.isfinite(tensor).all()) for tensor in load_checkpoint(path).model.values())
@@ -342,16 +342,16 @@ def test_what_is_no_number_is_never_saved(refuse, tmp_path, changes, before_step
 
 def fill_the_disk(step: int) -> None:
     """From the eighth step on, when the checkpoint of step 3 is on disk, no file can be written to the end."""
-    from paceline.training import sealing
+    from paceline.training import checkpoint_files
 
-    real = sealing._write
+    real = checkpoint_files._write
 
     def write(path: Path, data: Any) -> str:
         real(path, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if step == 8:
-        sealing._write = write
+        checkpoint_files._write = write
 
 
 def test_a_full_disk_ends_the_run_in_one_line_and_harms_no_checkpoint(outcomes, train, reference, tmp_path):

@@ -10,7 +10,7 @@ import torch
 import paceline
 from paceline.parallel import DataParallel
 from paceline.training.build import _compile_blocks
-from paceline.workloads.resnet import build_resnet18
+from paceline.workloads.models import build_resnet18
 from tests.dist.wrapped import BUCKETED, RUNGS, STEPS, Net, average_alone, check, loss
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from paceline import LAMB, LARS, GhostBatchNorm
-from paceline.training.parameter_groups import split_parameters
+from paceline.training.optimizers import split_parameters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -16,10 +16,10 @@ LATE = (
     "paceline.runtime.environment",
     "paceline.runtime.launch",
     "paceline.runtime.worker",
-    "paceline.training.requests",
+    "paceline.training.journal",
     "paceline.training.settings",
-    "paceline.workloads.choose",
-    "paceline.workloads.data.requests",
+    "paceline.workloads.registry",
+    "paceline.workloads.data.sources",
 )
 
 _IMPORT_ALL = """

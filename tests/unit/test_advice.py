@@ -3,9 +3,8 @@
 import pytest
 
 from paceline.errors import RecordError
-from paceline.measure.advice import StepFacts, advise
-from paceline.measure.trace_overview import build_overview
-from paceline.measure.trace_skew import Lateness
+from paceline.predict.advice import StepFacts, advise
+from paceline.predict.overview import Lateness, build_overview
 from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
 
 FACTS = StepFacts(batch_size=32, world_size=2)

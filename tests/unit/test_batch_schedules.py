@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.training.batch_schedules import BatchSchedule, check_growths, format_growths, parse_growths
+from paceline.training.schedules import BatchSchedule, check_growths, format_growths, parse_growths
 from paceline.workloads.data.sharding import EpochOrder
 
 

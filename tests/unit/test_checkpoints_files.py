@@ -8,9 +8,16 @@ import safetensors.torch
 import torch
 
 from paceline.errors import ConfigError, RecordError
-from paceline.training.sealing import save_folder, verify_folder
-from paceline.training.tensorfiles import TensorBuffer, load_tensors
-from paceline.training.weights import check_fingerprint, export_weights, fingerprint, plain_names
+from paceline.training.checkpoint_files import (
+    TensorBuffer,
+    check_fingerprint,
+    export_weights,
+    fingerprint,
+    load_tensors,
+    plain_names,
+    save_folder,
+    verify_folder,
+)
 
 TENSORS = {
     "float": torch.randn(3, 5), "double": torch.randn(2, dtype=torch.float64), "bf": torch.randn(7).bfloat16(),

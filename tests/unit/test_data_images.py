@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from paceline.errors import ConfigError
-from paceline.workloads.data.load import load_data
-from paceline.workloads.data.requests import DataRequest
+from paceline.workloads.data.sets import load_data
+from paceline.workloads.data.sources import DataRequest
 
 COUNT = 6
 
@@ -168,7 +168,7 @@ def test_a_batch_as_python_2_wrote_it():
     """The names that numpy 1 wrote, and bytes as Python 2's strings."""
     from pathlib import Path
 
-    from paceline.workloads.data.cifar import _read_batch
+    from paceline.workloads.data.formats import _read_batch
 
     row = bytes(range(256)) * 12
     array = (
@@ -348,7 +348,7 @@ def test_a_truncated_parquet_file(tmp_path):
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "train.parquet").write_bytes(b"")
-    monkeypatch.setattr("paceline.workloads.data.files.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.workloads.data.sources.find_spec", lambda name: None)
     assert "train.parquet needs pyarrow, which is not installed" in complaint("cifar10", tmp_path)
 
 

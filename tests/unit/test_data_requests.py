@@ -8,9 +8,9 @@ import types
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import hub
-from paceline.workloads.data.load import load_data
-from paceline.workloads.data.requests import DATA_NAMES, DataRequest, check_request, parse_data
+from paceline.workloads.data import sources
+from paceline.workloads.data.sets import load_data
+from paceline.workloads.data.sources import DATA_NAMES, DataRequest, check_request, parse_data
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_folder_with_other_files_is_told_what_it_holds(tmp_path):
 def test_requests_load_without_torch():
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from paceline.workloads.data.requests import DataRequest, check_request\n"
+        "from paceline.workloads.data.sources import DataRequest, check_request\n"
         "check_request(DataRequest(name='synthetic:pairs'))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
@@ -110,8 +110,8 @@ def fake_hub(monkeypatch):
         module = types.SimpleNamespace(snapshot_download=snapshot_download)
         monkeypatch.setitem(sys.modules, "huggingface_hub", module)
         monkeypatch.setitem(sys.modules, "huggingface_hub.constants", types.SimpleNamespace(ENDPOINT=endpoint))
-        monkeypatch.setattr(hub, "find_spec", lambda name: name)
-        monkeypatch.setattr(hub, "_TIMEOUT_S", 0.3)
+        monkeypatch.setattr(sources, "find_spec", lambda name: name)
+        monkeypatch.setattr(sources, "_TIMEOUT_S", 0.3)
 
     return install
 
@@ -126,7 +126,7 @@ def fake_hub(monkeypatch):
     ],
 )
 def test_without_a_hub_the_user_is_told_what_to_get(monkeypatch, name, source, files):
-    monkeypatch.setattr(hub, "find_spec", lambda module: None)
+    monkeypatch.setattr(sources, "find_spec", lambda module: None)
     with pytest.raises(ConfigError) as caught:
         check_request(DataRequest(name=name))
     message = str(caught.value)
@@ -147,7 +147,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(fake_hub):
 def test_files_of_the_hub_go_through_the_same_readers(fake_hub, tmp_path, monkeypatch):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(hub, "_knock", lambda address: None)
+    monkeypatch.setattr(sources, "_check_reachable", lambda address: None)
     asked = []
 
     def download(wanted):
@@ -166,8 +166,8 @@ def test_files_of_the_hub_go_through_the_same_readers(fake_hub, tmp_path, monkey
 def test_half_a_copy_is_completed(fake_hub, tmp_path, monkeypatch):
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist/train-00000-of-00001.parquet").write_bytes(b"")
-    monkeypatch.setattr(hub, "_knock", lambda address: None)
-    monkeypatch.setattr("paceline.workloads.data.files.find_spec", lambda name: name)
+    monkeypatch.setattr(sources, "_check_reachable", lambda address: None)
+    monkeypatch.setattr("paceline.workloads.data.sources.find_spec", lambda name: name)
     calls = []
     fake_hub("http://unused", None)
 
@@ -176,6 +176,6 @@ def test_half_a_copy_is_completed(fake_hub, tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr(sys.modules["huggingface_hub"], "snapshot_download", snapshot_download)
-    assert hub.load_from_hub("mnist") == tmp_path / "mnist" and calls == [True, False]
+    assert sources.load_from_hub("mnist") == tmp_path / "mnist" and calls == [True, False]
     (tmp_path / "mnist/test-00000-of-00001.parquet").write_bytes(b"")
-    assert hub.load_from_hub("mnist") == tmp_path / "mnist" and calls == [True, False, True]
+    assert sources.load_from_hub("mnist") == tmp_path / "mnist" and calls == [True, False, True]

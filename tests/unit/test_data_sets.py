@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.workloads.data.sets import Augmentation, ImageData
-from paceline.workloads.data.synthetic import build_synthetic
-from paceline.workloads.forms import DataForm
+from paceline.workloads.data import DataForm
+from paceline.workloads.data.sets import Augmentation, ImageData, build_synthetic
 
 COUNT, SIZE = 40, 12
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.workloads.data.seeds import derive_seed
-from paceline.workloads.data.sharding import EpochOrder, evaluation_share, split_window
+from paceline.workloads.data.sharding import EpochOrder, derive_seed, evaluation_share, split_window
 
 counts = st.integers(1, 200)
 batches = st.integers(1, 70)

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.workloads.data.load import load_data
-from paceline.workloads.data.requests import DataRequest
-from paceline.workloads.forms import KINDS, DataForm
+from paceline.workloads.data import KINDS, DataForm
+from paceline.workloads.data.sets import load_data
+from paceline.workloads.data.sources import DataRequest
 
 
 def load(kind, split="train", form=None, **fields):

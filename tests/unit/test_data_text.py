@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.workloads.data.load import load_data
-from paceline.workloads.data.requests import DataRequest
-from paceline.workloads.data.tokenizers import ByteTokenizer
-from paceline.workloads.forms import DataForm
+from paceline.workloads.data import DataForm
+from paceline.workloads.data.formats import ByteTokenizer
+from paceline.workloads.data.sets import load_data
+from paceline.workloads.data.sources import DataRequest
 
 HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
 PAIRS = [('He said " no " .', '" No , " said he .', 1), ("It rained .", "It ’ s dry .", 0), ('"', 'Yes "" .', 1)]
@@ -228,7 +228,7 @@ def fake_transformers(monkeypatch):
 
     module = types.SimpleNamespace(AutoTokenizer=types.SimpleNamespace(from_pretrained=from_pretrained))
     monkeypatch.setitem(sys.modules, "transformers", module)
-    for place in ("requests", "tokenizers"):
+    for place in ("sources", "formats"):
         monkeypatch.setattr(f"paceline.workloads.data.{place}.find_spec", lambda name: name)
 
 
@@ -256,7 +256,7 @@ def test_tokenizers_that_cannot_be_loaded(tmp_path, fake_transformers, monkeypat
     (tmp_path / "broken").mkdir()
     found = complaint("mrpc", tmp_path, tokenizer=str(tmp_path / "broken"))
     assert "broken: no tokenizer that transformers can load (no such tokenizer)" in found
-    monkeypatch.setattr("paceline.workloads.data.requests.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.workloads.data.sources.find_spec", lambda name: None)
     assert "needs transformers" in complaint("mrpc", tmp_path, tokenizer=str(tmp_path / "broken"))
 
 

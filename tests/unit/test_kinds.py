@@ -14,6 +14,7 @@ from paceline.records.kinds import (
     KINDS,
     MEMORIES,
     SOURCES,
+    CheckRecord,
     ChunksRecord,
     CollectiveRecord,
     LayerSizeRecord,
@@ -258,6 +259,7 @@ LARGE_BATCH_FIELDS = {
 
 
 RECORDS = {
+    "check": st.builds(CheckRecord, name=TEXT, status=st.sampled_from(("ok", "warn", "fail")), found=TEXT, advice=TEXT),
     "batch": batches(),
     "scale": scales(),
     "large_batch": st.builds(

@@ -12,8 +12,8 @@ import torch._dynamo  # an optimizer imports it, and it sets a variable of the e
 from torch import nn
 
 from paceline import LARS, ConfigError
-from paceline.training.parameter_groups import split_parameters
-from paceline.training.schedules import Schedule, correct_momentum
+from paceline.training.optimizers import split_parameters
+from paceline.training.schedules import Schedule
 
 SHAPES = ((4, 3), (2, 3, 2), (5,))
 
@@ -83,25 +83,6 @@ def test_at_changing_rates_it_is_the_papers_with_momentum_correction():
         np.testing.assert_allclose(param.detach().numpy(), weight, rtol=1e-12, atol=1e-14)
     for param, weight in zip(*follow_changing_rates(corrects=False), strict=True):
         assert np.abs(param.detach().numpy() - weight).max() > 1e-3
-
-
-def test_correction_serves_velocities_that_hold_the_rate():
-    """torch's SGD at a rate of 1, fed with lr * g, has the velocity v = m * v + lr * g."""
-    (ours,), (other,) = make(shapes=((4, 3),)), make(shapes=((4, 3),))
-    plain, inside = torch.optim.SGD([ours], lr=0.1, momentum=0.9), torch.optim.SGD([other], lr=1.0, momentum=0.9)
-    correct_momentum(inside, 3.0)  # nothing has moved yet
-    rates = (0.1, 0.1, 0.3, 0.3, 0.05)
-    for step, rate in enumerate(rates):
-        give_gradients([ours], step)
-        plain.param_groups[0]["lr"] = rate
-        plain.step()
-        other.grad = rate * ours.grad
-        if step:
-            correct_momentum(inside, rate / rates[step - 1])
-        inside.step()
-        torch.testing.assert_close(other, ours, rtol=1e-12, atol=1e-14)
-    with pytest.raises(ConfigError, match="factor -1"):
-        correct_momentum(inside, -1)
 
 
 def test_one_step_by_hand():

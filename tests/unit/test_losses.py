@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import ConfigError
-from paceline.workloads.forms import IGNORED, Batch, DataForm
-from paceline.workloads.losses import compute_outcome
+from paceline.workloads.data import IGNORED, Batch, DataForm
+from paceline.workloads.models import compute_outcome
 
 IMAGES = DataForm(kind="images", shape=(3,), num_classes=4)
 TOKENS = DataForm(kind="tokens", shape=(5,), num_classes=4, vocabulary=4)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from paceline.errors import ConfigError, RecordError
-from paceline.training.metrics import EventsLog, MetricsLog, load_metrics
+from paceline.training.journal import EventsLog, MetricsLog, load_metrics
 
 
 def write(path, *steps):
@@ -112,7 +112,7 @@ def test_events_are_read_by_tensorboard_as_one_history(tmp_path):
 
     with EventsLog(tmp_path) as log:
         log.append(*({"step": step, "loss": float(step), "note": "x", "gone": None, "on": True} for step in range(4)))
-    with EventsLog.resume(tmp_path, 1) as log:
+    with EventsLog(tmp_path, after_step=1) as log:
         log.append({"step": 2, "loss": 20.0})
     read = EventAccumulator(str(tmp_path))
     read.Reload()

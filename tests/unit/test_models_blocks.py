@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.workloads.blocks import assign_parameters, find_blocks
-from paceline.workloads.choose import ModelOptions, build_model, default_form
+from paceline.workloads.models import assign_parameters, find_blocks
+from paceline.workloads.registry import ModelOptions, build_model, default_form
 
 
 def layer(width=4):

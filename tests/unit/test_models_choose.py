@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from paceline.workloads.choose import NAMES, ModelOptions, build_model, check_model, default_form, describe_model
-from paceline.workloads.forms import DataForm
+from paceline.workloads.data import DataForm
+from paceline.workloads.registry import NAMES, ModelOptions, build_model, check_model, default_form, describe_model
 
 from ..policy.reading import run_without_torch
 
@@ -34,9 +34,8 @@ def make_inputs(form, batch_size=2):
         ("resnet", {}, "model 'resnet' is unknown: did you mean resnet18"),
         ("gpt2_large", {}, "did you mean gpt2-large"),
         ("zebra", {}, r"model 'zebra' is unknown: known are linear, mlp, .*hf:NAME_OR_FOLDER, FILE.py:FUNCTION"),
-        ("resnet18", {"channels": (16, 32)}, r"resnet18 has no channels \(given: 16 32\): it takes zero_init"),
+        ("resnet18", {"channels": (16, 32)}, r"resnet18 has no channels \(given: 16 32\): it takes no options"),
         ("linear", {"hidden": 8}, r"linear has no hidden \(given: 8\): it takes no options"),
-        ("cnn", {"zero_init": True}, "cnn has no zero_init"),
         ("cnn", {"layers": 2}, "cnn has no layers"),
         ("cnn", {"channels": ()}, "at least 1 for each convolution"),
         ("cnn", {"channels": (8, 0)}, r"channels \(8 0\)"),
@@ -52,7 +51,7 @@ def test_a_bad_request_is_refused(name, options, words):
 
 def test_checking_and_the_default_form_need_no_torch():
     program = """
-from paceline.workloads.choose import NAMES, ModelOptions, check_model, default_form
+from paceline.workloads.registry import NAMES, ModelOptions, check_model, default_form
 for name in NAMES:
     check_model(name, ModelOptions())
     print(name, default_form(name, ModelOptions()).kind)
@@ -143,14 +142,6 @@ def test_the_published_sizes(monkeypatch, name, elements):
     )  # on meta it loads all of torch's compiler
     with torch.device("meta"):
         assert count(build_model(name, default_form(name, PLAIN), PLAIN)) == elements
-
-
-def test_zero_init_makes_blocks_begin_as_their_shortcuts():
-    module = build_model("resnet18", COLOUR, ModelOptions(zero_init=True))
-    block = module.blocks[1]
-    x = torch.rand(2, 64, 4, 4)
-    assert torch.equal(block(x), x)
-    assert not torch.equal(build_model("resnet18", COLOUR, PLAIN).blocks[1](x), x)
 
 
 @pytest.mark.parametrize(

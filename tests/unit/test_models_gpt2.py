@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from paceline.workloads.gpt2 import GPT2, export_state, import_state
+from paceline.workloads.models import GPT2, export_state, import_state
 
 SIZE = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 50, "context": 16}
 

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 
 from paceline.errors import ConfigError
 from paceline.workloads import huggingface
-from paceline.workloads.blocks import find_blocks
-from paceline.workloads.choose import ModelOptions, build_model, check_model, default_form, describe_model
-from paceline.workloads.forms import DataForm
-from paceline.workloads.gpt2 import export_state
+from paceline.workloads.data import DataForm
+from paceline.workloads.models import export_state, find_blocks
+from paceline.workloads.registry import ModelOptions, build_model, check_model, default_form, describe_model
 
 from .test_models_gpt2 import build as build_gpt2
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from paceline.workloads.choose import ModelOptions, build_model, check_model, default_form
-from paceline.workloads.forms import DataForm
+from paceline.workloads.data import DataForm
+from paceline.workloads.registry import ModelOptions, build_model, check_model, default_form
 
 PLAIN = ModelOptions()
 FORM = DataForm(kind="images", shape=(1, 4, 4), num_classes=3)

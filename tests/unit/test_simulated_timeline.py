@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from paceline.measure.trace_merge import check_trace
 from paceline.predict.costs import AlphaBeta
 from paceline.predict.curves import LineCurve
 from paceline.predict.simulate import Backward, MachineCosts, simulate_buckets
+from paceline.predict.traces import check_trace
 from paceline.report.simulated_timeline import render_timeline
 
 COSTS = MachineCosts(curve=LineCurve(AlphaBeta(1e-3, 1e6, 1, 10**6, ())), launch_s=1e-3)

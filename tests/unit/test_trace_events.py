@@ -3,8 +3,8 @@
 import pytest
 
 from paceline.errors import RecordError
-from paceline.measure.trace_events import find_messages, find_steps, is_collective, is_matmul, read_chrome
-from paceline.measure.trace_events import uses_tensor_cores as on_tensor_cores
+from paceline.predict.traces import find_messages, find_steps, is_collective, is_matmul, read_chrome
+from paceline.predict.traces import uses_tensor_cores as on_tensor_cores
 from tests.unit.made_traces import NCCL, MadeTrace
 
 BASE = 1_790_857_026_000_000_000

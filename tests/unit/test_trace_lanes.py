@@ -3,15 +3,13 @@
 import pytest
 
 from paceline.errors import ConfigError, RecordError
-from paceline.measure.advice import Advice
-from paceline.measure.trace_buckets import build_bucket_events
-from paceline.measure.trace_compare import compare_overviews
-from paceline.measure.trace_overview import build_overview
-from paceline.measure.trace_phases import build_lanes
+from paceline.measure.traces import build_bucket_events
 from paceline.parallel.timeline import BucketTimes, StepTimes
+from paceline.predict.advice import Advice
+from paceline.predict.overview import BucketSpan, PhaseSpan, StepLane, build_lanes, build_overview, compare_overviews
 from paceline.report.plots import render_png, render_svg
 from paceline.report.tables import render_markdown
-from paceline.report.timeline import BucketSpan, PhaseSpan, StepLane, plot_timeline
+from paceline.report.timeline import plot_timeline
 from paceline.report.trace_tables import (
     advice_row,
     advice_table,

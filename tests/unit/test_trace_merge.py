@@ -5,8 +5,8 @@ import copy
 import pytest
 
 from paceline.errors import RecordError
-from paceline.measure.trace_merge import check_trace, load_trace, merge_traces, save_trace
-from paceline.measure.trace_skew import find_lateness
+from paceline.predict.overview import find_lateness
+from paceline.predict.traces import check_trace, load_trace, merge_traces, save_trace
 from tests.unit.made_traces import NCCL, MadeTrace
 
 

@@ -7,9 +7,18 @@ import numpy as np
 import pytest
 
 from paceline.errors import RecordError
-from paceline.measure.trace_compare import compare_overviews, overview_from_json, overview_to_json
-from paceline.measure.trace_overview import CATEGORIES, build_overview
-from paceline.measure.trace_sweep import attribute_time, find_lanes, self_times, sum_clipped, union_time
+from paceline.predict.overview import (
+    CATEGORIES,
+    attribute_time,
+    build_overview,
+    compare_overviews,
+    find_lanes,
+    overview_from_json,
+    overview_to_json,
+    self_times,
+    sum_clipped,
+    union_time,
+)
 from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
 
 

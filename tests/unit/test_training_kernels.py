@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.training.kernels import settled_kernels
+from paceline.training.step import settled_kernels
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from paceline.training.loader import load_windows
+from paceline.workloads.data import DataForm
 from paceline.workloads.data.sets import DataSet, ImageData, TokenData
 from paceline.workloads.data.sharding import EpochOrder
-from paceline.workloads.forms import DataForm
 
 CPU = torch.device("cpu")
 

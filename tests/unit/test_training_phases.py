@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from paceline.training import phases
-from paceline.training.phases import NoPhases, PhaseClock, PhaseTimes
+from paceline.training import step
+from paceline.training.step import NoPhases, PhaseClock, PhaseTimes
 
 
 def test_a_phase_that_comes_again_is_added_up(monkeypatch):
     moments = iter([0.0, 1.0, 3.0, 3.5, 7.5, 8.0])
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(step.time, "perf_counter", lambda: next(moments))
     clock = PhaseClock(torch.device("cpu"))
     for phase in ("forward", "backward", "forward", "backward", "optimizer"):
         clock.enter(phase)
@@ -18,7 +18,7 @@ def test_a_phase_that_comes_again_is_added_up(monkeypatch):
 
 def test_every_step_begins_anew(monkeypatch):
     moments = iter([0.0, 1.0, 10.0, 12.0])
-    monkeypatch.setattr(phases.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(step.time, "perf_counter", lambda: next(moments))
     clock = PhaseClock(torch.device("cpu"))
     clock.enter("forward")
     assert clock.end().read() == {"forward": 1.0}

@@ -70,16 +70,14 @@ def test_piecewise_drops_at_shares_of_the_run():
 def test_a_drop_is_at_the_first_step_that_is_not_before_its_share(num_steps):
     """Shares k/100 as they are typed, against whole numbers: 0.55 * 100 is above 55 in binary."""
     for percent in range(1, 100):
-        schedule = Schedule(shape="piecewise", peak=1.0, num_steps=num_steps, drops=(percent / 100,), drop_factor=0.5)
+        schedule = Schedule(shape="piecewise", peak=1.0, num_steps=num_steps, drops=(percent / 100,))
         found = [schedule.rate(step) for step in range(num_steps)]
-        assert found == [0.5 if 100 * step >= percent * num_steps else 1.0 for step in range(num_steps)]
+        assert found == [0.1 if 100 * step >= percent * num_steps else 1.0 for step in range(num_steps)]
 
 
-def test_warmup_may_climb_from_a_rate_and_drops_count_from_the_start_of_the_run():
-    schedule = Schedule(
-        shape="piecewise", peak=0.8, num_steps=10, warmup_steps=4, warmup_start=0.1, drops=(0.6,), drop_factor=0.5
-    )
-    wanted = [0.275, 0.45, 0.625, 0.8, 0.8, 0.8, 0.4, 0.4, 0.4, 0.4]
+def test_drops_count_from_the_start_of_the_run():
+    schedule = Schedule(shape="piecewise", peak=0.8, num_steps=10, warmup_steps=4, drops=(0.6,))
+    wanted = [0.2, 0.4, 0.6, 0.8, 0.8, 0.8, 0.08, 0.08, 0.08, 0.08]
     assert [schedule.rate(step) for step in range(10)] == pytest.approx(wanted)
 
 
@@ -101,10 +99,8 @@ def test_a_schedule_sets_the_rate_of_all_groups():
     [
         ({"peak": -0.1}, "peak -0.1: a finite number from 0"),
         ({"peak": math.nan}, "peak nan"),
-        ({"warmup_start": -1.0}, "warmup_start -1.0"),
         ({"num_steps": 0}, "0 steps, 0 of warm-up"),
         ({"warmup_steps": -1}, "10 steps, -1 of warm-up"),
-        ({"drop_factor": 1.0}, "drop_factor 1.0"),
         ({"drops": ()}, "schedule piecewise with drops .*: drops belong to piecewise, which needs them"),
         ({"shape": "cosine"}, "schedule cosine with drops"),
         ({"drops": (0.5, 0.4)}, "drops 0.5,0.4: increasing shares"),

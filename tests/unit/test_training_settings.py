@@ -7,8 +7,7 @@ import math
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.training.requests import check_requests
-from paceline.training.settings import Batches, SaveEvery, TrainSettings, settle_batches
+from paceline.training.settings import Batches, SaveEvery, TrainSettings, check_requests, settle_batches
 
 
 @pytest.mark.parametrize(

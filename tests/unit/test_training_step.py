@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.training.loader import LoadedBatch
-from paceline.training.phases import NoPhases
-from paceline.training.step import Learner, find_bad_parameter, take_step
+from paceline.training.step import Learner, NoPhases, find_bad_parameter, take_step
+from paceline.workloads.data import Batch, DataForm
 from paceline.workloads.data.sharding import split_window
-from paceline.workloads.forms import Batch, DataForm
 
 CLASSES = DataForm(kind="images", shape=(6,), num_classes=5)
 NUMBERS = DataForm(kind="numbers", shape=(6,), num_classes=0)

@@ -6,31 +6,31 @@ from torch import nn
 
 from paceline.measure.replicas import build_module
 from paceline.measure.wrapper_settings import DEFAULT_MODELS
-from paceline.workloads.catalog import MODELS
+from paceline.workloads.registry import WORKLOADS
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_a_model_is_as_large_as_the_catalog_says(monkeypatch, name):
     monkeypatch.setattr(nn.init, "normal_", lambda tensor, **_: tensor)  # on meta it loads all of torch's compiler
     with torch.device("meta"):
-        parameters = list(MODELS[name].build().parameters())
-    assert len(parameters) == MODELS[name].num_parameters
-    assert sum(parameter.numel() for parameter in parameters) == MODELS[name].num_elements
+        parameters = list(WORKLOADS[name].build().parameters())
+    assert len(parameters) == WORKLOADS[name].num_parameters
+    assert sum(parameter.numel() for parameter in parameters) == WORKLOADS[name].num_elements
 
 
 def test_the_published_sizes():
-    assert MODELS["resnet18"].num_elements == 11_173_962
-    assert MODELS["resnet18-imagenet"].num_elements == 11_689_512
-    assert MODELS["gpt2-large"].num_elements == 774_030_080
-    assert MODELS["tiny"].num_parameters == 1000
-    assert 4 * MODELS["mlp"].num_elements > 64 * 2**20
+    assert WORKLOADS["resnet18"].num_elements == 11_173_962
+    assert WORKLOADS["resnet18-imagenet"].num_elements == 11_689_512
+    assert WORKLOADS["gpt2-large"].num_elements == 774_030_080
+    assert WORKLOADS["tiny"].num_parameters == 1000
+    assert 4 * WORKLOADS["mlp"].num_elements > 64 * 2**20
 
 
 @pytest.mark.parametrize("name", DEFAULT_MODELS)
 def test_every_parameter_gets_a_gradient(name):
-    workload = MODELS[name]
+    workload = WORKLOADS[name]
     module = build_module(name, 0, CPU)
     loss = workload.compute_loss(module, workload.make_batch(2, 0, 0, CPU))
     loss.backward()
@@ -56,7 +56,7 @@ def test_gpt2_looks_back_only_and_ties_its_head():
 @pytest.mark.parametrize("name", ["cnn", "gpt2-mini"])
 def test_batches_follow_from_seed_and_rank(name):
     def make(seed, rank):
-        batch = MODELS[name].make_batch(3, seed, rank, CPU)
+        batch = WORKLOADS[name].make_batch(3, seed, rank, CPU)
         return batch.inputs, batch.targets
 
     first, again, other_rank, other_seed = make(1, 0), make(1, 0), make(1, 1), make(2, 0)

@@ -14,7 +14,7 @@ from paceline.measure.wrapper_settings import DEFAULT_MODELS, MAX_CANDIDATES, WR
 from paceline.measure.wrappers import order_turns
 from paceline.plan import Gradient, plan_by_cap, plan_shaped
 from paceline.units import MIB
-from paceline.workloads.catalog import MODELS
+from paceline.workloads.registry import WORKLOADS
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_default_runs_every_wrapper_on_the_models_of_a_small_machine():
     settings.check()
     assert settings.wrappers == WRAPPERS and settings.models == DEFAULT_MODELS
     assert "gpt2-large" not in settings.models and settings.ranks == (2,)
-    assert settings.batch_of("cnn") == MODELS["cnn"].batch_size
+    assert settings.batch_of("cnn") == WORKLOADS["cnn"].batch_size
     assert WrapperSettings(batch_size=3).batch_of("cnn") == 3
 
 
@@ -54,13 +54,13 @@ def test_a_model_too_large_for_the_memory_is_refused_with_advice(monkeypatch):
     small = WrapperSettings(models=("gpt2-large",), wrappers=("bare", "torch"))
     assert small.bytes_per_rank == 6 * 4 * 774_030_080  # two with buffers, and one that has gradients
     tuned = WrapperSettings(models=("mlp",), wrappers=("torch-tuned",))
-    assert tuned.bytes_per_rank == (2 * MAX_CANDIDATES + 2) * 4 * MODELS["mlp"].num_elements
+    assert tuned.bytes_per_rank == (2 * MAX_CANDIDATES + 2) * 4 * WORKLOADS["mlp"].num_elements
 
 
 @pytest.mark.parametrize(("wrappers", "replicas"), [(("torch", "paceline"), 4), (("torch-tuned",), MAX_CANDIDATES)])
 def test_backends_hold_their_replicas_at_once_and_their_candidates_in_turn(wrappers, replicas):
     settings = WrapperSettings(models=("mlp",), wrappers=wrappers, backends=("gloo", "paceline"))
-    assert settings.bytes_per_rank == (2 * replicas + 2) * 4 * MODELS["mlp"].num_elements
+    assert settings.bytes_per_rank == (2 * replicas + 2) * 4 * WORKLOADS["mlp"].num_elements
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -79,7 +79,7 @@ def _names(module, plan=None):
 
 def _meta(model):
     with torch.device("meta"):
-        return MODELS[model].build()
+        return WORKLOADS[model].build()
 
 
 def test_caps_that_cut_alike_are_tried_once():

@@ -167,8 +167,8 @@ def check_counts(**counts: int | None) -> None:
 
 def check_job(settings: TrainSettings) -> None:
     """Everything that can be refused before a rank starts."""
-    from paceline.training.requests import build_model_options, check_requests
-    from paceline.workloads.choose import default_form
+    from paceline.training.settings import build_model_options, check_requests
+    from paceline.workloads.registry import default_form
 
     settings.check()
     check_requests(settings)

@@ -58,7 +58,7 @@ def _row(row: Any) -> dict[str, Any]:
 
 
 def _compare_traces(first: Path, second: Path) -> Sequence[Any]:
-    from paceline.measure.trace_compare import ComparedRow, compare_overviews, overview_from_json
+    from paceline.predict.overview import ComparedRow, compare_overviews, overview_from_json
 
     loaded, speeds = [], []
     for path in (first, second):
@@ -75,7 +75,7 @@ def _compare_traces(first: Path, second: Path) -> Sequence[Any]:
 
 
 def _compare_phases(first: Path, second: Path) -> Sequence[Any]:
-    from paceline.measure.trace_compare import ComparedRow
+    from paceline.predict.overview import ComparedRow
     from paceline.report.phase_tables import phase_row
 
     found = []

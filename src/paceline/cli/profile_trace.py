@@ -23,11 +23,9 @@ _MOST_ROWS = 12
 
 def report_trace(run: ProfileRun, settings: TrainSettings, traced: Sequence[TracedJob], plot: bool, json: bool) -> None:
     """Write everything into the run's folder, and print what a person wants to know first: what to do."""
-    from paceline.measure.advice import StepFacts, advise
-    from paceline.measure.trace_compare import overview_to_json
-    from paceline.measure.trace_merge import merge_traces, save_trace
-    from paceline.measure.trace_overview import build_overview
-    from paceline.measure.trace_skew import find_lateness
+    from paceline.predict.advice import StepFacts, advise
+    from paceline.predict.overview import build_overview, find_lateness, overview_to_json
+    from paceline.predict.traces import merge_traces, save_trace
     from paceline.report import trace_tables
 
     traces = [one.trace for one in traced]
@@ -68,7 +66,7 @@ def report_trace(run: ProfileRun, settings: TrainSettings, traced: Sequence[Trac
 
 
 def _draw(run: ProfileRun, settings: TrainSettings, traced: Sequence[TracedJob]) -> Any:
-    from paceline.measure.trace_phases import build_lanes
+    from paceline.predict.overview import build_lanes
     from paceline.report.timeline import plot_timeline
 
     lanes = build_lanes([one.trace for one in traced])

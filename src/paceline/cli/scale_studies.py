@@ -22,7 +22,7 @@ from paceline.records import BatchRecord, LargeBatchRecord, Record, Run, RunFold
 from paceline.records.store import RUN_FILE, STUDY_FILE, Study
 from paceline.runtime.environment import is_launched
 from paceline.units import parse_counts
-from paceline.workloads.data.requests import parse_data
+from paceline.workloads.data.sources import parse_data
 
 __all__ = [
     "Beyond",

@@ -34,12 +34,12 @@ from paceline.cli.learning import (
 )
 from paceline.cli.options import STEPS_HELP, Json, Out
 from paceline.errors import ConfigError
-from paceline.training.batch_schedules import format_growths, parse_growths
+from paceline.training.schedules import format_growths, parse_growths
 
 if TYPE_CHECKING:
     from paceline.records.store import RunFolder
+    from paceline.training.loop import TrainResult
     from paceline.training.settings import TrainSettings
-    from paceline.training.trainer import TrainResult
 
 __all__ = ["train"]
 
@@ -156,7 +156,7 @@ def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -
     from paceline.cli.training import load_config, prolong_config, run_training
     from paceline.records.store import RunFolder
     from paceline.runtime.environment import is_launched, read_place
-    from paceline.training.metrics import load_metrics
+    from paceline.training.journal import load_metrics
 
     settings = _change(load_config(run), typed, asked)
     check_job(settings)
@@ -176,7 +176,7 @@ def _resume(asked: Sequence[str], typed: TrainSettings, run: Path, json: bool) -
 
 def _change(saved: TrainSettings, typed: TrainSettings, asked: Sequence[str]) -> TrainSettings:
     """The run's own settings with what was typed beside --resume, where that may change."""
-    from paceline.workloads.data.requests import parse_data
+    from paceline.workloads.data.sources import parse_data
 
     changes: dict[str, Any] = {}
     for name in asked:
@@ -275,7 +275,7 @@ def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, jso
     from paceline.records.epochs import summarize_epochs
     from paceline.report import plots, tables
     from paceline.report.training import epoch_row, epoch_table, plot_training
-    from paceline.training.metrics import load_metrics
+    from paceline.training.journal import load_metrics
 
     rows = load_metrics(folder.path / _METRICS)
     epochs, phases = summarize_epochs(rows), _find_medians(rows)

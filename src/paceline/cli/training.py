@@ -27,12 +27,12 @@ from paceline.records.store import RunFolder
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, defer_signals
 from paceline.runtime.worker import listen
+from paceline.training.journal import SAME_SIGNAL_S
 from paceline.training.settings import TrainSettings
-from paceline.training.stopping import ECHO_S
 from paceline.units import format_speed
 
 if TYPE_CHECKING:
-    from paceline.training.trainer import TrainProgress, TrainResult
+    from paceline.training.loop import TrainProgress, TrainResult
 
 __all__ = ["CONFIG", "load_config", "prolong_config", "run_training", "save_config"]
 
@@ -92,7 +92,7 @@ def run_training(settings: TrainSettings, folder: Path | None, resume: bool) -> 
     shows = is_ours or read_place().rank == 0
     with _show_progress(shows) as show:
         if not is_ours:
-            from paceline.training.trainer import train
+            from paceline.training.loop import train
 
             with listen(show):
                 return train(settings, folder, resume)
@@ -102,7 +102,7 @@ def run_training(settings: TrainSettings, folder: Path | None, resume: bool) -> 
             if came:  # perhaps before there was a rank to tell
                 raise SystemExit(128 + came[0])
             with defer_signals():
-                from paceline.training.trainer import train
+                from paceline.training.loop import train
             try:
                 answers = pool.run(train, (settings, folder, resume), on_message=lambda rank, message: show(message))
             except LaunchError:
@@ -126,7 +126,7 @@ def _pass_on_stop(pool: RankPool) -> Iterator[list[int]]:
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal came_s
         if came:
-            if time.monotonic() - came_s <= ECHO_S:
+            if time.monotonic() - came_s <= SAME_SIGNAL_S:
                 return
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         came.append(number)

@@ -82,7 +82,7 @@ def _read(
 ) -> TuneSettings:
     from paceline.measure.tune_settings import FULL, QUICK, TuneSettings
     from paceline.predict.networks import find_network
-    from paceline.training.requests import takes_cap_lists
+    from paceline.training.settings import takes_cap_lists
 
     if network is None and network_ranks is not None:
         raise ConfigError(f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one")

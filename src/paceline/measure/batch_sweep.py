@@ -20,11 +20,8 @@ from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.loader import load_windows
-from paceline.training.phases import NoPhases, PhaseClock
 from paceline.training.settings import TrainSettings
-from paceline.training.step import take_step
-
-__all__ = ["measure_batch"]
+from paceline.training.step import NoPhases, PhaseClock, take_step
 
 # What torch says when memory is over: on a GPU by its class, on a CPU by its text alone.
 _FULL = re.compile(r"can't allocate memory|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)

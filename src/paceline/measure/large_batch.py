@@ -1,6 +1,6 @@
 """One run of a large-batch study: train by its recipe, evaluate on the way, probe the noise of the gradients.
 
-Which runs there are is in `large_batch_settings`; a run that people train with, and keep, is `training.trainer`'s.
+Which runs there are is in `large_batch_settings`; the loop is `training.loop.run_steps`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,11 @@ from paceline.records import CurvePoint, LargeBatchRecord, NoiseRecord, Record
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
-from paceline.training.evaluate import evaluate
-from paceline.training.loader import load_windows
-from paceline.training.phases import NoPhases
+from paceline.training.loop import evaluate, run_steps
 from paceline.training.settings import TrainSettings
-from paceline.training.step import take_step
 
-__all__ = ["measure_large_batch", "survey_job"]
-
-# Of the noise of gradients: when it is probed, as shares of the run, and how. A probe's small batches may be as many as
-# make all probes together a small share of the run's samples: the more, the later in training the noise can be told.
+# When the noise of gradients is probed, as shares of the run, and how. All probes together may take a small share of
+# the run's samples: the more small batches a probe has, the later in training the noise can still be measured.
 _PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
 _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
@@ -39,7 +34,7 @@ _LEAST_SMALL, _MOST_SMALL = 4, 64
 def survey_job(settings: TrainSettings) -> tuple[int, bool]:
     """How many samples an epoch has, and whether the model has a BatchNorm that a recipe can change.
 
-    Collective: every rank of the launched world must call this.
+    Collective: call on every rank of the launched world.
     """
     with open_world(settings) as world:
         train, _ = load_sets(settings, world)
@@ -48,88 +43,73 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
 
 
 def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
-    """Train the cell to its end. Collective: every rank of the launched world must call this.
+    """Train the cell to its end. Collective: call on every rank of the launched world.
 
-    Data that is made has one seed in all cells: another would be another task, not another run of it.
+    Synthetic data has one seed in all cells: another seed would be another task, not another run of it.
     """
     with open_world(cell.settings) as world:
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
-        is_made = settings.data.startswith("synthetic")
-        sets = load_sets(dataclasses.replace(settings, seed=data_seed) if is_made else settings, world)
-        return _Training(build_job(settings, world, sets=sets), cell, evaluations).run()
+        is_synthetic = settings.data.startswith("synthetic")
+        sets = load_sets(dataclasses.replace(settings, seed=data_seed) if is_synthetic else settings, world)
+        return _CellRun(build_job(settings, world, sets=sets), cell, evaluations).run()
 
 
-class _Training:
-    """A run on this rank, with what it keeps from step to step."""
+class _CellRun:
+    """A run of one cell on this rank, with what it keeps from step to step."""
 
     def __init__(self, job: Job, cell: TrainingCell, evaluations: int) -> None:
         self._job, self._cell = job, cell
-        self._num_steps = job.schedule.num_steps
+        num_steps = job.schedule.num_steps
         self._due = [(number + 1) / evaluations for number in range(evaluations - 1)]
-        self._probed = {max(1, round(self._num_steps * share)) for share in _PROBE_SHARES} if cell.probes else set()
+        self._probed = {max(1, round(num_steps * share)) for share in _PROBE_SHARES} if cell.probes else set()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=job.world.device)
-        self._since = self._num_samples = self._num_epoch_samples = 0
-        self._largest = 0
+        self._num_targets = self._num_samples = 0
         self._curve: list[CurvePoint] = []
         self._noise: list[NoiseRecord] = []
-        self._told_s = 0.0
+        self._reported_s = 0.0
 
     def run(self) -> list[Record]:
-        job, begin_s, step, failure = self._job, time.perf_counter(), 0, ""
-        job.learner.model.train()
-        for epoch in range(job.epochs):
-            windows = load_windows(
-                job.train, job.order(epoch), 0, job.world.rank, job.world.world_size, job.micro_batch_sizes(epoch),
-                job.world.device,
-            )  # fmt: skip
-            for window in windows:
-                num_targets = window.num_samples * job.learner.form.targets_per_sample
-                outcome = take_step(job.learner, window.batches, num_targets, job.schedule.rate(step), NoPhases())
-                step += 1
-                self._loss_sum += outcome.loss_sum.detach().double()
-                self._since += num_targets
-                self._num_samples += window.num_samples
-                self._largest = max(self._largest, window.num_samples)
-                if self._is_due(step) and (failure := self._evaluate(step)):
-                    break
-                if step in self._probed:
-                    self._probe(step)
-                self._tell(step)
-                if step == self._num_steps:
-                    break
-            windows.close()
-            if failure or step == self._num_steps:
+        begin_s, step, largest, failure = time.perf_counter(), 0, 0, ""
+        for taken in run_steps(self._job):
+            step = taken.position.step
+            self._loss_sum += taken.outcome.loss_sum.detach().double()
+            self._num_targets += taken.num_targets
+            self._num_samples += taken.num_samples
+            largest = max(largest, taken.num_samples)
+            if (self._is_due(step) or taken.is_last) and (failure := self._evaluate(step)):
                 break
-        return [self._build_record(step, failure, time.perf_counter() - begin_s), *self._noise]
+            if step in self._probed:
+                self._probe(step)
+            self._report(step)
+        return [self._build_record(step, largest, failure, time.perf_counter() - begin_s), *self._noise]
 
     def _share_done(self, step: int) -> float:
         """By samples, for a batch that grows has most of its updates at the beginning; by updates where those are what
         ends the run."""
         job = self._job
         if job.settings.steps is not None:
-            return step / self._num_steps
+            return step / job.schedule.num_steps
         return self._num_samples / (job.epochs * len(job.train))
 
     def _is_due(self, step: int) -> bool:
         done = self._share_done(step)
         passed = [share for share in self._due if share <= done + 1e-9]
         self._due = self._due[len(passed) :]
-        return bool(passed) or step == self._num_steps
+        return bool(passed)
 
     def _evaluate(self, step: int) -> str:
-        """Note how far it is; says what is wrong where the loss is no number any more, the same on all ranks."""
+        """Add a point to the curve; returns what is wrong where the loss is not finite, the same on all ranks."""
         job = self._job
         total = self._loss_sum.cpu()
         if job.world.world_size > 1:
             dist.all_reduce(total, group=job.world.control)
-        train_loss = float(total) / self._since
+        train_loss = float(total) / self._num_targets
         evaluation = evaluate(job.learner, job.test, job.world)
-        job.learner.model.train()
         if not math.isfinite(train_loss) or not math.isfinite(evaluation.loss):
             return f"the loss was no number after {step} updates"
         self._curve.append(CurvePoint(step, self._num_samples, train_loss, evaluation.loss, evaluation.accuracy or 0.0))
         self._loss_sum.zero_()
-        self._since = 0
+        self._num_targets = 0
         return ""
 
     def _probe(self, step: int) -> None:
@@ -137,7 +117,7 @@ class _Training:
         size = min(_SMALL_BATCH_SIZE, job.batches.batch_size)
         budget = _PROBE_COST * job.epochs * len(job.train) / len(_PROBE_SHARES)
         num_small = int(budget / (_NUM_PROBES * size * job.world.world_size))
-        # Gradients that are no numbers have no noise scale; what is wrong with the run, its next evaluation says.
+        # Gradients that are not finite have no noise scale; the next evaluation reports what is wrong with the run.
         with contextlib.suppress(MeasurementError):
             self._noise.append(
                 measure_noise_scale(
@@ -151,12 +131,12 @@ class _Training:
                 )
             )
 
-    def _tell(self, step: int) -> None:
-        if self._job.world.rank == 0 and time.perf_counter() - self._told_s > 0.5:
-            self._told_s = time.perf_counter()
+    def _report(self, step: int) -> None:
+        if self._job.world.rank == 0 and time.perf_counter() - self._reported_s > 0.5:
+            self._reported_s = time.perf_counter()
             post(Progress(self._share_done(step), 1, self._cell.name))
 
-    def _build_record(self, step: int, failure: str, seconds: float) -> LargeBatchRecord:
+    def _build_record(self, step: int, largest: int, failure: str, seconds: float) -> LargeBatchRecord:
         job, cell = self._job, self._cell
         return LargeBatchRecord(
             model=job.settings.model,
@@ -166,7 +146,7 @@ class _Training:
             world_size=job.world.world_size,
             batch_size=job.batches.batch_size,
             global_batch_size=cell.global_batch_size,
-            largest_batch_size=self._largest,
+            largest_batch_size=largest,
             recipe=cell.recipe,
             configuration=cell.configuration,
             budget=cell.budget,

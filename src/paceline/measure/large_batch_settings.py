@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.training.batch_schedules import BatchSchedule
 from paceline.training.recipes import NO_RECIPE, Recipe, share_batch
+from paceline.training.schedules import BatchSchedule
 from paceline.training.settings import TrainSettings
-
-__all__ = ["LargeBatchSettings", "TrainingCell"]
 
 
 @dataclass(frozen=True)

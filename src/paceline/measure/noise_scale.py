@@ -20,10 +20,8 @@ from paceline.errors import ConfigError, MeasurementError
 from paceline.records.noise_scale import NoiseProbe, NoiseRecord
 from paceline.runtime.ranks import set_seed
 from paceline.training.build import Job
-from paceline.workloads.data.seeds import derive_seed
-from paceline.workloads.losses import compute_outcome
-
-__all__ = ["measure_noise_scale"]
+from paceline.workloads.data.sharding import derive_seed
+from paceline.workloads.models import compute_outcome
 
 # What a loss scale that made gradients overflow is divided by before the probe is taken again.
 _LOWER = 16

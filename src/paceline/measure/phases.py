@@ -25,9 +25,8 @@ from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.training.build import Job, build_job, build_learner, open_world
 from paceline.training.loader import Window, load_windows
-from paceline.training.phases import NoPhases, PhaseClock, Phases
 from paceline.training.settings import TrainSettings
-from paceline.training.step import take_step
+from paceline.training.step import NoPhases, PhaseClock, Phases, take_step
 
 __all__ = ["cycle_windows", "measure_phases"]
 

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.measure.engine import Group, Timing, synchronize
 from paceline.parallel import DataParallel
-from paceline.training.phases import PhaseClock
-from paceline.workloads.catalog import MODELS, Workload
-from paceline.workloads.forms import Batch
+from paceline.training.step import PhaseClock
+from paceline.workloads.data import Batch
+from paceline.workloads.registry import WORKLOADS, Workload
 
 __all__ = [
     "LEARNING_RATE",
@@ -145,7 +145,7 @@ def build_module(model: str, seed: int, device: torch.device) -> nn.Module:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         with torch.device(device):
-            return MODELS[model].build()
+            return WORKLOADS[model].build()
 
 
 def build_replica(
@@ -153,7 +153,7 @@ def build_replica(
 ) -> Replica:
     """A fresh replica in its wrapper. Ranks begin with different parameters: a wrapper that does not broadcast rank 0's
     is found out. Collective: every rank of the group must call this."""
-    workload, device = MODELS[model], group.device
+    workload, device = WORKLOADS[model], group.device
     if device.type == "cuda":
         # NCCL lets go of the memory of its last message when another one is over: a former replica's, perhaps.
         dist.all_reduce(torch.zeros(1, device=device), group=group.data)

@@ -36,9 +36,8 @@ from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend
 from paceline.training.build import Job, build_job, build_learner, open_world
 from paceline.training.loader import Window, load_windows
-from paceline.training.phases import NoPhases
 from paceline.training.settings import TrainSettings
-from paceline.training.step import Learner, take_step
+from paceline.training.step import Learner, NoPhases, take_step
 from paceline.workloads.data.sharding import EpochOrder
 
 __all__ = ["measure_allreduce", "measure_layers_alone", "measure_scaling"]

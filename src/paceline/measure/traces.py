@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,19 +17,20 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.engine import synchronize
-from paceline.measure.trace_buckets import build_bucket_events
-from paceline.measure.trace_events import Event, RankTrace, read_chrome
 from paceline.parallel import DataParallel
 from paceline.parallel.timeline import StepTimes
+from paceline.predict.overview import find_lanes
+from paceline.predict.traces import BACKWARD_OVER, BUCKET, BUCKET_WAIT, WAITED, Event, RankTrace, read_chrome
+from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["EXTRAS", "record_trace"]
-
 # What can be recorded besides times; each makes steps slower and traces larger.
 EXTRAS = ("memory", "shapes")
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
+# The process of the wrapper's buckets in a trace.
+_PID = "buckets"
 
 
 def record_trace(
@@ -135,3 +136,46 @@ def _clock_offset_ns() -> tuple[int, int]:
     unix = time.time_ns()
     after = time.perf_counter_ns()
     return unix - (before + after) // 2, after - before
+
+
+def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Event]:
+    """Events of one step's buckets on tracks of their own: waiting for their turn, and on their way.
+
+    `origin_s` is the moment of `time.perf_counter` from which the events count. Two messages at a time take two tracks.
+    """
+    begin_us = (step.begin_s - origin_s) * 1e6
+    buckets = [bucket for bucket in step.buckets if bucket.done_s > 0]
+    lanes = find_lanes((bucket.launch_s, bucket.done_s) for bucket in buckets)
+    waiting = find_lanes((bucket.ready_s, bucket.launch_s) for bucket in buckets)
+    over_us = round(begin_us + step.backward_s * 1e6, 3)
+    events: list[Event] = [
+        {"ph": "i", "s": "p", "name": BACKWARD_OVER, "pid": _PID, "tid": "buckets 0", "ts": over_us},
+    ]
+    for number, bucket in enumerate(buckets):
+        name = f"bucket {number}, {format_bytes(bucket.num_bytes)}"
+        waited_us = max(0.0, bucket.launch_s - bucket.ready_s) * 1e6
+        spans = [(BUCKET, bucket.launch_s, bucket.done_s, f"buckets {lanes[number]}")]
+        if waited_us:
+            spans.append((BUCKET_WAIT, bucket.ready_s, bucket.launch_s, f"buckets ready {waiting[number]}"))
+        events += [
+            {
+                "ph": "X",
+                "cat": kind,
+                "name": name,
+                "pid": _PID,
+                "tid": track,
+                "ts": round(begin_us + first_s * 1e6, 3),
+                "dur": round(max(0.0, last_s - first_s) * 1e6, 3),
+                "args": {"bytes": bucket.num_bytes, WAITED: round(waited_us, 3)},
+            }
+            for kind, first_s, last_s, track in spans
+        ]
+    return _name_tracks(rank, events) + events
+
+
+def _name_tracks(rank: int, events: Sequence[Event]) -> list[Event]:
+    tracks = dict.fromkeys(event["tid"] for event in events)
+    return [
+        {"ph": "M", "name": "thread_name", "pid": _PID, "tid": track, "args": {"name": f"rank {rank}: {track}"}}
+        for track in tracks
+    ]

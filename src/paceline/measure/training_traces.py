@@ -15,17 +15,15 @@ from torch.profiler import record_function
 
 from paceline.measure.layers import LayerStep, measure_layers
 from paceline.measure.phases import cycle_windows
-from paceline.measure.trace_events import RankTrace
 from paceline.measure.traces import record_trace
+from paceline.predict.traces import RankTrace
 from paceline.records import LayerProfileRecord
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_job, open_world
-from paceline.training.phases import PhaseTimes
 from paceline.training.settings import TrainSettings
-from paceline.training.step import take_step, update
-from paceline.workloads.blocks import find_blocks
-from paceline.workloads.losses import compute_outcome
+from paceline.training.step import PhaseTimes, take_step
+from paceline.workloads.models import compute_outcome, find_blocks
 
 __all__ = ["TracedJob", "measure_job_layers", "trace_job"]
 
@@ -125,7 +123,7 @@ def measure_job_layers(settings: TrainSettings, iters: int, warmup: int) -> Laye
             return learner.scaler.scale(outcome.loss_sum / num_targets)
 
         def optimize() -> None:
-            update(learner, _RATE)
+            learner.update(_RATE)
 
         step = LayerStep(
             module=learner.module,

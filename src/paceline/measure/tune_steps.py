@@ -18,8 +18,7 @@ from paceline.measure.layer_moments import LayerHooks, Moments
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
 from paceline.plan import Plan
-from paceline.training.phases import PhaseClock
-from paceline.training.step import Learner
+from paceline.training.step import Learner, PhaseClock
 from paceline.units import MIB
 
 __all__ = ["PHASES", "Candidate", "Disturbance", "ReadyPhases", "Variant", "time_alone", "wrap"]

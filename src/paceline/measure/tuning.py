@@ -41,8 +41,7 @@ from paceline.predict.search import choose_caps
 from paceline.records import LayerProfileRecord, ParameterTimes, Record, Samples, TuneStepRecord
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_job, build_learner
-from paceline.training.phases import PhaseClock
-from paceline.training.step import Learner, take_step
+from paceline.training.step import Learner, PhaseClock, take_step
 from paceline.units import format_bytes
 
 __all__ = ["Candidate", "TuningBench"]

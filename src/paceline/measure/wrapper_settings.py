@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from paceline.errors import ConfigError
 from paceline.measure.settings import GroupSettings, check_name
-from paceline.workloads.catalog import MODELS
+from paceline.workloads.registry import WORKLOADS
 
 __all__ = ["DEFAULT_MODELS", "MAX_CANDIDATES", "WRAPPERS", "WrapperSettings"]
 
@@ -41,7 +41,7 @@ class WrapperSettings(GroupSettings):
     batch_size: int | None = None
 
     def check(self) -> None:
-        for what, names, known in (("model", self.models, MODELS), ("wrapper", self.wrappers, WRAPPERS)):
+        for what, names, known in (("model", self.models, WORKLOADS), ("wrapper", self.wrappers, WRAPPERS)):
             if not names:
                 raise ConfigError(f"no {what} given: known are {', '.join(known)}")
             for name in names:
@@ -54,7 +54,7 @@ class WrapperSettings(GroupSettings):
 
     def batch_of(self, model: str) -> int:
         """Samples per rank in one step of this model."""
-        return MODELS[model].batch_size if self.batch_size is None else self.batch_size
+        return WORKLOADS[model].batch_size if self.batch_size is None else self.batch_size
 
     def replica_bytes(self, model: str, num_backends: int) -> int:
         """What all replicas of one model take on one rank: for each its parameters and its wrapper's buffers; for the
@@ -62,7 +62,7 @@ class WrapperSettings(GroupSettings):
         replicas = num_backends * len(self.wrappers)
         if "torch-tuned" in self.wrappers:  # its candidates are tried before, on one backend after the other
             replicas = max(replicas, MAX_CANDIDATES)
-        return (2 * replicas + 2) * 4 * MODELS[model].num_elements
+        return (2 * replicas + 2) * 4 * WORKLOADS[model].num_elements
 
     @property
     def bytes_per_rank(self) -> int:

@@ -38,7 +38,7 @@ from paceline.measure.torch_tuning import ask_for_plan, build_candidates, choose
 from paceline.measure.wrapper_settings import WrapperSettings
 from paceline.records import Record, Samples, WrapperRecord
 from paceline.units import format_bytes
-from paceline.workloads.catalog import MODELS
+from paceline.workloads.registry import WORKLOADS
 
 __all__ = ["count_wrong_parameters", "measure_wrappers", "order_turns"]
 
@@ -254,7 +254,7 @@ def count_wrong_parameters(
 def _build_record(
     settings: WrapperSettings, group: Group, model: str, answers: list[_Answer], shares_clock: bool
 ) -> WrapperRecord:
-    first, workload = answers[0], MODELS[model]
+    first, workload = answers[0], WORKLOADS[model]
     num_warmup = first.timing.num_warmup
     rows = list(zip(*(answer.phases_s[num_warmup:] for answer in answers), strict=True))
     phases = {

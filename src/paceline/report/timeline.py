@@ -3,59 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
+from paceline.predict.overview import StepLane
 from paceline.units import format_bytes, format_duration, format_ms
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["BucketSpan", "PhaseSpan", "StepLane", "plot_timeline"]
-
 MAX_RANKS = 8
 # The height of a row of buckets, the width of a label as a share of the step, and how many labels can be read.
 _ROW, _LABEL_WIDTH, _MAX_LABELS = 0.22, 0.065, 16
 _PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
 _OTHER, _WAITING, _MOVING, _EXPOSED = "#BBBBBB", "#F5D9A8", "#E69F00", "#D55E00"
-
-
-@dataclass(frozen=True)
-class PhaseSpan:
-    """A phase of the step, such as `forward`; seconds of the picture's clock."""
-
-    name: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class BucketSpan:
-    """A bucket: when it was ready, left and was done, in seconds of the picture's clock."""
-
-    num_bytes: int
-    ready_s: float
-    launch_s: float
-    done_s: float
-
-
-@dataclass(frozen=True)
-class StepLane:
-    """One step of one rank. All ranks of a picture share one clock; `backward_end_s` is None if there was none."""
-
-    rank: int
-    phases: tuple[PhaseSpan, ...]
-    buckets: tuple[BucketSpan, ...]
-    backward_end_s: float | None
-    end_s: float
-
-    @property
-    def exposed_s(self) -> float:
-        """From the end of backward to the end of the last message."""
-        last_s = max((bucket.done_s for bucket in self.buckets), default=0.0)
-        return 0.0 if self.backward_end_s is None else max(0.0, last_s - self.backward_end_s)
 
 
 def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str, source: str = "measured") -> Figure:

@@ -1,6 +1,6 @@
 """From settings to the objects that train: data, model, wrapper, optimizer. Every rank builds its own.
 
-What they do together is in `trainer`.
+What they do together is in `loop`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
 from paceline.plan import Plan
 from paceline.runtime.ranks import set_seed
 from paceline.runtime.world import World, init
-from paceline.training.batch_schedules import BatchSchedule
-from paceline.training.kernels import settled_kernels
-from paceline.training.lamb import LAMB
-from paceline.training.lars import LARS
-from paceline.training.parameter_groups import split_parameters
-from paceline.training.requests import build_data_request, build_model_options, load_plan, takes_cap_lists
-from paceline.training.schedules import Schedule
-from paceline.training.settings import Batches, TrainSettings
-from paceline.training.step import Learner
-from paceline.workloads.blocks import find_blocks
-from paceline.workloads.choose import build_model, default_form
-from paceline.workloads.data.load import load_data
-from paceline.workloads.data.sets import DataSet
+from paceline.training.optimizers import LAMB, LARS, split_parameters
+from paceline.training.schedules import BatchSchedule, Schedule
+from paceline.training.settings import (
+    Batches,
+    TrainSettings,
+    build_data_request,
+    build_model_options,
+    load_plan,
+    takes_cap_lists,
+)
+from paceline.training.step import Learner, settled_kernels
+from paceline.workloads.data.sets import DataSet, load_data
 from paceline.workloads.data.sharding import EpochOrder
-from paceline.workloads.own_model import is_own
-
-__all__ = ["Job", "build_job", "build_learner", "load_sets", "open_world"]
+from paceline.workloads.models import find_blocks
+from paceline.workloads.own import is_own
+from paceline.workloads.registry import build_model, default_form
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,79 @@
-"""What every rank saw in its steps, brought together now and then: rows of metrics, a loss that is no number, a wish.
+"""What a run records while it trains: the steps of all ranks as rows of metrics, their files, and the stop signal.
 
-Ranks meet about four times a second, not in every step, so that small steps do not pay for it. What follows from what
-is heard is in `trainer`.
+Ranks exchange what they recorded about four times a second, not in every step, so that short steps do not pay for it.
+Loads without torch: commands read metrics, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
-from collections.abc import Sequence
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-import torch
+from paceline.errors import ConfigError, RecordError
 
-from paceline.runtime.world import World
-from paceline.training.phases import PhaseTimes
-from paceline.training.stopping import StopWish
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["Heard", "Journal", "StepNote"]
+    from paceline.runtime.world import World
+    from paceline.training.step import PhaseTimes
 
-_MEET_EVERY_S, _MOST_STEPS = 0.25, 100
+# Signals within this time of the first one count as the same request: `timeout` and service managers signal a whole
+# process group, and the launcher then passes the signal on to ranks that already have it.
+SAME_SIGNAL_S = 0.3
+_EXCHANGE_EVERY_S, _MAX_STEPS = 0.25, 100
+_NOT_FINITE = "not_finite"
 
 
 @dataclass
-class StepNote:
-    """One rank's view of one step. `values` is (loss sum, number of correct targets), on the device at first."""
+class StopRequest:
+    """The number of the first signal that arrived; 0 before any."""
+
+    number: int = 0
+
+
+@contextlib.contextmanager
+def catch_stop() -> Iterator[StopRequest]:
+    """Record SIGTERM and SIGINT instead of ending the process. A second one acts as it would without this.
+
+    A rank of our own launcher ignores SIGINT, and keeps ignoring it: its parent passes the request on as SIGTERM.
+    """
+    request, arrived_s = StopRequest(), 0.0
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def record(number: int, frame: FrameType | None) -> None:
+        nonlocal arrived_s
+        if not request.number:
+            request.number, arrived_s = number, time.monotonic()
+        elif time.monotonic() - arrived_s > SAME_SIGNAL_S:
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+
+    for number in numbers:
+        signal.signal(number, record)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class StepEntry:
+    """One step as this rank saw it. `values` is (loss sum, number of correct targets), on the device at first."""
 
     step: int
     epoch: int
@@ -41,99 +90,241 @@ class StepNote:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What one rank tells the others when they meet."""
+class _StepValues:
+    """What a rank sends of one step."""
 
-    rows: tuple[tuple[float, ...], ...]
-    exposed: tuple[float | None, ...]
-    phases: tuple[dict[str, float], ...]
-    bad: tuple[int, str] | None
-    signal: int
-    wants_save: bool
+    loss_sum: float
+    num_correct: float
+    step_s: float
+    data_wait_s: float
+    exposed_s: float | None
+    phases: dict[str, float]
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What all ranks know after a meeting. `bad` is (step, rank, parameter) of the first loss that is no number."""
+class _RankReport:
+    """What one rank sends to the others."""
+
+    steps: tuple[_StepValues, ...]
+    bad: tuple[int, str] | None
+    signal: int
+    is_save_due: bool
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What all ranks know after an exchange. `bad` is (step, rank, parameter) of the first loss that is not finite."""
 
     rows: tuple[dict[str, Any], ...] = ()
     bad: tuple[int, int, str] | None = None
     signal: int = 0
-    wants_save: bool = False
+    is_save_due: bool = False
 
 
 @dataclass
 class Journal:
-    """Keeps this rank's notes until the ranks meet. `every` is agreed on: it follows from what all have heard."""
+    """Collects the steps of this rank until the next exchange. `every` (steps) is the same on all ranks."""
 
     world: World
-    wish: StopWish
+    request: StopRequest
     every: int = 1
-    _notes: list[StepNote] = field(default_factory=list)
+    _entries: list[StepEntry] = field(default_factory=list)
 
-    def note(self, note: StepNote) -> None:
-        if note.values.device.type == "cuda":
-            host = torch.empty_like(note.values, device="cpu", pin_memory=True)
-            note.values = host.copy_(note.values, non_blocking=True)
-        self._notes.append(note)
+    def add(self, entry: StepEntry) -> None:
+        import torch
+
+        if entry.values.device.type == "cuda":
+            host = torch.empty_like(entry.values, device="cpu", pin_memory=True)
+            entry.values = host.copy_(entry.values, non_blocking=True)
+        self._entries.append(entry)
 
     @property
     def is_due(self) -> bool:
-        """Whether the ranks meet now; the same on all of them."""
-        return len(self._notes) >= self.every
+        """Whether an exchange is due; the same on all ranks."""
+        return len(self._entries) >= self.every
 
-    def meet(self, wants_save: bool) -> Heard:
-        """Tell and hear. Rank 0's wish to save counts. Collective: every rank must call this."""
+    def exchange(self, is_save_due: bool) -> Exchange:
+        """Combine the steps of all ranks. For `is_save_due` rank 0 decides. Collective: call on every rank."""
+        import torch
+
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
-        notes, self._notes = self._notes, []
-        mine = self._tell(notes, wants_save)
-        told: list[_Told] = self.world.share(mine)
-        rows = tuple(_build_row(note, index, told) for index, note in enumerate(notes))
+        entries, self._entries = self._entries, []
+        reports: list[_RankReport] = self.world.share(self._build_report(entries, is_save_due))
+        rows = tuple(
+            _build_row(entry, [report.steps[index] for report in reports]) for index, entry in enumerate(entries)
+        )
         if rows:
             slowest_s = sum(row["step_s"] for row in rows) / len(rows)
-            self.every = max(1, min(_MOST_STEPS, int(_MEET_EVERY_S / max(slowest_s, 1e-6))))
-        bad = [(item.bad[0], rank, item.bad[1]) for rank, item in enumerate(told) if item.bad is not None]
-        return Heard(
+            self.every = max(1, min(_MAX_STEPS, int(_EXCHANGE_EVERY_S / max(slowest_s, 1e-6))))
+        bad = [(report.bad[0], rank, report.bad[1]) for rank, report in enumerate(reports) if report.bad is not None]
+        return Exchange(
             rows=rows,
             bad=min(bad) if bad else None,
-            signal=next((item.signal for item in told if item.signal), 0),
-            wants_save=told[0].wants_save,
+            signal=next((report.signal for report in reports if report.signal), 0),
+            is_save_due=reports[0].is_save_due,
         )
 
-    def _tell(self, notes: Sequence[StepNote], wants_save: bool) -> _Told:
-        rows, bad = [], None
-        for note in notes:
-            loss_sum, num_correct = note.values.tolist()
+    def _build_report(self, entries: Sequence[StepEntry], is_save_due: bool) -> _RankReport:
+        steps, bad = [], None
+        for entry in entries:
+            loss_sum, num_correct = entry.values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
-                bad = note.step, note.bad_parameter
-            rows.append((loss_sum, num_correct, note.lap.read()["step"], note.data_wait_s))
-        return _Told(
-            tuple(rows),
-            tuple(note.exposed_s for note in notes),
-            tuple(note.phases.read() for note in notes),
-            bad,
-            self.wish.number,
-            wants_save,
+                bad = entry.step, entry.bad_parameter
+            step_s = entry.lap.read()["step"]
+            steps.append(
+                _StepValues(loss_sum, num_correct, step_s, entry.data_wait_s, entry.exposed_s, entry.phases.read())
+            )
+        return _RankReport(tuple(steps), bad, self.request.number, is_save_due)
+
+
+def _build_row(entry: StepEntry, ranks: Sequence[_StepValues]) -> dict[str, Any]:
+    """One row of metrics: losses summed over ranks; times of the slowest rank; exposed communication on average."""
+    exposed = [rank.exposed_s for rank in ranks if rank.exposed_s is not None]
+    row: dict[str, Any] = {
+        "step": entry.step,
+        "epoch": entry.epoch,
+        "loss": sum(rank.loss_sum for rank in ranks) / entry.num_targets,
+        "accuracy": sum(rank.num_correct for rank in ranks) / entry.num_targets if entry.has_accuracy else None,
+        "samples": entry.num_samples,
+        "lr": entry.rate,
+        "step_s": max(rank.step_s for rank in ranks),
+        "exposed_comm_s": sum(exposed) / len(exposed) if exposed else None,
+        "data_wait_s": max(rank.data_wait_s for rank in ranks),
+    }
+    for phase in ranks[0].phases:
+        row[f"{phase}_s"] = max(rank.phases[phase] for rank in ranks)
+    return row
+
+
+class MetricsLog:
+    """A file of rows, one JSON object per line: `step`, an integer, and anything that JSON can write.
+
+    JSON has no nan and inf. Such a value is written as null, and its name goes into `not_finite`:
+    `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`. `load_metrics` restores it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Continue a file, or create one. The incomplete last line of a killed run is removed."""
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: the rows of one `append` reach the system in one write, and a kill loses none before it.
+            self._file = self.path.open("ab", buffering=0)
+            self._file.truncate(_count_whole_bytes(self.path.read_bytes()))
+        except OSError as error:
+            raise RecordError(f"cannot write {path}: {error.strerror}") from None
+
+    @classmethod
+    def resume(cls, path: str | Path, step: int) -> MetricsLog:
+        """Continue after this step: rows of later steps, which the run will repeat, are dropped."""
+        path = Path(path)
+        if path.exists():
+            rows = load_metrics(path)
+            kept = [row for row in rows if row["step"] <= step]
+            if len(kept) < len(rows):
+                _replace(path, _render(kept))
+        return cls(path)
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Write rows; they are in the file when this returns, even if the process is killed right after."""
+        data = memoryview(_render(rows))
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise RecordError(f"cannot write {self.path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a file in order. An incomplete last line, which a killed run leaves, is ignored."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+    rows = []
+    for number, line in enumerate(content[: _count_whole_bytes(content)].splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
+            if type(row["step"]) is not int:
+                raise TypeError(f"step {row['step']!r}")
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise RecordError(f"{path}, line {number} is no row with a step: {type(error).__name__} {error}") from None
+        rows.append(row)
+    return rows
+
+
+def _count_whole_bytes(content: bytes) -> int:
+    """The bytes of all complete lines."""
+    return content.rfind(b"\n") + 1
+
+
+def _render(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(_render_row(row) for row in rows)
+
+
+def _render_row(row: Mapping[str, Any]) -> bytes:
+    if type(row.get("step")) is not int or _NOT_FINITE in row:
+        raise ConfigError(f"a row of metrics has the keys {list(row)}: it needs an integer `step`, and no `not_finite`")
+    lost = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    plain = {**row, **dict.fromkeys(lost), **({_NOT_FINITE: lost} if lost else {})}
+    try:
+        return json.dumps(plain, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the row of metrics of step {row['step']} cannot be written as JSON: {error}") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RecordError(f"cannot write {path}: {error.strerror}") from None
+
+
+class EventsLog:
+    """The numbers of rows as scalars in TensorBoard's files; strings and empty values are left out."""
+
+    def __init__(self, folder: str | Path, after_step: int | None = None) -> None:
+        """With `after_step`, TensorBoard ignores what earlier files have of later steps."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(
+                "TensorBoard's files need the package tensorboard, which is not installed: "
+                "install paceline[tensorboard], or train without them"
+            ) from None
+        self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
+            str(folder), purge_step=None if after_step is None else after_step + 1
         )
 
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        for row in rows:
+            for name, value in row.items():
+                if name != "step" and type(value) in (int, float):
+                    self._writer.add_scalar(name, value, row["step"])
+        self._writer.flush()
 
-def _build_row(note: StepNote, index: int, told: Sequence[_Told]) -> dict[str, Any]:
-    """One line of metrics: losses summed over ranks; times of the rank that took longest; exposed on average."""
-    rows = [item.rows[index] for item in told]
-    exposed = [item.exposed[index] for item in told]
-    known = [value for value in exposed if value is not None]
-    row: dict[str, Any] = {
-        "step": note.step,
-        "epoch": note.epoch,
-        "loss": sum(row[0] for row in rows) / note.num_targets,
-        "accuracy": sum(row[1] for row in rows) / note.num_targets if note.has_accuracy else None,
-        "samples": note.num_samples,
-        "lr": note.rate,
-        "step_s": max(row[2] for row in rows),
-        "exposed_comm_s": sum(known) / len(known) if known else None,
-        "data_wait_s": max(row[3] for row in rows),
-    }
-    for phase in told[0].phases[index]:
-        row[f"{phase}_s"] = max(item.phases[index][phase] for item in told)
-    return row
+    def close(self) -> None:
+        self._writer.close()
+
+    def __enter__(self) -> EventsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

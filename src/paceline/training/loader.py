@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.workloads.data import Batch
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
-from paceline.workloads.forms import Batch
-
-__all__ = ["LoadedBatch", "Window", "load_windows"]
 
 # How many windows wait, ready, on a GPU.
 _AHEAD = 2

@@ -1,6 +1,6 @@
 """Recipes for large batches: what each changes in the settings of a run, by name. Imports no torch.
 
-Training by them is in `trainer` and in studies; what they did is in `records.recipes`.
+Training by them is in `loop` and in studies; what they did is in `records.recipes`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from paceline.errors import ConfigError
 from paceline.training.schedules import scale_rate
 from paceline.training.settings import TrainSettings
-
-__all__ = ["NO_RECIPE", "SWITCHES", "Recipe", "share_batch"]
 
 NO_RECIPE = "none"
 _TRUST = 0.02

@@ -1,21 +1,22 @@
-"""Learning rates as pure functions of the step: nothing to save, so a resumed run cannot differ.
+"""Learning rates and global batches as pure functions of the step: nothing to save, so a resumed run cannot differ.
 
-What applies them in `paceline train` is in `step`. Optimizers do not belong here, and torch is not imported.
+Imports no torch. What applies them in `paceline train` is in `step` and `loop`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-__all__ = ["SCALING_RULES", "SCHEDULES", "Schedule", "check_drops", "correct_momentum", "scale_rate"]
 
 SCHEDULES = ("constant", "cosine", "linear", "piecewise")
 SCALING_RULES = ("none", "linear", "sqrt")
@@ -32,30 +33,25 @@ def check_drops(drops: tuple[float, ...], name: str = "drops") -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A learning rate that climbs linearly over `warmup_steps`, from `warmup_start` to `peak`, and then has a shape.
+    """A learning rate that climbs linearly to `peak` over `warmup_steps`, and then has a shape.
 
-    It stays (constant), falls to 0 at `num_steps` (cosine, linear), or is multiplied by `drop_factor` at each of
-    `drops`, which are shares of all `num_steps`, the warm-up's included (piecewise).
+    It stays (constant), falls to 0 at `num_steps` (cosine, linear), or is divided by 10 at each of `drops`, which are
+    shares of all `num_steps`, those of the warm-up included (piecewise).
     """
 
     shape: str
     peak: float
     num_steps: int
     warmup_steps: int = 0
-    warmup_start: float = 0.0
     drops: tuple[float, ...] = ()
-    drop_factor: float = 0.1
 
     def __post_init__(self) -> None:
         if self.shape not in SCHEDULES:
             raise ConfigError(f"unknown schedule {self.shape!r}: known are {', '.join(SCHEDULES)}")
-        for name, rate in (("peak", self.peak), ("warmup_start", self.warmup_start)):
-            if not math.isfinite(rate) or rate < 0:
-                raise ConfigError(f"{name} {rate}: a finite number from 0 is needed")
+        if not math.isfinite(self.peak) or self.peak < 0:
+            raise ConfigError(f"peak {self.peak}: a finite number from 0 is needed")
         if self.num_steps < 1 or self.warmup_steps < 0:
             raise ConfigError(f"{self.num_steps} steps, {self.warmup_steps} of warm-up: at least 1 and 0 are needed")
-        if not 0 < self.drop_factor < 1:
-            raise ConfigError(f"drop_factor {self.drop_factor}: a number between 0 and 1 is needed")
         if bool(self.drops) != (self.shape == "piecewise"):
             raise ConfigError(
                 f"schedule {self.shape} with drops {self.drops}: drops belong to piecewise, which needs them"
@@ -70,12 +66,12 @@ class Schedule:
     def rate(self, step: int) -> float:
         """The learning rate of a step; steps count from 0."""
         if step < self.warmup_steps:
-            return self.warmup_start + (self.peak - self.warmup_start) * (step + 1) / self.warmup_steps
+            return self.peak * (step + 1) / self.warmup_steps
         if self.shape == "constant":
             return self.peak
         if self.shape == "piecewise":
             # The quotient is rounded once, as a share that was typed is: 0.55 of 100 steps is step 55, not 56.
-            return self.peak * self.drop_factor ** sum(step / self.num_steps >= drop for drop in self.drops)
+            return self.peak * 0.1 ** sum(step / self.num_steps >= drop for drop in self.drops)
         length = max(1, self.num_steps - self.warmup_steps)
         share = min(1.0, (step - self.warmup_steps) / length)
         if self.shape == "linear":
@@ -108,14 +104,142 @@ def scale_rate(rate: float, batch_size: int, base_batch_size: int, rule: str) ->
     return rate * (factor if rule == "linear" else math.sqrt(factor))
 
 
-def correct_momentum(optimizer: Optimizer, factor: float) -> None:
-    """Multiply the velocities of an optimizer that keeps the rate inside of them, when its rate changes by `factor`.
+# How a rank takes its share of a grown batch: in more micro-batches, or in larger ones.
+GROWS = ("accumulate", "batch-size")
 
-    Such a velocity is v = momentum * v + lr * g, and it still holds the old rate (Goyal 2017). The SGD of torch and our
-    LARS have u = momentum * u + g and multiply by the rate afterwards: they need no correction, and it would harm.
+Growths = tuple[tuple[float, int], ...]
+
+
+def parse_growths(text: str) -> Growths:
+    """What was typed, as in `0.5:4,0.75:16`: from that share of the run on, so many times the first batch."""
+    growths = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d*\.?\d+)\s*:\s*(\d+)\s*", part, re.ASCII)
+        if match is None:
+            raise ConfigError(
+                f"--batch-growth {text!r} is not understood at {part!r}: use SHARE:FACTOR, as in 0.5:4,0.75:16"
+            )
+        growths.append((float(match[1]), int(match[2])))
+    check_growths(tuple(growths))
+    return tuple(growths)
+
+
+def format_growths(growths: Growths) -> str:
+    """As it is typed; `none` where the batch stays."""
+    return ",".join(f"{share}:{factor}" for share, factor in growths) or "none"
+
+
+def check_growths(growths: Growths) -> None:
+    """Refuse growths that are none: shares are inside of the run and rise, and so do factors, from 2."""
+    last_share, last_factor = 0.0, 1
+    for share, factor in growths:
+        flag = f"--batch-growth {format_growths(growths)}:"
+        if not 0 < share < 1:
+            raise ConfigError(f"{flag} {share} is no share of the run; above 0 and below 1 is needed")
+        if isinstance(factor, bool) or not isinstance(factor, int):
+            raise ConfigError(f"{flag} {factor!r} is no factor; a whole number is needed, so that ranks can share")
+        if share <= last_share:
+            raise ConfigError(f"{flag} {share} comes after {last_share}; each share has to be larger than the last")
+        if factor <= last_factor:
+            raise ConfigError(
+                f"{flag} {factor} times the first batch comes after {last_factor} times; each has to be larger"
+            )
+        last_share, last_factor = share, factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSchedule:
+    """The global batches of a run of `epochs` over `num_samples` each.
+
+    The batch grows at the first step that begins at or after a share of all samples of all epochs, inside of an epoch
+    too. An epoch begins where the last one ended, in samples, whatever `tail` made of its last window.
     """
-    if not math.isfinite(factor) or factor < 0:
-        raise ConfigError(f"factor {factor}: a finite number from 0 is needed")
-    for state in optimizer.state.values():
-        if state.get("momentum_buffer") is not None:
-            state["momentum_buffer"].mul_(factor)
+
+    global_batch_size: int
+    num_samples: int
+    epochs: int
+    growths: Growths = ()
+    tail: str = "keep"
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1 or self.num_samples < 1 or self.epochs < 1:
+            raise ConfigError(
+                f"{self.epochs} epochs of {self.num_samples} samples in global batches of {self.global_batch_size}: "
+                "at least 1 of each is needed"
+            )
+        check_growths(self.growths)
+
+    @cached_property
+    def marks(self) -> tuple[tuple[int, int], ...]:
+        """Each growth as (the sample of the run from which on a step has it, its global batch)."""
+        total = self.epochs * self.num_samples
+        # As it was typed: 0.1 of 30 samples is 3, and what a float makes of it is a little more.
+        return tuple(
+            (math.ceil(Fraction(repr(float(share))) * total), factor * self.global_batch_size)
+            for share, factor in self.growths
+        )
+
+    def size_at(self, epoch: int, offset: int) -> int:
+        """The global batch of a step that begins so many samples into the epoch."""
+        place = epoch * self.num_samples + offset
+        return max((size for start, size in self.marks if start <= place), default=self.global_batch_size)
+
+    def _spans(self, epoch: int) -> list[tuple[int, int]]:
+        """The epoch's windows in groups of one size, as (how many, size). The last window may pass the epoch's end."""
+        spans, offset, begin = [], 0, epoch * self.num_samples
+        while offset < self.num_samples:
+            size = self.size_at(epoch, offset)
+            ahead = (start - begin for start, _ in self.marks if start - begin > offset)
+            until = min(self.num_samples, next(ahead, self.num_samples))
+            count = -(-(until - offset) // size)
+            spans.append((count, size))
+            offset += count * size
+        return spans
+
+    def window_sizes(self, epoch: int) -> tuple[int, ...]:
+        """The size of every window that begins in the epoch; the last is what it would be if samples sufficed."""
+        return tuple(size for count, size in self._spans(epoch) for _ in range(count))
+
+    def window_starts(self, epoch: int) -> tuple[int, ...]:
+        """Where each of them begins, in samples of the epoch."""
+        return tuple(itertools.accumulate(self.window_sizes(epoch)[:-1], initial=0))
+
+    def count_steps(self, epoch: int) -> int:
+        spans = self._spans(epoch)
+        is_short = sum(count * size for count, size in spans) > self.num_samples
+        return sum(count for count, _ in spans) - (is_short and self.tail == "drop")
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Of the whole run."""
+        if not self.growths:
+            return self.epochs * self.count_steps(0)
+        return sum(self.count_steps(epoch) for epoch in range(self.epochs))
+
+    @cached_property
+    def growth_steps(self) -> tuple[int | None, ...]:
+        """The first step of each growth, counted from 0; None for one that no step has."""
+        first: dict[int, int] = {}
+        step = 0
+        for epoch in range(self.epochs if self.growths else 0):
+            left = self.count_steps(epoch)
+            for count, size in self._spans(epoch):
+                if left:
+                    first.setdefault(size, step)
+                step, left = step + min(count, left), left - min(count, left)
+        return tuple(first.get(size) for _, size in self.marks)
+
+    def check(self) -> None:
+        """Refuse growths that this data cannot have, rather than train without them."""
+        for (share, factor), (_, size), step in zip(self.growths, self.marks, self.growth_steps, strict=True):
+            flag = f"--batch-growth {format_growths(self.growths)}:"
+            if size > self.num_samples:
+                raise ConfigError(
+                    f"{flag} {factor} times the global batch of {self.global_batch_size} is more than the "
+                    f"{self.num_samples} samples of an epoch; use a smaller factor, or more samples"
+                )
+            if step is None:
+                raise ConfigError(
+                    f"{flag} of {self.epochs * self.num_samples} samples in all, no step has the growth at {share}: it "
+                    "comes after the last step begins, or the next growth takes its place; move it, or leave it out"
+                )

@@ -1,6 +1,6 @@
-"""What a training run is asked to do, checked before any rank starts. Imports no torch.
+"""What a training run does: its settings, checked before any rank starts. Imports no torch.
 
-What follows from a setting (batches, cadence of saves) is computed here, once; what is done with it is in `trainer`.
+What follows from a setting (batches, cadence of saves, the request for data) is computed here, once.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError
-from paceline.training.batch_schedules import GROWS, Growths, check_growths, format_growths
-from paceline.training.schedules import SCHEDULES, check_drops
+from paceline.errors import ConfigError, PacelineError
+from paceline.plan import Plan
+from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_number_of
-
-__all__ = ["OPTIMIZERS", "PRECISIONS", "TAILS", "WRAPPERS", "Batches", "SaveEvery", "TrainSettings", "settle_batches"]
+from paceline.workloads.data import TAILS
+from paceline.workloads.data.sources import DataRequest, check_request, parse_data
+from paceline.workloads.registry import ModelOptions, check_model
 
 WRAPPERS = ("paceline", "torch", "none", "dp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("sgd", "adamw", "lars", "lamb")
-TAILS = ("keep", "drop", "pad")
 DEFAULT_BATCH_SIZE = 32
 
 
@@ -250,3 +252,45 @@ class TrainSettings:
                 values[name] = tuple(values[name])
         values["batch_growth"] = tuple((share, factor) for share, factor in values.get("batch_growth", ()))
         return cls(**values)
+
+
+def build_data_request(settings: TrainSettings) -> DataRequest:
+    name, path = parse_data(settings.data)
+    return DataRequest(
+        name=name,
+        path=path,
+        context=settings.context,
+        tokenizer=settings.tokenizer,
+        samples=settings.samples,
+        seed=settings.seed,
+        augment=settings.augment,
+        cutout=settings.cutout,
+    )
+
+
+def build_model_options(settings: TrainSettings) -> ModelOptions:
+    return ModelOptions(channels=settings.channels, hidden=settings.hidden, dropout=settings.dropout)
+
+
+def check_requests(settings: TrainSettings) -> None:
+    """Refuse an unknown model, unknown data, or files that are not there, before any rank starts."""
+    check_model(settings.model, build_model_options(settings))
+    check_request(build_data_request(settings))
+    if settings.plan is not None:
+        load_plan(Path(settings.plan))
+
+
+def takes_cap_lists() -> bool:
+    """Whether the installed torch can give its wrapper a cap for each bucket; asked without importing it."""
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan in a file; ConfigError says what is wrong with it."""
+    try:
+        return Plan.from_json(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--plan {path}: {error.strerror}; give the file of a plan") from None
+    except (PacelineError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--plan {path}: {error}") from None

@@ -1,34 +1,124 @@
-"""One training step, top to bottom: micro-batches, the loss by weight, synchronisation on the last, the update.
+"""One training step, top to bottom: forward, backward and optimizer, each a phase on a clock.
 
-Where the micro-batches come from is in `loader`; what happens between steps is in `trainer`.
+Where the micro-batches come from is in `loader`; what happens between steps is in `loop`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from paceline.parallel import SyncBatchNorm
 from paceline.training.loader import LoadedBatch
-from paceline.training.phases import Phases
-from paceline.workloads.forms import Batch, DataForm
-from paceline.workloads.losses import compute_outcome
-
-__all__ = ["Learner", "StepOutcome", "find_bad_parameter", "take_step"]
+from paceline.workloads.data import Batch, DataForm
+from paceline.workloads.models import Outcome, compute_outcome
 
 _OVER_RANKS = (SyncBatchNorm, nn.SyncBatchNorm)
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class PhaseTimes:
+    """Seconds of each phase of one step; a phase that occurs several times is added up."""
+
+    def __init__(self, moments: Sequence[tuple[str, Any]] = ()) -> None:
+        self._moments = moments
+
+    def read(self) -> dict[str, float]:
+        """On a GPU the step must have finished: this reads events and does not wait for them."""
+        seconds: dict[str, float] = {}
+        for (phase, begin), (_, end) in itertools.pairwise(self._moments):
+            took_s = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+            seconds[phase] = seconds.get(phase, 0.0) + took_s
+        return seconds
+
+
+class Phases(Protocol):
+    """Receives the begin of each phase of a step (`forward`, `backward` with its waits, `optimizer`), and its end."""
+
+    def enter(self, phase: str) -> None: ...
+
+    def end(self) -> PhaseTimes: ...
+
+
+class NoPhases:
+    """Times nothing."""
+
+    def enter(self, phase: str) -> None:
+        pass
+
+    def end(self) -> PhaseTimes:
+        return PhaseTimes()
+
+
+class PhaseClock:
+    """Records when each phase begins, on the host's clock or by events on a GPU, without waiting for the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._moments: list[tuple[str, Any]] = []
+
+    def enter(self, phase: str) -> None:
+        if not self._on_gpu:
+            self._moments.append((phase, time.perf_counter()))
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._moments.append((phase, event))
+
+    def end(self) -> PhaseTimes:
+        self.enter("end")
+        moments, self._moments = self._moments, []
+        return PhaseTimes(moments)
+
+
+class StepClock:
+    """The time from step to step. On a GPU it is the device's: the host may be steps ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._clock = PhaseClock(device)
+
+    def start(self) -> None:
+        """The next step begins now, and not where the last one ended."""
+        self._clock.end()
+        self._clock.enter("step")
+
+    def lap(self) -> PhaseTimes:
+        """The step that ends now, as `step`; the next one begins."""
+        times = self._clock.end()
+        self._clock.enter("step")
+        return times
+
+
+@contextlib.contextmanager
+def settled_kernels(device: torch.device, precision: str) -> Iterator[None]:
+    """Turn oneDNN off where the CPU does not support this precision with it, and restore it afterwards.
+
+    Otherwise torch tries, prints a page, and turns it off for the rest of the process: in the middle of the first step,
+    so that a resumed run would compute its first step by other kernels than an uninterrupted one.
+    """
+    supports = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
+    if device.type != "cpu" or precision not in supports or getattr(torch.ops.mkldnn, supports[precision])():
+        yield
+        return
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 @dataclass
 class Learner:
-    """All that learns on one rank: the model in its wrapper, its optimizer, and how a step treats them."""
+    """What learns on one rank: the model in its wrapper, its optimizer, and the three phases of a step on them."""
 
     model: nn.Module
     module: nn.Module
@@ -45,15 +135,8 @@ class Learner:
     def parameters(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
 
-    def fill(self, loaded: LoadedBatch) -> Batch:
-        """What is computed in a place that no sample of this rank has: one that does not count or, before layers that
-        normalise over all ranks and would count it, none."""
-        if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
-            return loaded.batch
-        return loaded.batch.first(0)
-
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Backwards inside stay on this rank."""
+        """Inside, gradients of a backward pass stay on this rank."""
         manager = getattr(self.model, "no_sync", None)
         return manager() if manager is not None else contextlib.nullcontext()
 
@@ -61,6 +144,37 @@ class Learner:
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=_AUTOCAST[self.precision])
+
+    def forward(self, loaded: LoadedBatch, num_targets: int) -> tuple[torch.Tensor, Outcome]:
+        """The loss of a micro-batch as its part of a global batch of `num_targets`, and what it was made from.
+
+        The wrapper averages over ranks, which the factor `world_size` undoes.
+        """
+        with self.autocast():
+            outcome = compute_outcome(self.model, self._fill(loaded), self.form, label_smoothing=self.label_smoothing)
+        weight = 1.0 if loaded.num_counted else 0.0
+        return outcome.loss_sum * (weight * self.world_size / num_targets), outcome
+
+    def _fill(self, loaded: LoadedBatch) -> Batch:
+        """What is computed where a rank has no sample: one that does not count or, before layers that normalise over
+        all ranks and would count it, none."""
+        if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
+            return loaded.batch
+        return loaded.batch.first(0)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def update(self, rate: float) -> None:
+        """Apply the averaged gradients at this learning rate, and drop them."""
+        if self.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 @dataclass
@@ -79,60 +193,74 @@ def take_step(
     """Learn from this rank's micro-batches of one global batch, which has `num_targets` targets over all ranks.
 
     Each loss is a sum, divided by the targets of the whole global batch: so micro-batches, ranks and a short tail count
-    by what they hold, and their gradients add up to the gradient of one big batch. The wrapper averages over ranks,
-    which the factor `world_size` undoes. Gradients travel once, behind the last micro-batch.
-    Collective: every rank must call this, with the same number of micro-batches.
+    by what they hold, and their gradients add up to the gradient of one big batch. Gradients are sent once, with the
+    last micro-batch. Collective: call on every rank, with the same number of micro-batches.
     """
-    # A rank whose part of a short tail is empty has 0 right, which is not the same as no accuracy.
+    # A rank whose part of a short tail is empty has 0 correct, which is not the same as no accuracy.
     correct = torch.zeros((), dtype=torch.int64, device=learner.device) if learner.form.num_classes else None
     total = StepOutcome(torch.zeros((), device=learner.device), correct, 0)
     for number, loaded in enumerate(window):
         is_last = number == len(window) - 1
         with contextlib.nullcontext() if is_last else learner.no_sync():
             phases.enter("forward")
-            with learner.autocast():
-                outcome = compute_outcome(
-                    learner.model, learner.fill(loaded), learner.form, label_smoothing=learner.label_smoothing
-                )
-            weight = 1.0 if loaded.num_counted else 0.0
-            loss = outcome.loss_sum * (weight * learner.world_size / num_targets)
+            loss, outcome = learner.forward(loaded, num_targets)
             phases.enter("backward")
-            learner.scaler.scale(loss).backward()
-        _add(total, outcome.loss_sum.detach(), outcome.num_correct, loaded.num_counted)
+            learner.backward(loss)
+        if loaded.num_counted:
+            total.loss_sum = total.loss_sum + outcome.loss_sum.detach()
+            total.num_samples += loaded.num_counted
+            if outcome.num_correct is not None and total.num_correct is not None:
+                total.num_correct = total.num_correct + outcome.num_correct
     if learner.device.type == "cpu" and not math.isfinite(total.loss_sum.item()):
         total.bad_parameter = find_bad_parameter(learner.module)
     phases.enter("optimizer")
-    update(learner, rate)
+    learner.update(rate)
     return total
 
 
-def _add(total: StepOutcome, loss_sum: torch.Tensor, num_correct: torch.Tensor | None, num_counted: int) -> None:
-    """Count a micro-batch; one that only fills a place counts for nothing."""
-    if num_counted == 0:
-        return
-    total.loss_sum = total.loss_sum + loss_sum
-    total.num_samples += num_counted
-    if num_correct is not None and total.num_correct is not None:
-        total.num_correct = total.num_correct + num_correct
+@dataclass
+class OwnStep:
+    """A step of a user's own module and loop: `function(model)` runs forward and backward, and perhaps an optimizer.
 
+    It may use any inputs, losses and optimizers, and several micro-batches. Called with a clock, it enters the same
+    phases as `take_step`: `backward` while `backward()` runs, `optimizer` after it until the model is called again,
+    `forward` otherwise. Put another wrapper into `model` to step through the same function with it.
+    """
 
-def update(learner: Learner, rate: float) -> None:
-    """Apply the averaged gradients at this learning rate, and forget them."""
-    if learner.clip is not None:
-        learner.scaler.unscale_(learner.optimizer)
-        torch.nn.utils.clip_grad_norm_(learner.parameters, learner.clip)
-    for group in learner.optimizer.param_groups:
-        group["lr"] = rate
-    learner.scaler.step(learner.optimizer)
-    learner.scaler.update()
-    learner.optimizer.zero_grad(set_to_none=True)
+    model: nn.Module
+    function: Callable[[nn.Module], Any]
+
+    def __call__(self, phases: Phases) -> Any:
+        run_backward, is_forward = torch.autograd.backward, True
+
+        def enter_forward(*_: Any) -> None:
+            nonlocal is_forward
+            if not is_forward:
+                phases.enter("forward")
+                is_forward = True
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            nonlocal is_forward
+            phases.enter("backward")
+            run_backward(*args, **kwargs)
+            phases.enter("optimizer")
+            is_forward = False
+
+        hook = self.model.register_forward_pre_hook(enter_forward)
+        phases.enter("forward")
+        torch.autograd.backward = backward  # `Tensor.backward` looks it up when it is called
+        try:
+            return self.function(self.model)
+        finally:
+            torch.autograd.backward = run_backward
+            hook.remove()
 
 
 def find_bad_parameter(module: nn.Module) -> str:
     """The first parameter or buffer of the model that is not finite; else the first whose gradient is not."""
     floating = (pair for pair in module.named_buffers() if pair[1].is_floating_point() and pair[1].numel())
     named = [*module.named_parameters(), *floating]
-    # One pass over all, and one answer to wait for on a GPU.
+    # One pass over all, and one wait for a GPU.
     norms = torch._foreach_norm([param.detach() for _, param in named], ord=float("inf"))
     finite = torch.isfinite(torch.stack([norm.float() for norm in norms])).tolist()
     for (name, _), is_finite in zip(named, finite, strict=True):

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
-from paceline.workloads.forms import DataForm
+from paceline.workloads.data import DataForm
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["build_hf", "check_source", "describe_weights", "read_limits"]
 
 # One folder for each configuration that Paceline brings, named as its model with -- for the slash.
 _KEPT = Path(__file__).parent / "configs"

@@ -1,18 +1,19 @@
-"""Small models made of a few layers, in plain torch: linear layers and convolutions.
-
-Their names are in `choose`, the sizes that benchmarks use in `catalog`; `resnet` and `gpt2` have files of their own.
-"""
+"""The models that Paceline brings, in plain torch, with their loss and their blocks."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError
-
-__all__ = ["build_cnn", "build_linear", "build_mlp", "build_tiny"]
+from paceline.workloads.data import IGNORED, Batch, DataForm
 
 
 def build_linear(shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -82,3 +83,311 @@ def build_tiny(num_parameters: int, width: int = 8) -> nn.Module:
     """So many parameters (a weight and a bias for each layer) of next to no size: what is left is the host's time."""
     depth = num_parameters // 2
     return nn.Sequential(*(_Residual(width, depth) for _ in range(depth)))
+
+
+class _BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions with BatchNorm, and the way around them."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or channels_in != channels:
+            conv = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return F.relu(y + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 (He 2016) behind a stem that makes 64 channels of an image."""
+
+    def __init__(self, stem: nn.Module, num_classes: int) -> None:
+        super().__init__()
+        self.stem = stem
+        blocks: list[nn.Module] = []
+        channels_in = 64
+        for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            blocks += [_BasicBlock(channels_in, channels, stride), _BasicBlock(channels, channels, 1)]
+            channels_in = channels
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(channels_in, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = self.blocks(self.stem(images)).mean(dim=(2, 3))
+        logits: torch.Tensor = self.head(features)
+        return logits
+
+
+def build_resnet18(channels: int = 3, num_classes: int = 10) -> nn.Module:
+    """For 32 x 32 images: a 3 x 3 stem that keeps their size."""
+    conv = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    return ResNet18(nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU()), num_classes)
+
+
+def build_resnet18_imagenet(channels: int = 3, num_classes: int = 1000) -> nn.Module:
+    """For 224 x 224 images: a 7 x 7 stem and a pooling that divide their sides by 4."""
+    conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+    pool = nn.MaxPool2d(3, stride=2, padding=1)
+    return ResNet18(nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU(), pool), num_classes)
+
+
+class _Attention(nn.Module):
+    """Causal self-attention with one matrix for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        mixed: torch.Tensor = self.project(y.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class _Block(nn.Module):
+    """LayerNorm before attention, LayerNorm before the MLP, each added to what came in."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = _Attention(width, heads, dropout)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop(self.attention(self.norm1(x)))
+        added: torch.Tensor = self.drop(self.mlp(self.norm2(x)))
+        return x + added
+
+
+class GPT2(nn.Module):
+    """GPT-2 (Radford 2019): learned positions, and a head tied to the embedding. No dropout unless asked, so that steps
+    repeat. With `num_classes` a linear layer on the last token of each sequence takes the place of the tied head.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        width: int,
+        heads: int,
+        vocabulary: int = 50257,
+        context: int = 1024,
+        num_classes: int = 0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(_Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.classes = nn.Linear(width, num_classes, bias=False) if num_classes else None
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # What writes into the residual stream starts smaller, for there are 2 x layers of it.
+                into_stream = name.endswith(("project.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_stream else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits: of every next token, or of the classes.
+
+        The mask is 1 on tokens and 0 on padding, which must be behind them: no token looks ahead, so none sees it.
+        """
+        length, context = ids.shape[1], self.positions.num_embeddings
+        if length > context:
+            # On a GPU the lookup itself would fail without a word of where or why.
+            raise ConfigError(
+                f"a sequence of {length} tokens: this model has {context} positions, use a context of those"
+            )
+        x = self.drop(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
+        for block in self.blocks:
+            x = block(x)
+        if self.classes is None:
+            return F.linear(self.norm(x), self.tokens.weight)
+        if attention_mask is None:
+            x = x[:, -1]
+        else:
+            places = torch.arange(length, device=ids.device)
+            last = (attention_mask * places).argmax(dim=1)
+            x = x[torch.arange(len(x), device=x.device), last]
+        logits: torch.Tensor = self.classes(self.norm(x))
+        return logits
+
+
+# Parts of a parameter's name here, and in the files that Hugging Face distributes.
+_NAMES = (
+    (r"^tokens\.", "wte."),
+    (r"^positions\.", "wpe."),
+    (r"^blocks\.", "h."),
+    (r"^norm\.", "ln_f."),
+    (r"\.norm1\.", ".ln_1."),
+    (r"\.norm2\.", ".ln_2."),
+    (r"\.attention\.qkv\.", ".attn.c_attn."),
+    (r"\.attention\.project\.", ".attn.c_proj."),
+    (r"\.mlp\.0\.", ".mlp.c_fc."),
+    (r"\.mlp\.2\.", ".mlp.c_proj."),
+)
+_TRANSPOSED = re.compile(r"\.c_(attn|proj|fc)\.weight$")
+
+
+def _rename(name: str) -> str:
+    for here, there in _NAMES:
+        name = re.sub(here, there, name)
+    return "score.weight" if name == "classes.weight" else f"transformer.{name}"
+
+
+def export_state(module: GPT2) -> dict[str, torch.Tensor]:
+    """The parameters under the names, and with the transposed matrices, of `transformers`' GPT-2."""
+    state = {_rename(name): tensor.detach() for name, tensor in module.named_parameters()}
+    return {name: tensor.t() if _TRANSPOSED.search(name) else tensor for name, tensor in state.items()}
+
+
+def import_state(module: GPT2, state: dict[str, torch.Tensor]) -> None:
+    """Fill the module from the parameters of `transformers`' GPT-2, with or without their prefix `transformer.`."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            there = _rename(name)
+            found = state.get(there, state.get(there.removeprefix("transformer.")))
+            if found is not None and _TRANSPOSED.search(there):
+                found = found.t()
+            if found is None or found.shape != parameter.shape:
+                what = "missing" if found is None else f"of shape {tuple(found.shape)}"
+                raise ConfigError(f"weight {there} is {what}: this model needs it of shape {tuple(parameter.shape)}")
+            parameter.copy_(found)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The loss summed over the targets of a batch, and how many of them were predicted (None where numbers are)."""
+
+    loss_sum: torch.Tensor
+    num_correct: torch.Tensor | None
+
+
+def compute_outcome(
+    model: Callable[..., Any], batch: Batch, form: DataForm, *, label_smoothing: float = 0.0
+) -> Outcome:
+    """Cross-entropy where there are classes, squared error where numbers are predicted; summed, in float32.
+
+    `label_smoothing` is the share of a target that is spread evenly over all classes.
+    """
+    output = model(batch.inputs) if batch.mask is None else model(batch.inputs, attention_mask=batch.mask)
+    predicted = getattr(output, "logits", output)
+    if not isinstance(predicted, torch.Tensor):
+        raise ConfigError(
+            f"the model returned {type(predicted).__name__}: it must return a tensor, or an object with `logits`"
+        )
+    if form.num_classes == 0:
+        if predicted.numel() != batch.targets.numel():
+            raise ConfigError(
+                f"the model returned the shape {tuple(predicted.shape)} for {len(batch)} numbers: ({len(batch)}, 1) "
+                "is needed"
+            )
+        errors = predicted.float().reshape(-1) - batch.targets.reshape(-1)
+        return Outcome((errors * errors).sum(), None)
+    classes = predicted.shape[-1] if predicted.dim() else 0
+    if classes == 0 or predicted.numel() != batch.targets.numel() * classes or classes < form.num_classes:
+        needed = (*batch.targets.shape, form.num_classes)
+        raise ConfigError(
+            f"the model returned the shape {tuple(predicted.shape)} for targets of shape {tuple(batch.targets.shape)} "
+            f"and {form.num_classes} classes: {needed} is needed"
+        )
+    logits, targets = predicted.reshape(-1, classes), batch.targets.reshape(-1)
+    loss = F.cross_entropy(
+        logits.float(), targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
+    )
+    return Outcome(loss, (logits.detach().argmax(dim=-1) == targets).sum())
+
+
+def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks in the order of definition, by name; each can be called, holds parameters, and is there once.
+
+    A module that holds a stack (several layers that have parts of their own, in a list or in sequence) is taken apart;
+    the layers of a stack are blocks. What has no parameters, such as an activation, is none,
+    unless it is all there is.
+    """
+    prefix = ""
+    # A module that only holds another, as a wrapper does, says nothing about its blocks.
+    while len(inner := _trained_children(module)) == 1 and not _owns_parameters(module):
+        name, module = inner[0]
+        prefix += f"{name}."
+    seen: set[int] = set()
+    blocks = []
+    for name, block in list(_walk(module)) or [("", module)]:
+        if id(block) not in seen:
+            seen.add(id(block))
+            blocks.append(((prefix + name).rstrip("."), block))
+    return blocks
+
+
+def assign_parameters(module: nn.Module) -> dict[str, str]:
+    """The name of the block that each parameter belongs to, for all names of `named_parameters()`.
+
+    A tied parameter belongs to the first block that has it. One that a module above the blocks owns itself belongs to
+    the first block in that module.
+    """
+    blocks = find_blocks(module)
+    owners: dict[int, str] = {}
+    for name, block in blocks:
+        for parameter in block.parameters():
+            owners.setdefault(id(parameter), name)
+    assigned = {}
+    for name, parameter in module.named_parameters():
+        owner = owners.get(id(parameter))
+        if owner is None:
+            above = name.rpartition(".")[0]
+            inside = [block for block, _ in blocks if not above or block == above or block.startswith(f"{above}.")]
+            owner = (inside or [blocks[0][0]])[0]
+        assigned[name] = owner
+    return assigned
+
+
+def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    children = _trained_children(module)
+    classes = [type(child) for _, child in children]
+    for name, child in children:
+        # Part of a list, or one of several alike: a layer whatever it holds (a mixture of experts holds a list).
+        alike = classes.count(type(child)) if isinstance(module, nn.Sequential) else 1
+        is_layer = not isinstance(child, _LISTS) and (isinstance(module, nn.ModuleList | nn.ModuleDict) or alike > 1)
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) or (not is_layer and _holds_stack(child)):
+            for inner, block in _walk(child):
+                yield f"{name}.{inner}", block
+        else:
+            yield name, child
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def _trained_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _holds_stack(module: nn.Module) -> bool:
+    """Whether the module is a stack, or has one somewhere inside."""
+    return any(
+        isinstance(part, _LISTS) and _count_layers(part) > isinstance(part, nn.Sequential) for part in module.modules()
+    )
+
+
+def _count_layers(module: nn.Module) -> int:
+    """How many parts of the list have parts of their own."""
+    return sum(bool(_trained_children(child)) for _, child in _trained_children(module))

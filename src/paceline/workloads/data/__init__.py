@@ -1,4 +1,72 @@
-"""Data sets: what can be asked for, readers of the files as distributed, synthetic sets, and who takes which sample.
+"""Data as a model sees it: the form of a data set, and one batch of it.
 
-Importing this package does not import torch: `requests` is what a command needs to refuse a request early.
+Loads without torch. `sources` finds files, `formats` reads them, `sets` holds the samples, `sharding` shares them out.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+KINDS = ("images", "numbers", "pairs", "tokens")
+# A target of this value counts neither in the loss nor in the accuracy, as in torch's cross-entropy.
+IGNORED = -100
+# What becomes of the last global batch of an epoch when it is not full.
+TAILS = ("keep", "drop", "pad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataForm:
+    """What a model must take and give to be trained on a data set.
+
+    `images`: inputs (batch, channels, height, width), a class each. `numbers`: inputs (batch, features), one number to
+    be predicted. `tokens`: inputs (batch, context) of ids, the next id for each. `pairs`: the same inputs with a mask,
+    padded behind to the longest of the batch, and a class for each pair. `num_classes` is 0 for numbers.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    num_classes: int
+    vocabulary: int = 0
+    pad: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"unknown kind of data {self.kind!r}: known are {', '.join(KINDS)}")
+
+    @property
+    def targets_per_sample(self) -> int:
+        """How many targets one sample has: what a loss is averaged over."""
+        return self.shape[0] if self.kind == "tokens" else 1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one rank: inputs, targets and, where sequences are padded, a mask that is 1 on tokens.
+
+    A model is called as `model(inputs)`, or `model(inputs, attention_mask=mask)` where there is a mask.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    mask: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def first(self, num_samples: int) -> Batch:
+        """The first so many samples."""
+        mask = None if self.mask is None else self.mask[:num_samples]
+        return Batch(self.inputs[:num_samples], self.targets[:num_samples], mask)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The same batch on a device."""
+        mask = None if self.mask is None else self.mask.to(device, non_blocking=non_blocking)
+        return Batch(
+            self.inputs.to(device, non_blocking=non_blocking), self.targets.to(device, non_blocking=non_blocking), mask
+        )

@@ -1,19 +1,35 @@
-"""A data set in memory: rows by index, and what is done to a batch on its device. Reading files is in `load`."""
+"""Data sets in memory: rows by index, what is done to a batch on its device, loaded from files or synthetic."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
-from paceline.workloads.data.seeds import derive_seed
-from paceline.workloads.forms import Batch, DataForm
-
-__all__ = ["Augmentation", "DataSet", "ImageData", "PairData", "TokenData"]
+from paceline.errors import ConfigError
+from paceline.workloads.data import Batch, DataForm
+from paceline.workloads.data.formats import (
+    Bytes,
+    Labels,
+    Tokenizer,
+    load_batches,
+    load_idx,
+    load_paraphrases,
+    load_parquet_images,
+    load_parquet_pairs,
+    load_tar,
+    load_text,
+    load_tokenizer,
+)
+from paceline.workloads.data.sharding import derive_seed
+from paceline.workloads.data.sources import SPLITS, DataRequest, Found, check_request, find_files, load_from_hub
 
 # The fields that have a row for each sample.
 _ROWS = ("inputs", "targets", "lengths")
@@ -192,3 +208,231 @@ def _mirror(places: torch.Tensor, size: int) -> torch.Tensor:
     """Places beyond an edge, mirrored at it."""
     places = places.abs()
     return torch.where(places < size, places, 2 * (size - 1) - places)
+
+
+_SIZES = {"train": 2048, "test": 512}
+_FORMS = {
+    "images": DataForm(kind="images", shape=(3, 32, 32), num_classes=10),
+    "numbers": DataForm(kind="numbers", shape=(16,), num_classes=0),
+    "pairs": DataForm(kind="pairs", shape=(32,), num_classes=2, vocabulary=64),
+    "tokens": DataForm(kind="tokens", shape=(64,), num_classes=64, vocabulary=64),
+}
+# Rules over more ids than these would take long to learn, whatever the vocabulary.
+_USED_IDS = 64
+_SLAB = 256
+
+
+def build_synthetic(
+    name: str,
+    split: str,
+    form: DataForm | None = None,
+    context: int | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> DataSet:
+    """`synthetic:KIND`, or `synthetic` for the kind of `form`, which also gives shape, classes and vocabulary.
+
+    `samples` is the size of the training split; the test split has a fixed one.
+    """
+    kind = name.partition(":")[2] or (form.kind if form else "")
+    if not kind:
+        raise ConfigError(f"synthetic data of which kind? give synthetic:KIND, one of {', '.join(_FORMS)}")
+    if form is None or form.kind != kind:
+        form = _FORMS[kind]
+    if context and kind in ("pairs", "tokens"):
+        form = replace(form, shape=(context,))
+    count = samples if samples and split == "train" else _SIZES[split]
+    build = {"images": _images, "numbers": _numbers, "pairs": _pairs, "tokens": _tokens}[kind]
+    return build(name, split, form, count, seed, torch.device(device))
+
+
+def _generators(seed: int, split: str, device: torch.device) -> tuple[torch.Generator, torch.Generator]:
+    rule = torch.Generator(device).manual_seed(derive_seed("rule", seed))
+    return rule, torch.Generator(device).manual_seed(derive_seed(f"samples of {split}", seed))
+
+
+def _images(name: str, split: str, form: DataForm, count: int, seed: int, device: torch.device) -> DataSet:
+    """A smooth pattern for each class, under noise."""
+    rule, draw = _generators(seed, split, device)
+    patterns = torch.randn((form.num_classes, form.shape[0], 4, 4), generator=rule, device=device)
+    targets = torch.randint(form.num_classes, (count,), generator=draw, device=device)
+    images = torch.empty((count, *form.shape), dtype=torch.uint8, device=device)
+    # In slabs: as floats, large images would take four times the memory of the set.
+    for start in range(0, count, _SLAB):
+        part = F.interpolate(patterns[targets[start : start + _SLAB]], size=form.shape[1:], mode="bilinear")
+        part += torch.randn(part.shape, generator=draw, device=device)
+        images[start : start + _SLAB] = (128 + 32 * part).round_().clamp_(0, 255).to(torch.uint8)
+    return ImageData(
+        name=name, form=form, split=split, source="made", inputs=images, targets=targets,
+        mean=(0.5,) * form.shape[0], std=(0.17,) * form.shape[0],
+    )  # fmt: skip
+
+
+def _numbers(name: str, split: str, form: DataForm, count: int, seed: int, device: torch.device) -> DataSet:
+    """A linear rule and a tenth of noise."""
+    rule, draw = _generators(seed, split, device)
+    weights = torch.randn((form.shape[0], 1), generator=rule, device=device) / form.shape[0] ** 0.5
+    inputs = torch.randn((count, *form.shape), generator=draw, device=device)
+    noise = torch.randn((count, 1), generator=draw, device=device)
+    # In double precision: a float product may be rounded as the user's flags for the device say.
+    targets = (inputs.double() @ weights.double()).to(inputs.dtype) + 0.1 * noise
+    return DataSet(name=name, form=form, split=split, source="made", inputs=inputs, targets=targets)
+
+
+def _tokens(name: str, split: str, form: DataForm, count: int, seed: int, device: torch.device) -> DataSet:
+    """A ring of ids: nine times in ten the next id follows, else any."""
+    rule, draw = _generators(seed, split, device)
+    ring = torch.randperm(form.vocabulary, generator=rule, device=device)[:_USED_IDS]
+    size = (count, form.shape[0] + 1)
+    leaps = torch.randint(len(ring), size, generator=draw, device=device)
+    leaps[torch.rand(size, generator=draw, device=device) < 0.9] = 0
+    starts = torch.randint(len(ring), (count, 1), generator=draw, device=device)
+    # Places on the ring are a running sum, so no loop over the context is needed.
+    blocks = ring[(starts + (leaps + 1).cumsum(1)) % len(ring)].to(torch.int32)
+    form = replace(form, num_classes=form.vocabulary)
+    return TokenData(name=name, form=form, split=split, source="made", inputs=blocks, targets=blocks)
+
+
+def _pairs(name: str, split: str, form: DataForm, count: int, seed: int, device: torch.device) -> DataSet:
+    """Two halves, each of ids of one of two topics: class 1 if the topics match, else class 0."""
+    context = form.shape[0]
+    if form.vocabulary < 4 or context < 3:
+        raise ConfigError(
+            f"synthetic pairs of {context} tokens out of {form.vocabulary}: needed are at least 3 tokens out of 4"
+        )
+    rule, draw = _generators(seed, split, device)
+    ids = torch.randperm(form.vocabulary, generator=rule, device=device)
+    ids = ids[ids != form.pad]
+    separator, topics = ids[0], ids[1 : 2 * ((min(len(ids), _USED_IDS + 1) - 1) // 2) + 1].reshape(2, -1)
+    # Lengths are drawn on the host, where `take` asks for them.
+    host = torch.Generator().manual_seed(derive_seed(f"lengths of {split}", seed))
+    lengths = torch.randint(max(3, context // 2), context + 1, (count,), generator=host)
+    places, ends = torch.arange(context, device=device), lengths.to(device)[:, None]
+    first = torch.randint(2, (count, 1), generator=draw, device=device)
+    targets = torch.randint(2, (count,), generator=draw, device=device)
+    topic = torch.where(places < ends // 2, first, (first + targets[:, None] + 1) % 2)
+    words = torch.randint(topics.shape[1], (count, context), generator=draw, device=device)
+    inputs = topics[topic, words].masked_fill(places >= ends, form.pad)
+    inputs = torch.where(places == ends // 2, separator, inputs)
+    form = replace(form, num_classes=2)
+    return PairData(name=name, form=form, split=split, source="made", inputs=inputs, targets=targets, lengths=lengths)
+
+
+_TEXT_CONTEXT = 256
+_NUM_CLASSES = 10
+
+
+@dataclass(frozen=True)
+class _Pictures:
+    """How images of a set are shown to a model. Digits are not flipped: a mirrored one is another sign."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    pad: int
+    flip: bool
+    augment: bool
+
+
+_PICTURES = {
+    "mnist": _Pictures((0.1307,), (0.3081,), pad=2, flip=False, augment=False),
+    "fashion-mnist": _Pictures((0.2860,), (0.3530,), pad=2, flip=True, augment=False),
+    "cifar10": _Pictures((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), pad=4, flip=True, augment=True),
+}
+
+
+def load_data(
+    request: DataRequest,
+    split: str,
+    form: DataForm | None = None,
+    device: torch.device | str = "cpu",
+    model_folder: str | None = None,
+) -> DataSet:
+    """A split of a data set, `train` or `test`.
+
+    `form` is what the model would like: the kind and shape of a synthetic set, the context of text. `device` is where a
+    synthetic set is made; others stay on the host. `model_folder` may hold the model's own tokenizer.
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"split {split!r} is unknown: known are {', '.join(SPLITS)}")
+    check_request(request)
+    if request.name.startswith("synthetic"):
+        return build_synthetic(request.name, split, form, request.context, request.samples, request.seed, device)
+    path = load_from_hub(request.name) if request.path is None else Path(request.path)
+    found = find_files(request.name, path, split)
+    labelled: dict[str, Any] = {"name": request.name, "split": split, "source": f"from {found.layout} in {path}"}
+    if request.name in _PICTURES:
+        return _load_pictures(request, split, found, labelled)
+    tokenizer = load_tokenizer(request.tokenizer, model_folder)
+    wished = form.shape[0] if form and form.kind in ("pairs", "tokens") else None
+    labelled["source"] += f", tokens by {tokenizer.name}"
+    if request.name == "text":
+        return _load_blocks(request, split, found, labelled, tokenizer, request.context or wished or _TEXT_CONTEXT)
+    context = request.context or tokenizer.pair_context
+    return _load_pairs(request, split, found, labelled, tokenizer, context)
+
+
+def _limit(request: DataRequest, split: str, available: int) -> int:
+    """How many samples of a split are used: the first so many of training, all of the test."""
+    if split != "train" or request.samples is None:
+        return available
+    if request.samples > available:
+        raise ConfigError(f"{request.samples} samples of {request.name}: it has {available}")
+    return request.samples
+
+
+def _load_pictures(request: DataRequest, split: str, found: Found, labelled: dict[str, Any]) -> DataSet:
+    look = _PICTURES[request.name]
+    images: Bytes
+    labels: Labels
+    if found.layout == "idx":
+        images, labels = load_idx(found.files[0], found.files[1], _NUM_CLASSES)
+    elif found.layout == "batches":
+        images, labels = load_batches(found.files)
+    elif found.layout == "tar":
+        images, labels = load_tar(found.files[0], split)
+    else:
+        limit = request.samples if split == "train" else None
+        images, labels = load_parquet_images(found.files, len(look.mean), _NUM_CLASSES, limit)
+    count = _limit(request, split, len(images))
+    augment = split == "train" and (look.augment if request.augment is None else request.augment)
+    return ImageData(
+        form=DataForm(kind="images", shape=images.shape[1:], num_classes=_NUM_CLASSES),
+        inputs=torch.from_numpy(images[:count].copy()), targets=torch.from_numpy(labels[:count].copy()),
+        mean=look.mean, std=look.std,
+        augmentation=Augmentation(look.pad, look.flip, request.seed, request.cutout) if augment else None,
+        **labelled,
+    )  # fmt: skip
+
+
+def _load_pairs(
+    request: DataRequest, split: str, found: Found, labelled: dict[str, Any], tokenizer: Tokenizer, context: int
+) -> DataSet:
+    if found.layout == "tsv":
+        first, second, labels = load_paraphrases(found.files[0])
+    else:
+        first, second, labels = load_parquet_pairs(found.files, request.samples if split == "train" else None)
+    count = _limit(request, split, len(labels))
+    rows = tokenizer.encode_pairs(first[:count], second[:count], context)
+    ids = np.full((count, max(map(len, rows))), tokenizer.pad, np.int64)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = row
+    vocabulary, pad = tokenizer.vocabulary, tokenizer.pad
+    return PairData(
+        form=DataForm(kind="pairs", shape=(context,), num_classes=2, vocabulary=vocabulary, pad=pad),
+        inputs=torch.from_numpy(ids), targets=torch.from_numpy(labels[:count].copy()),
+        lengths=torch.tensor([len(row) for row in rows]),
+        **labelled,
+    )  # fmt: skip
+
+
+def _load_blocks(
+    request: DataRequest, split: str, found: Found, labelled: dict[str, Any], tokenizer: Tokenizer, context: int
+) -> DataSet:
+    stream = torch.from_numpy(load_text(found.files, split, tokenizer, context))
+    # A view: the last id of a block, a target there, is the first of the next, an input.
+    blocks = stream.unfold(0, context + 1, context)
+    blocks = blocks[: _limit(request, split, len(blocks))]
+    count = tokenizer.vocabulary
+    form = DataForm(kind="tokens", shape=(context,), num_classes=count, vocabulary=count, pad=tokenizer.pad)
+    return TokenData(form=form, inputs=blocks, targets=blocks, **labelled)

@@ -1,4 +1,4 @@
-"""A user's own model, named as FILE.py:FUNCTION. Models that Paceline brings are in `choose`.
+"""A user's own model, named as FILE.py:FUNCTION. Other models are in `registry`.
 
 Checking reads the file and runs nothing of it; building imports it, as Python would a script in its folder.
 """
@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
-from paceline.workloads.forms import DataForm
+from paceline.workloads.data import DataForm
 
 if TYPE_CHECKING:
     from torch import nn
-
-__all__ = ["build_own", "check_own", "is_own"]
 
 
 def is_own(name: str) -> bool:

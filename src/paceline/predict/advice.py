@@ -12,11 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RecordError
-from paceline.measure.trace_overview import Overview
-from paceline.measure.trace_skew import Lateness
+from paceline.predict.overview import Lateness, Overview
 from paceline.units import format_duration
-
-__all__ = ["Advice", "StepFacts", "advise"]
 
 # Below these shares of the step nothing is advised: noise between runs is of that size.
 _WORTH, _IDLE_WORTH = 0.05, 0.2

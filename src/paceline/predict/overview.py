@@ -1,0 +1,697 @@
+"""What the traces of a run say about its steps: where the time goes, which operators and kernels take it, who is late.
+
+Each instant of a step counts once. With kernels in the trace it belongs to the first of: a kernel that computes, a
+message, a copy, waiting for data, the host (an operator or a call of the runtime), other. Without kernels the operators
+are what computes and come before messages, but those that fetch data are waited for. So `communication` is what is
+exposed: a message behind arithmetic is free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import RecordError
+from paceline.predict.traces import (
+    BACKWARD_OVER,
+    BUCKET,
+    WAITED,
+    Event,
+    RankTrace,
+    find_messages,
+    find_steps,
+    is_collective,
+    is_matmul,
+    uses_tensor_cores,
+)
+
+# -- intervals of time -------------------------------------------------------------------------------------------------
+
+Floats = npt.NDArray[np.float64]
+
+
+def _segments(edges: Sequence[Floats]) -> Floats:
+    return np.unique(np.concatenate(edges)) if edges else np.empty(0)
+
+
+def _cover(points: Floats, starts: Floats, ends: Floats, weights: Floats | None = None) -> Floats:
+    """For each segment between two points, the sum of the weights (1 each) of the intervals that cover it."""
+    size = len(points)
+    begun = np.bincount(np.searchsorted(points, starts), weights, minlength=size)
+    ended = np.bincount(np.searchsorted(points, ends), weights, minlength=size)
+    covered: Floats = np.cumsum(begun - ended, dtype=np.float64)[:-1]
+    return covered
+
+
+def _window_of(points: Floats, windows: Floats) -> npt.NDArray[np.intp]:
+    """The window that each segment lies in, -1 for none. Windows are rows of begin and end, in order, and apart."""
+    middles = (points[1:] + points[:-1]) / 2
+    place = np.searchsorted(windows[:, 0], middles, side="right") - 1
+    inside = (place >= 0) & (middles < windows[np.maximum(place, 0), 1])
+    return np.where(inside, place, -1)
+
+
+def attribute_time(classes: Sequence[tuple[Floats, Floats]], windows: Floats) -> Floats:
+    """Time of each window (row) that belongs to each class (column), and to none (last column).
+
+    A class is the starts and ends of its intervals. Each instant belongs to the first class that has it, so that the
+    columns of a row sum to its window.
+    """
+    points = _segments([windows.ravel(), *(edge for pair in classes for edge in pair)])
+    place = _window_of(points, windows)
+    owner = np.full(len(points) - 1, len(classes))
+    for number in reversed(range(len(classes))):
+        owner[_cover(points, *classes[number]) > 0.5] = number
+    inside = place >= 0
+    times: Floats = np.bincount(
+        place[inside] * (len(classes) + 1) + owner[inside],
+        np.diff(points)[inside],
+        minlength=len(windows) * (len(classes) + 1),
+    ).astype(np.float64)
+    return times.reshape(len(windows), len(classes) + 1)
+
+
+def union_time(starts: Floats, ends: Floats, windows: Floats) -> float:
+    """Time within the windows in which at least one of the intervals runs."""
+    return float(attribute_time([(starts, ends)], windows)[:, 0].sum())
+
+
+def sum_clipped(starts: Floats, ends: Floats, weights: Floats, windows: Floats) -> float:
+    """The integral over the windows of the weights of what runs, at most 1 at each instant."""
+    points = _segments([windows.ravel(), starts, ends])
+    inside = _window_of(points, windows) >= 0
+    return float((np.minimum(_cover(points, starts, ends, weights), 1.0) * np.diff(points))[inside].sum())
+
+
+def self_times(ranges: Sequence[tuple[float, float, Any]]) -> Iterator[tuple[Any, float, float]]:
+    """Of the ranges (start, duration, what) of one thread: what, its duration, and that less its children's."""
+    stack: list[list[Any]] = []  # end, what, duration, time of the children
+
+    def close() -> tuple[Any, float, float]:
+        _, what, duration, inner = stack.pop()
+        return what, duration, max(0.0, duration - inner)
+
+    for start, duration, what in sorted(ranges, key=lambda item: (item[0], -item[1])):
+        while stack and stack[-1][0] <= start:
+            yield close()
+        if stack:
+            stack[-1][3] += duration
+        stack.append([start + duration, what, duration, 0.0])
+    while stack:
+        yield close()
+
+
+def find_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
+    """A lane for each interval, in the order given, so that none overlaps another in its lane; as few as it takes."""
+    free_at: list[float] = []
+    lanes = []
+    for start, end in intervals:
+        lane = next((number for number, free in enumerate(free_at) if free <= start), len(free_at))
+        free_at[lane : lane + 1] = [end]
+        lanes.append(lane)
+    return lanes
+
+
+# -- phases ------------------------------------------------------------------------------------------------------------
+
+PHASES = ("forward", "backward", "optimizer")
+_BACKWARD, _OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer.step#"
+
+
+def phase_spans(events: Sequence[Event], begin: float, end: float) -> list[tuple[str, float, float]]:
+    """The phases between two moments: as annotated, by the GPU's times where it has them (the host runs ahead of it),
+    else as autograd and the optimizer show them.
+
+    Without annotations backward is from the first to the last node of autograd, and forward what is before it: with
+    accumulation, where they take turns, only annotations tell them apart.
+    """
+    own = [e for e in events if e["ph"] == "X" and begin <= e["ts"] < end]
+    annotated = [e for e in own if e.get("cat") == "user_annotation"]
+    on_gpu = [e for e in own if e.get("cat") == "gpu_user_annotation" and e["name"] in PHASES]
+    timed = {e["name"] for e in on_gpu}
+    marks = on_gpu + [e for e in annotated if e["name"] in PHASES and e["name"] not in timed]
+    spans = [(e["name"], e["ts"], min(end, e["ts"] + e["dur"])) for e in marks]
+    named = {name for name, _, _ in spans}
+    if "backward" not in named:
+        nodes = [e for e in own if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
+        if nodes:
+            first, last = min(e["ts"] for e in nodes), max(e["ts"] + e["dur"] for e in nodes)
+            spans.append(("backward", first, last))
+            if "forward" not in named:
+                spans.append(("forward", begin, first))
+    if "optimizer" not in named:
+        steps = [e for e in annotated if e["name"].startswith(_OPTIMIZER)]
+        spans += [("optimizer", e["ts"], e["ts"] + e["dur"]) for e in steps]
+    return sorted(spans, key=lambda span: span[1])
+
+
+def find_phases(events: Sequence[Event], windows: Floats) -> dict[str, Floats]:
+    """Begin and end of each span of each phase, in order; a phase that the trace does not show is left out."""
+    ranges = ("user_annotation", "gpu_user_annotation")
+    telling = [e for e in events if e.get("cat") in ranges or e["name"].startswith(_BACKWARD)]
+    spans = [span for begin, end in windows for span in phase_spans(telling, begin, end)]
+    chosen = {phase: [span[1:] for span in spans if span[0] == phase] for phase in PHASES}
+    return {phase: np.array(found, dtype=np.float64) for phase, found in chosen.items() if found}
+
+
+@dataclass(frozen=True)
+class PhaseSpan:
+    """A phase of the step, such as `forward`; seconds of the picture's clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class BucketSpan:
+    """A bucket: when it was ready, left and was done, in seconds of the picture's clock."""
+
+    num_bytes: int
+    ready_s: float
+    launch_s: float
+    done_s: float
+
+
+@dataclass(frozen=True)
+class StepLane:
+    """One step of one rank. All ranks of a picture share one clock; `backward_end_s` is None if there was none."""
+
+    rank: int
+    phases: tuple[PhaseSpan, ...]
+    buckets: tuple[BucketSpan, ...]
+    backward_end_s: float | None
+    end_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """From the end of backward to the end of the last message."""
+        last_s = max((bucket.done_s for bucket in self.buckets), default=0.0)
+        return 0.0 if self.backward_end_s is None else max(0.0, last_s - self.backward_end_s)
+
+
+def build_lanes(traces: Sequence[RankTrace], step: int = -1) -> list[StepLane]:
+    """One step of each rank, by its place among the recorded ones, on the clock of the rank that began it first."""
+    if not traces:
+        raise RecordError("no trace to draw: record at least one rank")
+    found = {trace.rank: find_steps(trace.events) for trace in traces}
+    least = min(len(steps) for steps in found.values())
+    if not -least <= step < least:
+        raise RecordError(f"step {step} is not in the traces, which have {least} steps: choose one of them")
+    begins_ns = {trace.rank: trace.origin_ns + found[trace.rank][step]["ts"] * 1e3 for trace in traces}
+    first_ns = min(begins_ns.values())
+    return [
+        _build_lane(trace, found[trace.rank][step], (begins_ns[trace.rank] - first_ns) / 1e9)
+        for trace in sorted(traces, key=lambda trace: trace.rank)
+    ]
+
+
+def _build_lane(trace: RankTrace, step: Event, later_s: float) -> StepLane:
+    begin = float(step["ts"])
+    end = begin + float(step["dur"])
+
+    def at(ts: float) -> float:
+        return later_s + (ts - begin) * 1e-6
+
+    spans = phase_spans(trace.events, begin, end)
+    own = [event for event in trace.events if begin <= event.get("ts", -1.0) < end]
+    over = _backward_end(own, spans)
+    # A call of backward() also waits for the last messages: that is no work, and drawn as what it is.
+    spans = [(name, first, min(last, over) if over and name == "backward" else last) for name, first, last in spans]
+    return StepLane(
+        rank=trace.rank,
+        phases=tuple(PhaseSpan(name, at(first), at(last)) for name, first, last in spans if last > first),
+        buckets=tuple(
+            BucketSpan(
+                num_bytes=int(event["args"]["bytes"]),
+                ready_s=at(event["ts"] - event["args"].get(WAITED, 0.0)),
+                launch_s=at(event["ts"]),
+                done_s=at(event["ts"] + event["dur"]),
+            )
+            for event in own
+            if event.get("cat") == BUCKET
+        ),
+        backward_end_s=None if over is None else at(over),
+        end_s=at(end),
+    )
+
+
+def _backward_end(events: Sequence[Event], spans: Sequence[tuple[str, float, float]]) -> float | None:
+    """When the last backward of a step was over: as the wrapper tells, else autograd, else the annotation."""
+    told = [e["ts"] for e in events if e["name"] == BACKWARD_OVER]
+    nodes = [e["ts"] + e["dur"] for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
+    return max(told or nodes or [last for name, _, last in spans if name == "backward"], default=None)
+
+
+# -- the overview of one rank ------------------------------------------------------------------------------------------
+
+CATEGORIES = ("kernel", "communication", "copy", "data", "cpu", "other")
+
+# Operators that only hold others, and those that start messages: while nothing runs in them, a message is exposed.
+_FRAME = re.compile(r"autograd::engine::|torch::autograd::AccumulateGrad|c10d::|_c10d_functional::|record_param_comms")
+_DATA = re.compile(r"enumerate\(DataLoader\)|data$")
+# Calls in which the host waits for the device; the host has time there.
+_WAITING = re.compile(r"(cuda|hip|cu)\w*Synchronize")
+_LAUNCH = re.compile(r"(cuda|hip|cu)\w*LaunchKernel")
+_MAX_ROWS = 200
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """One step: its wall time, and the seconds of it that belong to each of `CATEGORIES`; they sum to it."""
+
+    name: str
+    wall_s: float
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """An operator of the host: calls and seconds per step; `self_s` is without the operators inside it."""
+
+    name: str
+    calls: float
+    self_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A kernel: calls and seconds per step. `kind` is `communication`, `matmul` or `other`."""
+
+    name: str
+    kind: str
+    calls: float
+    time_s: float
+    uses_tensor_cores: bool
+    occupancy: float | None = None
+
+    @property
+    def mean_s(self) -> float:
+        return self.time_s / self.calls
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """How a GPU was used. Shares are of 1; `busy` and `sm_efficiency` of the wall time, the others of kernel time.
+
+    `sm_efficiency` weighs each instant by min(1, blocks / SMs) of what runs; `occupancy` is the kernels' estimated
+    one, weighted by their time. `missed_s` is the time per step of kernels that could use tensor cores and do not.
+    """
+
+    name: str
+    busy: float
+    sm_efficiency: float | None
+    occupancy: float | None
+    kernel_s: float
+    num_kernels: float
+    tensor_core_share: float
+    matmul_share: float
+    communication_share: float
+    missed_s: float
+    launch_s: float
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The steps of one rank's trace. Everything that is not of one step is a mean per step.
+
+    `message_s` is when at least one message was on its way, hidden or not; `host_s` when the host worked.
+    `optimizer_passes` counts the kinds of operators that take most of the optimizer's time: a fused one has one.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    steps: tuple[StepShares, ...]
+    phases_s: dict[str, float]
+    message_s: float
+    host_s: float
+    optimizer_passes: int = 0
+    operators: tuple[OperatorRow, ...] = ()
+    kernels: tuple[KernelRow, ...] = ()
+    gpu: GpuUse | None = None
+    peak_bytes: int | None = None
+    source: str = "measured"
+
+    @property
+    def step_s(self) -> float:
+        return sum(step.wall_s for step in self.steps) / len(self.steps)
+
+    def seconds(self, category: str) -> float:
+        """Seconds per step that belong to one of `CATEGORIES`."""
+        return sum(step.seconds[category] for step in self.steps) / len(self.steps)
+
+    def share(self, category: str) -> float:
+        return self.seconds(category) / self.step_s
+
+
+def build_overview(trace: RankTrace) -> Overview:
+    """Analyse the whole steps of one rank's trace."""
+    steps = find_steps(trace.events)
+    if not steps:
+        raise RecordError(f"the trace of rank {trace.rank} has no step: annotate each as 'step N', or use prof.step()")
+    windows = np.array([[step["ts"], step["ts"] + step["dur"]] for step in steps], dtype=np.float64)
+    windows[1:, 0] = np.maximum(windows[1:, 0], windows[:-1, 1])
+    begin, end = windows[0, 0], windows[-1, 1]
+    events = [e for e in trace.events if e["ph"] == "X" and e["ts"] < end and e["ts"] + e["dur"] > begin]
+    begun = _begun_inside(events, windows)
+    kernels = [event for event in begun if event.get("cat") == "kernel"]
+    spans = find_phases(begun, windows)
+    messages = find_messages(events)
+    groups = _group(events, messages)
+    shares = attribute_time([_edges(groups[name]) for name in groups], windows)
+    scale = 1e-6 / len(steps)
+    return Overview(
+        rank=trace.rank,
+        world_size=trace.world_size,
+        device=trace.device,
+        steps=tuple(
+            _build_shares(step["name"], windows[number], list(groups), shares[number])
+            for number, step in enumerate(steps)
+        ),
+        phases_s={name: union_time(*_columns(spans[name]), windows) * scale for name in spans},
+        message_s=union_time(*_edges(messages), windows) * scale,
+        host_s=_host_time(events, windows) * scale,
+        optimizer_passes=_count_passes(begun, windows),
+        operators=_operators(begun, len(steps)),
+        kernels=_kernels(kernels, len(steps)),
+        gpu=_gpu_use(trace, events, kernels, windows),
+        peak_bytes=_peak_bytes(trace.events),
+    )
+
+
+def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Event]]:
+    """The events of each class in the order of precedence; `compute` is the operators of a trace without kernels."""
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    # On a CPU the operators inside the range of the data are what fetches it, and compute nothing.
+    order = (
+        ("kernel", "compute", "communication", "copy", "data", "cpu")
+        if on_gpu
+        else ("data", "compute", "communication", "copy", "cpu", "kernel")
+    )
+    groups: dict[str, list[Event]] = {name: [] for name in order}
+    for event in events:
+        kind, name = event.get("cat"), event["name"]
+        if is_collective(event):
+            continue
+        if kind == "kernel":
+            groups["kernel"].append(event)
+        elif kind in ("gpu_memcpy", "gpu_memset"):
+            groups["copy"].append(event)
+        elif kind in ("user_annotation", "cpu_op") and _DATA.match(name):
+            groups["data"].append(event)
+        elif kind == "cpu_op":
+            groups["cpu" if on_gpu or _FRAME.match(name) else "compute"].append(event)
+        elif kind in ("cuda_runtime", "cuda_driver") and not _WAITING.match(name):
+            groups["cpu"].append(event)
+    groups["communication"] = messages
+    return groups
+
+
+def _build_shares(name: str, window: Floats, groups: Sequence[str], times: Floats) -> StepShares:
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for group, time_us in zip([*groups, "other"], times, strict=True):
+        seconds["cpu" if group == "compute" else group] += float(time_us) * 1e-6
+    return StepShares(name, float(window[1] - window[0]) * 1e-6, seconds)
+
+
+def _edges(events: Sequence[Event]) -> tuple[Floats, Floats]:
+    starts = np.array([event["ts"] for event in events], dtype=np.float64)
+    return starts, starts + np.array([event["dur"] for event in events], dtype=np.float64)
+
+
+def _columns(spans: Floats) -> tuple[Floats, Floats]:
+    return spans[:, 0], spans[:, 1]
+
+
+def _host_time(events: Sequence[Event], windows: Floats) -> float:
+    """Time in which the host works. An operator that asks the device for a number, and waits for it, does not."""
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    waiting = [event for event in calls if _WAITING.match(event["name"])]
+    working = [event for event in events if event.get("cat") == "cpu_op"] + calls
+    return float(attribute_time([_edges(waiting), _edges(working)], windows)[:, 1].sum())
+
+
+def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:
+    """The events that begin in a step; a trace has events between steps too."""
+    begins = np.array([event["ts"] for event in events], dtype=np.float64)
+    place = np.searchsorted(windows[:, 0], begins, side="right") - 1
+    inside = (place >= 0) & (begins < windows[np.maximum(place, 0), 1])
+    return [event for event, is_inside in zip(events, inside.tolist(), strict=True) if is_inside]
+
+
+def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
+    """Of each operator: calls, self time and total time, in µs."""
+    threads: dict[tuple[object, object], list[tuple[float, float, str]]] = {}
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            ranges = threads.setdefault((event.get("pid"), event.get("tid")), [])
+            ranges.append((event["ts"], event["dur"], event["name"]))
+    sums: dict[str, list[float]] = {}
+    for ranges in threads.values():
+        for name, total, alone in self_times(ranges):
+            row = sums.setdefault(name, [0, 0.0, 0.0])
+            row[0] += 1
+            row[1] += alone
+            row[2] += total
+    return sums
+
+
+def _count_passes(events: Sequence[Event], windows: Floats) -> int:
+    # Operators are the host's, and so must the range be in which they are looked for.
+    on_host = [event for event in events if event.get("cat") != "gpu_user_annotation"]
+    spans = find_phases(on_host, windows).get("optimizer")
+    if spans is None:
+        return 0
+    inside = _begun_inside(events, spans)
+    alone = {name: row[1] for name, row in _own_times(inside).items() if name.startswith("aten::")}
+    return sum(time_us > 0.05 * sum(alone.values()) for time_us in alone.values())
+
+
+def _operators(events: Sequence[Event], num_steps: int) -> tuple[OperatorRow, ...]:
+    sums, scale = _own_times(events), 1e-6 / num_steps
+    rows = [OperatorRow(n, c / num_steps, own * scale, total * scale) for n, (c, own, total) in sums.items()]
+    return tuple(sorted(rows, key=lambda row: -row.self_s)[:_MAX_ROWS])
+
+
+def _kernels(kernels: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
+    found: dict[str, list[Event]] = {}
+    for event in kernels:
+        found.setdefault(event["name"], []).append(event)
+    rows = [
+        KernelRow(
+            name=name,
+            kind="communication" if is_collective(same[0]) else "matmul" if is_matmul(name) else "other",
+            calls=len(same) / num_steps,
+            time_s=sum(event["dur"] for event in same) * 1e-6 / num_steps,
+            uses_tensor_cores=uses_tensor_cores(name),
+            occupancy=_mean_occupancy(same),
+        )
+        for name, same in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.time_s)[:_MAX_ROWS])
+
+
+def _argument(event: Event, name: str) -> float | None:
+    value = (event.get("args") or {}).get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _mean_occupancy(kernels: Sequence[Event]) -> float | None:
+    """The mean over time of those kernels that tell; those of messages occupy few SMs on purpose and tell nothing."""
+    told = [(e["dur"], _argument(e, "est. achieved occupancy %")) for e in kernels]
+    pairs = [(time_us, percent / 100) for time_us, percent in told if percent]  # 0 is how the profiler says unknown
+    total = sum(time_us for time_us, _ in pairs)
+    return sum(time_us * share for time_us, share in pairs) / total if total else None
+
+
+def _blocks_per_sm(event: Event, num_sms: int) -> float | None:
+    told = _argument(event, "blocks per SM")
+    if told is not None:
+        return told
+    grid = (event.get("args") or {}).get("grid")
+    return math.prod(grid) / num_sms if isinstance(grid, list) and num_sms else None
+
+
+def _gpu_use(trace: RankTrace, events: Sequence[Event], kernels: Sequence[Event], windows: Floats) -> GpuUse | None:
+    scale = 1e-6 / len(windows)
+    total_us = sum(event["dur"] for event in kernels)
+    if not total_us:
+        return None
+    wall_us = float(np.diff(windows).sum())
+    properties = trace.properties[0] if trace.properties else {}
+    filled = [(e, _blocks_per_sm(e, int(properties.get("numSms", 0)))) for e in kernels]
+    told = [(event, min(1.0, blocks)) for event, blocks in filled if blocks is not None]
+    efficiency = None
+    if told:
+        weights = np.array([share for _, share in told])
+        efficiency = sum_clipped(*_edges([event for event, _ in told]), weights, windows) / wall_us
+
+    def share_us(chosen: Sequence[Event]) -> float:
+        return float(sum(event["dur"] for event in chosen))
+
+    computing = [event for event in kernels if not is_collective(event)]
+    matmuls = [event for event in computing if is_matmul(event["name"])]
+    on_tensor_cores = share_us([event for event in matmuls if uses_tensor_cores(event["name"])])
+    launches = [e["dur"] for e in events if e.get("cat") == "cuda_runtime" and _LAUNCH.match(e["name"])]
+    return GpuUse(
+        name=str(properties.get("name", "")),
+        busy=union_time(*_edges(kernels), windows) / wall_us,
+        sm_efficiency=efficiency,
+        occupancy=_mean_occupancy(computing),
+        kernel_s=total_us * scale,
+        num_kernels=len(kernels) / len(windows),
+        tensor_core_share=on_tensor_cores / total_us,
+        matmul_share=share_us(matmuls) / total_us,
+        communication_share=1 - share_us(computing) / total_us,
+        missed_s=(share_us(matmuls) - on_tensor_cores) * scale,
+        launch_s=sum(launches) / len(launches) * 1e-6 if launches else 0.0,
+    )
+
+
+def _peak_bytes(events: Sequence[Event]) -> int | None:
+    """The most that was allocated while the trace ran, on the GPU if it has one; None if memory was not recorded."""
+    peaks: dict[int, int] = {}
+    for event in events:
+        if event["name"] == "[memory]":
+            kind, total = _argument(event, "Device Type"), _argument(event, "Total Allocated")
+            if kind is not None and total is not None:
+                peaks[int(kind)] = max(peaks.get(int(kind), 0), int(total))
+    return peaks[max(peaks)] if peaks else None
+
+
+# -- overviews on disk and compared ------------------------------------------------------------------------------------
+
+FORMAT, VERSION = "paceline-overview", 1
+
+
+def overview_to_json(overview: Overview) -> dict[str, Any]:
+    """The overview as a document of a versioned format."""
+    return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(overview)}
+
+
+def overview_from_json(document: Mapping[str, Any]) -> Overview:
+    """The overview that `overview_to_json` wrote; RecordError says what is wrong with another document."""
+    if document.get("format") != FORMAT or document.get("version") != VERSION:
+        raise RecordError(
+            f"format {document.get('format')!r}, version {document.get('version')!r} is not an overview that this "
+            f"Paceline reads: it needs {FORMAT!r}, version {VERSION}"
+        )
+    fields = {key: value for key, value in document.items() if key not in ("format", "version")}
+    try:
+        fields["steps"] = tuple(StepShares(**step) for step in fields["steps"])
+        fields["operators"] = tuple(OperatorRow(**row) for row in fields["operators"])
+        fields["kernels"] = tuple(KernelRow(**row) for row in fields["kernels"])
+        fields["gpu"] = None if fields["gpu"] is None else GpuUse(**fields["gpu"])
+        return Overview(**fields)
+    except (KeyError, TypeError) as error:
+        raise RecordError(f"the overview is damaged: {error}; write it again from its trace") from None
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """One quantity of two runs; `unit` is `s`, `share`, `bytes` or `count`, and None means that a run lacks it."""
+
+    name: str
+    unit: str
+    first: float | None
+    second: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Second over first."""
+        return self.second / self.first if self.first and self.second is not None else None
+
+
+def _quantities(overview: Overview) -> dict[str, tuple[str, float | None]]:
+    found: dict[str, tuple[str, float | None]] = {"step": ("s", overview.step_s)}
+    found |= {name: ("s", overview.seconds(name)) for name in CATEGORIES}
+    found |= {f"{name} share": ("share", overview.share(name)) for name in CATEGORIES}
+    found |= {f"phase {name}": ("s", seconds) for name, seconds in overview.phases_s.items()}
+    found["messages, hidden or not"] = ("s", overview.message_s)
+    found["host at work"] = ("s", overview.host_s)
+    found["peak memory"] = ("bytes", overview.peak_bytes)
+    if overview.gpu is not None:
+        gpu = overview.gpu
+        found |= {
+            "GPU busy": ("share", gpu.busy),
+            "SM efficiency (est.)": ("share", gpu.sm_efficiency),
+            "occupancy (est.)": ("share", gpu.occupancy),
+            "tensor cores": ("share", gpu.tensor_core_share),
+            "messages of kernel time": ("share", gpu.communication_share),
+            "kernel time": ("s", gpu.kernel_s),
+            "kernels": ("count", gpu.num_kernels),
+        }
+    return found
+
+
+def compare_overviews(first: Overview, second: Overview) -> list[ComparedRow]:
+    """What both or either of two runs show, in one order; what neither shows, or is 0 in both, is left out."""
+    one, two = _quantities(first), _quantities(second)
+    rows = []
+    for name in dict.fromkeys([*one, *two]):
+        unit = (one.get(name) or two[name])[0]
+        row = ComparedRow(name, unit, one.get(name, (unit, None))[1], two.get(name, (unit, None))[1])
+        if row.first or row.second:
+            rows.append(row)
+    return rows
+
+
+# -- late ranks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """The rank that was last at the message where most was waited, in most steps, and in how large a share of them.
+
+    `mean_s` is the mean over steps of how long the others, in the mean, had been waiting there.
+    """
+
+    rank: int
+    share: float
+    mean_s: float
+
+
+def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
+    """For each step, when this rank came to each message, in order."""
+    found = find_messages(trace.events)
+    # A bucket on gloo is shown twice, by the wrapper and by gloo: one of them, the same on every rank.
+    found = [event for event in found if event["cat"] == BUCKET] or found
+    messages = sorted(trace.origin_ns + event["ts"] * 1e3 for event in found)
+    steps = []
+    for step in find_steps(trace.events):
+        begin = trace.origin_ns + step["ts"] * 1e3
+        steps.append([moment for moment in messages if begin <= moment < begin + step["dur"] * 1e3])
+    return steps
+
+
+def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
+    """None where there is nothing to compare: one rank, no messages, or ranks that show different ones.
+
+    The ranks' clocks must agree, as on one host.
+    """
+    if len(traces) < 2:
+        return None
+    late_s, last = [], Counter[int]()
+    for steps in zip(*(_arrivals_ns(trace) for trace in traces), strict=False):
+        if not steps[0] or len({len(arrivals) for arrivals in steps}) > 1:
+            continue
+        # Later messages inherit the lateness of earlier ones: the worst one counts, not their sum.
+        worst = max(zip(*steps, strict=True), key=lambda moments: len(moments) * max(moments) - sum(moments))
+        latest = max(worst)
+        late_s.append((latest - (sum(worst) - latest) / (len(worst) - 1)) / 1e9)
+        last[traces[worst.index(latest)].rank] += 1
+    if not late_s:
+        return None
+    rank, times = last.most_common(1)[0]
+    return Lateness(rank, times / len(late_s), statistics.fmean(late_s))

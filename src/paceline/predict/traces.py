@@ -1,0 +1,295 @@
+"""Traces: what their events are, the ranks of a run merged into one document, checked, saved and loaded.
+
+Recording is in `measure.traces`, what a trace says about a step in `overview`. Loads without torch: a trace that was
+recorded elsewhere can be read on a laptop.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import RecordError
+from paceline.records.store import write_new
+
+Event = dict[str, Any]
+
+# The categories of our own events: a bucket on its way, and a bucket that is ready and waits for its turn.
+BUCKET, BUCKET_WAIT = "bucket", "bucket_wait"
+# The instant at which a rank's own backward was over, and how long a bucket waited for its turn, in µs.
+BACKWARD_OVER, WAITED = "backward over", "waited us"
+# What the analysis or a reader of the picture needs; the rest is most of a trace's size.
+_KEPT_ARGUMENTS = frozenset(
+    {
+        "stream", "device", "grid", "block", "blocks per SM", "warps per SM", "est. achieved occupancy %",
+        "bytes", "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Device Type",
+        "name", "labels", "Collective name", "In msg nelems", "Group size", WAITED,
+    }
+)  # fmt: skip
+# Tracks about the profiler itself.
+_FOREIGN = frozenset({"Spans", "Traces", ""})
+_STEP = re.compile(r"step \d+|ProfilerStep#\d+")
+
+_COLLECTIVE_KERNEL = re.compile(
+    r"nccl(Dev)?Kernel|^nccl|rcclGeneric|mscclKernel|one_shot_all_reduce|two_shot_all_reduce"
+)
+# `nccl:` ranges of the host are launches: the kernel is the message. Other backends move data on the host.
+_COLLECTIVE_RANGE = re.compile(
+    r"(?!nccl:)[a-z_]+:_?(all_?reduce|all_?gather|reduce|broadcast|all_?to_?all|gather|scatter|send|recv|barrier)"
+)
+_MATMUL = re.compile(
+    r"gemm|_mm_|matmul|nvjet|xmma|wgmma|hmma|flash|fmha|sdpa|attention|fprop|dgrad|wgrad|convolve|conv\dd|winograd",
+    re.I,
+)
+_ON_TENSOR_CORES = re.compile(
+    # The last are torch's attention with a mask, which names the type and not the instruction.
+    r"tensorop|tensor\d+x|hmma|imma|wgmma|nvjet|16816|1688|884|flash|xmma|tf32|fmha_cutlass[FB]_b?f16",
+    re.I,
+)
+# Their names say that they multiply on the ordinary cores, whatever else they say.
+_ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The events of one rank. Their `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
+
+    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    host: str
+    origin_ns: int
+    events: list[Event]
+    properties: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_chrome(document: Mapping[str, Any], rank: int | None = None) -> RankTrace:
+    """A trace as torch's profiler exports it, without what nobody here needs. `rank` is asked of the trace if None."""
+    if not isinstance(document.get("traceEvents"), list):
+        raise RecordError('this is not a Chrome trace: it lacks a list "traceEvents"; export one with torch.profiler')
+    place = document.get("distributedInfo") or {}
+    properties = list(document.get("deviceProperties") or [])
+    found = [event for event in document["traceEvents"] if _is_wanted(event)]
+    timed = [event["ts"] for event in found if event["ph"] != "M"]
+    if not timed:
+        raise RecordError("the trace has no events: record at least one active step")
+    first_us = min(timed)
+    events = [_compact(event, first_us) for event in found]
+    return RankTrace(
+        rank=int(place.get("rank", 0)) if rank is None else rank,
+        world_size=int(place.get("world_size", 1)),
+        device="cuda" if any(event.get("cat") == "kernel" for event in events) else "cpu",
+        host=str(document.get("host_name", "")),
+        # Without a base, times are µs of the Unix clock: so wrote torch before 2.2.
+        origin_ns=int(document.get("baseTimeNanoseconds", 0)) + round(first_us * 1e3),
+        events=events,
+        properties=properties,
+    )
+
+
+def _is_wanted(event: Mapping[str, Any]) -> bool:
+    if "ph" not in event or "name" not in event or event.get("pid") in _FOREIGN or event.get("cat") == "Trace":
+        return False
+    return event["ph"] == "M" or "ts" in event
+
+
+def _compact(event: Mapping[str, Any], first_us: float) -> Event:
+    compact = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "id", "bp", "s") if key in event}
+    if event["ph"] != "M":
+        compact["ts"] = round(event["ts"] - first_us, 3)  # ns: a float of seconds since 1970 has no better
+    if event["ph"] == "X":
+        compact["dur"] = max(0.0, float(event.get("dur", 0.0)))
+    kept = {key: value for key, value in (event.get("args") or {}).items() if key in _KEPT_ARGUMENTS}
+    if event["ph"] == "M":
+        kept = dict(event.get("args") or {})
+    if kept:
+        compact["args"] = kept
+    return compact
+
+
+def find_steps(events: Iterable[Event]) -> list[Event]:
+    """The ranges of whole steps, in order: ours where the trace has them, else the profiler's."""
+    found = [e for e in events if e.get("cat") == "user_annotation" and e["ph"] == "X" and _STEP.fullmatch(e["name"])]
+    ours = [event for event in found if event["name"].startswith("step ")]
+    return sorted(ours or found, key=lambda event: float(event["ts"]))
+
+
+def is_collective(event: Event) -> bool:
+    """Whether the event is a message between ranks: a kernel of NCCL, a range of gloo's, a bucket of our wrapper."""
+    return _names_collective(event.get("cat"), event["name"])
+
+
+# Traces have millions of events and hundreds of names.
+@functools.lru_cache(maxsize=10_000)
+def _names_collective(kind: str | None, name: str) -> bool:
+    if kind == "kernel":
+        return _COLLECTIVE_KERNEL.search(name) is not None
+    return kind == BUCKET or (kind == "user_annotation" and _COLLECTIVE_RANGE.match(name) is not None)
+
+
+def find_messages(events: Iterable[Event]) -> list[Event]:
+    """The messages of a trace. Where kernels show them, a bucket's own times, queueing included, would count twice; and
+    where NCCL was asked and no kernel shows it, as on one rank, nothing was sent."""
+    timed = [event for event in events if event["ph"] == "X"]
+    by_nccl = any(event.get("cat") == "user_annotation" and event["name"].startswith("nccl:") for event in timed)
+    found = [event for event in timed if is_collective(event)]
+    on_gpu = by_nccl or any(event["cat"] == "kernel" for event in found)
+    return [event for event in found if not on_gpu or event["cat"] != BUCKET]
+
+
+@functools.lru_cache(maxsize=10_000)
+def is_matmul(kernel: str) -> bool:
+    """Whether a kernel of this name multiplies matrices, convolves or attends: what tensor cores are for."""
+    return _MATMUL.search(kernel) is not None
+
+
+@functools.lru_cache(maxsize=10_000)
+def uses_tensor_cores(kernel: str) -> bool:
+    """Whether the name of a kernel tells that it uses tensor cores; a name that tells nothing counts as not."""
+    return is_matmul(kernel) and not _ON_ORDINARY_CORES.search(kernel) and _ON_TENSOR_CORES.search(kernel) is not None
+
+
+# -- all ranks in one document -----------------------------------------------------------------------------------------
+
+_PHASES = frozenset("BEXiIsftbneCM")
+_METADATA = frozenset({"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"})
+
+
+def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
+    """One Chrome trace with a process for each rank; its earliest event is at 0.
+
+    The ranks' clocks are the Unix clocks of their hosts: on one host that is one clock.
+    """
+    if not traces:
+        raise RecordError("no trace to merge: record at least one rank")
+    ranks = [trace.rank for trace in traces]
+    if len(set(ranks)) < len(ranks):
+        raise RecordError(f"two traces of one rank among {ranks}: merge one of each")
+    origin_ns = min(trace.origin_ns for trace in traces)
+    # Viewers take process 0 and thread 0 for the idle task, and some tell threads apart by their number alone.
+    threads, flows = itertools.count(1), itertools.count(1)
+    events: list[Event] = []
+    for trace in sorted(traces, key=lambda trace: trace.rank):
+        events += _renumber(trace, (trace.origin_ns - origin_ns) / 1e3, threads, flows)
+    events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
+    return {
+        "schemaVersion": 1,
+        "displayTimeUnit": "ms",
+        "baseTimeNanoseconds": origin_ns,
+        "deviceProperties": [properties for trace in traces for properties in trace.properties],
+        "traceEvents": events,
+    }
+
+
+def _renumber(trace: RankTrace, later_us: float, threads: Iterator[int], flows: Iterator[int]) -> Iterator[Event]:
+    pid = trace.rank + 1
+    thread_of: dict[tuple[Any, Any], int] = {}
+    flow_of: dict[tuple[Any, Any], int] = {}
+    names: dict[tuple[Any, Any], str] = {}
+    for event in trace.events:
+        place = event.get("pid"), event.get("tid")
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                names[place] = str(event.get("args", {}).get("name", ""))
+            continue
+        if place not in thread_of:
+            thread_of[place] = next(threads)
+        renumbered = {**event, "pid": pid, "tid": thread_of[place], "ts": round(event["ts"] + later_us, 3)}
+        if "id" in event:
+            flow = event.get("cat"), event["id"]
+            if flow not in flow_of:
+                flow_of[flow] = next(flows)
+            renumbered["id"] = flow_of[flow]
+        yield renumbered
+    where = f"{trace.device}, {trace.host}" if trace.host else trace.device
+    yield _metadata("process_name", pid, 0, name=f"rank {trace.rank} ({trace.device})")
+    yield _metadata("process_labels", pid, 0, labels=where)
+    yield _metadata("process_sort_index", pid, 0, sort_index=trace.rank)
+    for place, tid in thread_of.items():
+        yield _metadata("thread_name", pid, tid, name=names.get(place) or f"thread {place[1]}")
+        yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def _metadata(kind: str, pid: int, tid: int, **arguments: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
+
+
+def check_trace(document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a Chrome trace, one line each, worded as found; empty where a viewer can show it."""
+    events = document.get("traceEvents")
+    if not isinstance(events, list):
+        return ['no list "traceEvents"']
+    found: Counter[str] = Counter()
+    named = {e.get("pid") for e in events if isinstance(e, dict) and e.get("name") == "process_name"}
+    opened: dict[tuple[Any, Any], list[Any]] = {}
+    flows: dict[Any, list[int]] = {}
+    for event in events:
+        if not isinstance(event, dict):
+            found[f"an event that is a {type(event).__name__}"] += 1
+            continue
+        phase, place = event.get("ph"), (event.get("pid"), event.get("tid"))
+        if phase not in _PHASES:
+            found[f"unknown phase {phase!r}"] += 1
+        elif phase == "M":
+            found.update(_check_metadata(event))
+            continue
+        found.update(_check_times(event))
+        if event.get("pid") not in named:
+            found[f"process {event.get('pid')!r} has no name"] += 1
+        if phase == "B":
+            opened.setdefault(place, []).append(event.get("name"))
+        elif phase == "E" and not (opened.get(place) and opened[place].pop()):
+            found[f"an end without a begin on thread {place[1]!r}"] += 1
+        elif phase in ("s", "f"):
+            flows.setdefault((event.get("cat"), event.get("id")), [0, 0])["sf".index(phase)] += 1
+    for (_, tid), names in opened.items():
+        found.update(f"{name!r} begins and never ends on thread {tid!r}" for name in names)
+    found.update(f"{count[0]} flows begin with one id" for count in flows.values() if count[0] > 1)
+    return [line if count == 1 else f"{line} ({count} times)" for line, count in found.items()]
+
+
+def _check_metadata(event: Event) -> Iterator[str]:
+    if event.get("name") not in _METADATA:
+        yield f"unknown metadata {event.get('name')!r}"
+    elif not isinstance(event.get("args"), dict):
+        yield f"metadata {event['name']} says nothing"
+
+
+def _check_times(event: Event) -> Iterator[str]:
+    for key in ("ts", "dur") if event.get("ph") == "X" else ("ts",):
+        value = event.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+            yield f"{key} is {value!r} in {event.get('name')!r}"
+
+
+def save_trace(document: Mapping[str, Any], path: Path) -> None:
+    """Write the trace to a new file `*.json.gz`, which Perfetto and chrome://tracing open as it is."""
+    if not path.name.endswith(".json.gz"):
+        raise RecordError(f"a trace is written compressed and {path.name!r} does not end in .json.gz: name it so")
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    write_new(path, gzip.compress(text.encode(), compresslevel=6, mtime=0))
+
+
+def load_trace(path: str | Path) -> dict[str, Any]:
+    """Read a Chrome trace, compressed or not."""
+    try:
+        data = Path(path).read_bytes()
+        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except FileNotFoundError:
+        raise RecordError(f"{path} does not exist: give a trace, *.json or *.json.gz") from None
+    except (OSError, EOFError, ValueError) as error:
+        raise RecordError(f"{path} cannot be read as a trace: {error}") from None
+    if not isinstance(document, dict) or "traceEvents" not in document:
+        raise RecordError(f'{path} is not a Chrome trace: it lacks "traceEvents"')
+    return document

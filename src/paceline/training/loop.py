@@ -1,0 +1,329 @@
+"""The training loop, top to bottom: epochs of global batches, a step each, evaluation, metrics, checkpoints.
+
+`run_steps` is the one loop. `train` is a run that people keep: metrics, checkpoints, resume. One step is in `step`,
+what ranks exchange in `journal`, what is on disk in `checkpoints`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.errors import ConfigError, TrainingError
+from paceline.parallel import DataParallel
+from paceline.runtime.worker import post
+from paceline.runtime.world import World
+from paceline.training.build import Job, build_job, open_world
+from paceline.training.checkpoints import Position, RunFiles
+from paceline.training.journal import Exchange, Journal, StepEntry, StopRequest, catch_stop
+from paceline.training.loader import load_windows
+from paceline.training.settings import TrainSettings, build_model_options
+from paceline.training.step import (
+    Learner,
+    NoPhases,
+    PhaseClock,
+    Phases,
+    StepClock,
+    StepOutcome,
+    find_bad_parameter,
+    take_step,
+)
+from paceline.units import format_number_of
+from paceline.workloads.data.sets import DataSet
+from paceline.workloads.data.sharding import evaluation_share
+from paceline.workloads.models import compute_outcome
+from paceline.workloads.registry import describe_model
+
+T = TypeVar("T")
+
+START = Position(0, 0, 0)
+_NO_PHASES = NoPhases()
+# The memory of a forward pass without gradients is its outputs: for each token as many as the vocabulary has.
+_MAX_SAMPLES, _MAX_TARGETS = 64, 4096
+
+
+@dataclass(frozen=True)
+class TakenStep:
+    """One step of the loop; `position` is the place in the run after it."""
+
+    position: Position
+    epoch: int
+    rate: float
+    num_samples: int
+    num_targets: int
+    data_wait_s: float
+    outcome: StepOutcome
+    is_epoch_end: bool
+    is_last: bool
+
+
+def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) -> Iterator[TakenStep]:
+    """Train from `start` to the end of the job; every item is a step that was taken.
+
+    What happens between steps (evaluations, probes, checkpoints, progress) is up to the caller, and so is an early end.
+    Nothing here waits for a GPU or another rank. Collective: iterate on every rank.
+    """
+    world, learner, position = job.world, job.learner, start
+    learner.model.train()
+    while position.step < job.schedule.num_steps:
+        epoch = position.epoch
+        order, sizes = job.order(epoch), job.micro_batch_sizes(epoch)
+        windows = load_windows(job.train, order, position.window, world.rank, world.world_size, sizes, world.device)
+        with contextlib.closing(windows):
+            for window, waited_s in _time_waits(windows):
+                rate = job.schedule.rate(position.step)
+                num_targets = window.num_samples * learner.form.targets_per_sample
+                outcome = take_step(learner, window.batches, num_targets, rate, phases)
+                is_epoch_end = window.number == order.num_windows - 1
+                place = (epoch + 1, 0) if is_epoch_end else (epoch, window.number + 1)
+                position = Position(*place, position.step + 1)
+                is_last = position.step == job.schedule.num_steps
+                yield TakenStep(
+                    position, epoch, rate, window.num_samples, num_targets, waited_s, outcome, is_epoch_end, is_last
+                )
+                if is_last:
+                    return
+
+
+def _time_waits(windows: Iterator[T]) -> Iterator[tuple[T, float]]:
+    """Each window with the seconds that the loop waited for it."""
+    while True:
+        begin_s = time.perf_counter()
+        window = next(windows, None)
+        if window is None:
+            return
+        yield window, time.perf_counter() - begin_s
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Averages over all targets of all samples; no accuracy where numbers are predicted."""
+
+    loss: float
+    accuracy: float | None
+    num_samples: int
+
+
+@torch.no_grad()
+def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
+    """Loss and accuracy on a whole data set, each sample counted once. Collective: call on every rank.
+
+    Ranks share out whole batches, which are the same for every number of ranks: how a product is rounded, and how far a
+    sequence is padded, follows from its batch.
+    """
+    if isinstance(learner.model, DistributedDataParallel):
+        # torch makes buffers equal only in the next training forward.
+        for buffer in learner.module.buffers():
+            dist.broadcast(buffer, src=0)
+    was_training = learner.module.training
+    learner.module.eval()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=learner.device)
+    correct = torch.zeros((), dtype=torch.int64, device=learner.device)
+    size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
+    starts = range(0, len(data), size)
+    share = evaluation_share(len(starts), world.rank, world.world_size)
+    try:
+        for start in starts[share.start : share.stop]:
+            indices = torch.arange(start, min(start + size, len(data)))
+            batch = data.prepare(data.take(indices).to(learner.device), indices, 0)
+            with learner.autocast():
+                outcome = compute_outcome(learner.module, batch, learner.form)
+            loss_sum += outcome.loss_sum.double()
+            if outcome.num_correct is not None:
+                correct += outcome.num_correct
+    finally:
+        learner.module.train(was_training)
+    sums = torch.stack([loss_sum, correct.double()]).cpu()
+    if world.world_size > 1:
+        dist.all_reduce(sums, group=world.control)
+    num_targets = len(data) * learner.form.targets_per_sample
+    loss, accuracy = (sums / max(1, num_targets)).tolist()
+    return Evaluation(loss, accuracy if learner.form.num_classes else None, len(data))
+
+
+@dataclass(frozen=True)
+class TrainProgress:
+    """What rank 0 posts: the place in the run, the newest row of metrics, and a message for people if there is one."""
+
+    step: int
+    num_steps: int
+    epoch: int
+    samples_per_s: float = 0.0
+    row: dict[str, Any] | None = None
+    word: str = ""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended: `signal` is the signal that stopped it, or 0 when it reached its end."""
+
+    step: int
+    signal: int
+    backend: str
+    device: str
+    num_parameters: int
+    description: str
+
+
+def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainResult:
+    """Train; rank 0 writes into the run's folder. Collective: call on every rank of the launched world."""
+    with catch_stop() as request, open_world(settings) as world, contextlib.ExitStack() as stack:
+        settings = dataclasses.replace(settings, ranks=world.world_size)
+        settings.check()
+        files = RunFiles(folder, settings, world)
+        stack.callback(files.unlock)
+        found = files.find_checkpoint() if resume else None
+        job = build_job(settings, world, found.plan if found is not None else None)
+        start = files.restore(job, found) if found is not None else START
+        if start.step > job.schedule.num_steps:
+            flag = f"--epochs {settings.epochs}" if settings.steps is None else f"--steps {settings.steps}"
+            raise ConfigError(
+                f"{flag} ends after step {job.schedule.num_steps}, and the run is already at step {start.step}: give "
+                f"more {'epochs' if settings.steps is None else 'steps'}",
+                code="mismatch",
+            )
+        files.open(start.step)
+        if world.rank == 0:
+            notes = found.loaded.refused if found is not None else []
+            if resume and found is None:
+                notes = ["no checkpoint was saved yet: starts at the first step"]
+            for note in (*notes, describe_model(settings.model, build_model_options(settings)), _describe(job, start)):
+                post(TrainProgress(start.step, job.schedule.num_steps, start.epoch, word=note))
+        return _Run(job, files, request).run(start)
+
+
+def _describe(job: Job, start: Position) -> str:
+    batches, world, growth = job.batches, job.world, job.batch_schedule
+    made_of = f"{batches.world_size} x {batches.batch_size}" + (
+        f" x {batches.accumulate} micro-batches" if batches.accumulate > 1 else ""
+    )
+    grown = "".join(
+        f"{size} from step {step + 1} on, "
+        for (_, size), step in zip(growth.marks, growth.growth_steps, strict=True)
+        if step is not None
+    )
+    length = f"{format_number_of(growth.count_steps(0), 'step')} per epoch"
+    if grown or job.settings.steps is not None:
+        total = format_number_of(job.schedule.num_steps, "step")
+        length = f"{grown}{total} in {format_number_of(job.epochs, 'epoch')}"
+    return (
+        f"{job.settings.model} with {_count_elements(job.learner.module):,} parameters on {job.train.describe()}; "
+        f"{format_number_of(world.world_size, 'rank')} on {world.backend} ({world.device.type}), "
+        f"global batch {batches.global_batch_size} = {made_of}, {length}"
+        + (f"; resumes at step {start.step}" if start.step else "")
+    )
+
+
+def _count_elements(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+class _Run:
+    """The run of one rank, with what it keeps from step to step."""
+
+    def __init__(self, job: Job, files: RunFiles, request: StopRequest) -> None:
+        self._job, self._files = job, files
+        self._journal = Journal(job.world, request)
+        self._clock = StepClock(job.world.device)
+        self._phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
+
+    def run(self, start: Position) -> TrainResult:
+        position = start
+        self._clock.start()
+        for taken in run_steps(self._job, start, self._phases):
+            position = taken.position
+            self._record(taken)
+            is_due = self._journal.is_due or self._files.is_due_by_steps(position.step)
+            if taken.is_epoch_end or taken.is_last or is_due:
+                exchange = self._synchronize(taken)
+                if exchange.signal:
+                    return self._end(position, exchange.signal)
+                self._clock.start()  # the time between two steps belongs to neither
+        return self._end(position, 0)
+
+    def _record(self, taken: TakenStep) -> None:
+        """Add a step to the journal; nothing here waits for the GPU or another rank."""
+        job, outcome = self._job, taken.outcome
+        phases = self._phases.end()
+        correct = outcome.loss_sum if outcome.num_correct is None else outcome.num_correct
+        self._journal.add(
+            StepEntry(
+                step=taken.position.step,
+                epoch=taken.epoch,
+                num_samples=taken.num_samples,
+                num_targets=taken.num_targets,
+                rate=taken.rate,
+                lap=self._clock.lap(),
+                data_wait_s=taken.data_wait_s,
+                exposed_s=read_exposed(job.learner.model, job.world.world_size),
+                phases=phases,
+                values=torch.stack([outcome.loss_sum.double(), correct.double()]),
+                has_accuracy=outcome.num_correct is not None,
+                bad_parameter=outcome.bad_parameter,
+            )
+        )
+
+    def _synchronize(self, taken: TakenStep) -> Exchange:
+        """Ranks exchange their steps; then what is due: evaluation, rows of metrics, a checkpoint."""
+        job, files, step = self._job, self._files, taken.position.step
+        exchange = self._journal.exchange(files.is_due_by_time)
+        if exchange.bad is not None:
+            files.write_rows(exchange.rows)
+            files.close()
+            bad_step, rank, parameter = exchange.bad
+            parameter = parameter or find_bad_parameter(job.learner.module) or "none: the loss alone"
+            raise TrainingError(
+                f"step {bad_step}: the loss of rank {rank} is not finite, and the first bad value in the model is "
+                f"{parameter}; {files.describe_last()}; try a lower --lr, --clip, or look at the data",
+                code="not-finite",
+            )
+        rows = list(exchange.rows)
+        if taken.is_epoch_end or taken.is_last:
+            test = evaluate(job.learner, job.test, job.world)
+            rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
+        files.write_rows(rows)
+        self._report(taken, rows)
+        is_due = exchange.is_save_due or files.is_due_by_steps(step) or (taken.is_epoch_end and files.every_epoch)
+        if exchange.signal or taken.is_last or is_due:
+            # A finite loss can have gradients that are not: never save what they made of the model.
+            if name := find_bad_parameter(job.learner.module):
+                files.close()
+                raise TrainingError(
+                    f"step {step}: {name} is not finite after the update, and the loss was; "
+                    f"{files.describe_last()}; try a lower --lr, --clip, or look at the model",
+                    code="not-finite",
+                )
+            files.save(job, taken.position)
+        return exchange
+
+    def _report(self, taken: TakenStep, rows: list[dict[str, Any]]) -> None:
+        if self._job.world.rank == 0 and rows:
+            seconds = sum(row["step_s"] for row in rows)
+            rate = sum(row["samples"] for row in rows) / seconds if seconds else 0.0
+            post(TrainProgress(taken.position.step, self._job.schedule.num_steps, rows[-1]["epoch"], rate, rows[-1]))
+
+    def _end(self, position: Position, signal: int) -> TrainResult:
+        world, module = self._job.world, self._job.learner.module
+        if not signal:
+            self._files.export(self._job)
+        self._files.close()
+        return TrainResult(
+            position.step, signal, world.backend, world.device.type, _count_elements(module), self._job.train.describe()
+        )
+
+
+def read_exposed(model: nn.Module, world_size: int) -> float | None:
+    """Seconds of the last step in which this rank waited for communication; None where the wrapper does not say."""
+    if not isinstance(model, DataParallel):
+        return None if hasattr(model, "no_sync") else 0.0
+    return model.exposed_s if world_size > 1 else 0.0
