@@ -76,9 +76,9 @@ def run_tuning(settings: TuneSettings) -> tuple[list[Record], tuple[Gradient, ..
 
     Collective: every rank of the launched world must call this.
     """
-    from paceline.measure.settings import Progress
     from paceline.measure.steps import TrainingJob
     from paceline.measure.tuning import TuningBench
+    from paceline.runtime.session import Progress
     from paceline.runtime.worker import post
     from paceline.training.build import build_job, open_world
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from paceline.measure.chunks import measure_chunks
 
 from paceline import ConfigError
-from paceline.measure.chunks import measure_chunks
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import Measured
 from paceline.measure.settings import ChunkSettings, CollectiveSettings

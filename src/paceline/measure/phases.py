@@ -8,8 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Generator
 
-from paceline.measure.rounds import Pace
-from paceline.measure.settings import Progress
+from paceline.measure.engine import Pace
 from paceline.measure.steps import (
     MeasuredJob,
     Replica,
@@ -22,6 +21,7 @@ from paceline.measure.steps import (
     cycle_windows,
 )
 from paceline.records import StepRecord
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.training.build import build_job, build_learner, open_world

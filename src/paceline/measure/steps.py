@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, MeasurementError
-from paceline.measure.engine import choose_meeting, synchronize
-from paceline.measure.rounds import Pace, build_samples, run_rounds
+from paceline.measure.engine import Pace, build_samples, choose_control_backend, run_rounds, synchronize
 from paceline.parallel import DDP
 from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
@@ -471,7 +470,7 @@ class StepBench:
 
     def __init__(self, world: World, labels: dict[str, Any], loads_inside: bool = False) -> None:
         self.world, self._labels, self._loads_inside = world, labels, loads_inside
-        self.meeting = dist.new_group(backend=choose_meeting(world), timeout=PATIENCE)
+        self.meeting = dist.new_group(backend=choose_control_backend(world), timeout=PATIENCE)
         self.variants: list[Variant] = []
         self.num_warmup = 0
 

@@ -21,14 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
 from paceline.measure import engine
-from paceline.measure.engine import Group, Measured
-from paceline.measure.rounds import Pace
-from paceline.measure.settings import Progress
+from paceline.measure.engine import Group, Measured, Pace
 from paceline.measure.steps import Probe, Replica, StepBench, Variant, wrap
 from paceline.measure.wrapper_settings import MAX_CANDIDATES, WrapperSettings
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
 from paceline.records import Record, StepRecord
 from paceline.records.steps import PRECISIONS
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.training.step import NoPhases, Phases
