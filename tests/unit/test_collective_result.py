@@ -257,7 +257,7 @@ def test_a_doctor_names_what_failed(build):
     ok = CheckRecord(name="2-rank all-reduce", status="ok", found="fast")
     bad = CheckRecord(name="network", status="fail", found="none", advice="buy one")
     result = build(ok, bad, verb="doctor")
-    assert isinstance(result, DoctorResult) and result.failure == "failed: network" and "network" in result.answer
+    assert isinstance(result, DoctorResult) and result.failure == "network" and "network" in result.answer
     document = result.to_json()
     assert document["ok"] is False and document["checks"][1] == {
         "status": "fail", "name": "network", "found": "none", "advice": "buy one",

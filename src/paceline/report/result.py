@@ -195,12 +195,12 @@ class DoctorResult(Result):
     @property
     def failure(self) -> str:
         failed = [check.name for check in self.checks if check.status == "fail"]
-        return f"failed: {', '.join(failed)}" if failed else ""
+        return ", ".join(failed)
 
     @property
     def answer(self) -> str:
         if self.failure:
-            return f"This machine is not ready to train: {self.failure}. The table says what to do."
+            return f"This machine is not ready to train. Failed: {self.failure}. The table says how to fix it."
         proven = any(check.name == "2-rank all-reduce" and check.status == "ok" for check in self.checks)
         warned = [check.name for check in self.checks if check.status == "warn"]
         note = f" Look at: {', '.join(warned)}." if warned else ""
