@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline import ConfigError, LaunchError
+from paceline import ConfigError, LaunchError, machine
 from paceline.runtime import launch
 from paceline.runtime.worker import post
 from tests.conftest import descendants, wait_until
@@ -343,16 +343,15 @@ class Squares(torch.utils.data.Dataset):
 def describe_process() -> dict[str, object]:
     with multiprocessing.get_context("fork").Pool(1) as pool:
         forked = pool.map(square, [3])
-    with multiprocessing.Pool(1) as pool:
-        spawned = pool.map(square, [4])
+    loader = torch.utils.data.DataLoader(Squares(), batch_size=None, num_workers=1 - int(os.environ["RANK"]))
     return {
         "server": os.getppid(),
         "random": (random.random(), float(numpy.random.rand())),
         "bad fork": torch.cuda._is_in_bad_fork(),
         "threads": torch.get_num_threads(),
         "method": multiprocessing.get_start_method(),
-        "children": (forked, spawned),
-        "loaded": [int(value) for value in torch.utils.data.DataLoader(Squares(), batch_size=None, num_workers=1)],
+        "forked": forked,
+        "loaded": [int(value) for value in loader],  # by a spawned worker of rank 0
         "sum": float(torch.ones(2**20).sum()),  # OpenMP in a fork
     }
 
@@ -363,7 +362,7 @@ def test_a_forked_rank_is_as_good_as_a_fresh_process(on_ranks):
     assert all(mine != other for mine, other in zip(first["random"], second["random"], strict=True))
     for rank in (first, second):
         assert not rank["bad fork"] and rank["method"] == "spawn" and rank["sum"] == 2**20
-        assert rank["children"] == ([9], [16]) and rank["loaded"] == [0, 1, 4, 9]
+        assert rank["forked"] == [9] and rank["loaded"] == [0, 1, 4, 9]
 
 
 def count_threads_of_parent() -> tuple[int, int]:
@@ -382,10 +381,10 @@ def read_threads() -> tuple[int, str, int]:
 
 def test_a_variable_that_libraries_read_when_they_are_imported_is_set_before_they_are(monkeypatch):
     servers = set()
-    for threads in ("1", "3"):
+    for threads in ("1", "2"):
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
         (found,) = paceline.run_ranks(read_threads, 1, timeout_s=60)
-        assert found[1:] == (threads, int(threads))
+        assert found[1:] == (threads, min(int(threads), machine.count_cores()))
         servers.add(found[0])
     assert len(servers) == 2
 
