@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         PacelineError,
         RecordError,
     )
-    from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
+    from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm
     from paceline.plan import Plan
     from paceline.records.store import Run, load_run
     from paceline.report.result import Result, load_result
@@ -34,7 +34,7 @@ _HOMES = {
     "paceline.errors": (
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
     ),
-    "paceline.parallel": ("DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
+    "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
     "paceline.plan": ("Plan",),
     "paceline.records.store": ("Run", "load_run"),
     "paceline.report.result": ("Result", "load_result"),
@@ -48,6 +48,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "DDP",
     "LAMB",
     "LARS",
     "CollectiveError",

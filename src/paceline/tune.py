@@ -16,7 +16,7 @@ from paceline.predict.calibrate import Evidence
 from paceline.predict.judgement import GridPoint, Judgement, judge
 from paceline.predict.plans import Choice, PlanModel
 from paceline.predict.search import choose_caps
-from paceline.records import Record, TuneStepRecord
+from paceline.records import Record, StepRecord
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Tuning:
 
     @property
     def is_of_torch(self) -> bool:
-        return any(isinstance(record, TuneStepRecord) and record.wrapper == "torch" for record in self.records)
+        return any(isinstance(record, StepRecord) and record.wrapper == "torch" for record in self.records)
 
     @property
     def plan(self) -> Plan:
@@ -124,9 +124,9 @@ def _list_candidates(
     return candidates
 
 
-def _find_best(records: Sequence[Record]) -> TuneStepRecord | None:
+def _find_best(records: Sequence[Record]) -> StepRecord | None:
     """The fastest cap of the sweep, to hold the recommended plan against."""
-    plans = [record for record in records if isinstance(record, TuneStepRecord) and record.role == "plan"]
+    plans = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
     return min(plans, key=lambda record: record.timing.median_s, default=None)
 
 
@@ -135,7 +135,7 @@ def judge_tuning(
 ) -> Tuning:
     """Everything that follows from the records of a tuning. Pure."""
     model, choice, plan = find_plan(settings, records, gradients, default_plan)
-    plans = [record for record in records if isinstance(record, TuneStepRecord) and record.role == "plan"]
+    plans = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
     grid = [record for record in plans if not record.note]
     confirmed = [record for record in plans if record.note]
     if grid:

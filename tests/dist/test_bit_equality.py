@@ -14,7 +14,7 @@ from torch import nn
 
 import paceline
 from paceline.parallel.channel import Channel
-from paceline.parallel.replicas import find_members
+from paceline.parallel.replicas import read_replica
 from paceline.plan import plan_by_cap, plan_shaped
 from paceline.transport import why_not
 
@@ -40,7 +40,7 @@ class Layers(nn.Module):
 
 
 def list_plans(module: nn.Module) -> dict[str, dict[str, Any]]:
-    gradients = find_members(module).gradients
+    gradients = read_replica(module).gradients
     backwards = range(len(gradients) - 1, -1, -1)
     caps: dict[str, Any] = {f"cap of {cap} bytes": {"bucket_cap_mb": cap / 2**20} for cap in CAPS_BYTES}
     return caps | {
@@ -68,7 +68,7 @@ def buckets_elsewhere() -> Iterator[None]:
 def find_bits(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> list[str]:
     """The bits of all gradients, by step; every rank draws its own numbers, in which the order of a sum shows."""
     torch.manual_seed(1)
-    model = paceline.DataParallel(Layers(dtype), **options)
+    model = paceline.DDP(Layers(dtype), **options)
     bits = []
     for step in range(STEPS):
         torch.manual_seed(100 * step + rank)

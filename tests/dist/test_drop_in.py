@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 
 import paceline
-from paceline.parallel import DataParallel
+from paceline.parallel import DDP
 from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, draw, error_of, loss
 
 TORCHS_OWN = nn.parallel.DistributedDataParallel
-CLASSES = (TORCHS_OWN, DataParallel)
+CLASSES = (TORCHS_OWN, DDP)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def retain_synchronised() -> None:
 
     with paceline.init(announce=None) as world:
         for options in ({}, {"bucket_cap_mb": 1e-5}, {"reducer": "flat"}, {"reducer": "overlap"}):
-            model = DataParallel(Net(), **options)
+            model = DDP(Net(), **options)
             for _ in range(STEPS):
                 model.zero_grad()
                 wanted = average_alone(model.module, together, 2)
@@ -172,7 +172,7 @@ def hooked(rank: int, name: str) -> list[nn.Module]:
     if name == "local":
         alone, _ = dist.new_subgroups(1)
         state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=100)
-    if name != "bf16" or isinstance(model, DataParallel):  # torch refuses this one on CPU: then it has none
+    if name != "bf16" or isinstance(model, DDP):  # torch refuses this one on CPU: then it has none
         model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     for step in range(5):
@@ -201,7 +201,7 @@ def look_into_buckets() -> None:
     """Every gradient is in one bucket that the hook is given, the large ones too."""
     with paceline.init(announce=None) as world:
         wide = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 4))
-        model = DataParallel(wide, bucket_cap_mb=0.001)
+        model = DDP(wide, bucket_cap_mb=0.001)
         seen: list[tuple[int, bool, list[tuple[int, ...]]]] = []
 
         def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -243,7 +243,7 @@ def go_local() -> None:
     with paceline.init(announce=None) as world:
         torch.manual_seed(0)
         alone, _ = dist.new_subgroups(1)
-        model = DataParallel(Net())
+        model = DDP(Net())
         state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=2)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         for step in range(STEPS):
@@ -253,7 +253,7 @@ def go_local() -> None:
         for name, param in model.module.named_parameters():
             torch.testing.assert_close(param.grad, mine[name])
         assert error_of(lambda: model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook))[0]
-        assert error_of(lambda: DataParallel(Net()).register_comm_hook(None, "no function"))[0] == "TypeError"
+        assert error_of(lambda: DDP(Net()).register_comm_hook(None, "no function"))[0] == "TypeError"
 
 
 def test_post_local_sgd_keeps_gradients_apart_after_its_start(job):
@@ -263,12 +263,12 @@ def test_post_local_sgd_keeps_gradients_apart_after_its_start(job):
 def accelerate_program() -> None:
     from accelerate import Accelerator
 
-    with paceline.init(announce=None) as world, in_place_of_torchs(DataParallel):
+    with paceline.init(announce=None) as world, in_place_of_torchs(DDP):
         torch.manual_seed(world.rank)
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         net = Net()
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-        assert isinstance(model, DataParallel)
+        assert isinstance(model, DDP)
         for step in range(2 * STEPS):
             with accelerator.accumulate(model):
                 accelerator.backward(loss(model, world.rank, step))
@@ -333,7 +333,7 @@ PICK = {
 def nest_outputs() -> None:
     with paceline.init(announce=None) as world:
         for options in ({}, {"bucket_cap_mb": 1e-5}, {"find_unused_parameters": True}):
-            model = DataParallel(Talkative(), **options)
+            model = DDP(Talkative(), **options)
             for kind, pick in PICK.items():
                 for step in range(2):
                     model.zero_grad()
@@ -353,7 +353,7 @@ def test_any_nested_output(job):
 def be_a_module() -> None:
     with paceline.init(announce=None) as world:
         net = Talkative()
-        model = DataParallel(net)
+        model = DDP(net)
         assert model.module is net
         assert model.describe() == "8 parameters"
         with pytest.raises(AttributeError, match="no_such_thing"):
@@ -367,7 +367,7 @@ def be_a_module() -> None:
             only_here = model(draw(world.rank), "dict") if world.rank == 0 else None
         assert world.rank or only_here is not None
 
-        def works(twin: DataParallel) -> None:
+        def works(twin: DDP) -> None:
             def loss_of(m: Any, rank: int) -> torch.Tensor:
                 return m(draw(rank), kind="tuple")[1][0]
 
@@ -378,7 +378,7 @@ def be_a_module() -> None:
                 check(world, twin, wanted)
 
         for prefix in ("module.", ""):  # both kinds of keys, into another wrapper
-            other = DataParallel(Talkative())
+            other = DDP(Talkative())
             other.load_state_dict({prefix + key: value + 1 for key, value in net.state_dict().items()})
             for a, b in zip(other.parameters(), net.parameters(), strict=True):
                 assert torch.equal(a, b + 1)
@@ -394,5 +394,5 @@ def be_a_module() -> None:
         works(model)
 
 
-def test_it_is_a_module_that_can_be_saved_copied_and_asked(job):
+def test_it_is_a_module_that_can_be_saved_and_copied(job):
     job(2, be_a_module)

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import paceline
 from paceline import ConfigError
-from paceline.parallel import DataParallel
+from paceline.parallel import DDP
 from tests.conftest import BACKEND
-from tests.dist.wrapped import RUNGS, STEPS, Net, average_alone, check, check_close, draw, error_of, gradients, loss
+from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_close, draw, error_of, gradients, loss
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def train_in_groups() -> None:
                 options, peers = {"device_mesh": mesh["data"]}, [world.rank // 2 * 2, world.rank // 2 * 2 + 1]
             else:
                 options, peers = {"process_group": dist.group.WORLD}, [0, 1, 2, 3]
-            for rung in RUNGS[1:]:
-                model = DataParallel(Net(), check_replicas_every=1, **options, **rung)
+            for reducer in REDUCERS[1:]:
+                model = DDP(Net(), check_replicas_every=1, **options, **reducer)
                 assert dist.get_world_size(model.process_group) == len(peers)
                 for step in range(3):
                     model.zero_grad()
@@ -48,14 +48,15 @@ def train_in_groups() -> None:
                     # Each group has values of its own: their sums must not meet.
                     wanted = average_alone(model.module, loss_of, len(peers))
                     loss(model, world.rank, step).backward()
-                    check_close(model, wanted, (kind, rung, step))
+                    check_close(model, wanted, (kind, reducer, step))
             if kind == "group":
-                with pytest.raises(ConfigError, match="state_dict"):
+                with pytest.raises(ConfigError) as caught:
                     pickle.dumps(model)
+                assert caught.value.code == "not-picklable"
         with pytest.raises(ConfigError, match="2 dimensions"):
-            DataParallel(Net(), device_mesh=mesh)
-        with pytest.raises(ConfigError, match="both given"):
-            DataParallel(Net(), device_mesh=mesh["data"], process_group=pairs[0])
+            DDP(Net(), device_mesh=mesh)
+        with pytest.raises(ConfigError, match="process_group and device_mesh"):
+            DDP(Net(), device_mesh=mesh["data"], process_group=pairs[0])
 
 
 def test_groups_and_meshes(job):
@@ -70,7 +71,7 @@ def ignore(how: str) -> None:
         before = net.left.weight.detach().clone()
         if how == "torch":
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
-        model = DataParallel(net) if how == "torch" else DataParallel(net, ignore=names)
+        model = DDP(net) if how == "torch" else DDP(net, ignore=names)
         assert torch.equal(net.left.weight, before)
         for step in range(STEPS):
             model.zero_grad()
@@ -93,8 +94,8 @@ def test_ignored_parameters_and_buffers_are_left_alone(job, how):
 def follow_the_seed() -> None:
     """The loop of the seed document: accumulate without, then with synchronisation, and ask for it by hand."""
     with paceline.init(announce=None) as world:
-        for rung in RUNGS:
-            model = DataParallel(Net(), manual=True, **rung)
+        for reducer in REDUCERS:
+            model = DDP(Net(), manual=True, **reducer)
             assert model.do_sync
             for step in range(STEPS):
                 model.zero_grad()
@@ -119,9 +120,9 @@ def follow_the_seed() -> None:
                     model.sync_gradients()
                 check_close(model, mine, "no_sync")
                 model.sync_gradients()
-                check(world, model, wanted, (rung, step))
+                check(world, model, wanted, (reducer, step))
                 model.sync_gradients()  # there is nothing left to do
-                check(world, model, wanted, (rung, step))
+                check(world, model, wanted, (reducer, step))
 
 
 def test_the_seed_documents_loop(job):
@@ -130,7 +131,7 @@ def test_the_seed_documents_loop(job):
 
 def report() -> dict[str, Any]:
     with paceline.init(announce=None) as world:
-        model = DataParallel(Net(), bucket_cap_mb=1e-4)
+        model = DDP(Net(), bucket_cap_mb=1e-4)
         early = model.report()
         assert model.plan is None
         assert early.times is None and early.exposed_s is None
@@ -140,7 +141,7 @@ def report() -> dict[str, Any]:
             loss(model, world.rank, step).backward()
         found = model.report()
         assert model.plan == found.plan
-        refusal = error_of(DataParallel(Net(), reducer="flat").report)
+        refusal = error_of(DDP(Net(), reducer="flat").report)
         times = found.times
         return {
             "who": (found.rank, found.world_size, found.backend, found.num_steps),
@@ -175,16 +176,17 @@ def test_a_report_tells_the_buckets_times_and_advice(job):
 
 def alone() -> None:
     with paceline.init(announce=None):
-        for rung in RUNGS:
-            model = DataParallel(Net(), **rung)
+        for reducer in REDUCERS:
+            model = DDP(Net(), **reducer)
             for step in range(3):
                 model.zero_grad()
                 wanted = average_alone(model.module, functools.partial(loss, step=step), 1)
                 loss(model, 0, step).backward()
-                check_close(model, wanted, rung)
+                check_close(model, wanted, reducer)
             model.zero_grad()
-            with pytest.raises(paceline.CollectiveError, match=r"right\.weight"):
+            with pytest.raises(paceline.CollectiveError, match=r"right\.weight") as caught:
                 model(draw(0), use="left").sum().backward()
+            assert caught.value.code == "missing-gradient"
 
 
 def test_a_world_of_one_takes_the_same_way(job):
@@ -193,7 +195,7 @@ def test_a_world_of_one_takes_the_same_way(job):
 
 def train_after_stop() -> bool:
     with paceline.init(announce=None) as world:
-        model = DataParallel(Net())
+        model = DDP(Net())
         for step in range(3):
             loss(model, world.rank, step).backward()
             model.zero_grad()

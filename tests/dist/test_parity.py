@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
-from paceline.parallel.replicas import find_members
+from paceline.parallel.replicas import read_replica
 from paceline.plan import Plan, plan_by_cap, plan_shaped
 from tests.conftest import ASKED_BACKEND, BACKEND
 from tests.dist.parity_models import CASES, Batch, Case, measure_loss
@@ -32,18 +32,18 @@ TOLERANCES = {
 
 def plan_split(module: nn.Module) -> Plan:
     """Most gradients travel in several buckets; some pieces have one to themselves, others share it."""
-    gradients = find_members(module).gradients
+    gradients = read_replica(module).gradients
     return plan_shaped(gradients, reversed(range(len(gradients))), cap_bytes=90, tail_bytes=20)
 
 
 def plan_backwards(module: nn.Module) -> Plan:
     """The first bucket is the last to be ready."""
-    gradients = find_members(module).gradients
+    gradients = read_replica(module).gradients
     return plan_by_cap(gradients, range(len(gradients)), cap_bytes=200)
 
 
 @dataclass(frozen=True)
-class Rung:
+class Variant:
     """A reducer and a rule for its plan; `is_so(plan)` makes sure that the plan is what the name says."""
 
     name: str
@@ -59,24 +59,24 @@ def is_cut(plan: Plan) -> bool:
     return len(plan.buckets) > count_families(plan)
 
 
-RUNGS = (
-    Rung("bucketed, default plan", lambda module: {}),
-    Rung("bucketed, tiny cap", lambda module: {"bucket_cap_mb": 0.03 * KIB}, is_cut),
-    Rung(
+REDUCERS = (
+    Variant("bucketed, default plan", lambda module: {}),
+    Variant("bucketed, tiny cap", lambda module: {"bucket_cap_mb": 0.03 * KIB}, is_cut),
+    Variant(
         "bucketed, one bucket",
         lambda module: {"bucket_cap_mb": 1000},
         lambda plan: len(plan.buckets) == count_families(plan),
     ),
-    Rung("bucketed, split gradients", lambda module: {"plan": plan_split(module)}, lambda plan: plan.is_split),
-    Rung("bucketed, plan in forward order", lambda module: {"plan": plan_backwards(module)}),
-    Rung(
+    Variant("bucketed, split gradients", lambda module: {"plan": plan_split(module)}, lambda plan: plan.is_split),
+    Variant("bucketed, plan in forward order", lambda module: {"plan": plan_backwards(module)}),
+    Variant(
         "bucketed, torch's rule",
         lambda module: {"bucket_cap_mb_list": [0.03 * KIB, 0.15 * KIB]},
         lambda plan: plan.rule.startswith("torch's rule") and is_cut(plan),
     ),
-    Rung("overlap", lambda module: {"reducer": "overlap"}),
-    Rung("flat", lambda module: {"reducer": "flat"}),
-    Rung("per_parameter", lambda module: {"reducer": "per_parameter"}),
+    Variant("overlap", lambda module: {"reducer": "overlap"}),
+    Variant("flat", lambda module: {"reducer": "flat"}),
+    Variant("per_parameter", lambda module: {"reducer": "per_parameter"}),
 )
 
 
@@ -113,9 +113,9 @@ def count_messages() -> int:
     return dist.group.WORLD._get_sequence_number_for_group()
 
 
-def train_together(case: Case, rung: Rung, world: paceline.World) -> Record:
+def train_together(case: Case, reducer: Variant, world: paceline.World) -> Record:
     module = build(case, world.rank)
-    model = paceline.DataParallel(module, check_replicas_every=2, **case.options, **rung.options(module))
+    model = paceline.DDP(module, check_replicas_every=2, **case.options, **reducer.options(module))
     optimizer = case.optimizer(model.parameters())
     record: Record = {}
     for step in range(case.steps):
@@ -134,7 +134,7 @@ def train_together(case: Case, rung: Rung, world: paceline.World) -> Record:
         note(record, step, module, "value")
     note_buffers(record, module)
     if model.plan is not None:
-        assert rung.is_so(model.plan), f"the plan is not what the test means: {model.plan}"
+        assert reducer.is_so(model.plan), f"the plan is not what the test means: {model.plan}"
     model.stop()
     return record
 
@@ -217,18 +217,18 @@ def find_far(record: Record, wanted: Record) -> list[str]:
 
 
 def run_case(name: str, backend: str) -> list[str]:
-    """One case on all rungs: what is wrong, with the rung."""
+    """One case on all reducers: what is wrong, with the reducer."""
     case = CASES[name]
     with paceline.init(backend, "cpu", announce=None, timeout_s=20) as world:
         starts = world.share([digest(tensor.detach()) for tensor in build(case, world.rank).parameters()])
         assert all(start != starts[0] for start in starts[1:]), "the ranks start alike: no missing broadcast would show"
         wanted = train_alone(case, world.world_size) if world.rank == 0 else None
         found = []
-        for rung in RUNGS:
-            label = f"[{rung.name}] x [{name}] on {world.world_size} ranks, {backend}"
+        for reducer in REDUCERS:
+            label = f"[{reducer.name}] x [{name}] on {world.world_size} ranks, {backend}"
             record, error = {}, ""
             try:
-                record = train_together(case, rung, world)
+                record = train_together(case, reducer, world)
             except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
             errors, digests = zip(
@@ -236,7 +236,7 @@ def run_case(name: str, backend: str) -> list[str]:
             )
             if any(errors):
                 found += [f"{label}, rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-                assert all(errors), "\n".join(found)  # where only some ranks fail, the next rung would be no test
+                assert all(errors), "\n".join(found)  # where only some ranks fail, the next reducer would be no test
                 continue
             wrong = find_unequal(digests) + ([] if wanted is None else find_far(record, wanted))
             found += [f"{label}: {line}" for line in wrong[:4]] + [f"{label}: {len(wrong)} in all"] * (len(wrong) > 4)

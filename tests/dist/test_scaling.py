@@ -116,7 +116,7 @@ def test_all_that_takes_turns_has_equal_repetitions(measured):
         ("none", "", 1), *((c.wrapper, c.backend, n) for n in (2, 3) for c in CONTESTANTS)
     ]  # fmt: skip
     for record in records:
-        told = [record.timing] if record.world_size == 1 else [record.timing, record.silent, record.busy]
+        told = [record.timing] if record.world_size == 1 else [record.timing, record.no_comm, record.busy]
         assert all((s.count, s.num_ranks) == (ITERS, record.world_size) for s in told)
         assert len({len(s.warmup_seconds) for s in told}) == 1 and len(told[0].warmup_seconds) > 0
         assert (record.mode, record.cell_size) == (cell.mode, cell.samples)

@@ -1,4 +1,4 @@
-"""What a rank hands to all-reduce in a step, counted where it is handed over: by every rung, and in scaling studies."""
+"""What a rank hands to all-reduce in a step, counted there: by every reducer, and in scaling studies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKENDS = ["gloo"] if why_not() else ["gloo", "paceline"]
 
 
 def count_steps(backend: str, dtype_name: str) -> list[Any]:
-    """For each rung: (what was sent in each step, how many parameters, bytes of their gradients, buckets of the plan).
+    """For each reducer: (what was sent in each step, number of parameters, bytes of gradients, buckets of the plan).
 
     A BatchNorm layer has statistics to send, which do not fit between gradients of half precision. One gradient is
     large enough for a place of its own, with a gap before it. Every second step has two micro-batches.
@@ -28,14 +28,14 @@ def count_steps(backend: str, dtype_name: str) -> list[Any]:
     from torch import nn
 
     import paceline
-    from paceline.parallel import DataParallel
-    from tests.dist.wrapped import RUNGS
+    from paceline.parallel import DDP
+    from tests.dist.wrapped import REDUCERS
 
     told: list[Any] = []
     with paceline.init(backend=backend):
-        for options in RUNGS:
+        for options in REDUCERS:
             layers = (nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Linear(300, 300), nn.Linear(300, 3))
-            model = DataParallel(nn.Sequential(*layers).to(getattr(torch, dtype_name)), **options)
+            model = DDP(nn.Sequential(*layers).to(getattr(torch, dtype_name)), **options)
             params, sent = list(model.parameters()), []
             x = torch.ones(2, 4, dtype=params[0].dtype)
             for step in range(4):
@@ -61,7 +61,7 @@ def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, 
     assert told[0] == told[1]
     for options, sent, num_params, num_bytes, num_buckets in told[0]:
         messages = 1 if options["reducer"] == "flat" else num_buckets or num_params
-        # In its first step the bucketed rung has no plan yet.
+        # In its first step the bucketed reducer has no plan yet.
         first = 1 if num_buckets else messages
         assert sent == [(first, num_bytes), *[(messages, num_bytes)] * 3], options
 
@@ -74,10 +74,10 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
     real_sum, real_send, real_run = Channel.start_sum, busy._TimedMessages.send, scaling._Bench.run
     num_bytes: list[int] = []
 
-    def start_sum(channel: Any, tensor: Any, average: bool = False, rider_bytes: int = 0) -> Any:
+    def start_sum(channel: Any, tensor: Any, average: bool = False, extra_bytes: int = 0) -> Any:
         if fault == "twice":
-            real_sum(channel, tensor.clone(), average, rider_bytes).wait()
-            return real_sum(channel, tensor, average, rider_bytes)
+            real_sum(channel, tensor.clone(), average, extra_bytes).wait()
+            return real_sum(channel, tensor, average, extra_bytes)
         return real_sum(channel, tensor, average, tensor.nbytes)
 
     def send(messages: Any, bucket: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.parallel import DataParallel
+from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.transport import why_not
 from tests.dist.wrapped import Net, average_alone, check_close, loss
@@ -55,7 +55,7 @@ def test_a_sum_of_one_is_over_when_it_starts(on_ranks, backend):
 def train_alone(backend: str, **options: object) -> None:
     with paceline.init(backend=backend, announce=None) as world:
         net = Net()
-        model = DataParallel(net, process_group=open_alone(world), **options)
+        model = DDP(net, process_group=open_alone(world), **options)
         for step in range(3):
             wanted = average_alone(net, lambda m, _, step=step: loss(m, world.rank, step), 1)
             model.zero_grad()

@@ -8,28 +8,28 @@ import pytest
 import torch
 
 import paceline
-from paceline.parallel import DataParallel
+from paceline.parallel import DDP
 from paceline.training.build import _compile_blocks
 from paceline.workloads.models import build_resnet18
-from tests.dist.wrapped import BUCKETED, RUNGS, STEPS, Net, average_alone, check, loss
+from tests.dist.wrapped import BUCKETED, REDUCERS, STEPS, Net, average_alone, check, describe, loss
 
 
 def compile_parts(kind: str) -> None:
     compile_ = functools.partial(torch.compile, backend="aot_eager")
     with paceline.init(announce=None) as world:
-        for rung in (RUNGS[2], *BUCKETED):
+        for reducer in (REDUCERS[2], *BUCKETED):
             torch._dynamo.reset()
             net = plain = Net()
             if kind == "block":
                 net.left, net.last = compile_(net.left), compile_(net.last)
-            model = DataParallel(compile_(net) if kind == "model" else net, **rung)
+            model = DDP(compile_(net) if kind == "model" else net, **reducer)
             outside = compile_(model) if kind == "wrapper" else model
             for step in range(STEPS):
                 model.zero_grad()
                 # The compiled module's parameters are those of the plain one, under the same or longer names.
                 wanted = average_alone(plain, functools.partial(loss, step=step), 2)
                 loss(outside, world.rank, step).backward()
-                check(world, plain, wanted, (rung, step))
+                check(world, plain, wanted, (reducer, step))
 
 
 @pytest.mark.parametrize("kind", ["block", "model", "wrapper"])
@@ -39,7 +39,7 @@ def test_compiled_gradients_are_averaged(on_ranks, kind):
 
 def compile_and_break() -> tuple[str, str]:
     with paceline.init(announce=None) as world:
-        model = DataParallel(torch.compile(Net(), backend="eager"))
+        model = DDP(torch.compile(Net(), backend="eager"))
         for step in range(2):
             model.zero_grad()
             loss(model, world.rank, step).backward()
@@ -47,14 +47,14 @@ def compile_and_break() -> tuple[str, str]:
         try:
             loss(model, world.rank, use="left" if world.rank else "left right").backward()
         except paceline.CollectiveError as error:
-            return type(error).__name__, str(error)
+            return describe(error)
         return "", ""
 
 
 def test_an_unused_parameter_is_named_where_the_model_is_compiled(on_ranks):
     first, second = on_ranks(2, compile_and_break, timeout_s=60)
     assert first == second
-    assert first[0] == "CollectiveError"
+    assert first[0] == "CollectiveError missing-gradient"
     assert "right.weight on rank 1" in first[1]
 
 

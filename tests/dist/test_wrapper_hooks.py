@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import paceline
-from paceline.parallel import DataParallel
+from paceline.parallel import DDP
 from tests.dist.wrapped import STEPS, Net, average_alone, check, error_of, loss
 
 SOON_S = 15
@@ -25,7 +25,7 @@ def job(on_ranks):
 
 def break_hook(how: str, ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str, float]]:
     with paceline.init(announce=None) as world:
-        model = DataParallel(Net(), bucket_cap_mb=1e-5)
+        model = DDP(Net(), bucket_cap_mb=1e-5)
         step, found = 0, []
 
         def hook(state: object, bucket: Any) -> Any:
@@ -55,7 +55,7 @@ def break_hook(how: str, ranks: tuple[int, ...], at_step: int) -> list[tuple[str
             found.append((kind, text, time.monotonic() - began))
             if step < at_step:
                 check(world, model, wanted, step)
-        # Where all have failed alike, all can go on; else nobody knows which messages of the hook belong together.
+        # Where all have failed, all can continue; else nobody knows which messages of the hook belong together.
         step = at_step + 1
         found.append((*error_of(lambda: loss(model, world.rank, step).backward()), 0.0))
         return found
@@ -66,7 +66,7 @@ def break_hook(how: str, ranks: tuple[int, ...], at_step: int) -> list[tuple[str
     [
         ("first call", "OSError: no more room"),
         ("last call", "OSError: no more room"),
-        ("no future", "ConfigError: a communication hook must return a Future of a tensor"),
+        ("no future", "ConfigError"),
         ("set", "OSError: no more room"),
         ("then", "KeyError: 'no more room'"),
         ("shape", "999"),
@@ -79,10 +79,10 @@ def test_a_hook_that_fails_on_one_rank_is_one_error_everywhere(job, how, word, a
     assert texts[0] == texts[1] == texts[2]
     assert texts[0][:at_step] == [("", "")] * at_step
     (kind, text), (later, refusal) = texts[0][at_step:]
-    assert kind == later == "CollectiveError"
-    assert text.startswith(f"step {at_step + 1}: rank 1 failed in its communication hook: ")
+    assert (kind, later) == ("CollectiveError hook-failed", "CollectiveError unusable")
+    assert f"step {at_step + 1}" in text and "rank 1" in text and "rank 0" not in text
     assert word in text and "\n" not in text
-    assert "start the ranks anew" in refusal
+    assert text in refusal
     assert all(seconds < SOON_S for result in results for *_, seconds in result)
 
 
@@ -93,7 +93,7 @@ def test_where_the_hook_fails_on_all_ranks_each_raises_its_own_error_and_can_go_
 
 def register_somewhere(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str]]:
     with paceline.init(announce=None) as world:
-        model = DataParallel(Net(), bucket_cap_mb=1e-5)
+        model = DDP(Net(), bucket_cap_mb=1e-5)
         for step in range(at_step):
             loss(model, world.rank, step).backward()
         if at_step:
@@ -117,14 +117,14 @@ def test_a_hook_on_some_ranks_only_is_found_before_it_sends(job, at_step):
     results = job(3, register_somewhere, (0, 2), at_step)
     assert results[0] == results[1] == results[2]
     for kind, text in results[0]:
-        assert kind == "ConfigError"
-        assert text.startswith("a communication hook is registered on ranks 0, 2 and not on rank 1: ")
+        assert kind == "ConfigError mismatch"
+        assert "ranks 0, 2" in text and "rank 1" in text
 
 
 def count_messages(with_hook: bool) -> list[int]:
     """The all-reduces of each step: those of a hook are its own. On gloo, which the profiler sees."""
     with paceline.init(backend="gloo", announce=None) as world:
-        model = DataParallel(Net(), bucket_cap_mb=1e-5)
+        model = DDP(Net(), bucket_cap_mb=1e-5)
         if with_hook:
             model.register_comm_hook(None, lambda state, bucket: done_with(bucket.buffer()))
         counts = []

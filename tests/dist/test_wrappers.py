@@ -11,8 +11,8 @@ import torch.distributed as dist
 import paceline
 from paceline.measure.wrapper_settings import WrapperSettings
 from paceline.measure.wrappers import count_wrong_parameters, measure_wrappers
-from paceline.records import WrapperRecord
-from paceline.records.pairs import compare_wrappers
+from paceline.records import StepRecord
+from paceline.records.steps import compare_wrappers
 
 SHAPES = ((4, 3), (5,), ())
 STEPS = 10
@@ -80,7 +80,7 @@ def test_a_measurement_is_equal_on_every_rank_and_has_every_phase(on_ranks):
         (n, wrapper) for n in (1, 2) for wrapper in ("torch-tuned", "bare", "torch")
     ]
     for record in records:
-        assert isinstance(record, WrapperRecord)
+        assert isinstance(record, StepRecord)
         assert (record.timing.count, record.timing.num_ranks) == (3, record.world_size)
         assert len(record.timing.warmup_seconds) == 1
         for step, *phases in zip(

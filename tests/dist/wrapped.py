@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.parallel import DataParallel
+from paceline.parallel import DDP
 
-# Every rung, and the default one with a bucket for each parameter and with one for each layer of `Net`: a gradient
+# Every reducer, and the default one with a bucket for each parameter and with one for each layer of `Net`: a gradient
 # that is alone in its bucket travels as it is, others are gathered.
-RUNGS: tuple[dict[str, Any], ...] = (
+REDUCERS: tuple[dict[str, Any], ...] = (
     {"reducer": "per_parameter"},
     {"reducer": "flat"},
     {"reducer": "overlap"},
@@ -22,7 +22,7 @@ RUNGS: tuple[dict[str, Any], ...] = (
     {"reducer": "bucketed", "bucket_cap_mb": 1e-5},
     {"reducer": "bucketed", "bucket_cap_mb": 7e-5},
 )
-BUCKETED = RUNGS[3:]
+BUCKETED = REDUCERS[3:]
 # The first step records, the second is the first with a plan; the third shows that it lasts.
 STEPS = 4
 Loss = Callable[[Any, int], torch.Tensor]
@@ -55,7 +55,7 @@ def loss(model: Any, rank: int, step: int = 0, **options: Any) -> torch.Tensor:
 def average_alone(
     module: nn.Module, loss_of: Loss, num_ranks: int, weights: Sequence[float] | None = None
 ) -> dict[str, torch.Tensor | None]:
-    """The average over the ranks of what each would have by itself: computed here, on copies, without a wrapper."""
+    """The average over the ranks of what each would have alone: computed here, on copies, without a wrapper."""
     total: dict[str, torch.Tensor | None] = dict.fromkeys(dict(module.named_parameters()))
     for rank in range(num_ranks):
         alone = copy.deepcopy(module)
@@ -70,7 +70,7 @@ def average_alone(
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    module = model.module if isinstance(model, DataParallel) else model
+    module = model.module if isinstance(model, DDP) else model
     return {name: param.grad for name, param in module.named_parameters()}
 
 
@@ -96,9 +96,14 @@ def check(world: Any, model: nn.Module, wanted: dict[str, torch.Tensor | None], 
 
 
 def error_of(call: Callable[[], object]) -> tuple[str, str]:
-    """The type and the text of what a call raises; two empty strings for nothing."""
+    """What `describe` says of the error that a call raises; two empty strings for none."""
     try:
         call()
     except Exception as error:
-        return type(error).__name__, str(error)
+        return describe(error)
     return "", ""
+
+
+def describe(error: Exception) -> tuple[str, str]:
+    """The type of an error, followed by its code if it has one; and its text."""
+    return " ".join(filter(None, (type(error).__name__, getattr(error, "code", "")))), str(error)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import CollectiveError, DataParallel
+from paceline import DDP, CollectiveError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -40,7 +40,7 @@ def draw(rank: int, step: int, device: torch.device) -> torch.Tensor:
 def train(backend: str, options: dict[str, Any]) -> None:
     with paceline.init(backend, "cuda", announce=None) as world:
         torch.backends.cuda.matmul.allow_tf32 = False
-        model = DataParallel(Net().to(world.device), **options)
+        model = DDP(Net().to(world.device), **options)
         alone = copy.deepcopy(model.module)
         own = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in (model, alone)]
         for step in range(STEPS):
@@ -74,7 +74,7 @@ def test_training_is_as_on_one_process(on_ranks, backend, ranks, options):
 def leave_out(backend: str, step_without: int) -> tuple[str, int]:
     """Train, and leave a layer out in one step, on the last rank only."""
     with paceline.init(backend, "cuda", announce=None) as world:
-        model = DataParallel(Net().to(world.device))
+        model = DDP(Net().to(world.device))
         for step in range(STEPS + 2):
             is_odd = step == step_without and world.rank == world.world_size - 1
             try:
@@ -98,7 +98,7 @@ def hold(backend: str) -> tuple[int, int, int]:
     with paceline.init(backend, "cuda", announce=None) as world:
         torch.manual_seed(0)
         before = torch.cuda.memory_allocated()
-        model = DataParallel(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(world.device))
+        model = DDP(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(world.device))
         params = torch.cuda.memory_allocated() - before
         for _ in range(4):
             model(torch.randn(4, 1024, device=world.device)).sum().backward()
@@ -118,7 +118,7 @@ def test_gradients_are_held_once(on_ranks, backend, ranks):
 
 def inspect(backend: str) -> str:
     with paceline.init(backend, "cuda", announce=None) as world:
-        model = DataParallel(Net().to(world.device), bucket_cap_mb=0.5)
+        model = DDP(Net().to(world.device), bucket_cap_mb=0.5)
         for step in range(6):
             model(draw(world.rank, step, world.device)).square().mean().backward()
             model.zero_grad()
@@ -135,7 +135,7 @@ def test_a_report_has_the_times_of_the_device(on_ranks, backend, ranks):
 def write_on_one_rank() -> None:
     """Words are read late here: that only one rank's statistics are in the sum is known on the GPU alone."""
     with paceline.init("gloo", "cuda", announce=None) as world:
-        model = DataParallel(Net().to(world.device))
+        model = DDP(Net().to(world.device))
         norm = model.module.norm
         mine = norm.running_mean.clone()
         for step in range(2 * STEPS):

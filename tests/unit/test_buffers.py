@@ -28,6 +28,6 @@ def test_statistics_are_averaged_over_the_ranks_that_wrote(writers, holders, wan
     if is_seen and wanted is None:
         return  # who knows the count does not read
     for rank, (layer, buffers) in enumerate(ranks):
-        buffers.read(total[:-1].clone(), len(writers)) if is_seen else buffers.read_unseen(total)
+        buffers.read(total[:-1].clone(), len(writers)) if is_seen else buffers.read_on_device(total)
         assert torch.equal(layer.running_mean, torch.full((4,), rank + 1.0 if wanted is None else wanted))
         assert torch.equal(layer.running_var, torch.ones(4))

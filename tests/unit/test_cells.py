@@ -78,7 +78,7 @@ def _file(study):
         (json.dumps({"cell": CELL}), "'records'"),
         (json.dumps({"cell": "another", "records": []}), "it holds 'another'"),
         (json.dumps({"cell": CELL, "records": [{"kind": "poem"}]}), "unknown kind of record 'poem'"),
-        (json.dumps({"cell": CELL, "records": [{"kind": "scale"}]}), "ScaleRecord"),
+        (json.dumps({"cell": CELL, "records": [{"kind": "scale"}]}), "StepRecord"),
         (json.dumps({"cell": CELL, "records": None}), "NoneType"),
     ],
 )

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from paceline.measure.engine import synchronize
-from paceline.parallel.inputs import find_tensors
+from paceline.parallel.backward import find_tensors
 
 __all__ = ["LayerHooks", "Moments"]
 

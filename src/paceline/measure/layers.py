@@ -1,6 +1,6 @@
 """A bare model's step layer by layer: when each gradient is ready, and what each block takes.
 
-Hooks and moments are in `layer_moments`; what is derived from the samples is in `records.layer_profile`.
+Hooks and moments are in `layer_moments`; what is derived from the samples is in `records.layers`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The phases of training steps, and communication as the difference to steps without: all taken in turns.
 
-One training step is in `training.step`; what is derived from the times is in `records.phase_profile`.
+One training step is in `training.step`; what is derived from the times is in `records.steps`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from paceline.measure.engine import Pace, build_samples, run_rounds, synchronize
 from paceline.measure.replicas import read_buckets
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
-from paceline.records.phase_profile import PHASES, PhaseRecord
 from paceline.records.samples import Samples
+from paceline.records.steps import PHASES, StepRecord
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.training.build import Job, build_job, build_learner, open_world
@@ -46,9 +46,9 @@ class _Times:
 
 def measure_phases(
     settings: TrainSettings, batch_sizes: tuple[int, ...], iters: int | None, warmup: int | None
-) -> list[PhaseRecord]:
+) -> list[StepRecord]:
     """Profile the job at each batch size per rank. Collective: every rank of the launched world must call this."""
-    records: list[PhaseRecord] = []
+    records: list[StepRecord] = []
     with open_world(settings) as world:
         for number, batch_size in enumerate(batch_sizes):
             asked = dataclasses.replace(settings, ranks=world.world_size, batch_size=batch_size)
@@ -133,7 +133,7 @@ class _Steps:
         if busy_s is not None:
             self._busy_s.append(busy_s)
 
-    def build_record(self, num_warmup: int) -> PhaseRecord:
+    def build_record(self, num_warmup: int) -> StepRecord:
         """Collective: every rank must call this, and every rank gets the record."""
         job, times = self._job, self._times
         everyone: list[tuple[dict[str, _Times], list[float]]] = job.world.share((times, self._busy_s))
@@ -143,7 +143,7 @@ class _Steps:
 
         buckets = read_buckets(job.learner.model)
         has_busy = len(self._busy_s) > num_warmup and job.world.world_size > 1
-        return PhaseRecord(
+        return StepRecord(
             model=job.settings.model,
             data=job.train.name,
             wrapper=job.settings.wrapper,
@@ -156,10 +156,10 @@ class _Steps:
             num_parameters=len(job.learner.parameters),
             num_bytes=sum(buckets),
             num_messages=len(buckets),
-            timing=samples(lambda t: t["marked"].step_s),
-            plain=samples(lambda t: t["plain"].step_s),
-            silent=samples(lambda t: t["silent"].step_s),
-            silent_backward=samples(lambda t: t["silent"].parts_s["backward"]),
+            timing=samples(lambda t: t["plain"].step_s),
+            marked=samples(lambda t: t["marked"].step_s),
+            no_comm=samples(lambda t: t["silent"].step_s),
+            no_comm_backward=samples(lambda t: t["silent"].parts_s["backward"]),
             data_wait=samples(lambda t: t["marked"].parts_s["data_wait"]),
             forward=samples(lambda t: t["marked"].parts_s["forward"]),
             backward=samples(lambda t: t["marked"].parts_s["backward"]),

@@ -1,6 +1,6 @@
 """Steps of a job on one rank and on many, in every wrapper, all in turns: the cells of a scaling study.
 
-What follows from the times (efficiency, speed-up) is in `records.speedups`; which cells there are in `scale_settings`.
+What follows from the times (efficiency, speed-up) is in `records.steps`; which cells there are in `scale_settings`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from paceline.measure.tune_steps import Candidate, wrap
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Sent
-from paceline.parallel.placement import only_computing
-from paceline.records import Record, Samples, ScaleRecord
+from paceline.parallel.ddp import only_computing
+from paceline.records import Record, Samples, StepRecord
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend
@@ -226,7 +226,7 @@ class _Bench:
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def build_record(self, turn: _Turn, num_warmup: int) -> ScaleRecord | None:
+    def build_record(self, turn: _Turn, num_warmup: int) -> StepRecord | None:
         """Collective: every rank must call this, and every rank gets the record."""
         mine = None if turn.learner is None else (turn.plain_s, turn.silent_s, turn.busy_s)
         told: list[tuple[list[float], ...] | None] = self._world.share(mine)
@@ -247,7 +247,7 @@ class _Bench:
 
         timing = samples(plain)
         assert timing is not None
-        return ScaleRecord(
+        return StepRecord(
             mode=self._cell.mode,
             cell_size=self._cell.count_samples(job.batches.accumulate),
             model=job.settings.model,
@@ -264,6 +264,6 @@ class _Bench:
             num_messages=sent.num_messages,
             bucket_bytes=tuple(buckets),
             timing=timing,
-            silent=samples(silent),
+            no_comm=samples(silent),
             busy=samples(busy),
         )

@@ -34,11 +34,10 @@ from paceline.measure.tune_steps import (
 from paceline.measure.wrappers import order_turns
 from paceline.parallel import DataParallel
 from paceline.parallel.channel import Channel
-from paceline.parallel.options import Options
-from paceline.parallel.placement import has_spare_cores
+from paceline.parallel.ddp import Options, has_spare_cores
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.search import choose_caps
-from paceline.records import LayerProfileRecord, ParameterTimes, Record, Samples, TuneStepRecord
+from paceline.records import LayerProfileRecord, ParameterTimes, Record, Samples, StepRecord
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_job, build_learner
 from paceline.training.step import Learner, PhaseClock, take_step
@@ -158,7 +157,7 @@ class TuningBench:
         return self._variants[-1]
 
     def _add_plan(self, candidate: Candidate) -> None:
-        self._add("plan", candidate.label, self._build(candidate, self._group), candidate.cap_bytes)
+        self._add("job", candidate.label, self._build(candidate, self._group), candidate.cap_bytes)
 
     def _build(self, candidate: Candidate | None = None, group: dist.ProcessGroup | None = None) -> Learner:
         """A replica of its own, bare or in the wrapper with these buckets."""
@@ -294,18 +293,18 @@ class TuningBench:
     def _samples(self, mine: list[float], num_warmup: int) -> Samples:
         return build_samples(self._world.share(mine), num_warmup)
 
-    def _build_record(self, variant: Variant, num_warmup: int) -> TuneStepRecord:
+    def _build_record(self, variant: Variant, num_warmup: int) -> StepRecord:
         job, world = self._settings.job, self._world
         forward, backward, optimizer = (self._samples(variant.phases_s[phase], num_warmup) for phase in PHASES)
         is_disturbed = variant.role == "disturbed"
-        return TuneStepRecord(
+        return StepRecord(
             model=job.model, wrapper=job.wrapper, backend=world.backend, device=world.device.type,
             world_size=world.world_size, batch_size=self._job.batches.batch_size, role=variant.role,
-            label=variant.label, cap_bytes=variant.cap_bytes if variant.role == "plan" else 0,
+            label=variant.label, cap_bytes=variant.cap_bytes if variant.role == "job" else 0,
             bucket_bytes=read_buckets(variant.learner.model), message_bytes=variant.message_bytes,
             num_messages=variant.num_messages if is_disturbed else 0,
             timing=self._samples(variant.step_s, num_warmup), forward=forward, backward=backward, optimizer=optimizer,
-            source="emulated" if self._networks is not None and variant.role == "plan" else "measured",
+            source="emulated" if self._networks is not None and variant.role == "job" else "measured",
             under_way=self._samples(variant.under_way_s, num_warmup) if is_disturbed else None,
             overlapped=self._samples(variant.overlapped_s, num_warmup) if is_disturbed else None,
         )  # fmt: skip

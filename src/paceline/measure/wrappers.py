@@ -1,6 +1,6 @@
 """Data-parallel wrappers against each other: replicas of one model that step in turns, and are compared at the end.
 
-What one replica and its step are is in `replicas`; what is derived from the samples is in `records.pairs`.
+What one replica and its step are is in `replicas`; what is derived from the samples is in `records.steps`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from paceline.measure.replicas import (
 )
 from paceline.measure.torch_tuning import ask_for_plan, build_candidates, choose_fastest
 from paceline.measure.wrapper_settings import WrapperSettings
-from paceline.records import Record, Samples, WrapperRecord
+from paceline.records import Record, Samples, StepRecord
+from paceline.records.steps import PRECISIONS
 from paceline.units import format_bytes
 from paceline.workloads.registry import WORKLOADS
 
@@ -253,7 +254,7 @@ def count_wrong_parameters(
 
 def _build_record(
     settings: WrapperSettings, group: Group, model: str, answers: list[_Answer], shares_clock: bool
-) -> WrapperRecord:
+) -> StepRecord:
     first, workload = answers[0], WORKLOADS[model]
     num_warmup = first.timing.num_warmup
     rows = list(zip(*(answer.phases_s[num_warmup:] for answer in answers), strict=True))
@@ -261,7 +262,7 @@ def _build_record(
         name: Samples(seconds=tuple(tuple(rank[number] for rank in row) for row in rows))
         for number, name in enumerate(PHASES)
     }
-    return WrapperRecord(
+    return StepRecord(
         model=model,
         wrapper=first.wrapper,
         configuration=first.configuration,
@@ -269,7 +270,7 @@ def _build_record(
         backend=group.backend,
         device=group.device.type,
         world_size=group.world_size,
-        dtype=settings.dtype,
+        precision=PRECISIONS[settings.dtype],
         batch_size=settings.batch_of(model),
         num_parameters=workload.num_parameters,
         num_bytes=4 * workload.num_elements,

@@ -1,7 +1,6 @@
-"""The data-parallel wrapper: one backward pass can be followed in `steps` and `bucketed`."""
+"""The data-parallel wrapper. One backward pass can be followed in `backward`."""
 
-from paceline.parallel.batchnorm import SyncBatchNorm
-from paceline.parallel.ghost import GhostBatchNorm
-from paceline.parallel.wrapper import DataParallel
+from paceline.parallel.batchnorm import GhostBatchNorm, SyncBatchNorm
+from paceline.parallel.ddp import DDP, DataParallel
 
-__all__ = ["DataParallel", "GhostBatchNorm", "SyncBatchNorm"]
+__all__ = ["DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"]

@@ -1,31 +1,49 @@
-"""BatchNorm over the global batch, on CPU and GPU. How gradients are averaged does not belong here.
-
-One layer's forward is one message, in which every rank tells its own mean, squared deviations and count; its backward
-is one message with the two sums that the gradient of the input needs.
-"""
+"""BatchNorm over the global batch (`SyncBatchNorm`) and over parts of a batch (`GhostBatchNorm`), on CPU and GPU."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.errors import ConfigError
-from paceline.parallel.channel import naming_the_lost
-from paceline.parallel.layer_swaps import replace_batchnorms
+from paceline.parallel.channel import naming_lost_peers
 
-__all__ = ["SyncBatchNorm"]
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+class _AnyInputBatchNorm(_BatchNorm):
+    """What both layers share: inputs (N, C, ...), and running statistics that move once per forward."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ValueError(f"expected an input (N, {self.num_features}, ...), got {tuple(input.shape)}")
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor | None, variance: Tensor | None) -> None:
+        """Count the batch and move the running statistics; None only counts, as torch does for an empty batch."""
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1 / float(self.num_batches_tracked) if factor is None else factor
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            if running is not None and value is not None:
+                running.lerp_(value.to(running.dtype), factor or 0.0)
+
 
 # torch 2.13 renames it; 2.11 has only the older name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """The C values, so shaped that they broadcast over a (N, C, ...) tensor."""
+    """The C values in a shape that broadcasts over a (N, C, ...) tensor."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
@@ -40,8 +58,9 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and sum of squared deviations per channel of the global batch, and its values per channel, in float64.
 
-    Collective: every rank of the group must call this, also with an empty batch. Every rank computes the same from the
-    same gathered messages, so the results are equal to the last bit.
+    Every rank sends its own mean, squared deviations and count in one message, and computes the same from the same
+    gathered messages, so the results are equal to the last bit. Collective: every rank of the group must call this,
+    also with an empty batch.
     """
     channels, axes = x.shape[1], _all_but_channel(x)
     message = x.new_zeros(2 * channels + 1, dtype=_statistics_dtype(x))
@@ -51,7 +70,7 @@ def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
         message[:channels], message[-1] = mean, x.numel() // channels
         message[channels:-1] = (x - _per_channel(mean, x)).square_().sum(axes)
     gathered = message.new_empty(dist.get_world_size(group) * message.numel())
-    with naming_the_lost("the statistics of a SyncBatchNorm cannot be gathered"):
+    with naming_lost_peers("the statistics of a SyncBatchNorm cannot be gathered"):
         _all_gather(gathered, message, group)
     means, squares, counts = gathered.view(-1, message.numel()).double().split([channels, channels, 1], dim=1)
     total = counts.sum()
@@ -61,7 +80,7 @@ def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalise with statistics that depend on the input of every rank; the gradient knows that they do."""
+    """Normalise with statistics that depend on the input of every rank; the gradient takes that into account."""
 
     @staticmethod
     def forward(
@@ -82,13 +101,13 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, invstd, total = ctx.saved_tensors
         axes = _all_but_channel(x)
         centered = x - _per_channel(mean, x)
-        # Of the rank's own batch: what weight and bias get, and what is summed over the ranks for the input's gradient.
+        # Of the rank's own batch: the gradients of weight and bias, which are summed over the ranks for the input's.
         sums = torch.stack([grad_out.sum(axes, dtype=mean.dtype), (grad_out * centered).sum(axes) * invstd])
         grad_bias, grad_weight = sums.unbind()
         grad_x = None
         if ctx.needs_input_grad[0]:
             global_sums = sums.clone()
-            with naming_the_lost("the gradient of a SyncBatchNorm cannot be reduced"):
+            with naming_lost_peers("the gradient of a SyncBatchNorm cannot be reduced"):
                 dist.all_reduce(global_sums, group=ctx.group)
             mean_dy, mean_dy_xhat = global_sums / total
             scale = invstd if weight is None else invstd * weight
@@ -98,16 +117,16 @@ class _Normalize(torch.autograd.Function):
         return grad_x, grad_weight if needs_weight else None, grad_bias if needs_bias else None, None, None
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(_AnyInputBatchNorm):
     """torch's BatchNorm for inputs (N, C, ...), with statistics over the batches of all ranks of a process group.
 
-    Collective in training: every rank must call forward, and then backward, in the same order of layers; batches may
-    differ in size, and some may be empty. The backward has a message where the input needs a gradient, which must be so
-    on all ranks or none; a rank whose loss does not depend on its output (an empty one has a sum too) never joins it,
-    and the others wait. Gradients of weight and bias are of the rank's own batch, for a data-parallel wrapper to
-    reduce. Not twice differentiable.
+    Collective in training: every rank must call forward, and then backward, in the same order of layers. Batches may
+    differ in size, and some may be empty. The backward sends a message where the input needs a gradient, which must be
+    so on all ranks or on none. The loss of every rank must depend on the output, also on an empty one: otherwise the
+    others wait for its message. Gradients of weight and bias are of the rank's own batch: a data-parallel wrapper
+    reduces them. Not twice differentiable.
 
-    Evaluation calls no collective: it takes the running statistics or, without any, those of the rank's own batch.
+    Evaluation calls no collective: it uses the running statistics or, without any, those of the rank's own batch.
     Without a process group, or in one of one rank, it is torch's BatchNorm. None is the default group.
     """
 
@@ -131,55 +150,175 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         mean, squares, total = _gather_statistics(input.detach(), self.process_group)
-        # Reading the total waits for a GPU. Two values on this rank already tell enough; one or none in all means
-        # that every rank reads, and all of them raise.
+        # Reading the total waits for a GPU. A rank with two values need not read it. With one value or none in all,
+        # every rank reads, and all of them raise.
         known = int(total) if input.numel() < 2 * self.num_features else None
         if known == 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got 1 on all {size} ranks together"
             )
         if self.track_running_stats:
-            self._track(mean, squares / (total - 1), empty=known == 0)
+            self._track(*((None, None) if known == 0 else (mean, squares / (total - 1))))
         total = total.clamp(min=1)
         statistics = mean, torch.rsqrt(squares / total + self.eps), total
         return _Normalize.apply(input, self.weight, self.bias, statistics, self.process_group)  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, unbiased_var: Tensor, empty: bool) -> None:
-        """Move the running statistics; as in torch, an empty batch is counted and moves nothing."""
-        factor = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            factor = 1 / float(self.num_batches_tracked) if factor is None else factor
-        for running, value in ((self.running_mean, mean), (self.running_var, unbiased_var)):
-            if running is not None and not empty:
-                running.lerp_(value.to(running.dtype), factor or 0.0)
 
     def _group_size(self) -> int:
         size = dist.get_world_size(self.process_group)
         if size < 1:
             raise ConfigError(
                 f"rank {dist.get_rank()} trains a SyncBatchNorm and is not in its process group: "
-                "give every rank a group that it belongs to"
+                "pass every rank a group that it belongs to",
+                code="not-in-group",
             )
         return size
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2 or input.shape[1] != self.num_features:
-            raise ValueError(f"expected an input (N, {self.num_features}, ...), got {tuple(input.shape)}")
-
     @classmethod
     def convert(cls, module: torch.nn.Module, process_group: dist.ProcessGroup | None = None) -> torch.nn.Module:
-        """Replace every BatchNorm below the module and return it, or the new layer where it is itself a BatchNorm.
+        """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm).
 
-        The new layers hold the same parameters, buffers and hooks; a layer used twice stays one layer. Layers that
+        The new layers hold the same parameters, buffers and hooks, and a layer used twice stays one layer. Layers that
         have a group (torch's SyncBatchNorm) keep it unless one is given.
         """
 
-        def settle(layer: SyncBatchNorm) -> None:
+        def set_group(layer: SyncBatchNorm) -> None:
             if process_group is not None or "process_group" not in layer.__dict__:
                 layer.process_group = process_group
 
-        return replace_batchnorms(module, cls, settle, (torch.nn.SyncBatchNorm.forward,))
+        return _replace_batchnorms(module, cls, set_group, (torch.nn.SyncBatchNorm.forward,))
 
     convert_sync_batchnorm = convert  # torch's name
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    if x.dim() not in (4, 5) or x.is_contiguous():
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+
+
+def _fold(x: Tensor, parts: int) -> Tensor:
+    """(parts * n, C, ...) as (n, parts * C, ...), in the same layout."""
+    if _is_channels_last(x):
+        last = x.movedim(1, -1).view(parts, -1, *x.shape[2:], x.shape[1])
+        return last.movedim(0, -2).flatten(-2).movedim(-1, 1)
+    return x.reshape(parts, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
+
+
+def _unfold(x: Tensor, parts: int) -> Tensor:
+    """The inverse of `_fold`."""
+    if _is_channels_last(x):
+        last = x.movedim(1, -1).view(len(x), *x.shape[2:], parts, -1)
+        return last.movedim(-2, 0).flatten(0, 1).movedim(-1, 1)
+    return x.reshape(len(x), parts, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
+
+
+class GhostBatchNorm(_AnyInputBatchNorm):
+    """torch's BatchNorm for inputs (N, C, ...), with statistics over `ghost_size` samples at a time (Hoffer 2017).
+
+    In training a batch is split, in order, into sub-batches of `ghost_size` samples, and each is normalised
+    separately: a large batch on one rank then has the statistics of many ranks with small ones. A smaller last
+    sub-batch is separate, too, but with a single value per channel it is added to the one before it. Running statistics
+    move once per forward, to the average over the sub-batches weighted by their samples. Evaluation, and a batch of at
+    most `ghost_size` samples, are torch's BatchNorm, and so are the names in `state_dict`.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        ghost_size: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        **options: Any,  # what newer versions of torch add
+    ) -> None:
+        _check_ghost_size(ghost_size)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+        self.ghost_size = ghost_size
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        whole, rest = divmod(len(input), self.ghost_size)
+        if rest and rest * input[0, 0].numel() < 2:
+            whole, rest = whole - 1, rest + self.ghost_size
+        if not self.training or whole + (rest > 0) < 2:
+            return super().forward(input)
+        outs, means, variances = [], [], []
+        for x, parts in ((input[: len(input) - rest], whole), (input[len(input) - rest :], 1)):
+            if len(x) == 0:
+                continue
+            out, mean, variance = self._normalize(x, parts)
+            outs.append(out)
+            if mean is not None and variance is not None:
+                share = len(x) / len(input)
+                means.append(mean * share)
+                variances.append(variance * share)
+        if self.track_running_stats:
+            self._track(*(torch.stack(values).sum(0) if values else None for values in (means, variances)))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _normalize(self, x: Tensor, parts: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The sub-batches of a batch, each normalised, and the averages of their means and unbiased variances."""
+        mean = variance = None
+        if self.running_mean is not None and self.running_var is not None:
+            # With a momentum of 1, torch writes the batch statistics into them.
+            mean = self.running_mean.new_zeros(parts * self.num_features)
+            variance = self.running_var.new_zeros(parts * self.num_features)
+        # Sub-batches as channels: one call of torch's kernel serves all of them.
+        weight, bias = (None if values is None else values.repeat(parts) for values in (self.weight, self.bias))
+        out = F.batch_norm(_fold(x, parts), mean, variance, weight, bias, True, 1.0, self.eps)
+        means, variances = (None if values is None else values.view(parts, -1).mean(0) for values in (mean, variance))
+        return _unfold(out, parts), means, variances
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ghost_size={self.ghost_size}"
+
+    @classmethod
+    def convert(cls, module: torch.nn.Module, ghost_size: int) -> torch.nn.Module:
+        """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm).
+
+        The new layers hold the same parameters, buffers and hooks, and a layer used twice stays one layer.
+        """
+        _check_ghost_size(ghost_size)
+
+        def set_size(layer: GhostBatchNorm) -> None:
+            layer.ghost_size = ghost_size
+
+        return _replace_batchnorms(module, cls, set_size)
+
+
+def _check_ghost_size(ghost_size: int) -> None:
+    if ghost_size < 2:
+        raise ConfigError(f"ghost_size={ghost_size}: at least 2 samples are needed")
+
+
+def _replace_batchnorms(
+    module: nn.Module, kind: type[Layer], finish: Callable[[Layer], Any], known: tuple[Callable[..., Any], ...] = ()
+) -> nn.Module:
+    """Replace every BatchNorm in the module by a `kind` with the same parameters, buffers and hooks.
+
+    `finish` sets what a BatchNorm does not have. `known` are further forwards that the new layer may replace. Raises
+    before anything is replaced.
+    """
+    replaced: dict[nn.Module, Layer] = {}
+    for name, layer in module.named_modules():
+        if not isinstance(layer, _BatchNorm):
+            continue
+        where = f"{name or 'the module'} ({type(layer).__name__})"
+        if isinstance(layer, LazyModuleMixin):
+            raise ConfigError(f"{where} has no channels yet: run one batch through it, then convert", code="lazy-layer")
+        if not isinstance(layer, kind) and type(layer).forward not in (_BatchNorm.forward, *known):
+            text = f"{where} overrides forward, which would be lost: replace it manually"
+            raise ConfigError(text, code="custom-forward")
+        new = replaced[layer] = layer if isinstance(layer, kind) else kind.__new__(kind)
+        # The very same dicts of parameters, buffers and hooks, so that the handle of a hook still removes it.
+        new.__dict__.update(layer.__dict__)
+    for new in replaced.values():
+        finish(new)
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child in replaced:
+                parent._modules[name] = replaced[child]
+    return replaced.get(module, module)

@@ -1,7 +1,7 @@
-"""Buffers that change in training: running statistics ride behind the gradients, others are broadcast when they change.
+"""Buffers that change in training: running statistics are averaged, others are broadcast when they change.
 
-Neither costs a message while nothing changes, and neither happens between a forward and its backward. BatchNorm over
-the whole global batch is another thing (`batchnorm`).
+The statistics travel with the control words, so that they need no message. Nothing is sent while nothing changes, and
+no buffer changes between a forward and its backward.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.parallel.batchnorm import SyncBatchNorm
 from paceline.parallel.channel import Channel
 
-__all__ = ["SharedBuffers"]
-
-_MANY_RANKS = 1 << 20  # more than there are
+_MANY_RANKS = 1 << 20  # more than any world has
 
 
 class SharedBuffers:
@@ -33,14 +31,14 @@ class SharedBuffers:
             if not isinstance(layer, _BatchNorm):
                 continue
             known |= {id(buffer) for buffer in layer.buffers(recurse=False)}
-            # Layers that share their statistics in forward have equal ones already.
+            # Layers that synchronise their statistics in forward have equal ones already.
             synced = isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
             names = {f"{prefix}.{name}" if prefix else name for name in ("running_mean", "running_var")}
             if layer.running_mean is None or layer.running_var is None or synced or names & set(ignored):
                 continue
             self._layers.append(layer)
             self._statistics += [layer.running_mean, layer.running_var]
-        # By place: a buffer that is assigned anew is another tensor.
+        # By layer and name: a buffer that is assigned again is another tensor.
         self._places = [
             (layer, name)
             for prefix, layer in module.named_modules()
@@ -48,26 +46,26 @@ class SharedBuffers:
             if id(buffer) not in known and (f"{prefix}.{name}" if prefix else name) not in ignored
         ]
         self._versions = self._read_versions()
-        # They can ride only in words that are as precise as they are, and where the words are.
-        self._ride = all(s.dtype == torch.float32 and s.device == device for s in self._statistics)
+        # They fit only into words that are as precise as they are, on the same device.
+        self._in_words = all(s.dtype == torch.float32 and s.device == device for s in self._statistics)
 
     def num_words(self, words_are_precise: bool) -> int:
-        """How many words the statistics take in the tail; 0 where they need a message of their own, or none."""
-        self._ride = self._ride and words_are_precise
-        # And a word that counts the ranks which wrote theirs.
-        rides = self._ride and self.every and self._statistics
-        return sum(s.numel() for s in self._statistics) + 1 if rides else 0
+        """How many control words the statistics take; 0 where there are none, or where they need their own message."""
+        self._in_words = self._in_words and words_are_precise
+        if not (self._in_words and self.every and self._statistics):
+            return 0
+        return sum(s.numel() for s in self._statistics) + 1  # the last word counts the ranks that wrote theirs
 
     @property
     def need_message(self) -> bool:
-        """Whether there are statistics that cannot ride with the words."""
-        return bool(self.every and self._statistics) and not self._ride
+        """Whether there are statistics that do not fit into the control words."""
+        return bool(self.every and self._statistics) and not self._in_words
 
     def are_due(self, step: int) -> bool:
-        """Whether statistics change here and their turn has come."""
-        return self.have_turn(step) and any(layer.training for layer in self._layers)
+        """Whether statistics change on this rank and are synchronised in this step."""
+        return self.is_turn(step) and any(layer.training for layer in self._layers)
 
-    def have_turn(self, step: int) -> bool:
+    def is_turn(self, step: int) -> bool:
         return bool(self.every) and step % self.every == 0
 
     def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
@@ -75,7 +73,7 @@ class SharedBuffers:
         return [part.view_as(statistic) for part, statistic in zip(parts, self._statistics, strict=True)]
 
     def write(self, words: torch.Tensor, take_part: bool, hold: bool) -> None:
-        """This rank's statistics, counted as one; or zeros, and with `hold` a count that spoils the sum."""
+        """This rank's statistics, with a count of 1; or zeros, and with `hold` a count that makes the sum invalid."""
         if take_part:
             torch._foreach_copy_(self._split(words[:-1]), self._statistics)
             words[-1:].fill_(1)
@@ -85,23 +83,23 @@ class SharedBuffers:
                 words[-1:].fill_(-_MANY_RANKS)
 
     def read(self, sums: torch.Tensor, num_ranks: int) -> None:
-        """The average over the ranks that wrote theirs."""
+        """Take the average over the ranks that wrote theirs."""
         sums.div_(num_ranks)
         torch._foreach_copy_(self._statistics, self._split(sums))
 
-    def read_unseen(self, words: torch.Tensor) -> None:
-        """The same by the count in the words, where the host does not wait for a GPU to know it."""
+    def read_on_device(self, words: torch.Tensor) -> None:
+        """The same with the count in the words, so that the host does not wait for a GPU."""
         sums, count = words[:-1], words[-1]
         own = torch.cat([statistic.reshape(-1) for statistic in self._statistics])
         torch._foreach_copy_(self._statistics, self._split(torch.where(count > 0, sums / count, own)))
 
     def average(self, channel: Channel, take_part: bool, num_ranks: int) -> None:
-        """In a message of its own, where the statistics could not ride. Collective: every rank must call this."""
-        if self._ride or not self._statistics:
+        """Average in a separate message, where the statistics do not fit into the control words. Collective."""
+        if self._in_words or not self._statistics:
             return
         precise = functools.reduce(torch.promote_types, (s.dtype for s in self._statistics), torch.float32)
         message = torch.cat([s.detach().to(channel.device, precise).reshape(-1) for s in self._statistics])
-        work = channel.start_sum(message if take_part else message.zero_(), rider_bytes=message.nbytes)
+        work = channel.start_sum(message if take_part else message.zero_(), extra_bytes=message.nbytes)
         channel.wait(work, "the running statistics")
         self.read(message, num_ranks)
 
@@ -113,10 +111,10 @@ class SharedBuffers:
         return [(id(buffer), buffer._version) for buffer in self._others]
 
     def have_changed(self) -> bool:
-        """Whether another buffer was written here since the last time that all were made equal."""
+        """Whether another buffer was written on this rank since the last broadcast."""
         return bool(self._places) and self._read_versions() != self._versions
 
     def broadcast(self, channel: Channel, source: int) -> None:
-        """Collective: every rank must call this."""
+        """Give every rank the buffers of rank `source`. Collective: every rank must call this."""
         channel.broadcast(self._others, source)
         self._versions = self._read_versions()

@@ -1,7 +1,4 @@
-"""The process group as the wrapper uses it: sums that are started and waited for, objects shared, errors that name.
-
-What is sent, and when, does not belong here.
-"""
+"""The process group as the wrapper uses it: sums that are started and waited for, objects shared, lost peers named."""
 
 from __future__ import annotations
 
@@ -9,123 +6,106 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError
-from paceline.parallel.placement import destroy_group, open_group
 from paceline.runtime.world import find_departed
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
-__all__ = ["Channel", "LostPeerError", "Sent", "naming_the_lost"]
-
 _BROADCAST_BYTES = 64 << 20
 
 
-class LostPeerError(CollectiveError):
-    """Another rank has gone or does not answer."""
-
-
 class Sent(NamedTuple):
-    """What a rank handed to all-reduce: the calls, and the bytes of gradients in them."""
+    """What a rank passed to all-reduce: the number of calls, and the bytes of gradients in them."""
 
     num_messages: int
     num_bytes: int
 
 
 class Channel:
-    """A process group, and the device on which its messages live; `sent` adds up all messages of gradients."""
+    """A process group and the device of its messages. `sent` adds up all messages of gradients."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, is_own: bool = False) -> None:
-        self.group, self.device, self._is_own = group, device, is_own
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device, self._has_own_group = group, device, False
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
-        # NCCL takes many tensors in one launch and averages as it reduces; elsewhere a message is one tensor.
+        # NCCL takes many tensors in one launch and averages as it reduces. Elsewhere a message is one tensor.
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
-        # On a GPU, gloo writes the result by torch's own copy, some time after the call.
+        # On a GPU, gloo writes the result with torch's own copy, some time after the call.
         self._writes_late = device.type == "cuda" and not self.is_nccl
         self.sent = Sent(0, 0)
-        self.patience_s: float | None = None  # None: as long as the group's own timeout
-        self._sum = dist.AllreduceOptions()
-        self._sum.asyncOp = True
-        self._average = dist.AllreduceOptions()
-        self._average.asyncOp = True
-        self._average.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        self._many = dist.AllreduceCoalescedOptions()
-        self._many.asyncOp = True
-        self._many_average = dist.AllreduceCoalescedOptions()
-        self._many_average.asyncOp = True
-        self._many_average.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        self.timeout_s: float | None = None  # None: the group's own timeout
+        # By whether to average.
+        self._one = {average: _build_options(dist.AllreduceOptions(), average) for average in (False, True)}
+        self._many = {average: _build_options(dist.AllreduceCoalescedOptions(), average) for average in (False, True)}
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Zeros, reduced where they lie if the backend has such memory. Collective: every rank must call this."""
+        """Zeros, in memory that the backend reduces in place if it has such memory. Collective."""
         if device.type == "cpu" and isinstance(self.group, PacelineGroup) and self.group.shares_memory:
             return self.group.allocate(numel * dtype.itemsize).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
 
-    def separate(self) -> None:
-        """From now on use a group that nobody else does, where torch can make one.
-
-        Collective: every rank must call this.
-        """
-        if not self._is_own and (group := open_group(self.group, self.backend)) is not None:
-            self.group, self._is_own = group, True
+    def use_own_group(self) -> None:
+        """Use a group from now on that nobody else uses, where torch can make one. Collective."""
+        if not self._has_own_group and (group := open_group(self.group, self.backend)) is not None:
+            self.group, self._has_own_group = group, True
             weakref.finalize(self, destroy_group, group).atexit = False
 
     @property
-    def _alarms(self) -> dist.Store:
+    def _failures(self) -> dist.Store:
         store = dist.distributed_c10d._get_default_store()
-        return dist.PrefixStore(f"paceline-alarms-{self.group.group_name}", store)
+        return dist.PrefixStore(f"paceline-failures-{self.group.group_name}", store)
 
-    def alarm(self, step: int) -> None:
-        """Tell ranks that wait for something else than a message of ours that it may never come in this step."""
-        with contextlib.suppress(RuntimeError):  # the store went with the rank that kept it
-            self._alarms.set(str(step), "")
+    def report_failure(self, step: int) -> None:
+        """Report to ranks that wait outside our own messages that what they wait for may never be sent in this step."""
+        with contextlib.suppress(RuntimeError):  # the rank that held the store has left
+            self._failures.set(str(step), "")
 
-    def is_alarmed(self, step: int) -> bool:
+    def has_failure(self, step: int) -> bool:
         try:
-            return self._alarms.check([str(step)])
+            return self._failures.check([str(step)])
         except RuntimeError:
             return True
 
-    def start_sum(self, tensor: torch.Tensor, average: bool = False, rider_bytes: int = 0) -> dist.Work:
-        """Start the sum over all ranks (or the average, where the backend folds it in), in place.
+    def start_sum(self, tensor: torch.Tensor, average: bool = False, extra_bytes: int = 0) -> dist.Work:
+        """Start the sum over all ranks, in place (or the average, where the backend supports it).
 
-        `rider_bytes` of it are no gradients: words, statistics, gaps between gradients.
+        `extra_bytes` of the tensor are not gradients: control words, statistics, gaps between gradients.
         """
         if self.world_size == 1:
-            return FinishedWork([tensor])  # not even a call of the backend, which takes as long as on many ranks
+            return FinishedWork([tensor])  # a call of the backend takes as long as on many ranks
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         if self._writes_late:
-            # Through an alias, so that its writing does not count as somebody's change of the tensor.
+            # Through an alias, so that the backend's write does not count as a change of the tensor by someone else.
             alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor = alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._count(tensor.nbytes - rider_bytes)
-        return self.group.allreduce([tensor], self._average if average else self._sum)
+        self._count(tensor.nbytes - extra_bytes)
+        return self.group.allreduce([tensor], self._one[average])
 
-    def start_sums(self, tensors: Sequence[torch.Tensor], average: bool = False, rider_bytes: int = 0) -> dist.Work:
-        """The same for many tensors in one launch; NCCL only."""
+    def start_sums(self, tensors: Sequence[torch.Tensor], average: bool = False, extra_bytes: int = 0) -> dist.Work:
+        """The same for many tensors in one launch. NCCL only."""
         if len(tensors) == 1 or self.world_size == 1:
-            return self.start_sum(tensors[0], average, rider_bytes)
+            return self.start_sum(tensors[0], average, extra_bytes)
         real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        self._count(sum(tensor.nbytes for tensor in tensors) - rider_bytes)
-        return self.group.allreduce_coalesced(real, self._many_average if average else self._many)
+        self._count(sum(tensor.nbytes for tensor in tensors) - extra_bytes)
+        return self.group.allreduce_coalesced(real, self._many[average])
 
     def _count(self, num_bytes: int) -> None:
-        if num_bytes:  # a message of riders alone carries no gradient
+        if num_bytes:
             self.sent = Sent(self.sent.num_messages + 1, self.sent.num_bytes + num_bytes)
 
     def wait(self, work: dist.Work, what: str) -> None:
-        """Wait for a message; an error of the backend becomes one that says what was awaited and who has left."""
+        """Wait for a message. An error of the backend becomes one with the code `peer-lost` that names `what`."""
         try:
-            if self.patience_s is None:
+            if self.timeout_s is None:
                 work.wait()
             else:
-                work.wait(timedelta(seconds=self.patience_s))
+                work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
             raise _explain(error, f"{what} cannot be reduced") from error
 
@@ -134,7 +114,7 @@ class Channel:
         values: list[Any] = [None] * self.world_size
         # Object collectives use the current GPU under NCCL, and hang on a wrong one.
         here = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-        with here, naming_the_lost("the ranks cannot tell each other what they hold"):
+        with here, naming_lost_peers("the ranks cannot exchange their settings"):
             dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -144,36 +124,61 @@ class Channel:
         families: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for tensor in tensors:
             families.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-        with torch.no_grad(), naming_the_lost(f"the values of rank {source} cannot be broadcast"):
+        with torch.no_grad(), naming_lost_peers(f"the values of rank {source} cannot be broadcast"):
             for family in families.values():
                 for batch in _batches(family):
                     flat = torch.cat([tensor.reshape(-1) for tensor in batch])
                     real = torch.view_as_real(flat) if flat.is_complex() else flat
-                    # gloo knows no bool.
+                    # gloo does not support bool.
                     dist.broadcast(real.view(torch.uint8) if real.dtype == torch.bool else real, root, self.group)
                     if self.rank != source:
                         for tensor, part in zip(batch, torch.split(flat, [t.numel() for t in batch]), strict=True):
                             tensor.copy_(part.view(tensor.shape))
 
 
+def open_group(like: dist.ProcessGroup, backend: str) -> dist.ProcessGroup | None:
+    """Another group of the same ranks; None where torch cannot make one. Collective: every rank must call this."""
+    if like is dist.group.WORLD:
+        return cast(dist.ProcessGroup, dist.new_group(backend=backend))
+    try:
+        # Without the ranks outside. torch then names a group by its ranks, and allows one group per name.
+        ranks = dist.get_process_group_ranks(like)
+        return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+    except ValueError:
+        return None
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group, unless it was destroyed with its world."""
+    with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+        dist.destroy_process_group(group)
+
+
 @contextlib.contextmanager
-def naming_the_lost(what: str) -> Iterator[None]:
-    """An error of the backend in here becomes one that begins with `what` and says who has left."""
+def naming_lost_peers(what: str) -> Iterator[None]:
+    """An error of the backend inside becomes one with the code `peer-lost` that begins with `what`."""
     try:
         yield
     except RuntimeError as error:
         raise _explain(error, what) from error
 
 
-def _explain(error: RuntimeError, what: str) -> LostPeerError:
+def _explain(error: RuntimeError, what: str) -> CollectiveError:
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
     departed = find_departed()
     if departed:
         who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
         hint = ": where ranks have different numbers of batches, train inside `with model.join():`"
         hint = hint if any("closed" in how for how in departed.values()) else ""
-        return LostPeerError(f"{what}: {who}{hint}")
-    return LostPeerError(f"{what}, another rank has gone or is stuck: {first_line}")
+        return CollectiveError(f"{what}: {who}{hint}", code="peer-lost")
+    return CollectiveError(f"{what}, another rank has left or is stuck: {first_line}", code="peer-lost")
+
+
+def _build_options(options: Any, average: bool) -> Any:
+    options.asyncOp = True
+    if average:
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    return options
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline import __version__, machine
-from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record, WrapperRecord
+from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record
 from paceline.records.samples import Samples
+from paceline.records.steps import StepRecord
 from paceline.units import format_bytes, format_duration, format_memory, format_number_of
 
 _PACKAGES = ("torch", "numpy")
@@ -149,13 +150,13 @@ class Doubt:
     text: str
 
 
-_Timed = CollectiveRecord | MemoryRecord | ChunksRecord | WrapperRecord
+_Timed = CollectiveRecord | MemoryRecord | ChunksRecord | StepRecord
 
 
 def _name(record: _Timed) -> str:
     """What distinguishes this record from the others on the same backend and ranks."""
     match record:
-        case WrapperRecord():
+        case StepRecord():
             return f"{record.model} in {record.wrapper}"
         case MemoryRecord():
             return f"{format_bytes(record.num_bytes)} ({record.operation})"
@@ -174,7 +175,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
     for r in timed:
         assert isinstance(r.timing, Samples)
         name, backend = _name(r), "memory" if isinstance(r, MemoryRecord) else r.backend
-        if r.num_wrong and isinstance(r, WrapperRecord):
+        if r.num_wrong and isinstance(r, StepRecord):
             found["parameters", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} parameters)")
         elif r.num_wrong:
             found["wrong", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} elements)")

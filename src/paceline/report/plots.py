@@ -9,7 +9,7 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.records import WrapperRecord
+from paceline.records import StepRecord
 from paceline.units import format_bytes, format_number_of
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ def place_legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, fontsize=8.5, frameon=False, loc="outside right center")
 
 
-def plot_wrappers(records: Sequence[WrapperRecord], subtitle: str) -> Figure:
+def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
     """Step time of each wrapper and backend, one panel for each model and number of ranks; a line from p10 to p90."""
     from matplotlib.figure import Figure
 
-    panels: dict[tuple[Any, ...], list[WrapperRecord]] = {}
+    panels: dict[tuple[Any, ...], list[StepRecord]] = {}
     for record in records:
-        panels.setdefault(record.job, []).append(record)
+        panels.setdefault((record.job, record.cell), []).append(record)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     backends = list(dict.fromkeys(record.backend for record in records))

@@ -1,7 +1,4 @@
-"""Communication hooks in torch's form, `hook(state, bucket) -> Future`: their buckets, their results, their failures.
-
-The hooks themselves are torch's, or the user's.
-"""
+"""Communication hooks in torch's form, `hook(state, bucket) -> Future`: their buckets, results and failures."""
 
 from __future__ import annotations
 
@@ -12,17 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel
-from paceline.parallel.flat import FlatGradients
+from paceline.parallel.reducers import IN_HOOK, Failure, FlatGradients
 from paceline.plan import Plan
 
-__all__ = ["CommHook", "HookedBucket", "Hooking", "agree_on_hook", "check_hook", "show_to_hook"]
-
-# How often a rank that waits for a hook's result looks whether another rank's hook has failed.
-_LOOK_S = 0.5
+# How often a rank that waits for a hook's result checks whether another rank's hook has failed.
+_CHECK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,7 @@ class CommHook:
     call: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-class HookedBucket:
+class HookBucket:
     """One bucket, with the methods of `torch.distributed.GradBucket`. The hook divides by the number of ranks."""
 
     def __init__(
@@ -48,7 +42,7 @@ class HookedBucket:
         self._gradients, self._params = list(gradients), list(params)
 
     def index(self) -> int:
-        """Its place in the order of launch."""
+        """Its position in the order of launch."""
         return self._index
 
     def is_last(self) -> bool:
@@ -73,33 +67,31 @@ class HookedBucket:
 
 
 def check_hook(hook: object) -> None:
-    """Refuse what torch refuses: not callable, not two arguments, or annotated as something else."""
+    """Refuse what torch refuses: a hook that is not callable, or that does not take (state, bucket)."""
     if not callable(hook):
-        raise TypeError(f"a communication hook must be callable, and this is {hook!r}")
+        raise TypeError(f"a communication hook must be callable, not {hook!r}")
     parameters = list(inspect.signature(hook).parameters.values())
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(needed) > 2 or (len(parameters) < 2 and not takes_any):
-        raise ConfigError(f"a communication hook takes (state, bucket), and this one takes {inspect.signature(hook)}")
-    if len(parameters) > 1 and parameters[1].annotation not in (
-        inspect.Parameter.empty, dist.GradBucket, HookedBucket, Any, "dist.GradBucket", "GradBucket", "Any",
-        "dist._GradBucket", "HookedBucket", "torch.distributed.GradBucket",
-    ):  # fmt: skip
-        raise ConfigError(f"a communication hook's bucket is a GradBucket, not {parameters[1].annotation!r}")
+        raise ConfigError(f"a communication hook must take (state, bucket), not {inspect.signature(hook)}")
+    annotation = parameters[1].annotation if len(parameters) > 1 else Any
+    if annotation not in (inspect.Parameter.empty, Any, "Any") and "Bucket" not in str(annotation):
+        raise ConfigError(f"a communication hook must take a GradBucket, not {annotation!r}")
 
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
-    """Before the first message of all: every rank has a hook, or none has.
+    """Before the first message: check that every rank has a hook, or none.
 
-    With hooks, the words get a group apart from what these send, which nobody knows. Collective: every rank must call
-    this, with a hook or without.
+    With hooks, the control words use their own group, because nobody knows what the hooks send in the other one.
+    Collective: every rank must call this, with a hook or without.
     """
     if channel.world_size == 1:
         return
     marks = torch.zeros(channel.world_size, device=channel.device)
     marks[channel.rank] = is_hooked
-    # A sum is a gather here, and can be waited for with the patience of a rank that has failed.
-    channel.wait(channel.start_sum(marks, rider_bytes=marks.nbytes), "whether there are communication hooks")
+    # A sum, as a gather, because `channel.timeout_s` applies to waiting for it.
+    channel.wait(channel.start_sum(marks, extra_bytes=marks.nbytes), "the check for communication hooks")
     ranks_of: dict[bool, list[str]] = {True: [], False: []}
     for rank, theirs in enumerate(marks.tolist()):
         ranks_of[bool(theirs)].append(str(rank))
@@ -107,53 +99,54 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
         with_hook, without = (f"rank{'s' if len(r) > 1 else ''} {', '.join(r)}" for r in ranks_of.values())
         raise ConfigError(
             f"a communication hook is registered on {with_hook} and not on {without}: call register_comm_hook on all "
-            "ranks, before the first step"
+            "ranks, before the first step",
+            code="mismatch",
         )
     if ranks_of[True]:
-        channel.separate()
+        channel.use_own_group()
 
 
-def show_to_hook(number: int, flat: FlatGradients, plan: Plan, params: Sequence[torch.Tensor]) -> HookedBucket:
-    """A bucket of the plan, as a hook is given it."""
-    # Its own version counter: what the hook writes must not be taken for a gradient that came too late.
+def build_hook_bucket(number: int, flat: FlatGradients, plan: Plan, params: Sequence[torch.Tensor]) -> HookBucket:
+    """A bucket of the plan, as a hook receives it."""
+    # Its own version counter: a write by the hook must not count as a gradient that changed late.
     buffer = flat.alias(flat.ranges[number])
     views = [flat.views[index] for index in plan.partition[number]]
     views = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
-    return HookedBucket(number, len(plan.buckets), buffer, views, [params[i] for i in plan.partition[number]])
+    return HookBucket(number, len(plan.buckets), buffer, views, [params[i] for i in plan.partition[number]])
 
 
-class Hooking:
-    """Calls the hook for each bucket of a step and waits for its results; a failure is kept until all can be told.
+class HookCalls:
+    """Calls the hook for each bucket of a step and waits for its results; `failure` is that of this rank, if any.
 
-    A hook that fails has perhaps not sent what the others wait for. So a rank whose hook fails raises an alarm, and a
-    rank that waits long looks for one.
+    A hook that fails may not have sent what the others wait for. So a rank whose hook fails reports it in the store,
+    and a rank that waits long checks the store.
     """
 
-    def __init__(self, hook: CommHook, channel: Channel, on_failure: Callable[[Exception], None]) -> None:
-        self._hook, self._channel, self._on_failure = hook, channel, on_failure
+    def __init__(self, hook: CommHook, channel: Channel) -> None:
+        self._hook, self._channel = hook, channel
+        self.failure: Failure | None = None
         self._step = 0
         self._is_over = False  # in this step: it has failed, here or on another rank
 
     def begin(self) -> None:
         self._step += 1
-        self._is_over = False
+        self._is_over, self.failure = False, None
 
-    def start(self, bucket: HookedBucket) -> Any:
-        """Call the hook. After a failure no more: what it sent next would be taken for what it failed to send."""
+    def start(self, bucket: HookBucket) -> Any:
+        """Call the hook. Not after a failure: its next message would be taken for the one it failed to send."""
         if self._is_over:
             return None
         try:
             future = self._hook.call(self._hook.state, bucket)
             if not isinstance(future, torch._C.Future):
-                kind = type(future).__name__
-                raise ConfigError(f"a communication hook must return a Future of a tensor, not {kind}")
+                raise ConfigError(f"a communication hook must return a Future, not {type(future).__name__}")
         except Exception as error:
             self._fail(error)
             return None
         return future
 
     def finish(self, future: Any, into: torch.Tensor | None) -> None:
-        """Wait for a result and copy it where it belongs; return without it where this or another rank has failed."""
+        """Wait for a result and copy it into the bucket. Return without it where this or another rank has failed."""
         if future is None or self._is_over:
             return
         try:
@@ -171,12 +164,11 @@ class Hooking:
         if not future.done():
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
-            while not done.wait(_LOOK_S):
-                if self._channel.is_alarmed(self._step):
+            while not done.wait(_CHECK_S):
+                if self._channel.has_failure(self._step):
                     return False
         return True
 
     def _fail(self, error: Exception) -> None:
-        self._is_over = True
-        self._on_failure(error)
-        self._channel.alarm(self._step)
+        self._is_over, self.failure = True, Failure(error, IN_HOOK)
+        self._channel.report_failure(self._step)

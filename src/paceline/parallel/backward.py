@@ -1,0 +1,951 @@
+"""One backward pass, from the forward before it to averaged gradients. Read it from top to bottom.
+
+`GradientSync` is the step logic: which backward is synchronised, when it is over, what the ranks report to each other
+and what follows. `BucketedReducer` moves the gradients, in buckets, while backward is running. Calls go one way: the
+step logic calls the reducer, and the reducer returns what it found, failures included (`reducers.Collected`).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import operator
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+
+from paceline.errors import CollectiveError, ConfigError
+from paceline.parallel.buffers import SharedBuffers
+from paceline.parallel.channel import Channel
+from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
+from paceline.parallel.hooks import CommHook, HookCalls, agree_on_hook, build_hook_bucket
+from paceline.parallel.reducers import IN_FORWARD, IN_HOOK, Collected, Failure, FlatGradients, Reducer, on_gradient
+from paceline.parallel.replicas import Replica, build_drift_error, digest_replica
+from paceline.parallel.timeline import Timeline
+from paceline.plan import Gradient, Plan, plan_torch_start
+
+_engine = torch.autograd.Variable._execution_engine
+_RUN_BACKWARD = _engine_run_backward.__code__
+_get_grad = operator.attrgetter("grad")
+# On a GPU, reading the control words makes the host wait. In the first steps they are read at once, later in the next.
+_EAGER_STEPS = 10
+# How long a rank that has failed waits until the others know; and where they may wait for it inside forward, so that
+# they know only when it leaves.
+_REPORT_S, _SHORT_REPORT_S = 60.0, 5.0
+# From this size on a gradient is handled separately when it arrives, while it is in the cache: copied into its view,
+# which frees its memory for the next one, or on NCCL, which takes many tensors in one message, not copied at all.
+_SEPARATE_BYTES = 256 << 10
+# Below this mean size, one fused copy and one pass for the factor are faster than a call per gradient.
+_LARGE_BYTES = 64 << 10
+# How often the ready order is recorded in all. If the graph changes in every step, recording more does not help.
+_MAX_RECORDS = 5
+
+MakePlan = Callable[[Sequence[Gradient], Sequence[int]], Plan]
+
+
+class GradientSync:
+    """The step logic: watches the passes of one model on one rank, and synchronises the gradients.
+
+    `average` is by `ranks` or by `samples`. Every `check_every` steps the replicas are compared (0: never).
+    `syncs_in_forward`: layers of the model exchange messages in forward.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        channel: Channel,
+        reducer: Reducer,
+        control: ControlWords,
+        buffers: SharedBuffers,
+        *,
+        average: str = "ranks",
+        allow_missing: bool = False,
+        check_every: int = 100,
+        manual: bool = False,
+        syncs_in_forward: bool = False,
+    ) -> None:
+        self.replica, self.channel, self.reducer, self.control = replica, channel, reducer, control
+        self.buffers, self.average, self.allow_missing = buffers, average, allow_missing
+        self.check_every, self.manual, self.syncs_in_forward = check_every, manual, syncs_in_forward
+        self.num_steps = 0
+        self.do_sync = True
+        self.is_pending = False  # gradients were accumulated that no step has synchronised
+        self.is_joining = False
+        self._divide_by_world = True  # in `join`, as in torch: divide by all ranks, not by those that still have data
+        self._raise_early = False
+        self._announce: Callable[[], object] | None = None  # in torch's Join: announce a step to ranks without data
+        self._is_announced = False
+        self._last_active: list[int] = []
+        self._all_finished = False
+        self._expected_total = channel.world_size  # of the weights of all ranks: that of the step before
+        self._weight = 1
+        self._task: int | None = None  # autograd's number of the backward that is running
+        self._syncing = False
+        self._change = ""  # of the model, since it was wrapped
+        self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
+        self._warned = False
+        self._is_stopped = False
+        self._unusable = ""  # the failure after which the ranks cannot match their messages any more
+        self._forwards = _Forwards()
+        # Where the tensors in a forward's output cannot be found, these two show that a backward has begun.
+        ends = {id(param): param for param in (replica.params[0], replica.params[-1])}
+        own = weakref.ref(self)
+
+        def begin(is_certain: bool = False) -> None:
+            if (me := own()) is not None:
+                me._on_backward(is_certain)
+
+        self._begin = begin
+        self._handles = [on_gradient(param, lambda _: begin(True)) for param in ends.values()]
+
+    def stop(self) -> None:
+        """Synchronise nothing from now on, not even the backward of a forward that has already run."""
+        self._is_stopped = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.reducer.stop()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def before_forward(self, change: str) -> None:
+        """Finish what the last step left open. `change` of the model is reported to every rank in the next step."""
+        if self._unusable:
+            text = f"{self._unusable}; messages do not match any more after that: restart the ranks"
+            raise CollectiveError(text, code="unusable")
+        self._read_deferred()
+        if self._task is not None and torch._C._current_graph_task_id() == -1:
+            was_interrupted = self._syncing
+            self._task, self._syncing = None, False
+            if was_interrupted:
+                text = "the backward before this forward ended with an error"
+                self.fail(CollectiveError(text, code="unfinished-backward"))
+        self._change = change
+
+    def after_forward(self, output: Any, samples: int, is_training: bool) -> None:
+        """Get notice when a backward passes through the output."""
+        is_seen = self._forwards.watch(output, samples, is_training, self._begin)
+        # Where the output hides its tensors, any parameter may be the first to show that a backward has begun.
+        if not is_seen and len(self._handles) < len(self.replica.params):
+            for handle in self._handles:
+                handle.remove()
+            begin, trained = self._begin, [param for param in self.replica.params if param.requires_grad]
+            self._handles = [on_gradient(param, lambda _: begin(True)) for param in trained]
+
+    def fail(self, error: Exception) -> None:
+        """This rank's forward raised: take part in the step that the others are in, so that none waits for it.
+
+        Raises one CollectiveError on all ranks where only some failed. Returns where all did, or where the others could
+        not be reached.
+        """
+        if self.channel.world_size == 1:
+            return
+        self.channel.timeout_s = _SHORT_REPORT_S if self.syncs_in_forward else _REPORT_S
+        try:
+            self._announce_step()
+            self._run_step(Status.FAILED, take_part=False, failure=Failure(error, IN_FORWARD))
+        except CollectiveError as found:
+            if found.code != "peer-lost":
+                raise
+            self._unusable = f"{type(error).__name__} on this rank, which could not be reported to the others: {error}"
+        finally:
+            self.channel.timeout_s = None
+
+    # -- backward begins, and ends ------------------------------------------------------------------------------------
+
+    def _on_backward(self, is_certain: bool = False) -> None:
+        """A backward reaches this model: decide now whether it is synchronised, and get notice when it is over."""
+        task = torch._C._current_graph_task_id()
+        if self._is_stopped or task == self._task:
+            return
+        if self._task is not None and task > self._task and _is_nested():
+            return  # re-entrant checkpointing: the outer one counts
+        if not is_certain and not self._change and not _will_accumulate(self.replica.params):
+            return
+        if self._task is not None and task > self._task and self._syncing:
+            raise CollectiveError(
+                "the backward before this one ended with an error and was never finished: run a forward first, which "
+                "reports it to the other ranks",
+                code="unfinished-backward",
+            )
+        if is_certain and _is_nested():
+            raise ConfigError(
+                "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen; "
+                "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields",
+                code="reentrant-checkpoint",
+            )
+        syncing = self.do_sync and not self.manual
+        if syncing:
+            self._announce_step()
+        self._task, self._syncing = task, syncing
+        if syncing:
+            if torch.is_grad_enabled() and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    "backward(create_graph=True): the averaged gradients carry no graph; for a penalty on gradients "
+                    "use torch.autograd.grad",
+                    stacklevel=2,
+                )
+            self._weight = self._count_weight()
+            self.reducer.begin(self._factor)
+        _engine.queue_callback(lambda: self._on_backward_over(task))
+
+    def _on_backward_over(self, task: int) -> None:
+        if self._task != task:
+            return
+        self._task, syncing, self._syncing = None, self._syncing, False
+        if syncing:
+            self._run_step(Status.OK, take_part=True)
+        else:
+            self.is_pending = True
+
+    def synchronize(self) -> None:
+        """Average the gradients now. Collective: every rank must call this."""
+        self._announce_step()
+        self._weight = self._count_weight()
+        self._run_step(Status.OK, take_part=True)
+
+    def _count_weight(self) -> int:
+        return 1 if self.average == "ranks" else self._forwards.count_samples()
+
+    @property
+    def _factor(self) -> float:
+        """The factor for this rank's gradients, with which the sum is the average if the total is as expected."""
+        return self._weight / self._expected_total
+
+    # -- ranks without data (`join`) ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def joining(
+        self, divide_by_world: bool, raise_early: bool = False, announce: Callable[[], object] | None = None
+    ) -> Iterator[None]:
+        self.is_joining, self._divide_by_world, self._raise_early = True, divide_by_world, raise_early
+        self._announce, self._last_active = announce, []
+        try:
+            yield
+        finally:
+            self.is_joining, self._divide_by_world, self._raise_early = False, True, False
+            self._announce = None
+
+    def step_without_data(self, keep_gradients: bool = False) -> bool:
+        """Take part in a step with zeros; True when no rank has data any more. Collective: every rank must call this.
+
+        `keep_gradients` leaves the averaged gradients here, too: in torch's Join others may step with them.
+        """
+        if keep_gradients:
+            for param in self.replica.params:
+                param.grad = None
+        self._run_step(Status.FINISHED, take_part=keep_gradients)
+        return self._all_finished
+
+    def broadcast_final(self) -> None:
+        """Give all ranks the values of one that had data to the end. Collective: every rank must call this."""
+        self.channel.broadcast(self.replica.tensors(), self._last_active[0] if self._last_active else 0)
+
+    def _announce_step(self) -> None:
+        if self._announce is not None and not self._is_announced:
+            self._announce()
+            self._is_announced = True
+
+    # -- one step: gradients and control words are exchanged, then every rank acts on what all ranks reported ---------
+
+    def _run_step(self, status: Status, take_part: bool, failure: Failure | None = None) -> None:
+        """Send what is left, with this rank's report, wait, and act on the reports. Collective.
+
+        A `status` of FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` alone.
+        """
+        has_data = status == Status.OK
+        try:
+            self._read_deferred()
+            check = has_data and self.check_every and self.num_steps % self.check_every == 0
+            digest = digest_replica(self.replica) if check else 0
+            words, missing, found = self.reducer.collect(self._factor, take_part)
+            failure = failure or found
+            if has_data:
+                report = RankReport(self._find_status(missing), self._weight, digest)
+            else:
+                report, missing = RankReport(status, samples=0), []
+            if failure is not None:
+                report, take_part = replace(report, status=report.status | Status.FAILED), False
+            absent = missing if has_data and failure is None else list(range(len(self.replica.params)))
+            with torch.no_grad():
+                self._write_words(words, report, absent)
+            self.reducer.exchange()
+            self.num_steps += 1
+            self.is_pending = False
+            if take_part:
+                self._forwards.end_step(self._weight)
+            if words.device.type != "cuda" or self._must_read_now(report):
+                reports = self.control.read_reports(words[: self.control.num_slot_words].tolist())
+                if not self._act_on(reports, missing, failure):
+                    return
+                self._complete(reports, words, absent, take_part)
+            else:
+                self._read_later(words, report, missing)
+        finally:
+            self._is_announced = False
+        self.reducer.learn()
+
+    def _find_status(self, missing: Sequence[int]) -> Status:
+        status = Status.OK
+        if missing and not self.allow_missing:
+            status |= Status.MISSING
+        if self._change:
+            status |= Status.CHANGED
+        if self._forwards.need_buffers:
+            return status | Status.HOLD
+        if self.buffers.are_due(self.num_steps):
+            status |= Status.STATISTICS
+        if self.buffers.every and self.buffers.have_changed():
+            status |= Status.BUFFERS
+        return status
+
+    def _write_words(self, words: torch.Tensor, report: RankReport, absent: Sequence[int]) -> None:
+        self.control.write_report(words, report)
+        if self.control.num_used:
+            self.control.write_used(words, absent)
+        if self.control.num_statistics:
+            writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
+            self.buffers.write(self.control.statistics(words), writes, hold)
+
+    def _must_read_now(self, report: RankReport) -> bool:
+        has_option = self.average == "samples" or self.allow_missing or self.buffers.need_message
+        is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
+        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.is_joining)
+
+    def _read_later(self, words: torch.Tensor, report: RankReport, missing: list[int]) -> None:
+        slots = torch.empty(self.control.num_slot_words, dtype=words.dtype, pin_memory=True)
+        slots.copy_(words[: self.control.num_slot_words], non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._unread = slots, event, missing
+        is_turn = self.buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
+        if self.control.num_statistics and is_turn:
+            with torch.no_grad():
+                self.buffers.read_on_device(self.control.statistics(words))
+
+    def _read_deferred(self) -> None:
+        if self._unread is not None:
+            slots, event, missing = self._unread
+            self._unread = None
+            event.synchronize()
+            self._act_on(self.control.read_reports(slots.tolist()), missing, None)
+
+    def _act_on(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
+        """Raise on every rank what any of them reported, and broadcast changed buffers.
+
+        False where every rank's forward failed: each is about to raise its own error.
+        """
+        together = Status.OK
+        for report in reports:
+            together |= report.status
+        active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
+        self._all_finished = not active
+        self._last_active = active or self._last_active
+        if together & ERRORS:
+            self._raise_for_all(missing, failure)
+            return False
+        if self._raise_early and 0 < len(active) < len(reports):
+            done = ", ".join(str(rank) for rank in range(len(reports)) if rank not in active)
+            text = f"step {self.num_steps}: rank {done} has no more data, and others have"
+            raise CollectiveError(text, code="uneven-inputs")
+        if len({report.digest for report in reports if not report.status & Status.FINISHED}) > 1:
+            raise build_drift_error(self.replica, self.channel, self.num_steps)
+        if together & Status.BUFFERS and not together & Status.HOLD:
+            self.buffers.broadcast(self.channel, active[0])
+        return True
+
+    def _raise_for_all(self, missing: list[int], failure: Failure | None) -> None:
+        """Share what is wrong on each rank, and raise one error with the same text everywhere."""
+        params = self.replica.params
+        text = ""
+        if failure is not None:
+            text = f"{failure.place}: {type(failure.error).__name__}: {failure.error}"
+        mine = Finding(
+            error=text.partition("\n\n")[0],  # without the traceback that the error of a Future contains
+            change=self._change,
+            missing=tuple(missing),
+            frozen=tuple(index for index in missing if not params[index].requires_grad),
+            in_hook=failure is not None and failure.place == IN_HOOK,
+        )
+        for index in missing:
+            params[index].grad = None
+        findings = self.channel.share(mine)
+        if failure is not None and all(finding.error for finding in findings):
+            # Every rank failed, and each raises its own error. That of a forward is already being raised.
+            if failure.place == IN_FORWARD:
+                return
+            raise failure.error
+        error = build_step_error(findings, self.num_steps, self.replica)
+        if any(finding.in_hook for finding in findings):
+            self._unusable = str(error)
+        raise error from (None if failure is None else failure.error)
+
+    def _complete(self, reports: list[RankReport], words: torch.Tensor, absent: list[int], take_part: bool) -> None:
+        """Take the averaged statistics, drop gradients that no rank has, and divide by the true total."""
+        with torch.no_grad():
+            writers = sum(bool(report.status & Status.STATISTICS) for report in reports)
+            if any(report.status & Status.HOLD for report in reports):
+                writers = 0
+            if writers and self.control.num_statistics:
+                self.buffers.read(self.control.statistics(words)[:-1], writers)
+            elif writers:
+                mine = bool(reports[self.channel.rank].status & Status.STATISTICS)
+                self.buffers.average(self.channel, mine, writers)
+            if self.control.num_used and take_part and absent:
+                used = self.control.used(words).tolist()
+                for index in absent:
+                    if not used[index]:
+                        self.replica.params[index].grad = None
+            total = sum(report.samples for report in reports)
+            if self.average == "ranks" and self._divide_by_world:
+                total = self.channel.world_size
+            if total not in (0, self._expected_total) and take_part:
+                self.reducer.multiply(self._expected_total / total)
+            if self.average == "samples" and total:
+                self._expected_total = total
+
+
+# -- what is known of forwards and of the backward that is running ----------------------------------------------------
+
+
+class _Forward:
+    """A forward whose backward has not begun: its samples, and whether the model was in training mode."""
+
+    def __init__(self, samples: int, is_training: bool) -> None:
+        self.samples, self.is_training = samples, is_training
+
+
+class _Forwards:
+    """The open forwards of one model. One counts as long as its graph lives: not after its output was dropped."""
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
+        self._last_samples = 0  # in the last step: for another backward through the same graph
+
+    def watch(self, output: Any, samples: int, is_training: bool, on_backward: Callable[[], None]) -> bool:
+        """Call `on_backward` when a backward passes through the output. False if no tensor is found in it."""
+        if isinstance(output, torch.Tensor) and not output.requires_grad:
+            return True  # for example of a teacher: no backward will follow
+        own, forward = weakref.ref(self), _Forward(samples, is_training)
+        self._open.add(forward)
+
+        def begin(_: Any) -> None:
+            if (me := own()) is not None and forward in me._open:
+                me._open.discard(forward)
+                me._samples = (me._samples or 0) + forward.samples
+            on_backward()
+
+        nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(begin)
+        if not nodes:
+            self._samples = (self._samples or 0) + samples
+        return bool(nodes)
+
+    @property
+    def need_buffers(self) -> bool:
+        """Whether a backward is still to come that needs the buffers as they are.
+
+        Only in training: an output of evaluation may be kept for ever, and rarely has a backward.
+        """
+        return any(forward.is_training for forward in self._open)
+
+    def count_samples(self) -> int:
+        """The samples of all forwards since the last step, those included whose backward is still to come in it."""
+        still = [forward.samples for forward in self._open if forward.is_training]
+        if self._samples is None and not still:
+            return self._last_samples
+        return (self._samples or 0) + sum(still)
+
+    def end_step(self, samples: int) -> None:
+        self._samples, self._last_samples = None, samples
+
+
+def find_tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts and objects with fields."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif item is None or isinstance(item, str | bytes | int | float | torch.nn.Module | type) or id(item) in seen:
+            continue
+        else:
+            seen.add(id(item))
+            waiting += reversed(_list_items(item))
+    return found
+
+
+def _list_items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple | set | frozenset | collections.deque):
+        return list(value)
+    slots = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *slots]
+
+
+def _will_accumulate(params: Sequence[torch.Tensor]) -> bool:
+    """Whether this backward leaves gradients: torch.autograd.grad goes through a model and leaves none."""
+    for param in (params[-1], params[0], *params):
+        try:
+            if param.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(param).node):
+                return True
+        except RuntimeError:  # torch.autograd.grad with respect to this very parameter
+            continue
+    return False
+
+
+def _is_nested() -> bool:
+    """Whether this hook runs in a backward inside a backward, as seen from Python."""
+    frame, depth = sys._getframe(1), 0
+    while frame is not None:
+        depth += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    # On a GPU, backward runs on a thread of its own, where only a nested one is visible.
+    return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
+
+
+# -- the gradients travel ---------------------------------------------------------------------------------------------
+
+
+class BucketedReducer(Reducer):
+    """The default reducer: gradients travel in buckets, each sent in plan order as soon as it is complete.
+
+    With a plan only one hook per bucket runs: on the parameter that arrives last according to the recorded ready order.
+    Whether the others have arrived is checked when it runs, and that nothing arrived later, at the end.
+    `make_plan(gradients, ready_order)` makes the plan once the order is known.
+    """
+
+    def __init__(
+        self, replica: Replica, channel: Channel, num_words: int, make_plan: MakePlan, comm_hook: CommHook | None = None
+    ) -> None:
+        super().__init__(replica, channel, num_words)
+        self._make_plan = make_plan
+        self._hook_calls = None if comm_hook is None else HookCalls(comm_hook, channel)
+        self._active, self._next, self._factor = False, 0, 1.0
+        self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
+        self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
+        self._arrivals, self._records_left = _Arrivals(replica.params), _MAX_RECORDS
+        self._is_recording = True
+        # The ready order is not known yet: one bucket per dtype, as torch has it, sent at the end of backward.
+        self.is_planned = False
+        make_plan(replica.gradients, list(range(len(replica.params))))  # refuse a plan for another model now
+        self._lay_out(plan_torch_start(replica.gradients))
+
+    @property
+    def ready_order(self) -> list[int]:
+        """All parameters in the order in which their gradients arrived, when it was last recorded."""
+        return self._arrivals.find_order()
+
+    # -- backward begins ----------------------------------------------------------------------------------------------
+
+    def begin(self, factor: float) -> None:
+        self._active, self._next, self._failure = True, 0, None
+        self._factor = factor
+        if self._hook_calls is not None:
+            self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
+            self._hook_calls.begin()
+        self._taken.clear()
+        self._note_versions()
+        if self._is_recording:
+            self._arrivals.start()
+        for bucket in self._buckets:
+            bucket.version, bucket.work, bucket.seen = bucket.range._version, None, []
+        self.timeline.begin()
+
+    def _note_versions(self) -> None:
+        """Note what exists before backward: views count their writes from here on, others are known by version.
+
+        A gradient that should be in a view and is elsewhere is moved there first.
+        """
+        self._before.clear()
+        params, views = self.replica.params, self._flat.views
+        if all(map(operator.is_, map(_get_grad, params), repeat(None))):
+            return  # as after `zero_grad`
+        try:
+            with torch.no_grad():
+                for index, param in enumerate(params):
+                    grad, view = param.grad, views.get(index)
+                    if grad is not None and view is not None and grad is not view:
+                        view.copy_(grad)
+                        param.grad = grad = view
+                    if grad is not None and index in self._uncopied_strides:
+                        self._before[index] = grad._version
+        except Exception as error:
+            self._fail(error)
+
+    # -- a gradient is ready ------------------------------------------------------------------------------------------
+
+    def _on_large(self, index: int, param: torch.Tensor) -> None:
+        """A large gradient: copy it into its view now."""
+        if self._active and self._failure is None and index not in self._taken:
+            try:
+                with torch.no_grad():
+                    self._copy(index, self._factor)
+            except Exception as error:
+                self._fail(error)
+
+    def _on_trigger(self, param: torch.Tensor) -> None:
+        """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
+        if not self._active or self._failure is not None:
+            return
+        # The last bucket waits for the end of backward, when the control words are known.
+        while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
+            bucket = self._buckets[self._next]
+            self._start(bucket, *self._fill(bucket))
+
+    def _is_complete(self, bucket: _LiveBucket) -> bool:
+        if bucket.in_parts or not all(map(self._has_arrived, bucket.separate)):
+            return False
+        grads = bucket.read_grads()
+        if any(map(operator.is_, grads, repeat(None))):
+            return False
+        # A gradient that was a view before backward is accumulated in place, and each such write counts one.
+        in_place = sum(map(operator.is_, grads, bucket.views))
+        return in_place == 0 or bucket.range._version - bucket.version == in_place
+
+    def _has_arrived(self, index: int) -> bool:
+        if index in self._flat.views:
+            return index in self._taken
+        grad = self.replica.params[index].grad
+        return grad is not None and (index not in self._before or grad._version != self._before[index])
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the error until `collect` returns it; or the reason for it, where the gradients show one."""
+        try:
+            self.replica.check_all()
+        except ConfigError as reason:
+            error = reason
+        self._failure = Failure(error)
+
+    # -- a bucket is sent ---------------------------------------------------------------------------------------------
+
+    def _fill(
+        self, bucket: _LiveBucket, zeros: FlatGradients | None = None
+    ) -> tuple[FlatGradients, list[torch.Tensor], bool]:
+        """Gather one bucket; or take it from `zeros`, where `.grad` must not change.
+
+        Returns the memory it is in, the gradients that are sent from elsewhere, and whether to average.
+        """
+        self._next = bucket.number + 1
+        self.timeline.ready(bucket.number)
+        flat = zeros or self._flat
+        # NCCL averages as it reduces. The control words must stay whole numbers, so the last bucket is scaled before.
+        can_average = self.channel.is_nccl and self._next < len(self._buckets) and not bucket.copied
+        averages = can_average and self._factor == 1 / self.channel.world_size
+        factor = 1.0 if averages else self._factor
+        uncopied: list[torch.Tensor] = []
+        with torch.no_grad():
+            try:
+                if zeros is None and self._failure is None:
+                    self._gather(bucket, factor)
+                    uncopied = self._take_uncopied(bucket, factor) if bucket.uncopied else uncopied
+            except Exception as error:
+                self._fail(error)
+            if zeros is not None or self._failure is not None:
+                flat.ranges[bucket.number].zero_()
+                uncopied = [self.replica.zeros(index) for index in bucket.uncopied]
+        bucket.version = bucket.range._version
+        return flat, uncopied, averages and self.channel.world_size > 1
+
+    def _start(self, bucket: _LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
+        """Start the message of a bucket that was filled."""
+        number, extra_bytes = bucket.number, flat.extra_bytes[bucket.number]
+        self.timeline.leaving(number)
+        if self._hook_calls is not None:
+            bucket.work = self._hook_calls.start(build_hook_bucket(number, flat, self.plan, self.replica.params))
+            self._failure = self._failure or self._hook_calls.failure
+        else:
+            message = flat.last if number == len(self._buckets) - 1 else flat.ranges[number]
+            if uncopied:
+                tensors = [message, *uncopied] if message.numel() else uncopied
+                bucket.work = self.channel.start_sums(tensors, average, extra_bytes)
+            elif message.numel():
+                bucket.work = self.channel.start_sum(message, average, extra_bytes)
+        self.timeline.launched(number, bucket.work)
+
+    def _gather(self, bucket: _LiveBucket, factor: float) -> None:
+        """Copy what autograd left elsewhere into the range, multiply by the factor, and make `.grad` the view."""
+        for index in bucket.copied:
+            if index not in self._taken:  # it did not arrive in this backward, or arrived in parts
+                self._copy(index, factor)
+        if not bucket.fused:
+            return
+        grads, bucket.seen = bucket.seen or bucket.read_grads(), []
+        if any(map(operator.is_, grads, repeat(None))):
+            grads = [view.zero_() if grad is None else grad for grad, view in zip(grads, bucket.views, strict=True)]
+        # Where a gradient already is the view, the copy is of itself, and no more than a check.
+        if factor != 1.0 and bucket.is_large:
+            for grad, view in zip(grads, bucket.views, strict=True):
+                torch.mul(grad, factor, out=view)
+        else:
+            torch._foreach_copy_(bucket.views, grads)
+            if factor != 1.0:
+                # One by one: for many at once torch rounds the factor to bfloat16 first, if that is their type.
+                for part in bucket.views if bucket.copied else [bucket.range]:
+                    part.mul_(factor)
+        for param, view in zip(bucket.params, bucket.views, strict=True):
+            param.grad = view
+
+    def _copy(self, index: int, factor: float) -> None:
+        param, view = self.replica.params[index], self._flat.views[index]
+        if param.grad is None:
+            view.zero_()
+        else:
+            torch.mul(param.grad, factor, out=view)
+        param.grad = view
+        self._taken[index] = view, view._version
+
+    def _take_uncopied(self, bucket: _LiveBucket, factor: float) -> list[torch.Tensor]:
+        """The gradients as they are, after making sure that nothing else shares their memory."""
+        taken = []
+        for index in bucket.uncopied:
+            if index not in self._taken:
+                grad = self._own(index)
+                if factor != 1.0:
+                    grad.mul_(factor)
+                self._taken[index] = grad, grad._version
+            taken.append(self._taken[index][0])
+        return taken
+
+    def _own(self, index: int) -> torch.Tensor:
+        """The gradient of a parameter, in memory that is its own and with the strides that all ranks use."""
+        param = self.replica.params[index]
+        grad = param.grad
+        if grad is None:
+            grad = param.grad = self.replica.zeros(index)
+            return grad
+        self.replica.check(index, grad)
+        # The two known users of the storage are the gradient and the question.
+        is_shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2
+        if grad.requires_grad or grad.stride() != self._uncopied_strides[index] or is_shared:
+            grad = param.grad = self.replica.zeros(index).copy_(grad)
+        return grad
+
+    # -- backward is over ---------------------------------------------------------------------------------------------
+
+    def collect(self, factor: float, take_part: bool) -> Collected:
+        missing = self._find_missing()
+        if not self.is_planned:
+            agree_on_hook(self._hook_calls is not None, self.channel)
+        if not self._active:
+            self.begin(factor)
+        elif take_part and self._failure is None and (late := self._find_late()):
+            self._failure = Failure(self.replica.build_late_error(late))
+        self.timeline.backward_over()
+        self._was_late = self._next < len(self._buckets) - 1
+        take_part = take_part and self._failure is None
+        zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
+        for bucket in self._buckets[self._next : -1]:
+            self._start(bucket, *self._fill(bucket, zeros))
+        self._last = self._fill(self._buckets[-1], zeros)
+        if self._hook_calls is not None:
+            # A hook may compress or keep what it receives, and fail: the control words follow it in their own message.
+            self._start(self._buckets[-1], *self._last)
+            for bucket in self._buckets:
+                self.timeline.waiting(bucket.number)
+                work, bucket.work = bucket.work, None
+                self._hook_calls.finish(work, bucket.range if take_part else None)
+                self.timeline.done(bucket.number)
+            self._failure = self._failure or self._hook_calls.failure
+        self._active = False
+        return self._report(self._last[0].words, missing)
+
+    def _find_missing(self) -> list[int]:
+        if not self._active:
+            return super()._find_missing()
+        params = self.replica.params
+        missing: list[int] = []  # a bucket that was sent was complete
+        for bucket in self._buckets[self._next :]:
+            if any(map(operator.is_, bucket.read_grads(), repeat(None))):
+                missing += [index for index in bucket.fused if params[index].grad is None]
+            missing += [index for index in bucket.separate if params[index].grad is None]
+        return sorted(set(missing))
+
+    def _find_late(self) -> list[int]:
+        """The parameters whose gradient changed after it was sent or taken."""
+        params = self.replica.params
+        late = []
+        for bucket in self._buckets[: self._next]:
+            replaced = any(map(operator.is_not, map(_get_grad, bucket.params), bucket.views))
+            if replaced or bucket.range._version != bucket.version:
+                late += bucket.fused
+        return late + [
+            index
+            for index, (grad, version) in self._taken.items()
+            if grad._version != version or params[index].grad is not grad
+        ]
+
+    def exchange(self) -> None:
+        if self._hook_calls is None:
+            self._start(self._buckets[-1], *self._last)
+            for bucket in self._buckets:
+                self.timeline.waiting(bucket.number)
+                work, bucket.work = bucket.work, None
+                if work is not None:
+                    self.channel.wait(work, f"bucket {bucket.number} of {len(self._buckets)}")
+                self.timeline.done(bucket.number)
+        else:
+            self.channel.wait(self._start_words(self._last[0].words), "the control words")
+        del self._last
+        self._taken.clear()  # so that `zero_grad` can free them
+        self.timeline.over()
+
+    def multiply(self, factor: float) -> None:
+        self._flat.multiply(factor)
+        for index in self._uncopied_strides:
+            grad = self.replica.params[index].grad
+            if grad is not None:
+                grad.mul_(factor)
+
+    # -- the ready order becomes known, and with it the plan ----------------------------------------------------------
+
+    def learn(self) -> None:
+        """Make the plan after the first step, which is collective; later record the ready order again if it changed."""
+        if self._is_recording:
+            self._is_recording = False
+            self._arrivals.stop()
+            if not self.is_planned:
+                self._agree_on_plan()
+            self._set_triggers()
+        elif self._was_late and self._records_left and not any(bucket.in_parts for bucket in self._buckets):
+            self._records_left -= 1
+            self._is_recording = True
+
+    def _agree_on_plan(self) -> None:
+        """Every rank uses rank 0's plan, made from the ready order there."""
+        gradients = self.replica.gradients
+        mine = self._make_plan(gradients, self.ready_order).to_json() if self.channel.rank == 0 else ""
+        plan = Plan.from_json(self.channel.share(mine)[0])
+        self.is_planned = True
+        self._lay_out(Plan(gradients, plan.buckets, plan.rule))
+        self._note_versions()  # moves the gradients, so that the memory of the first step is free
+
+    def _lay_out(self, plan: Plan) -> None:
+        self.plan = plan
+        pieces = collections.Counter(piece.gradient for bucket in plan.buckets for piece in bucket.pieces)
+        split = {index for index, count in pieces.items() if count > 1}
+        separate = {index for index, g in enumerate(plan.gradients) if g.num_bytes >= _SEPARATE_BYTES} | split
+        # A communication hook needs one vector of everything, and a split gradient must be in one piece of memory.
+        uncopied = separate - split if self.channel.is_nccl and self._hook_calls is None else set()
+        self._kinds = uncopied, separate
+        allocate = self.channel.allocate if self.is_planned else None  # shared memory only for what lasts
+        self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
+        self._uncopied_strides = {index: torch.empty_like(self.replica.params[index]).stride() for index in uncopied}
+        self._buckets: list[_LiveBucket] = []
+        for number, planned in enumerate(plan.buckets):
+            indices = [piece.gradient for piece in planned.pieces]
+            self._buckets.append(_LiveBucket(number, indices, self._kinds, self._flat, self.replica.params))
+        self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
+
+    def _set_triggers(self) -> None:
+        """Hook the large parameters, and in each bucket the one that arrived last on this rank."""
+        self.stop()
+        params, in_parts = self.replica.params, self._arrivals.find_in_parts()
+        for index in sorted({index for bucket in self._buckets for index in bucket.copied} - in_parts):
+            self._handles.append(on_gradient(params[index], functools.partial(self._on_large, index)))
+        for bucket in self._buckets[:-1]:
+            indices = [*bucket.fused, *bucket.separate]
+            bucket.in_parts = not in_parts.isdisjoint(indices)
+            last = self._arrivals.find_last(indices)
+            if last is not None:  # after the hook that copies it, if there is one
+                self._handles.append(on_gradient(params[last], self._on_trigger))
+
+
+class _LiveBucket:
+    """One bucket of the plan at run time, by indices of parameters.
+
+    `fused` gradients are copied together when all have arrived, `copied` ones separately as they arrive. `uncopied`
+    ones are reduced where autograd left them.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        indices: Sequence[int],
+        kinds: tuple[set[int], set[int]],
+        flat: FlatGradients,
+        params: Sequence[torch.Tensor],
+    ) -> None:
+        uncopied, separate = kinds
+        self.number, self.range = number, flat.ranges[number]
+        self.fused = [index for index in indices if index not in separate]
+        self.copied = [index for index in indices if index in separate and index not in uncopied]
+        self.uncopied = [index for index in indices if index in uncopied]
+        self.separate = self.copied + self.uncopied
+        self.params = [params[index] for index in self.fused]
+        self.views = [flat.views[index] for index in self.fused]
+        self.is_large = sum(view.nbytes for view in self.views) >= _LARGE_BYTES * max(1, len(self.views))
+        self.seen: list[Any] = []
+        self.in_parts = False  # some gradient arrives several times: only the end of backward is safe
+        self.version = 0  # of the range when backward began, later when it was sent
+        self.work: dist.Work | None = None  # with a communication hook, its Future
+
+    def read_grads(self) -> list[Any]:
+        """The fused gradients, kept until they are gathered: reading each attribute takes time."""
+        self.seen = list(map(_get_grad, self.params))
+        return self.seen
+
+
+class _Arrivals:
+    """Records the order in which the gradients of one backward arrive. A gradient may arrive in several parts.
+
+    The hooks are on autograd's nodes, which go with the graph. A hook on each parameter would cost in every later
+    step, even after its removal: torch still looks for it.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        self._arrived: list[int] = []
+        self._held: list[tuple[Any, Any]] = []  # nodes, and the handles of their hooks
+
+    def start(self) -> None:
+        """At the beginning of a backward."""
+        self.stop()
+        self._arrived.clear()
+        for index, param in enumerate(self._params):
+            if param.requires_grad:
+                # Held while recording: a graph made in backward (checkpointing) then uses the same node.
+                node = get_gradient_edge(param).node
+                self._held.append((node, node.register_hook(functools.partial(_note, self._arrived, index))))
+
+    def stop(self) -> None:
+        """Stop recording, and keep the record."""
+        for _, handle in self._held:
+            handle.remove()
+        self._held.clear()
+
+    def _find_places(self) -> dict[int, int]:
+        return {index: place for place, index in enumerate(self._arrived)}
+
+    def find_order(self) -> list[int]:
+        """All parameters in the order in which they were complete; those that did not arrive are last, in reverse."""
+        places = self._find_places()
+        return sorted(reversed(range(len(self._params))), key=lambda index: places.get(index, len(self._arrived)))
+
+    def find_last(self, indices: Iterable[int]) -> int | None:
+        """Of these, the one that was complete last; None where none arrived."""
+        places = self._find_places()
+        return max((index for index in indices if index in places), key=places.__getitem__, default=None)
+
+    def find_in_parts(self) -> set[int]:
+        return {index for index, count in collections.Counter(self._arrived).items() if count > 1}
+
+
+def _note(arrived: list[int], index: int, *grads: Any) -> None:
+    arrived.append(index)

@@ -1,0 +1,145 @@
+"""The control words that travel with the last gradients of a step, and the error that follows from them.
+
+A sum is a gather where each rank writes only its own slot and leaves the others at zero. All words are whole numbers
+below 256, which every floating-point dtype down to bfloat16 represents exactly. The words say *that* something is
+wrong; what it is, the ranks then share as a `Finding`, in a message that only such a step needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntFlag
+
+import torch
+
+from paceline.errors import CollectiveError, ConfigError, PacelineError
+from paceline.parallel.replicas import Replica
+
+_SAMPLE_WORDS, _DIGEST_WORDS = 5, 6
+SLOT_WORDS = 1 + _SAMPLE_WORDS + _DIGEST_WORDS
+_MAX_LISTED = 8
+
+
+class Status(IntFlag):
+    """The state of a rank in this step. `MISSING`, `FAILED` and `CHANGED` are errors."""
+
+    OK = 0
+    MISSING = 1  # a parameter has no gradient here, and unused parameters were not allowed
+    FAILED = 2  # this rank raised an error and takes part only so that nobody waits for it
+    CHANGED = 4  # parameters were added, or set to be trained, after wrapping
+    FINISHED = 8  # this rank has no more data and waits in `join`
+    STATISTICS = 16  # running statistics have changed and travel in this message
+    BUFFERS = 32  # other buffers have changed
+    HOLD = 64  # another backward still needs the buffers as they are: do not change them in this step
+
+
+ERRORS = Status.MISSING | Status.FAILED | Status.CHANGED
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's slot: its status, the samples behind its gradients, and a digest of its parameters (0: not taken)."""
+
+    status: Status = Status.OK
+    samples: int = 1
+    digest: int = 0
+
+    def encode(self) -> list[float]:
+        if not 0 <= self.samples < 256**_SAMPLE_WORDS:
+            raise ConfigError(f"a step has {self.samples} samples: 0 to {256**_SAMPLE_WORDS - 1} are possible")
+        digits = [int(self.status)]
+        for value, words in ((self.samples, _SAMPLE_WORDS), (self.digest, _DIGEST_WORDS)):
+            digits += [(value >> (8 * word)) & 255 for word in range(words)]
+        return [float(digit) for digit in digits]
+
+    @classmethod
+    def decode(cls, words: Sequence[float]) -> RankReport:
+        digits = [int(word) for word in words]
+        samples = sum(digit << (8 * place) for place, digit in enumerate(digits[1 : 1 + _SAMPLE_WORDS]))
+        digest = sum(digit << (8 * place) for place, digit in enumerate(digits[1 + _SAMPLE_WORDS :]))
+        return cls(Status(digits[0]), samples, digest)
+
+
+class ControlWords:
+    """The layout of the words: a slot for each rank, use counts of parameters, running statistics.
+
+    The use counts exist only where unused parameters are allowed. `num_statistics` words are for the statistics.
+    """
+
+    def __init__(self, rank: int, world_size: int, num_used: int = 0, num_statistics: int = 0) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.num_slot_words = world_size * SLOT_WORDS
+        self.num_used, self.num_statistics = num_used, num_statistics
+        self.num_words = self.num_slot_words + num_used + num_statistics
+        self._encoded: dict[tuple[RankReport, torch.device, torch.dtype], torch.Tensor] = {}
+
+    def write_report(self, words: torch.Tensor, report: RankReport) -> None:
+        """Fill the slots of all ranks: this rank's report, and zeros for the others' to be added to."""
+        # Most steps report the same: a kept tensor saves building it, and on a GPU the copy from the host.
+        key = (report, words.device, words.dtype)
+        if key not in self._encoded:
+            slots = [0.0] * self.num_slot_words
+            slots[self.rank * SLOT_WORDS : (self.rank + 1) * SLOT_WORDS] = report.encode()
+            if len(self._encoded) > 16:
+                self._encoded.clear()
+            self._encoded[key] = torch.tensor(slots, dtype=words.dtype, device=words.device)
+        words[: self.num_slot_words].copy_(self._encoded[key])
+
+    def read_reports(self, slots: Sequence[float]) -> list[RankReport]:
+        """Every rank's report, in rank order, from the summed slots."""
+        starts = range(0, self.num_slot_words, SLOT_WORDS)
+        return [RankReport.decode(slots[start : start + SLOT_WORDS]) for start in starts]
+
+    def write_used(self, words: torch.Tensor, missing: Sequence[int]) -> None:
+        """Count one for every parameter that has a gradient here."""
+        used = self.used(words)
+        used.fill_(1.0)
+        if missing:
+            used[torch.tensor(missing, device=words.device)] = 0.0
+
+    def used(self, words: torch.Tensor) -> torch.Tensor:
+        return words[self.num_slot_words : self.num_slot_words + self.num_used]
+
+    def statistics(self, words: torch.Tensor) -> torch.Tensor:
+        return words[self.num_slot_words + self.num_used : self.num_words]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank found in a step that failed: an error as text, a change of the model, missing gradients."""
+
+    error: str = ""
+    change: str = ""
+    missing: tuple[int, ...] = ()
+    frozen: tuple[int, ...] = ()
+    in_hook: bool = False
+
+
+def build_step_error(findings: Sequence[Finding], step: int, replica: Replica) -> PacelineError:
+    """The error for what all ranks found. Equal findings give equal errors, so every rank raises the same one."""
+    failed = [f"rank {rank} failed in {finding.error}" for rank, finding in enumerate(findings) if finding.error]
+    if failed:
+        code = "hook-failed" if any(finding.in_hook for finding in findings) else "rank-failed"
+        return CollectiveError(f"step {step}: {'; '.join(failed)}", code=code)
+    changed = [f"{finding.change} (rank {rank})" for rank, finding in enumerate(findings) if finding.change]
+    if changed:
+        text = f"the model changed after wrapping: {'; '.join(changed)}; call rebuild() on all ranks"
+        return ConfigError(text, code="model-changed")
+    ranks_of: dict[int, list[int]] = {}
+    for rank, finding in enumerate(findings):
+        for index in finding.missing:
+            ranks_of.setdefault(index, []).append(rank)
+    frozen = {index for finding in findings for index in finding.frozen}
+    lines = []
+    for index, ranks in list(ranks_of.items())[:_MAX_LISTED]:
+        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        where = "any rank" if len(ranks) == len(findings) else where
+        after = " (frozen after wrapping: call rebuild())" if index in frozen else ""
+        lines.append(f"{replica.name(index)} on {where}{after}")
+    more = f" and {len(ranks_of) - _MAX_LISTED} more" if len(ranks_of) > _MAX_LISTED else ""
+    return CollectiveError(
+        f"step {step}: no gradient for {'; '.join(lines)}{more}. To allow it, pass find_unused_parameters=True "
+        "(the rank then adds zeros); otherwise make the loss depend on these parameters",
+        code="missing-gradient",
+    )
