@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.plan import Plan
     from paceline.records.store import Run, load_run
     from paceline.report.result import Result, load_result
+    from paceline.runtime.environment import is_launched
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
@@ -37,6 +38,7 @@ _HOMES = {
     "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
     "paceline.plan": ("Plan",),
     "paceline.records.store": ("Run", "load_run"),
+    "paceline.runtime.environment": ("is_launched",),
     "paceline.report.result": ("Result", "load_result"),
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
@@ -71,6 +73,7 @@ __all__ = [
     "doctor",
     "get",
     "init",
+    "is_launched",
     "load_result",
     "load_run",
     "ranks",

@@ -100,7 +100,7 @@ def test_memories_and_the_limit_are_told_everywhere(command, tmp_path):
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
     rows = check_document(document)
-    turns = [("gloo", "ordinary"), ("paceline", "ordinary"), ("paceline", "shared")]
+    turns = [("gloo", "ordinary"), ("shm", "ordinary"), ("shm", "shared")]
     assert [(row["num_bytes"], (row["backend"], row["memory"])) for row in rows] == [
         (size, turn) for size in (4096, 2**20) for turn in turns
     ]
@@ -119,7 +119,7 @@ def test_memories_and_the_limit_are_told_everywhere(command, tmp_path):
     table = (folder / "table.md").read_text()
     assert "| memory |" in table and "| of memory |" in table
     svg = (folder / "time.svg").read_text()
-    assert "paceline, shared memory, 2 ranks (measured)" in svg and "memory bound, 2 ranks (measured)" in svg
+    assert "shm, shared memory, 2 ranks (measured)" in svg and "memory bound, 2 ranks (measured)" in svg
     assert [(r.backend, r.memory) for r in load_table(folder / "table.csv")] == turns * 2
     assert [(r.backend, r.memory) for r in load_table(folder / "allreduce-times.csv")] == turns * 2
 
@@ -138,7 +138,7 @@ def test_both_is_another_word_and_only_like_memory_stands_beside_like(command, t
 def test_a_person_is_told_the_fraction_of_memory(command, tmp_path):
     answer = command(*SMALL, "--backend", "paceline", "--memory", "shared", "--limit", "--out", str(tmp_path))
     assert answer.code == 0, answer.err
-    assert "all_reduce (paceline, shared, cpu" in answer.out
+    assert "all_reduce (shm, shared, cpu" in answer.out
     assert re.search(r"bound \(ms\)\s+of memory", answer.out) and re.search(r"\s\d+%\s", answer.out)
 
 

@@ -57,7 +57,7 @@ def test_ranks_that_cannot_reduce_are_a_failure(command, monkeypatch):
     def refuse(*args, **kwargs):
         raise health.PacelineError("rank 1 of 2 was killed by SIGKILL\nand more lines")
 
-    monkeypatch.setattr(health, "run_ranks", refuse)
+    monkeypatch.setattr(health, "RankPool", refuse)
     answer = command("doctor")
     assert answer.code == 1
     assert "rank 1 of 2 was killed by SIGKILL" in answer.out and "and more lines" not in answer.out

@@ -58,7 +58,7 @@ def test_memories_and_the_limit_take_turns_in_one_cell(on_ranks, dtype):
         (r.world_size, r.num_bytes, r.operation if isinstance(r, MemoryRecord) else (r.backend, r.memory))
         for r in answers[0].records
     ]
-    turns = [("gloo", "ordinary"), ("paceline", "ordinary"), ("paceline", "shared"), "add", "copy"]
+    turns = [("gloo", "ordinary"), ("shm", "ordinary"), ("shm", "shared"), "add", "copy"]
     assert told == [(n, size, turn) for n in (2, 3) for size in (4 * KIB, MIB + 24) for turn in turns]
     for record in answers[0].records:
         assert isinstance(record, CollectiveRecord | MemoryRecord) and isinstance(record.timing, Samples)

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.parallel import DataParallel
-from paceline.predict.curves import Curve
+from paceline.parallel import DDP
+from paceline.predict.curves import CostCurve
 
 __all__ = ["EmulatedNetwork"]
 
@@ -29,7 +29,7 @@ _CYCLES = 50_000_000
 class EmulatedNetwork:
     """First in, first out, one message at a time, each taking as long as the curve says; no curve: no time at all."""
 
-    def __init__(self, curve: Curve | None) -> None:
+    def __init__(self, curve: CostCurve | None) -> None:
         self._curve = curve
         self._free_s = 0.0
         self._pending: queue.SimpleQueue[tuple[float, Any, torch.Tensor] | None] = queue.SimpleQueue()
@@ -44,7 +44,7 @@ class EmulatedNetwork:
             sys.setswitchinterval(_SWITCH_S)
             self._thread = threading.Thread(target=self._work, name="paceline-emulated-network", daemon=True)
             self._thread.start()
-        assert isinstance(model, DataParallel | DistributedDataParallel)
+        assert isinstance(model, DDP | DistributedDataParallel)
         # torch compares annotations with types, and a lambda has none.
         model.register_comm_hook(None, lambda state, bucket: self._send(bucket.buffer()))
 

@@ -23,7 +23,7 @@ from paceline.measure.settings import CollectiveSettings
 from paceline.records import CollectiveRecord
 from paceline.records.kinds import CheckRecord
 from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.launch import run_ranks
+from paceline.runtime.launch import RankPool
 from paceline.units import MIB, format_duration, format_memory, format_rate
 
 _TESTED = ((2, 11), (2, 13))
@@ -54,7 +54,7 @@ def check_health() -> Iterator[CheckRecord]:
     yield _check_gpus()
     yield _check_allreduce("gloo", 2, "2-rank all-reduce")
     if not transport.why_not():
-        yield _check_allreduce("paceline", 2, "in shared memory")
+        yield _check_allreduce("shm", 2, "in shared memory")
     if machine.count_gpus():
         yield _check_allreduce("nccl", 1, "NCCL all-reduce")
 
@@ -227,7 +227,8 @@ def _check_allreduce(backend: str, ranks: int, name: str) -> CheckRecord:
         return _report(name, "warn", "not run inside a launched world", "run doctor once more without the launcher")
     try:
         settings.check()
-        record = run_ranks(measure_collectives, ranks, (settings,), timeout_s=90)[0].records[0]
+        with RankPool(ranks) as pool:  # also in a launched world of one, which `run_ranks` would run in
+            record = pool.run(measure_collectives, (settings,), timeout_s=90)[0].records[0]
     except PacelineError as error:
         return _report(name, "fail", str(error).splitlines()[0], advice)
     assert isinstance(record, CollectiveRecord)
