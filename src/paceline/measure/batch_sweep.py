@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from paceline.measure.engine import synchronize
-from paceline.measure.settings import Progress
 from paceline.records import BatchRecord, Record, Samples
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.loader import load_windows

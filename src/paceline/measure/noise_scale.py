@@ -1,6 +1,6 @@
 """Probes of the gradient noise scale between two training steps, without any effect on the training.
 
-What is derived from their squared norms is in `records.noise_scale`; a step that learns is in `training.step`.
+What is derived from their squared norms is in `records.training`; a step that learns is in `training.step`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import ConfigError, MeasurementError
-from paceline.records.noise_scale import NoiseProbe, NoiseRecord
+from paceline.records.training import NoiseProbe, NoiseRecord
 from paceline.runtime.ranks import set_seed
 from paceline.training.build import Job
 from paceline.workloads.data.sharding import derive_seed

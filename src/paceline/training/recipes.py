@@ -1,6 +1,6 @@
 """Recipes for large batches: what each changes in the settings of a run, by name. Imports no torch.
 
-Training by them is in `loop` and in studies; what they did is in `records.recipes`.
+Training by them is in `loop` and in studies; what they did is in `records.training`.
 """
 
 from __future__ import annotations
