@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from paceline.training.optimizers import LAMB, LARS
     from paceline.verbs import bench
     from paceline.verbs.doctor import doctor
+    from paceline.verbs.predict import predict
+    from paceline.verbs.tune import tune
 
 __version__ = "0.1.0"
 
@@ -46,6 +48,7 @@ _HOMES = {
     "paceline.training.optimizers": ("LAMB", "LARS"),
     "paceline.verbs": ("bench",),
     "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.tune": ("tune",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -76,10 +79,12 @@ __all__ = [
     "is_launched",
     "load_result",
     "load_run",
+    "predict",
     "ranks",
     "run_ranks",
     "set_seed",
     "shutdown",
+    "tune",
 ]
 
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import BACKEND_HELP, JOB, NETWORK_HELP, Accumulate, Json, Out, Ranks, Wide, print_result
+from paceline.cli.jobs import Accumulate
+from paceline.cli.options import BACKEND_HELP, JOB, NETWORK_HELP, Json, Out, Ranks, Wide, print_result
 from paceline.errors import ConfigError
 from paceline.units import parse_counts
 

@@ -88,7 +88,7 @@ def _measure(
     tell: Callable[[float], None] | None,
 ) -> StepRecord:
     labels = job.labels | {"wrapper": wrapper, "num_parameters": len(replica.parameters)}
-    bench = StepBench(world, labels, loads_inside=True)
+    bench = StepBench(world, labels, loads_inside=True, steps_per_turn=job.steps_per_turn)
     try:
         kinds = _KINDS if timed is None else (*_KINDS, "timed")
         variant = bench.add(Variant({}, replica, kinds, timed))

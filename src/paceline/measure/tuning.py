@@ -35,7 +35,15 @@ from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
 from paceline.predict.search import choose_caps
 from paceline.predict.tuning import TuneSettings, list_candidates
-from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, ParameterTimes, Record, Samples, StepRecord
+from paceline.records import (
+    ChunksRecord,
+    CollectiveRecord,
+    LayerProfileRecord,
+    ParameterTimes,
+    Record,
+    Samples,
+    StepRecord,
+)
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, join_world
@@ -125,7 +133,7 @@ class TuningBench:
         group = dist.group.WORLD
         assert group is not None
         self._group = group
-        self._bench = StepBench(world, job.labels | {"wrapper": settings.wrapper})
+        self._bench = StepBench(world, job.labels | {"wrapper": settings.wrapper}, steps_per_turn=job.steps_per_turn)
         self._alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
         self._num_bytes = sum(gradient.num_bytes for gradient in job.gradients)
         self._channel = Channel(group, world.device)
@@ -250,7 +258,7 @@ class TuningBench:
 
     def _build_profile(self, plain: Variant, profiled: Variant, probe: _ReadyTimes) -> LayerProfileRecord:
         """Rank 0's layers, profiled while all ranks computed."""
-        ready: list[tuple[dict[int, float], float]] = self._world.share(probe.ready)[0][self._bench.num_warmup :]
+        ready: list[tuple[dict[int, float], float]] = self._world.share(probe.ready)[0][self._bench.num_warm_steps :]
         assert profiled.replica is not None
         parameters = [
             ParameterTimes(
@@ -281,7 +289,7 @@ class TuningBench:
         )  # fmt: skip
 
 
-# -- what looks into steps --------------------------------------------------------------------------------------------
+# -- what looks into steps ------------------------------------------------------------------------------------------
 
 
 class _ReadyPhases(PhaseClock):
@@ -416,7 +424,7 @@ def time_alone(channel: Channel, memory: torch.Tensor, num_bytes: int) -> float:
     return min(times)
 
 
-# -- messages alone -----------------------------------------------------------------------------------------------------
+# -- messages alone ---------------------------------------------------------------------------------------------------
 
 
 class Sweep:
@@ -519,7 +527,7 @@ def _choose_sizes(num_bytes: int) -> list[int]:
     return [*sizes, num_bytes // 4 * 4]
 
 
-# -- a network that does not exist --------------------------------------------------------------------------------------
+# -- a network that does not exist ------------------------------------------------------------------------------------
 
 
 class EmulatedNetwork:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "bench allreduce": "collectives",
     "bench chunks": "collectives",
+    "predict": "predictions",
+    "predict csv": "predictions",
+    "tune": "tuning",
 }
 _CLASSES: dict[str, type[Result]] = {}
 

@@ -139,10 +139,10 @@ class TuneResult(Result):
     def next_steps(self) -> Sequence[str]:
         if self.folder is None or self.config.get("data") is None:
             return ("paceline.DDP(model, plan=result.plan)",)
-        job = f"--model {self.step.model} --ranks {self.step.world_size}"
+        model, ranks = f"--model {self.step.model}", f"--ranks {self.step.world_size}"
         if self.verdict == "use":
-            return (f"paceline train {job} --plan {self.folder / 'plan.json'}",)
-        return (f"paceline profile phases {job}", f"paceline tune {job} --network 1gbe --ranks 1 --network-ranks 8")
+            return (f"paceline train {model} {ranks} --plan {self.folder / 'plan.json'}",)
+        return (f"paceline profile phases {model} {ranks}", f"paceline tune {model} --network 1gbe --network-ranks 8")
 
     def to_json(self) -> dict[str, Any]:
         tuning, judgement, step = self.tuning, self.tuning.judgement, self.step

@@ -40,8 +40,8 @@ def predict(
 
     `profile` is a result of `paceline.profile`, or the folder of a run of `profile layers`. `network` names networks
     ("10gbe,hdr") or gives bandwidth and latency ("10Gb/s,50us"); `allreduce` is a measured sweep, scaled beyond its
-    ranks; `backend` chooses from it. `ranks_per_node` share a node, joined by the network `inside`. `algorithm` is auto,
-    ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
+    ranks; `backend` chooses from it. `ranks_per_node` share a node, joined by the network `inside`. `algorithm` is
+    auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
     """
     from paceline.predict.curves import check_algorithm
