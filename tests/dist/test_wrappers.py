@@ -65,7 +65,7 @@ def test_bfloat16_runs_under_autocast_and_is_checked(on_ranks):
     )
     _, torch_record, ours = on_ranks(2, measure_wrappers, wanted)[0].records
     for record in (torch_record, ours):
-        assert (record.dtype, record.num_wrong, record.num_checked) == ("bfloat16", 0, 2000)
+        assert (record.precision, record.num_wrong, record.num_checked) == ("bf16", 0, 2000)
 
 
 def test_a_measurement_is_equal_on_every_rank_and_has_every_phase(on_ranks):
