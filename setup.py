@@ -13,7 +13,10 @@ setup(
             "paceline.transport._native",
             sources=[f"{SOURCES}/{name}.c" for name in ("group", "kernels", "worker")],
             depends=[f"{SOURCES}/{name}" for name in ("group.h", "paceline_native.h", "kernels.inc")],
-            extra_compile_args=["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-pthread"],
+            extra_compile_args=[
+                *("-std=gnu11", "-O3", "-Wall", "-Wextra"),
+                *("-ffp-contract=off", "-fvisibility=hidden", "-pthread"),
+            ],
             extra_link_args=["-pthread"],
             optional=True,
         )

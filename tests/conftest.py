@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,12 +19,20 @@ import pytest
 from paceline.runtime.launch import RankPool
 from paceline.transport import why_not
 
+# `nohup make test &` starts this process with signals ignored, and what it starts would inherit that. A handler of
+# Python's is not inherited: the tests and their processes get signals as from a terminal.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
+
 # Enough ranks for a 2 x 2 mesh; a test takes as many of them as it needs.
 MAX_RANKS = 4
 ASKED_BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "")
-assert ASKED_BACKEND in ("", "gloo", "paceline"), f"PACELINE_TEST_BACKEND={ASKED_BACKEND}: gloo or paceline"
+assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACKEND}: gloo or shm"
 # What several ranks on the CPU of this host get that ask for none.
-BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "paceline")
+BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +45,7 @@ def warm_pool() -> Iterator[RankPool]:
 def on_ranks(warm_pool: RankPool) -> Callable[..., list[Any]]:
     """`on_ranks(num_ranks, fn, *args)`: run a function of the test's module on warm ranks, in time.
 
-    With PACELINE_TEST_BACKEND=gloo, or paceline, worlds on the CPU that name no backend are opened on that one.
+    With PACELINE_TEST_BACKEND=gloo, or shm, worlds on the CPU that name no backend are opened on that one.
     """
 
     def run(num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -163,9 +172,15 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left, f"threads left behind: {left}"
     allowed = children | (set(pool.pids()) if pool else set())
 
-    def strangers() -> list[list[str]]:
+    def strangers() -> list[str]:
         found = [child for child in descendants(os.getpid()) if child.pid not in allowed]
-        return [child.cmdline() for child in found if "resource_tracker" not in " ".join(child.cmdline())]
+        lines = [(child.ppid(), " ".join(child.cmdline())) for child in found]
+        # These serve this process as long as it lives; what the server of forks has forked looks like it.
+        return [
+            line
+            for parent, line in lines
+            if "resource_tracker" not in line and not ("serve_forks" in line and parent == os.getpid())
+        ]
 
     deadline = time.monotonic() + 5
     while strangers() and time.monotonic() < deadline:  # a process that was just ended takes a moment to go

@@ -1,4 +1,4 @@
-"""What this host has: cores, memory, GPUs, the loopback interface. Read without importing torch.
+"""What this host has: cores, memory, GPUs, the loopback interface; and the names of backends. Imports no torch.
 
 Whether torch can use any of it does not belong here.
 """
@@ -13,17 +13,21 @@ from pathlib import Path
 
 import psutil
 
-__all__ = [
-    "available_memory_bytes",
-    "count_cores",
-    "count_gpus",
-    "gpu_name",
-    "cpu_name",
-    "loopback_interface",
-    "total_memory_bytes",
-]
-
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+# Other names of a torch.distributed backend. The shared-memory backend was once called as the package is.
+_BACKEND_ALIASES = {"paceline": "shm"}
+
+
+def canonical_backend(text: str) -> str:
+    """A backend as `World.backend` and records name it: `paceline` is `shm`, `cpu:paceline,cuda:nccl` is
+    `cpu:shm,cuda:nccl`. Anything else stays as it is; whether it exists is not checked here."""
+    parts = []
+    for part in text.split(","):
+        device, colon, name = part.strip().rpartition(":")
+        parts.append(device + colon + _BACKEND_ALIASES.get(name.lower(), name))
+    return ",".join(parts)
 
 
 def _cgroup_value(name: str) -> str:

@@ -73,7 +73,7 @@ def test_torch_and_ours_on_both_backends_in_one_run(command, tmp_path):
     assert answer.code == 0, answer.err
     rows = json.loads(answer.out)["rows"]
     assert [(row["backend"], row["wrapper"], row["nwrong"]) for row in rows] == [
-        ("gloo", "torch", 0), ("gloo", "paceline", 0), ("paceline", "torch", 0), ("paceline", "paceline", 0),
+        ("gloo", "torch", 0), ("gloo", "paceline", 0), ("shm", "torch", 0), ("shm", "paceline", 0),
     ]  # fmt: skip
     records = load_run(next(tmp_path.iterdir())).records
     for row, record in zip(rows, records, strict=True):
@@ -87,7 +87,7 @@ def test_torch_and_ours_on_both_backends_in_one_run(command, tmp_path):
     assert rows[0]["ratio_to_torch_on_gloo"] == rows[2]["ratio_to_torch"] == 1.0
     folder = next(tmp_path.iterdir())
     assert "| / torch on gloo |" in (folder / "table.md").read_text()
-    assert "paceline on paceline" in (folder / "wrappers.svg").read_text()
+    assert "paceline on shm" in (folder / "wrappers.svg").read_text()
 
 
 DIVERGING = """

@@ -268,7 +268,7 @@ def test_a_global_batch_that_nobody_asked_for_can_be_shared_by_all_ranks(ranks, 
         ((*LARGE, "--recipes", "linear+sqrt"), "linear and sqrt exclude each other"),
         ((*LARGE, "--recipes", "sync", "--ranks", "1"), "sync needs several ranks"),
         ((*LARGE, "--global-batch-size", "4"), "--global-batch-size 4: batches above the base of 4 are needed"),
-        ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is no multiple of the base 4"),
+        ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is not a multiple of the base 4"),
         ((*LARGE, "--accumulate", "2"), "--accumulate follows from the batches here"),
         ((*LARGE, "--ranks", "1,2"), "--ranks 1,2: one number of ranks"),
         ((*LARGE, "--seeds", "0"), "--seeds 0: at least 1 is needed"),
@@ -329,4 +329,4 @@ def test_a_page_is_of_studies_alone(command, studies, tmp_path):
 def test_a_study_that_cannot_be_leaves_nothing_behind():
     """Ranks find that out, when the folder is there already."""
     asked = (*LARGE, "--global-batch-size", "64", "--ranks", "1")
-    assert_refused(type_alone(*asked), "48 samples make no whole batch of 64: leave it out")
+    assert_refused(type_alone(*asked), "48 samples are fewer than a batch of 64: leave it out")

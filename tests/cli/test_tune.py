@@ -104,7 +104,7 @@ def test_on_shared_memory_with_messages_beside_backward(out):
     # Wide enough that a message of 256 KiB fits twice into its gradients.
     wide = ("--hidden", "700", "--quick", "--backend", "paceline")
     document = read(type_command(*TUNE, *wide, "--ranks", "2", "--json", "--out", out))
-    assert_complete(document, "paceline", "paceline", 2)
+    assert_complete(document, "paceline", "shm", 2)
     (disturbed,) = (record for record in steps_of(document) if record.role == "disturbed")
     assert disturbed.message_bytes == 256 << 10 and 1 <= disturbed.num_messages <= 4
     assert 0 < disturbed.overlapped.median_s <= disturbed.under_way.median_s

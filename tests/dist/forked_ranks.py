@@ -85,7 +85,7 @@ def serve() -> None:
 
 
 class Ranks:
-    """Forked ranks of one job, each with the default group open on backend paceline.
+    """Forked ranks of one job, each with the default group open on backend shm.
 
     `work(rank, say, *args)` runs on each; what it says and returns comes back. Afterwards every rank destroys its group
     and reports what is left of it. Leaving the block ends those that are still there.
@@ -158,7 +158,7 @@ def _be_rank(
         before = list_descriptors()
         limit = timedelta(seconds=timeout_s)
         store: Any = dist.FileStore(meeting, size)
-        dist.init_process_group("paceline", store=store, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group("shm", store=store, rank=rank, world_size=size, timeout=limit)
         value = work(rank, say, *args)
         del store
         if dist.is_initialized():

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
 from pathlib import Path
 
+import numpy
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 import paceline
-from paceline import ConfigError, LaunchError
+from paceline import ConfigError, LaunchError, machine
+from paceline.runtime import launch
 from paceline.runtime.worker import post
 from tests.conftest import descendants, wait_until
 
@@ -116,16 +120,25 @@ def test_a_dead_rank_is_named_within_seconds_though_its_peers_complain_first(on_
     assert warm_pool.pids() == []
 
 
-def sound_like_a_victim() -> None:
+class LikeAVictim(OSError):
+    """Its text is asked for when the failure is described, after its time was taken: only then does rank 0 fail."""
+
+    def __str__(self) -> str:
+        Path(self.args[0]).touch()
+        return "Broken pipe while writing the checkpoint"
+
+
+def sound_like_a_victim(sign: str) -> None:
     if os.environ["RANK"] == "1":
-        raise OSError("Broken pipe while writing the checkpoint")
-    time.sleep(0.3)
+        raise LikeAVictim(sign)
+    wait_until(Path(sign).exists)
     raise ValueError("later, and because of rank 1")
 
 
-def test_a_culprit_whose_words_sound_like_a_victims_is_still_the_culprit(on_ranks):
-    with pytest.raises(LaunchError, match="rank 1 of 2 failed: OSError: Broken pipe"):
-        on_ranks(2, sound_like_a_victim)
+def test_a_culprit_whose_words_sound_like_a_victims_is_still_the_culprit(on_ranks, tmp_path):
+    with pytest.raises(LaunchError, match="Broken pipe") as caught:
+        on_ranks(2, sound_like_a_victim, str(tmp_path / "sign"))
+    assert caught.value.rank == 1
 
 
 def test_a_pool_may_be_used_from_a_thread_and_then_from_another():
@@ -187,6 +200,82 @@ def test_an_impossible_number_of_ranks_is_refused(count):
         paceline.run_ranks(os.getpid, count)
 
 
+# -- run_ranks in a world that is launched already ---------------------------------------------------------------------
+
+
+def run_nested(num_ranks: int, failing: int = -1) -> tuple[str, object]:
+    try:
+        values = paceline.run_ranks(report_world, num_ranks, (failing,), timeout_s=20)
+    except paceline.PacelineError as error:
+        return type(error).__name__, (error.code, getattr(error, "rank", None), str(error).splitlines()[0])
+    except KeyError as error:
+        return "own", str(error)
+    return "values", (values, len(psutil.Process().children()))
+
+
+def report_world(failing: int = -1) -> tuple[int, int, float]:
+    with paceline.init(announce=None) as world:
+        if world.rank == failing:
+            raise KeyError("of this rank")
+        total = torch.ones(1)
+        if failing < 0:
+            dist.all_reduce(total)
+        return world.rank, world.world_size, float(total)
+
+
+def test_run_ranks_inside_a_launched_world_runs_in_that_world_and_every_rank_gets_all_values(on_ranks):
+    assert on_ranks(2, run_nested, 2) == [("values", ([(0, 2, 2.0), (1, 2, 2.0)], 0))] * 2
+    assert on_ranks(1, run_nested, 1) == [("values", ([(0, 1, 1.0)], 0))]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_another_number_of_ranks_than_the_launched_world_has_is_refused_on_every_rank(on_ranks, num_ranks):
+    first, second = on_ranks(2, run_nested, num_ranks)
+    assert first == second and first[0] == "ConfigError" and first[1][0] == "world-size"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_one_rank_of_a_launched_world_raises_is_reported_on_the_others(on_ranks, failing):
+    answers = on_ranks(2, run_nested, 2, failing)
+    assert answers[failing] == ("own", "'of this rank'")
+    name, (_, rank, text) = answers[1 - failing]
+    assert (name, rank) == ("LaunchError", failing) and "KeyError" in text
+
+
+PROGRAM = """
+import sys
+import torch
+import paceline
+
+def train():
+    with paceline.init(announce=None) as world:
+        model = paceline.DataParallel(torch.nn.Linear(10, 1).to(world.device))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(8, 10, device=world.device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = model.module.weight.sum().item()
+        sys.stdout.write(f"{world.rank} of {world.world_size} {weight}\\n")
+        sys.stdout.flush()
+
+if __name__ == "__main__":
+    paceline.run_ranks(train, 2)
+"""
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+def test_one_program_is_one_world_of_two_ranks_by_itself_and_under_torchrun(start, tmp_path, launcher):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    job = start(*launcher, str(script))
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    lines = sorted(line.rsplit(" ", 1) for line in out.splitlines())
+    assert [who for who, _ in lines] == ["0 of 2", "1 of 2"]
+    assert lines[0][1] == lines[1][1]  # replicas of one world
+
+
 SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -234,6 +323,124 @@ def test_ctrl_c_reaches_the_whole_terminal_and_prints_no_rank_traceback(start, t
     os.killpg(job.pid, signal.SIGINT)
     _, err = job.communicate(timeout=15)
     assert err.count("KeyboardInterrupt") == 1, err
+
+
+# -- forked ranks ------------------------------------------------------------------------------------------------------
+
+
+def square(value: int) -> int:
+    return value * value
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def describe_process() -> dict[str, object]:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        forked = pool.map(square, [3])
+    loader = torch.utils.data.DataLoader(Squares(), batch_size=None, num_workers=1 - int(os.environ["RANK"]))
+    return {
+        "server": os.getppid(),
+        "random": (random.random(), float(numpy.random.rand())),
+        "bad fork": torch.cuda._is_in_bad_fork(),
+        "threads": torch.get_num_threads(),
+        "method": multiprocessing.get_start_method(),
+        "forked": forked,
+        "loaded": [int(value) for value in loader],  # by a spawned worker of rank 0
+        "sum": float(torch.ones(2**20).sum()),  # OpenMP in a fork
+    }
+
+
+def test_a_forked_rank_is_as_good_as_a_fresh_process(on_ranks):
+    first, second = on_ranks(2, describe_process)
+    assert first["server"] == second["server"] != os.getpid()
+    assert all(mine != other for mine, other in zip(first["random"], second["random"], strict=True))
+    for rank in (first, second):
+        assert not rank["bad fork"] and rank["method"] == "spawn" and rank["sum"] == 2**20
+        assert rank["forked"] == [9] and rank["loaded"] == [0, 1, 4, 9]
+
+
+def count_threads_of_parent() -> tuple[int, int]:
+    return os.getppid(), len(os.listdir(f"/proc/{os.getppid()}/task"))
+
+
+def test_one_server_with_one_thread_forks_the_ranks_of_every_pool():
+    first = paceline.run_ranks(count_threads_of_parent, 2, timeout_s=60)
+    second = paceline.run_ranks(count_threads_of_parent, 1, timeout_s=60)
+    assert {*first, *second} == {(first[0][0], 1)}
+
+
+def read_threads() -> tuple[int, str, int]:
+    return os.getppid(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+
+
+def test_a_variable_that_libraries_read_when_they_are_imported_is_set_before_they_are(monkeypatch):
+    servers = set()
+    for threads in ("1", "2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        (found,) = paceline.run_ranks(read_threads, 1, timeout_s=60)
+        assert found[1:] == (threads, min(int(threads), machine.count_cores()))
+        servers.add(found[0])
+    assert len(servers) == 2
+
+
+def test_a_server_that_was_killed_is_replaced():
+    with paceline.RankPool(1) as pool:
+        (server,) = pool.run(os.getppid, timeout_s=60)
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(LaunchError, match="SIGKILL"):
+            pool.run(time.sleep, (5,), timeout_s=60)
+        assert pool.run(os.getppid, timeout_s=60) != [server]
+
+
+def test_a_rank_writes_to_where_the_launcher_writes_now(capfd):
+    paceline.run_ranks(print, 1, ("first",), timeout_s=60)
+    assert capfd.readouterr().out == "first\n"
+    paceline.run_ranks(print, 1, ("second",), timeout_s=60)
+    assert capfd.readouterr().out == "second\n"
+
+
+WITHOUT_TORCH = """
+import os, sys
+import paceline
+if __name__ == "__main__":
+    assert len(set(paceline.run_ranks(os.getpid, 2, timeout_s=60))) == 2
+    print("torch" in sys.modules)
+"""
+
+
+def test_a_launcher_does_not_import_torch(start, tmp_path):
+    script = tmp_path / "light.py"
+    script.write_text(WITHOUT_TORCH)
+    job = start(str(script))
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, out) == (0, "False\n"), err
+
+
+def test_a_stopped_rank_does_not_outlive_its_launcher(start, tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+    job = start(str(script), str(tmp_path))
+    wait_until(lambda: (tmp_path / "up-0").exists() and (tmp_path / "up-1").exists(), 60)
+    processes = descendants(job.pid)
+    ranks = [process for process in processes if process.ppid() != job.pid]
+    assert len(ranks) >= 2
+    for rank in ranks:
+        rank.suspend()
+    os.kill(job.pid, signal.SIGKILL)
+    wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes), 10)
+
+
+def test_ranks_are_spawned_where_they_cannot_be_forked(monkeypatch):
+    monkeypatch.setattr(launch, "_can_fork", False)
+    assert paceline.run_ranks(os.getppid, 2, timeout_s=60) == [os.getpid()] * 2
+    with pytest.raises(LaunchError, match="KeyError"):
+        paceline.run_ranks(fail_on, 2, (1,), timeout_s=60)
 
 
 def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):

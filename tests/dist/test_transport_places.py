@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.transport import native
-from paceline.transport.circle import Circle
+from paceline.transport.shared import HostGroup
 from tests.dist.forked_ranks import Ranks
 
 if native.why_not():
@@ -187,7 +187,7 @@ def knock(address: str, said: bytes) -> socket.socket:
     link.settimeout(20)
     link.connect("\0" + address)
     if said:
-        with contextlib.suppress(OSError):  # the door may be shut already
+        with contextlib.suppress(OSError):  # the listener may be closed already
             link.sendall(said)
     return link
 
@@ -200,7 +200,7 @@ def is_shut(link: socket.socket) -> bool:
 
 
 def meet_among_strangers() -> dict[str, Any]:
-    """Two processes make a Circle, while this one, and one of them before it behaves, try to get in."""
+    """Two processes make a HostGroup, while this one, and one of them before it behaves, try to get in."""
     meeting = tempfile.mkdtemp(prefix="meeting-") + "/store"
     gate, open_gate = os.pipe()
     answers, answer = os.pipe()
@@ -212,16 +212,16 @@ def meet_among_strangers() -> dict[str, Any]:
         held = []
         if rank == 1:
             os.read(gate, 1)
-            address, secret = json.loads(store.get("circle/0"))
+            address, secret = json.loads(store.get("host/0"))
             held.append(knock(address, b""))  # the right process, which says nothing
             for said in (["wrong", 1], [secret, 0], [secret, -1], [secret, 7], [secret, "1"], [secret], "nonsense"):
                 held.append(knock(address, json.dumps(said).encode()))
                 assert is_shut(held[-1]), said
-        circle = Circle(store, [0, 1], pids_of_both, rank, 30.0)
-        mapping, part_bytes = circle.share(100)
+        host = HostGroup(store, [0, 1], pids_of_both, rank, 30.0)
+        mapping, part_bytes = host.share(100)
         mapping.memory[rank * part_bytes] = rank + 1
         os.write(answer, f"{rank} met\n".encode())
-        circle.close()
+        host.close()
 
     for rank in range(2):
         pids.append(os.fork())
@@ -233,7 +233,7 @@ def meet_among_strangers() -> dict[str, Any]:
             os._exit(0)
     store: Any = dist.FileStore(meeting, 2)
     store.set("pids", json.dumps(pids))
-    address, secret = json.loads(store.get("circle/0"))
+    address, secret = json.loads(store.get("host/0"))
     strangers = [knock(address, said) for said in (b"", b"[]", json.dumps([secret, 1]).encode(), b"x" * 1000)]
     result = {"shut": [is_shut(link) for link in strangers], "met": []}
     os.write(open_gate, b"x")
@@ -244,13 +244,13 @@ def meet_among_strangers() -> dict[str, Any]:
         result["met"] = sorted(reader.read().splitlines())
     Path(meeting).unlink(missing_ok=True)
     Path(meeting).parent.rmdir()
-    result["door"] = address in Path("/proc/net/unix").read_text()
+    result["listens"] = address in Path("/proc/net/unix").read_text()
     return result
 
 
 def test_strangers_are_not_let_in_and_do_not_keep_the_ranks_from_meeting(forked):
     found = forked(HERE + "meet_among_strangers")
-    assert found == {"shut": [True] * 4, "met": ["0 met", "1 met"], "door": False}
+    assert found == {"shut": [True] * 4, "met": ["0 met", "1 met"], "listens": False}
 
 
 # -- memory that was asked for ----------------------------------------------------------------------------------------

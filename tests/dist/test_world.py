@@ -116,7 +116,7 @@ def test_bad_arguments_are_refused_at_once(options, words):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
 @pytest.mark.parametrize("options", [{"backend": "nccl"}, {"device": "cuda"}, {"backend": "cpu:gloo,cuda:nccl"}])
 def test_cuda_without_a_gpu_is_refused_in_words(options):
-    with pytest.raises(ConfigError, match="no GPU"):
+    with pytest.raises(ConfigError, match="GPU"):
         paceline.init(**options, announce=None)
     assert not dist.is_initialized()
 
@@ -257,7 +257,7 @@ def claim_another_place(rank: str, world_size: str) -> str:
 
 
 def test_two_processes_of_one_rank_and_two_sizes_of_one_world_are_told(on_ranks):
-    assert "two processes call themselves rank 0 of 2" in on_ranks(2, claim_another_place, "0", "2")[1]
+    assert "two processes have rank 0 of 2" in on_ranks(2, claim_another_place, "0", "2")[1]
     assert "rank 1 has WORLD_SIZE 3 and rank 0 has 2" in on_ranks(2, claim_another_place, "1", "3")[1]
 
 

@@ -104,7 +104,7 @@ def test_backends_step_in_turns_and_each_is_tuned_for_itself(on_ranks):
     )
     first, second = on_ranks(2, measure_wrappers, wanted, timeout_s=100)
     assert first.records == second.records
-    assert [(r.backend, r.wrapper) for r in first.records] == [(b, w) for b in ("gloo", "paceline") for w in wrappers]
+    assert [(r.backend, r.wrapper) for r in first.records] == [(b, w) for b in ("gloo", "shm") for w in wrappers]
     assert [(r.num_wrong, r.num_checked, r.timing.count) for r in first.records] == [(0, 16, 3)] * 6
     standings = compare_wrappers(first.records)
     for standing in standings:
@@ -117,12 +117,14 @@ def test_backends_step_in_turns_and_each_is_tuned_for_itself(on_ranks):
 
 def build_on_two_ranks(wrapper: str) -> list[float]:
     from paceline.measure.engine import Group
-    from paceline.measure.replicas import build_replica, find_wrapping
+    from paceline.measure.wrappers import _Cell, find_wrapping
+    from paceline.training.step import NoPhases
 
     with paceline.init("gloo", announce=None) as world:
         group = Group("gloo", torch.device("cpu"), 2, dist.group.WORLD, world.control)
-        replica = build_replica("cnn", find_wrapping(wrapper), group, world.rank, 1, 2, torch.float32)
-        replica.take_step(world.control)
+        cell = _Cell(WrapperSettings(models=("cnn",), batch_size=2), world, [group], "cnn")
+        replica, _ = cell._build_replica(group, find_wrapping(wrapper))
+        replica.run(None, NoPhases())
         sums = [float(parameter.detach().sum()) for parameter in replica.parameters]
         assert replica.parameters[0].grad is None  # zero_grad is part of the step
         replica.close()

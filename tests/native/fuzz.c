@@ -102,7 +102,7 @@ static void end_badly(const seat_taken *s, pln_group *g)
     if (plan->ending == END_MISMATCH) {
         const int code = pln_run(g, PLN_ALL_REDUCE, PLN_F32, PLN_SUM, 0, number, number, is_culprit ? 2 : 1, 0);
         pln_explain(g, words, sizeof words);
-        snprintf(wanted, sizeof wanted, "rank %d for an all-reduce (sum) of 2 float32", 100 + plan->culprit);
+        snprintf(wanted, sizeof wanted, "rank %d an all-reduce (sum) of 2 float32", 100 + plan->culprit);
         if (code != PLN_MISMATCH || strstr(words, wanted) == NULL)
             FAIL("ranks that differ get %d: %s", code, words);
     } else if (is_culprit) {

@@ -14,6 +14,7 @@ from paceline.records.kinds import (
     KINDS,
     MEMORIES,
     SOURCES,
+    CheckRecord,
     ChunksRecord,
     CollectiveRecord,
     LayerSizeRecord,
@@ -256,6 +257,7 @@ LARGE_BATCH_FIELDS = {
 
 
 RECORDS = {
+    "check": st.builds(CheckRecord, name=TEXT, status=st.sampled_from(("ok", "warn", "fail")), found=TEXT, advice=TEXT),
     "batch": batches(),
     "large_batch": st.builds(
         LargeBatchRecord, curve=CURVES, budget=st.sampled_from(BUDGETS), lr=POSITIVE, seconds=TIME, **LARGE_BATCH_FIELDS

@@ -108,3 +108,14 @@ def test_the_processor_is_named_as_the_kernel_tells_it(monkeypatch, cpuinfo, nam
     with monkeypatch.context() as patch:
         patch.setattr(machine.Path, "read_text", lambda path: cpuinfo)
         assert machine.cpu_name() == name
+
+
+@pytest.mark.parametrize(
+    ("given", "canonical"),
+    [
+        ("auto", "auto"), ("gloo", "gloo"), ("paceline", "shm"), ("Paceline", "shm"), ("shm", "shm"),
+        ("cpu:paceline,cuda:nccl", "cpu:shm,cuda:nccl"), ("cuda:nccl, cpu:paceline", "cuda:nccl,cpu:shm"), ("x", "x"),
+    ],
+)  # fmt: skip
+def test_a_backend_has_one_name(given, canonical):
+    assert machine.canonical_backend(given) == canonical

@@ -32,7 +32,8 @@ def build(folder: Path, flags: tuple[str, ...] = (), core: Path = native.SOURCES
         if subprocess.run(command, cwd=folder, capture_output=True).returncode:
             pytest.skip(f"NOT TESTED: programs built with {' '.join(flags)} do not run here")
     sources = [str(PROGRAM), *map(str, sorted(core.glob("*.c")))]
-    wanted = [*native.COMPILE_FLAGS, "-Werror", "-g", *flags, f"-I{core}"]
+    # A rank may call from a thread with a small stack.
+    wanted = [*native.COMPILE_FLAGS, "-Werror", "-g", "-Wframe-larger-than=16384", *flags, f"-I{core}"]
     done = subprocess.run([*find_compiler(), *wanted, *sources, "-lm", "-o", "fuzz"], cwd=folder, capture_output=True)
     assert not done.returncode, done.stderr.decode()
     return folder / "fuzz"

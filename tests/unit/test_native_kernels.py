@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -280,3 +281,18 @@ def test_how_the_calling_thread_rounds_does_not_matter():
 def test_an_unknown_processor_is_refused():
     assert library.pln_use_cpu(b"abacus") != 0
     assert library.pln_cpu().decode() in CPUS
+
+
+def test_the_numbers_of_the_core_are_those_of_its_python_side():
+    library.pln_constants.restype = ctypes.c_char_p
+    tables = dict(line.split(" ", 1) for line in library.pln_constants().decode().splitlines())
+    for name, known in (("kinds", 5), ("dtypes", 7), ("ops", 4), ("codes", 10)):
+        members = tables[name].replace("U8", "BYTES").split(" ")
+        assert [getattr(native, member) for member in members] == list(range(known)), name
+
+
+def test_only_the_interface_is_exported():
+    declared = set(re.findall(r"\b(pln_\w+)\(", (native.SOURCES / "paceline_native.h").read_text()))
+    assert {"pln_open", "pln_run", "pln_reduce"} <= declared and all(hasattr(library, name) for name in declared)
+    inner = set(re.findall(r"\b(pln_\w+)\(", (native.SOURCES / "group.h").read_text())) - declared
+    assert "pln_execute" in inner and not [name for name in inner if hasattr(library, name)]

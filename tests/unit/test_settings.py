@@ -92,7 +92,7 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
         ({"sizes": (0,)}, "size"),
         ({"memories": ()}, "no memory given: known are ordinary, shared"),
         ({"memories": ("share",)}, "memory 'share' is unknown: did you mean shared?"),
-        ({"memories": ("shared",)}, "--memory shared: backend gloo has none, only paceline"),
+        ({"memories": ("shared",)}, "--memory shared: backend gloo has none, only shm"),
         ({"memories": BOTH, "backends": ("gloo", "nccl")}, "backend gloo and nccl has none"),
         ({"memories": ("shared",), "backends": ("gloo", "paceline")}, "leaves nothing to measure on gloo"),
         ({**SHARED, "collective": "broadcast"}, "--memory shared is for all_reduce: broadcast copies"),
@@ -218,7 +218,7 @@ def test_memory_per_rank_counts_each_memory_and_what_the_limit_copies_to(memorie
 
 def test_only_our_backend_has_shared_memory():
     settings = build(backends=("gloo", "paceline"), memories=BOTH)
-    assert (settings.memories_of("gloo"), settings.memories_of("paceline")) == (("ordinary",), BOTH)
+    assert (settings.memories_of("gloo"), settings.memories_of("shm")) == (("ordinary",), BOTH)
 
 
 def test_what_is_reduced_in_shared_memory_is_what_the_transport_says():

@@ -207,7 +207,7 @@ def _choose_device(device: str) -> str:
 def _choose_backends(device: str, most: int) -> tuple[str, ...]:
     if device == "cuda":
         return ("nccl",) if machine.count_gpus() >= most else ("gloo",)
-    return ("gloo", "paceline")
+    return ("gloo", "shm")
 
 
 @app.command("large-batch")

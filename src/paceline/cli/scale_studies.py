@@ -19,8 +19,7 @@ from paceline.errors import ConfigError, LaunchError, MeasurementError
 from paceline.measure.large_batch_settings import LargeBatchSettings
 from paceline.measure.scale_settings import BatchSweepSettings, ScaleSettings
 from paceline.records import BatchRecord, LargeBatchRecord, Record, Run, RunFolder, StepRecord, load_run
-from paceline.records.cells import STUDY_FILE, Study
-from paceline.records.store import RUN_FILE
+from paceline.records.store import RUN_FILE, STUDY_FILE, Study
 from paceline.runtime.environment import is_launched
 from paceline.units import parse_counts
 from paceline.workloads.data.sources import parse_data

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.measure.engine import synchronize
+from paceline.measure.engine import no_garbage_collection, synchronize
 from paceline.measure.layer_moments import LayerHooks, Moments
-from paceline.measure.rounds import no_garbage_collection
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Samples
 
 __all__ = ["LayerStep", "measure_layers", "order_by_ready"]

@@ -24,6 +24,9 @@ class Contestant:
     wrapper: str
     backend: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backend", machine.canonical_backend(self.backend))
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -108,7 +111,7 @@ class ScaleSettings:
             ranks=tuple(n for n in self.ranks if n > 1),
             sizes=tuple(sizes),
             device="auto" if "nccl" in self.backends else self.job.device,
-            memories=("ordinary", "shared") if "paceline" in self.backends else ("ordinary",),
+            memories=("ordinary", "shared") if "shm" in self.backends else ("ordinary",),
             threads=self.job.threads or 1,
         )
 

@@ -12,40 +12,16 @@ from typing import ClassVar
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.records import Record
 from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
 from paceline.units import format_bytes
 
-__all__ = [
-    "BACKENDS",
-    "OPS",
-    "REDUCING",
-    "SHARED_DTYPES",
-    "SHARED_OPS",
-    "ChunkSettings",
-    "CollectiveSettings",
-    "GroupSettings",
-    "Progress",
-    "check_name",
-]
-
-BACKENDS = ("gloo", "nccl", "paceline")
+BACKENDS = ("gloo", "nccl", "shm")
 OPS = ("sum", "avg", "min", "max", "prod")
 REDUCING = ("all_reduce", "reduce_scatter")
-# What the backend paceline reduces in shared memory; the rest goes to gloo under it.
+# What the backend shm reduces in shared memory; the rest goes to gloo under it.
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a measuring rank posts: `done` of `total` cells (a cell in progress counts in part), and new records."""
-
-    done: float
-    total: int
-    label: str
-    records: tuple[Record, ...] = ()
 
 
 def check_name(what: str, value: str, known: Iterable[str]) -> None:
@@ -71,6 +47,9 @@ class GroupSettings:
     threads: int = 1
     iters: int | None = None
     warmup: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backends", tuple(map(machine.canonical_backend, self.backends)))
 
     @property
     def item_bytes(self) -> int:
@@ -130,7 +109,7 @@ class GroupSettings:
 class CollectiveSettings(GroupSettings):
     """`bench allreduce`: backends x ranks x sizes of one collective. Sizes are nccl-tests' sizes, in bytes.
 
-    `memories` says where the vectors lie; only the backend paceline has `shared`. With `limit`, what memory could do is
+    `memories` says where the vectors lie; only the backend shm has `shared`. With `limit`, what memory could do is
     measured too.
     """
 
@@ -170,19 +149,19 @@ class CollectiveSettings(GroupSettings):
             check_name("memory", memory, MEMORIES)
         if "shared" not in self.memories:
             return
-        if "paceline" not in self.backends:
+        if "shm" not in self.backends:
             raise ConfigError(
-                f"--memory shared: backend {' and '.join(self.backends)} has none, only paceline: "
-                "leave it out, or add paceline to --backend"
+                f"--memory shared: backend {' and '.join(self.backends)} has none, only shm: "
+                "leave it out, or add shm to --backend"
             )
-        if self.memories == ("shared",) and self.backends != ("paceline",):
-            others = " and ".join(backend for backend in self.backends if backend != "paceline")
+        if self.memories == ("shared",) and self.backends != ("shm",):
+            others = " and ".join(backend for backend in self.backends if backend != "shm")
             raise ConfigError(f"--memory shared leaves nothing to measure on {others}: use --memory ordinary,shared")
         if self.collective != "all_reduce":
             raise ConfigError(
                 f"--memory shared is for all_reduce: {self.collective} copies its parts whatever memory they are in"
             )
-        if self.device_of("paceline") != "cpu":
+        if self.device_of("shm") != "cpu":
             raise ConfigError("--memory shared is memory of the host: leave out --device cuda")
         for what, value, known in (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS)):
             if value not in known:
@@ -190,7 +169,7 @@ class CollectiveSettings(GroupSettings):
 
     def memories_of(self, backend: str) -> tuple[str, ...]:
         """The memories that are measured on this backend."""
-        return self.memories if backend == "paceline" else ("ordinary",)
+        return self.memories if backend == "shm" else ("ordinary",)
 
     def num_elements(self, num_bytes: int, world_size: int) -> int:
         """Elements of the full vector; for all_gather and reduce_scatter cut to a multiple of the ranks."""

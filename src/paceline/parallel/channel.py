@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError
-from paceline.runtime.world import find_departed
+from paceline.runtime.world import find_departed_ranks
 from paceline.transport.group import PacelineGroup
 from paceline.transport.works import FinishedWork
 
@@ -165,7 +165,7 @@ def naming_lost_peers(what: str) -> Iterator[None]:
 
 def _explain(error: RuntimeError, what: str) -> CollectiveError:
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    departed = find_departed()
+    departed = find_departed_ranks()
     if departed:
         who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
         hint = ": where ranks have different numbers of batches, train inside `with model.join():`"

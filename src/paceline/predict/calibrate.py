@@ -22,7 +22,7 @@ from paceline.records.steps import CALIBRATING
 __all__ = ["CalibratedJob", "Evidence", "SERVERS", "fit_job", "resample"]
 
 # Messages that a backend moves at once.
-SERVERS = {"gloo": 2, "paceline": 1, "nccl": 1}
+SERVERS = {"gloo": 2, "shm": 1, "paceline": 1, "nccl": 1}
 _SLOWEST = 0.02
 # A median of repetitions: all of them, or those that a bootstrap has drawn.
 Draw = Callable[[int], Sequence[int]]

@@ -242,7 +242,7 @@ def build_measured_fabric(
     kinds = sorted({_describe(record) for record in records})
     if len(kinds) > 1:
         raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): choose one with --backend")
-    own = {"gloo": ("gloo",), "paceline": ("shared",)}.get(records[0].backend, ("ring", "tree"))
+    own = {"gloo": ("gloo",), "shm": ("shared",), "paceline": ("shared",)}.get(records[0].backend, ("ring", "tree"))
     points = [(record.num_bytes, record.world_size, statistics.median(_seconds(record))) for record in records]
     try:
         fits = tuple(fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -119,8 +119,8 @@ class CollectiveRecord(Record):
 class MemoryRecord(Record):
     """One pass over memory: every rank at once reads a vector of `num_bytes` of its own once and writes one once.
 
-    `operation` is `add` (a number is added in place) or `copy` (into another vector). What an all-reduce has of it is
-    derived in `bounds`.
+    `operation` is `add` (a number is added in place) or `copy` (into another vector). `MemoryBounds` derives from it
+    how fast an all-reduce could be.
     """
 
     kind: ClassVar[str] = "memory"
@@ -145,6 +145,41 @@ class MemoryRecord(Record):
     @property
     def time_s(self) -> float:
         return self.timing.center_s
+
+
+@dataclass(frozen=True)
+class MemoryBounds:
+    """The least time that memory allows for each device, number of ranks, size and type measured."""
+
+    records: tuple[MemoryRecord, ...]
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> MemoryBounds:
+        """The bounds of a run: the faster of the passes over the same bytes."""
+        fastest: dict[tuple[str, int, int, str], MemoryRecord] = {}
+        for record in records:
+            if isinstance(record, MemoryRecord):
+                known = fastest.setdefault(_find_memory_key(record), record)
+                if record.time_s < known.time_s:
+                    fastest[_find_memory_key(record)] = record
+        return cls(tuple(fastest.values()))
+
+    def bound_s(self, record: CollectiveRecord) -> float | None:
+        """The least time for this all-reduce. None where it was not measured, for the other collectives, and for one
+        rank, which need not touch its vector."""
+        if record.collective != "all_reduce" or record.world_size == 1:
+            return None
+        key = _find_memory_key(record)
+        return next((bound.time_s for bound in self.records if _find_memory_key(bound) == key), None)
+
+    def fraction_of(self, record: CollectiveRecord) -> float | None:
+        """The bound over this record's time: 1 is as fast as memory."""
+        bound_s = self.bound_s(record)
+        return None if bound_s is None else bound_s / record.time_s
+
+
+def _find_memory_key(record: CollectiveRecord | MemoryRecord) -> tuple[str, int, int, str]:
+    return record.device, record.world_size, record.num_bytes, record.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +249,25 @@ class LayerTimeRecord(Record):
     timing: Samples | Summary
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckRecord(Record):
+    """One thing that `paceline doctor` looked at: `status` is ok, warn or fail; `advice` says how to fix it."""
+
+    kind: ClassVar[str] = "check"
+    name: str
+    status: str
+    found: str
+    advice: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.status not in ("ok", "warn", "fail"):
+            raise RecordError(f"check {self.name!r} has the status {self.status!r}: known are ok, warn, fail")
+
+
 KINDS: dict[str, type[Record]] = {
-    cls.kind: cls for cls in (CollectiveRecord, MemoryRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord)
+    cls.kind: cls
+    for cls in (CheckRecord, CollectiveRecord, MemoryRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord)
 }
 # Kinds of older files: the kind that replaced each, and a function that renames its values.
 UPGRADES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {}

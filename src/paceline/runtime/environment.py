@@ -9,15 +9,13 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 
-__all__ = ["Place", "is_launched", "read_place"]
-
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in the world as its launcher tells it.
+    """A rank's place in the world, as its launcher set it.
 
-    `local_rank` and `local_world_size` are None where the launcher says nothing about hosts (Kubernetes sets
-    RANK and WORLD_SIZE alone); the ranks then find out from each other.
+    `local_rank` and `local_world_size` are None where the launcher sets nothing about hosts (Kubernetes sets
+    RANK and WORLD_SIZE alone); the ranks then exchange their hosts.
     """
 
     rank: int
@@ -62,7 +60,7 @@ def _find_launcher(variables: Mapping[str, str]) -> _Launcher | None:
     for launcher in _LAUNCHERS:
         if launcher.rank in variables:
             return launcher
-        # WORLD_SIZE alone is half a world; RANK missing is reported rather than taken for a world of one.
+        # WORLD_SIZE without RANK is reported rather than taken for a world of one.
         if launcher.name == "torchrun" and "WORLD_SIZE" in variables:
             return launcher
     return None
@@ -102,9 +100,9 @@ def first_host(nodelist: str) -> str:
 
 
 def _slurm_port(variables: Mapping[str, str]) -> int:
-    """A port that all ranks of a job step agree on without talking, and that two steps do not share.
+    """A port that all ranks of a job step derive alike, and that two steps do not share.
 
-    Below the range that Linux hands out by itself (32768 and up).
+    Below the range from which Linux chooses ports (32768 and up).
     """
     job = _read_int(variables, "SLURM_JOB_ID") or _read_int(variables, "SLURM_JOBID") or 0
     step = _read_int(variables, "SLURM_STEP_ID") or 0
@@ -148,7 +146,7 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
         nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
         master_addr = master_addr or (first_host(nodes) if nodes else None)
         master_port = master_port or _slurm_port(variables)
-    name = variables.get("PACELINE_LAUNCHER", launcher.name)  # our own launcher speaks torchrun's language
+    name = variables.get("PACELINE_LAUNCHER", launcher.name)  # our own launcher sets torchrun's variables
     if world_size == 1:
         local_rank, local_world_size = local_rank or 0, local_world_size or 1
     return Place(rank, world_size, local_rank, local_world_size, name, master_addr, master_port)

@@ -1,7 +1,7 @@
 """Local ranks: started, watched, and ended without orphans. The one launcher of commands, examples and tests.
 
-A launched rank sees torchrun's variables, so the same function also runs under torchrun. What a rank computes
-does not belong here.
+A launched rank sees torchrun's variables, so the same function also runs under torchrun. Ranks are forked by a server
+that has imported torch; where that is not possible they are spawned.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
+import multiprocessing.spawn
 import os
 import pickle
 import secrets
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -25,17 +29,16 @@ from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError
-from paceline.runtime.worker import Failure, serve_jobs
+from paceline.runtime.environment import is_launched, read_place
+from paceline.runtime.worker import Failure, describe_failure, listen, serve_jobs_spawned
 from paceline.units import format_memory
-
-__all__ = ["RANK_BYTES", "RankPool", "check_rank_count", "defer_signals", "run_ranks"]
 
 # What one more rank takes before it allocates anything, with some room: the interpreter and torch hold 145 MiB of their
 # own and share the rest of 226 MiB resident (torch 2.13 on CPU, aarch64).
 RANK_BYTES = 200 * 2**20
 # After the first failure, how long to listen for others, so that a victim is not taken for the culprit.
 _AFTERMATH_S = 1.0
-# How often to look at the ranks themselves while nothing is heard from them.
+# How often to check that the ranks are alive while no message comes.
 _LOOK_S = 0.5
 # How long a rank may take to obey SIGTERM before SIGKILL.
 _GRACE_S = 3.0
@@ -53,18 +56,160 @@ def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
         )
 
 
+# -- the fork server --------------------------------------------------------------------------------------------------
+
+# Variables that no library reads when it is imported: a change of these does not make the server's imports stale.
+_HARMLESS = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM", "PWD", "OLDPWD", "_"}
+
+
+class _Server:
+    """A process that has imported torch and forks ranks on request (`worker.serve_forks`).
+
+    It ends with this process and, once another one has taken its place, with the last rank that it forked.
+    """
+
+    def __init__(self) -> None:
+        self.owner, self.imports = os.getpid(), _describe_imports()
+        self._lock, self._state = threading.Lock(), b""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        source = (
+            f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime.worker import serve_forks; "
+            f"serve_forks({theirs.fileno()}, {os.getpid()})"
+        )
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        with theirs, _sigint_blocked():
+            self._process = subprocess.Popen(
+                [multiprocessing.spawn.get_executable(), *flags, "-c", source],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self.close = weakref.finalize(self, _end_server, os.getpid(), self._process, self._control)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, kind: str, link: int, descriptors: Sequence[int]) -> _Forked:
+        """Request a process; returns at once, also while the server is still importing torch."""
+        status, far_status = multiprocessing.Pipe(duplex=False)
+        with far_status, self._lock, contextlib.suppress(OSError):  # a server that is gone: `is_ready` finds it
+            socket.send_fds(self._control, [kind.encode()], [link, far_status.fileno(), *descriptors])
+        return _Forked(self, status)
+
+    def is_ready(self, timeout_s: float | None) -> bool:
+        """Wait until the server forks; False if it cannot. A server that takes longer may still be able to."""
+        with self._lock:
+            if not self._state:
+                if not multiprocessing.connection.wait([self._control], timeout_s):
+                    return True
+                with contextlib.suppress(OSError):
+                    self._state = self._control.recv(16)
+                self._state = self._state or b"gone"
+            return self._state == b"ready"
+
+
+def _end_server(owner: int, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    control.close()
+    if os.getpid() == owner:
+        process.kill()  # it may be importing torch; what it forked ends with it
+        process.wait()
+
+
+class _Forked:
+    """A process that the server forked, with the methods of `multiprocessing.Process` that a pool uses."""
+
+    def __init__(self, server: _Server, status: Connection) -> None:
+        self._server, self._status = server, status  # the server must live as long as the process
+        self._pid: int | None = None
+        self._code: int | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Waits until the server has forked."""
+        if self._pid is None and self._code is None:
+            self._pid = self._receive()
+        return self._pid
+
+    @property
+    def exitcode(self) -> int | None:
+        while self._code is None and self._status.poll():
+            if self._pid is None:
+                self._pid = self._receive()
+            else:
+                self._code = self._receive()
+        return self._code
+
+    def _receive(self) -> int | None:
+        try:
+            return int(self._status.recv())
+        except (EOFError, OSError):
+            self._code = -signal.SIGKILL  # the server is gone, and with it everything that it forked
+            return self._code if self._pid is not None else None
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.exitcode is None and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.exitcode is None:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return
+            self._status.poll(left_s)
+
+    def close(self) -> None:
+        self._status.close()
+
+
+def _describe_imports() -> tuple[object, ...]:
+    """What a library may read while it is imported: if it changes, the server's imports are stale."""
+    variables = frozenset((name, value) for name, value in os.environ.items() if name not in _HARMLESS)
+    return variables, frozenset(os.sched_getaffinity(0)), multiprocessing.spawn.get_executable()
+
+
+_server: _Server | None = None
+_server_lock = threading.Lock()
+_can_fork = sys.platform == "linux" and hasattr(os, "pidfd_open")
+
+
+def _find_server() -> _Server | None:
+    """The server of this process, started if there is none; None where ranks must be spawned."""
+    global _server
+    if not _can_fork:
+        return None
+    with _server_lock:
+        found = _server
+        if found is None or found.owner != os.getpid() or found.imports != _describe_imports() or not found.is_running:
+            found = _server = _Server()
+        return found
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class _Rank:
-    """The parent's end of one rank."""
+    """The launcher's end of one rank."""
 
-    process: multiprocessing.process.BaseProcess
+    process: Any  # a `multiprocessing.Process`, or a `_Forked`
     link: Connection
     stacks: Connection
     was_heard: bool = field(default=False)
 
 
 class RankPool:
-    """Warm local ranks that run one job after another; starting a rank costs an import of torch, a job does not.
+    """Warm local ranks that run one job after another.
 
     After a failed job the ranks are ended, and the next job starts new ones.
     """
@@ -73,6 +218,7 @@ class RankPool:
         check_rank_count(num_ranks)
         self.num_ranks = num_ranks
         self._ranks: list[_Rank] = []
+        self._server: _Server | None = None
 
     def __enter__(self) -> RankPool:
         return self
@@ -99,32 +245,30 @@ class RankPool:
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
         if not 1 <= num_ranks <= self.num_ranks:
-            raise ConfigError(f"{num_ranks} ranks asked of a pool of {self.num_ranks}")
+            raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
         job = _pickle_job(fn, args)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with _sigterm_raises():
             try:
                 self._start(num_ranks)
-                # Imported late: the ranks start importing torch while this process does.
-                with defer_signals():
-                    from paceline.runtime.rendezvous import serve_local_store
-
-                store = serve_local_store()
+                self._await_ranks(num_ranks, deadline)
                 job_id = secrets.token_hex(8)
-                for rank in range(num_ranks):
-                    variables = _rank_variables(rank, num_ranks, store.port, job_id)
-                    with contextlib.suppress(OSError):  # a rank that died already is found by _collect
-                        self._ranks[rank].link.send_bytes(pickle.dumps((list(sys.path), variables, job)))
-                return self._collect(num_ranks, timeout_s, on_message)
+                with _serve_store(self._server) as port:
+                    for rank in range(num_ranks):
+                        variables = _rank_variables(rank, num_ranks, port, job_id)
+                        with contextlib.suppress(OSError):  # a rank that died already is found by _collect
+                            self._ranks[rank].link.send_bytes(pickle.dumps((list(sys.path), variables, job)))
+                    return self._collect(num_ranks, timeout_s, deadline, on_message)
             except BaseException:
                 self.close()
                 raise
 
     def start(self) -> None:
-        """Start the ranks now, so that they import torch while the caller does something else; `run` would too."""
+        """Start the ranks now, so that torch is imported while the caller does something else; `run` would too."""
         self._start(self.num_ranks)
 
     def pids(self) -> list[int]:
-        """The process ids of the ranks that are running, in rank order."""
+        """The process ids of the ranks, in rank order; waits for those that are just being started."""
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
 
     def close(self) -> None:
@@ -145,34 +289,74 @@ class RankPool:
             rank.process.close()
 
     def _start(self, num_ranks: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        multiprocessing.resource_tracker.ensure_running()  # its own start would unblock what is blocked below
+        # First, for it raises in a script without a main guard, and no server may be started for that.
+        preparation = multiprocessing.spawn.get_preparation_data("")
+        preparation["authkey"] = bytes(preparation["authkey"])
+        if not self._ranks:
+            self._server = _find_server()
         for rank in range(len(self._ranks), num_ranks):
-            link, far_link = spawn.Pipe()
-            stacks, far_stacks = spawn.Pipe(duplex=False)
-            by_main_thread = threading.current_thread() is threading.main_thread()
-            process = spawn.Process(
-                target=serve_jobs, args=(rank, far_link, far_stacks, by_main_thread), name=f"paceline-rank-{rank}"
-            )
-            # Deferred here, for another thread would take a blocked one and a rank half started dies with a page of its
-            # own; blocked across the start and inherited, for a Ctrl-C now must not end the rank with one either.
-            with defer_signals():
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-                try:
-                    process.start()
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                far_link.close()
-                far_stacks.close()
+            link, far_link = multiprocessing.Pipe()
+            stacks, far_stacks = multiprocessing.Pipe(duplex=False)
+            # Deferred: half started, a rank would be neither waited for nor ended.
+            with far_link, far_stacks, defer_signals():
+                if self._server is None:
+                    process = self._spawn(rank, far_link, far_stacks)
+                else:
+                    process = self._fork(rank, link, far_link, far_stacks, preparation)
                 self._ranks.append(_Rank(process, link, stacks))
 
+    def _fork(
+        self, rank: int, link: Connection, far_link: Connection, far_stacks: Connection, preparation: dict[str, Any]
+    ) -> _Forked:
+        assert self._server is not None
+        mask = os.umask(0)
+        os.umask(mask)
+        preparation = preparation | {"name": f"paceline-rank-{rank}"}
+        with open(os.devnull, "wb") as nothing:
+            outputs = [fd if _is_open(fd) else nothing.fileno() for fd in (1, 2)]
+            process = self._server.fork("rank", far_link.fileno(), [far_stacks.fileno(), *outputs])
+        with contextlib.suppress(OSError):
+            link.send_bytes(pickle.dumps((rank, dict(os.environ), mask, preparation)))
+        return process
+
+    def _spawn(self, rank: int, far_link: Connection, far_stacks: Connection) -> Any:
+        multiprocessing.resource_tracker.ensure_running()  # its own start would unblock what is blocked below
+        by_main_thread = threading.current_thread() is threading.main_thread()
+        process = multiprocessing.get_context("spawn").Process(
+            target=serve_jobs_spawned, args=(rank, far_link, far_stacks, by_main_thread), name=f"paceline-rank-{rank}"
+        )
+        with _sigint_blocked():  # and inherited: Ctrl-C must not end a rank that starts with a traceback of its own
+            process.start()
+        return process
+
+    def _await_ranks(self, num_ranks: int, deadline: float | None) -> None:
+        """Wait until every rank is ready, so that they begin together, has died, or time is up."""
+        global _can_fork
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if self._server is not None and not self._server.is_ready(left_s):
+            self.close()
+            _can_fork = False
+            self._start(num_ranks)
+        for rank in self._ranks[:num_ranks]:
+            while not rank.was_heard and rank.process.exitcode is None:
+                left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
+                if left_s <= 0:
+                    return
+                if rank.link.poll(left_s):
+                    with contextlib.suppress(EOFError, OSError):
+                        rank.was_heard = bool(rank.link.recv_bytes())  # "ready"
+                    break
+
     def _collect(
-        self, num_ranks: int, timeout_s: float | None, on_message: Callable[[int, Any], None] | None
+        self,
+        num_ranks: int,
+        timeout_s: float | None,
+        deadline: float | None,
+        on_message: Callable[[int, Any], None] | None,
     ) -> list[Any]:
         """Listen to all ranks until each has answered, one has failed, or time is up."""
         values: dict[int, Any] = {}
         failures: dict[int, Failure] = {}
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         pending = set(range(num_ranks))
         while pending:
             left_s = _LOOK_S if deadline is None else deadline - time.monotonic()
@@ -271,13 +455,67 @@ def run_ranks(
     timeout_s: float | None = None,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[Any]:
-    """Start `num_ranks` local ranks, call `fn(*args)` on each, and return their values in rank order.
+    """Call `fn(*args)` on `num_ranks` ranks and return their values in rank order.
 
-    Ends all of them before it returns, whatever happens. See `RankPool.run` for the rest; use a pool to run
-    several jobs on the same ranks.
+    In a plain program this starts local ranks, and ends all of them before it returns, whatever happens; see
+    `RankPool.run` for the rest, and use a pool to run several jobs on the same ranks. In a process that a launcher
+    (torchrun, Slurm, mpirun, or Paceline itself) started as one rank, no rank is started: `fn` runs here, as this rank
+    of that world, which must have `num_ranks` ranks, and every rank gets the list of all values. Collective there:
+    every rank must call this. `timeout_s` then bounds the wait for the other ranks after `fn` returned here.
     """
+    if is_launched():
+        return _run_in_launched_world(fn, num_ranks, args, timeout_s, on_message)
     with RankPool(num_ranks) as pool:
         return pool.run(fn, args, timeout_s=timeout_s, on_message=on_message)
+
+
+def _run_in_launched_world(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    args: Sequence[Any],
+    timeout_s: float | None,
+    on_message: Callable[[int, Any], None] | None,
+) -> list[Any]:
+    place = read_place()
+    if place.world_size != num_ranks:
+        raise ConfigError(
+            f"{num_ranks} ranks requested in a world of {place.world_size} that {place.launcher} launched: request "
+            f"{place.world_size}, launch {num_ranks}, or use paceline.RankPool to start local ranks inside this one",
+            code="world-size",
+        )
+    listening = listen(lambda message: on_message(place.rank, message)) if on_message else contextlib.nullcontext()
+    if place.world_size == 1:
+        with listening:
+            return [fn(*args)]
+    from paceline.runtime.rendezvous import Gathering
+
+    gathering = Gathering(place)
+    try:
+        with listening:
+            value = fn(*args)
+        data = pickle.dumps(value)
+    except BaseException as error:
+        failure = describe_failure(place.rank, error)
+        # Another rank's failure may be the cause of this one.
+        cause = gathering.find_failure() if failure.is_secondary else b""
+        gathering.fail(pickle.dumps(failure))
+        if cause:
+            raise _error_of(pickle.loads(cause), num_ranks) from error
+        raise
+    values, failed = gathering.gather(data, timeout_s)
+    if failed:
+        raise _error_of(pickle.loads(failed), num_ranks)
+    return [pickle.loads(item) for item in values]
+
+
+def _error_of(failure: Failure, num_ranks: int) -> PacelineError:
+    if failure.error is not None:
+        failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
+        return failure.error
+    message = f"rank {failure.rank} of {num_ranks} {failure.summary}"
+    if failure.trace:
+        message += f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}"
+    return LaunchError(message, failure.rank, failure.trace)
 
 
 def _pickle_job(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -334,6 +572,52 @@ def defer_signals() -> Iterator[None]:
             then(came_number, frame)
         elif then == signal.SIG_DFL:
             raise SystemExit(128 + came_number)
+
+
+@contextlib.contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """For the start of a process, which inherits it: Ctrl-C must not end that one before it ignores SIGINT."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _serve_store(server: _Server | None) -> Iterator[int]:
+    """A store for one job on a loopback port that the kernel chose; in a process of its own unless torch is imported
+    here, so that a launcher need not import it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        if server is None or "torch.distributed" in sys.modules:
+            with defer_signals():
+                from paceline.runtime.rendezvous import serve_local_store
+
+            store = serve_local_store(listener.detach())
+            yield port
+            del store
+            return
+        link, far_link = multiprocessing.Pipe()
+        with far_link:
+            process = server.fork("store", far_link.fileno(), [listener.fileno()])
+    try:
+        yield port
+    finally:
+        link.close()
+        process.join(_GRACE_S)
+        process.kill()
+        process.close()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Who is who: `get`, the typed `Ranks`, and seeds. Opening a world does not belong here."""
+"""This process among the ranks: `get`, the typed `Ranks`, and seeds. Opening a world does not belong here."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.runtime.world import current_world
-
-__all__ = ["Ranks", "get", "ranks", "set_seed"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ def _local_rank() -> int:
 
 
 def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of exactly the mesh's ranks; a mesh of several true dimensions has one only if it is the world."""
+    """The group of exactly the mesh's ranks; a mesh of several dimensions has one only if it is the world."""
     long = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     if len(long) <= 1:
         return mesh.get_group(long[0] if long else 0)
@@ -65,7 +63,7 @@ def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     names = mesh.mesh_dim_names or (0,)
     raise ConfigError(
         f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole: "
-        f"ask for a part of it, such as mesh[{names[0]!r}]"
+        f"use one dimension of it, such as mesh[{names[0]!r}]"
     )
 
 
@@ -80,14 +78,14 @@ def ranks(mesh: DeviceMesh | None = None) -> Ranks:
     if global_rank not in members:
         rank = -1
     elif (group := _find_group(mesh)) is not None:
-        rank = dist.get_rank(group)  # as collectives count, whatever the order in which the mesh was written
+        rank = dist.get_rank(group)  # as collectives count, whatever the order of the mesh
     else:
         rank = members.index(global_rank)
     return Ranks(rank, len(members), global_rank, _local_rank())
 
 
 class _Get:
-    """`get(what, mesh=None)`: one word for one fact about this process.
+    """`get(what, mesh=None)`: one fact about this process.
 
     `ws`: ranks in the mesh, or in the world. `rank`: this process's number inside the mesh, or in the world.
     `grank`: its number in the world. `lrank`: its number on its host, whatever the mesh.
@@ -117,7 +115,7 @@ class _Get:
             case "pg":
                 _need_world()
                 return None if mesh is None else _mesh_group(mesh)
-        raise ConfigError(f"get({what!r}): ask for 'ws', 'rank', 'grank', 'lrank' or 'pg'")
+        raise ConfigError(f"get({what!r}) is unknown: use 'ws', 'rank', 'grank', 'lrank' or 'pg'")
 
     def register_mesh(self, mesh: DeviceMesh | None) -> _Get:
         """Use this mesh whenever none is given; None goes back to the world."""

@@ -1,6 +1,6 @@
-"""Where ranks meet: a store by TCP, by file or in memory, and the roll call on it.
+"""The rendezvous of ranks: a store by TCP, by file or in memory, and what ranks exchange on it before any group.
 
-Every wait has an end and names who is missing. Process groups are made elsewhere, from the store.
+Every wait has a limit and names the missing ranks. Process groups are made elsewhere, from the store.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 import torch.distributed as dist
@@ -25,64 +26,128 @@ import torch.distributed as dist
 from paceline.errors import ConfigError, LaunchError
 from paceline.runtime.environment import Place
 
-__all__ = ["agree_on_backend", "call_roll", "find_host_id", "leave_all", "meet", "serve_local_store"]
+# How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.
+_STORE_S, _LINGER_S = 120.0, 3.0
 
 
 @dataclass
-class _MeetingPlace:
-    """An open store and what must be done to leave it, kept for as long as this process may meet there again."""
+class _OpenStore:
+    """An open store and how to close it, kept for as long as this process may use it again."""
 
     store: dist.Store
-    leave: Callable[[], None] = lambda: None
-    num_meetings: int = 0
+    close: Callable[[], None] = lambda: None
+    num_worlds: int = 0
+    num_gathers: int = 0
 
 
-# By where, and in which job. A second world at the same place reuses the store under a prefix of its own: the keys of
-# the first are still there, and a store that rank 0 closed and opened again could be mistaken for its old self.
-_meeting_places: dict[tuple[str, ...], _MeetingPlace] = {}
+# By address and job. A second world at the same address reuses the store under a prefix of its own: the keys of the
+# first are still there, and a store that rank 0 closed and opened again could be mistaken for the old one.
+_stores: dict[tuple[str, ...], _OpenStore] = {}
 
 
-def meet(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
-    """The store of this meeting. `rendezvous` is `env://`, `tcp://HOST:PORT` or `file:///PATH`.
+def open_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
+    """The store of a new world. `rendezvous` is `env://`, `tcp://HOST:PORT` or `file:///PATH`.
 
-    Collective: every rank must call this, the n-th time for the n-th meeting at a place.
+    Collective: every rank must call this, the n-th time for the n-th world at an address.
     """
+    found, attempt = _find_store(rendezvous, place, timeout_s)
+    found.num_worlds += 1
+    return dist.PrefixStore(f"paceline/{attempt}/{found.num_worlds}", found.store)
+
+
+def _find_store(rendezvous: str, place: Place, timeout_s: float) -> tuple[_OpenStore, str]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     where = (rendezvous, str(place.master_addr), str(place.master_port))
     key = (*where, os.environ.get("PACELINE_JOB", ""), attempt, f"{place.rank}/{place.world_size}")
-    if key not in _meeting_places:
-        _meeting_places[key] = _open_store(rendezvous, place, timeout_s)
-        atexit.register(leave_all)
-    found = _meeting_places[key]
-    found.num_meetings += 1
-    return dist.PrefixStore(f"paceline/{attempt}/{found.num_meetings}", found.store)
+    if key not in _stores:
+        _stores[key] = _connect_store(rendezvous, place, timeout_s)
+        atexit.register(close_stores)
+    return _stores[key], attempt
 
 
-def leave_all() -> None:
-    """Close every store that this process met on, and take the files away; does nothing the second time."""
-    atexit.unregister(leave_all)
-    while _meeting_places:
-        _meeting_places.popitem()[1].leave()
+class Gathering:
+    """Every rank's bytes over the launcher's store: needs no process group, and so outlives the worlds of a program.
+
+    Collective: every rank must make one, then call either `gather` or `fail`.
+    """
+
+    def __init__(self, place: Place) -> None:
+        found, attempt = _find_store("env://", place, _STORE_S)
+        found.num_gathers += 1
+        self._place = place
+        self._store: Any = dist.PrefixStore(f"paceline/{attempt}/gather-{found.num_gathers}", found.store)
+
+    def gather(self, mine: bytes, timeout_s: float | None) -> tuple[list[bytes], bytes]:
+        """The bytes of all ranks in rank order and nothing; or nothing and what the first rank to `fail` said."""
+        self._store.set(f"value/{self._place.rank}", mine)
+        keys = [f"value/{rank}" for rank in range(self._place.world_size)]
+        deadline, pause_s = None if timeout_s is None else time.monotonic() + timeout_s, 0.005
+        try:
+            while not self._store.check(keys):
+                if failure := self.find_failure():
+                    self._leave()
+                    return [], failure
+                if deadline is not None and time.monotonic() > deadline:
+                    missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+                    raise LaunchError(
+                        f"rank {', '.join(missing[:16])} of {self._place.world_size} did not return within "
+                        f"{timeout_s:g} s",
+                        code="timeout",
+                    )
+                time.sleep(pause_s)
+                pause_s = min(0.1, pause_s * 1.5)
+            values = [self._store.get(key) for key in keys]
+        except dist.DistError as error:
+            raise LaunchError(
+                f"rank {self._place.rank} lost the store of the job, probably with rank 0: "
+                f"{str(error).splitlines()[0]}",
+                code="peer-lost",
+            ) from None
+        self._leave()
+        return values, b""
+
+    def fail(self, what: bytes) -> None:
+        """Report a failure to every rank that gathers, now or later."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.add("failures", 1) == 1:
+                self._store.set("failed", what)
+            self._leave()
+
+    def find_failure(self) -> bytes:
+        return bytes(self._store.get("failed")) if self._store.check(["failed"]) else b""
+
+    def _leave(self) -> None:
+        """Rank 0 may serve the store, and then must not exit before the others have read it."""
+        left = self._store.add("left", 1)
+        deadline = time.monotonic() + _LINGER_S
+        while self._place.rank == 0 and left < self._place.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            left = self._store.add("left", 0)
 
 
-def serve_local_store() -> dist.TCPStore:
-    """A store for ranks on this host: loopback only, on a port that the kernel chose."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(1024)
-    port = listener.getsockname()[1]
-    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+def close_stores() -> None:
+    """Close every store that this process opened, and remove its files; does nothing the second time."""
+    atexit.unregister(close_stores)
+    while _stores:
+        _stores.popitem()[1].close()
 
 
-def _open_store(rendezvous: str, place: Place, timeout_s: float) -> _MeetingPlace:
+def serve_local_store(listener: int) -> dist.TCPStore:
+    """A store for ranks on this host, on a socket that listens on the loopback interface."""
+    with socket.socket(fileno=os.dup(listener)) as bound:
+        port = bound.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+
+
+def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> _OpenStore:
     url = urlparse(rendezvous)
     if url.scheme == "env":
         if place.world_size == 1 and place.master_addr is None:
-            return _MeetingPlace(dist.HashStore())
+            return _OpenStore(dist.HashStore())
         if place.master_addr is None or place.master_port is None:
             missing = "MASTER_ADDR" if place.master_addr is None else "MASTER_PORT"
             raise ConfigError(
-                f"rank {place.rank} of {place.world_size} does not know where to meet: {missing} is not set; "
+                f"rank {place.rank} of {place.world_size} has no rendezvous: {missing} is not set; "
                 "start the ranks with torchrun, or pass rendezvous='tcp://HOST:PORT' or 'file:///PATH'"
             )
         # Under torchrun and under our own launcher the agent serves the store, and every rank is a client of it.
@@ -105,7 +170,7 @@ def _open_store(rendezvous: str, place: Place, timeout_s: float) -> _MeetingPlac
     raise ConfigError(f"rendezvous {rendezvous!r} is unknown: use env://, tcp://HOST:PORT or file:///PATH")
 
 
-def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> _MeetingPlace:
+def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> _OpenStore:
     if not serve:
         _wait_for_listener(host, port, place, timeout_s)
     try:
@@ -115,7 +180,7 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
             place.world_size,
             is_master=serve,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # the roll call waits, and can say who is missing
+            wait_for_workers=False,  # `await_ranks` waits, and names the missing ranks
             multi_tenant=True,
         )
     except RuntimeError as error:
@@ -126,11 +191,11 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
                 "or start with `torchrun --standalone`, which finds a free one"
             ) from None
         raise LaunchError(f"rank {place.rank} could not open the store at {host}:{port}: {text}") from None
-    return _MeetingPlace(store)
+    return _OpenStore(store)
 
 
 def _wait_for_listener(host: str, port: int, place: Place, timeout_s: float) -> None:
-    """Wait until rank 0 listens. torch would wait too, but in silence and with a page of text at the end."""
+    """Wait until rank 0 listens. torch would wait too, and end with a page of text."""
     deadline = time.monotonic() + timeout_s
     reason = ""
     while time.monotonic() < deadline:
@@ -148,8 +213,8 @@ def _wait_for_listener(host: str, port: int, place: Place, timeout_s: float) -> 
     )
 
 
-def _open_file(path: Path, place: Place, timeout_s: float) -> _MeetingPlace:
-    """A store in a file beside `path`. Rank 0 owns `path` by a lock that dies with it, so a stale one shows at once."""
+def _open_file(path: Path, place: Place, timeout_s: float) -> _OpenStore:
+    """A store in a file next to `path`. Rank 0 holds a lock on `path`, so that a stale file is found at once."""
     deadline = time.monotonic() + timeout_s
     if place.rank == 0:
         token, held = _claim(path)
@@ -162,30 +227,30 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> _MeetingPlace:
                     "is rank 0 running, and does it see the same file system?"
                 )
             time.sleep(0.02)
-    # A name of its own for every claim: what a late rank still does to an old store cannot touch a new one.
+    # A name of its own for every claim: a late rank of an old store cannot touch a new one.
     file = path.with_name(f"{path.name}.{token}")
     store = dist.FileStore(str(file), place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
 
-    def leave() -> None:
-        # The store's own file goes with the last FileStore that is freed; taken away earlier, a late rank's would
-        # make it anew.
+    def close() -> None:
+        # The store's own file is removed with the last FileStore that is freed; removed earlier, a late rank's would
+        # create it again.
         if held >= 0:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             os.close(held)
 
-    return _MeetingPlace(store, leave)
+    return _OpenStore(store, close)
 
 
 def _stale(path: Path) -> LaunchError:
     return LaunchError(
-        f"{path} is left over from an earlier run, or in use by another: remove it and {path}.* or meet at a new path"
+        f"{path} is left over from an earlier run, or in use by another: remove it and {path}.*, or use a new path"
     )
 
 
 def _claim(path: Path) -> tuple[str, int]:
-    """Create the file already locked, so that nobody ever sees it unlocked while its rank lives."""
+    """Create the file already locked, so that no rank ever sees it unlocked while rank 0 lives."""
     token = secrets.token_hex(4)
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -204,7 +269,7 @@ def _claim(path: Path) -> tuple[str, int]:
 
 
 def _read_claim(path: Path) -> str:
-    """The token of a living rank 0, or nothing while there is no file; raises at once when a dead one left it."""
+    """The token of a living rank 0, or nothing while there is no file; raises for a file that a dead one left."""
     try:
         handle = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -229,17 +294,17 @@ def find_host_id() -> str:
     return f"{platform.node()}/{boot}"
 
 
-def call_roll(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
-    """Wait until every rank is there and return their hosts in rank order. Collective: every rank must call this."""
+def await_ranks(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
+    """Wait until every rank has arrived and return their hosts in rank order. Collective: every rank must call this."""
 
     def explain(missing: str) -> str:
         return (
-            f"{missing} of {place.world_size} did not arrive within {timeout_s:g} s: see whether they started "
+            f"{missing} of {place.world_size} did not arrive within {timeout_s:g} s: check that they started "
             "(under Slurm: `srun`, not a bare call in the batch script)"
         )
 
-    if store.add(f"seat/{place.rank}", 1) > 1:
-        raise LaunchError(f"two processes call themselves rank {place.rank} of {place.world_size}: see RANK")
+    if store.add(f"arrived/{place.rank}", 1) > 1:
+        raise LaunchError(f"two processes have rank {place.rank} of {place.world_size}: check RANK")
     if place.rank == 0:
         store.set("size", str(place.world_size))
     if place.rank > 0 and store.check(["size"]) and store.get("size") != str(place.world_size).encode():
@@ -249,14 +314,16 @@ def call_roll(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
 
 
 def agree_on_backend(store: dist.Store, place: Place, backend: str, refusal: str, timeout_s: float) -> None:
-    """Go on only if no rank has a reason to refuse and all chose one backend; else raise the same on every rank.
+    """Return only if no rank refuses and all chose one backend; otherwise raise the same error on every rank.
 
-    Without this, the ranks that are fine would wait in torch for the one that is not. Collective: every rank must
+    Without this, the other ranks would wait in torch for the one that refused. Collective: every rank must
     call this.
     """
 
     def explain(missing: str) -> str:
-        return f"{missing} of {place.world_size} arrived and then fell silent for {timeout_s:g} s: see its own output"
+        return (
+            f"{missing} of {place.world_size} arrived and then sent nothing for {timeout_s:g} s: check its own output"
+        )
 
     answers = _exchange(store, place, "ready", f"{backend}\n{refusal}", timeout_s, explain)
     choices = [answer.split("\n", 1)[0] for answer in answers]
@@ -272,7 +339,7 @@ def agree_on_backend(store: dist.Store, place: Place, backend: str, refusal: str
 def _exchange(
     store: dist.Store, place: Place, topic: str, mine: str, timeout_s: float, explain: Callable[[str], str]
 ) -> list[str]:
-    """Every rank's text, in rank order, over the store alone; `explain` words the error about missing ranks."""
+    """Every rank's text, in rank order, over the store alone; `explain` makes the error text about missing ranks."""
     store.set(f"{topic}/{place.rank}", mine)
     keys = [f"{topic}/{rank}" for rank in range(place.world_size)]
     deadline, pause_s = time.monotonic() + timeout_s, 0.005
@@ -280,7 +347,9 @@ def _exchange(
     while not store.check(keys):
         if time.monotonic() > deadline:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise LaunchError(explain(f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])}"))
+            raise LaunchError(
+                explain(f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])}"), code="timeout"
+            )
         time.sleep(pause_s)
         pause_s = min(0.1, pause_s * 1.5)
     return [store.get(key).decode() for key in keys]

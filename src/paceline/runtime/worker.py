@@ -1,4 +1,4 @@
-"""The life of a launched rank: take a job, answer, wait for the next; and `post`, its word to the launcher.
+"""The process of a launched rank: the server that forks it, the loop that runs its jobs, and `post` to the launcher.
 
 What starts, watches and ends ranks is in `launch`.
 """
@@ -8,14 +8,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
+import multiprocessing.spawn
 import os
 import pickle
+import select
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,34 +28,62 @@ from typing import Any
 
 from paceline.errors import PacelineError
 
-__all__ = ["Failure", "listen", "post", "serve_jobs"]
-
-# What a rank says when its peer has failed: never the cause.
-_SECONDARY = (
+# What gloo, NCCL and torch's stores say of a peer that is gone or late. They have no codes.
+_BACKENDS = ("gloo", "c10d", "NCCL", "Store")
+_PEER_LOST = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Application timeout caused pair closure",
     "Socket closed",
     "Timed out waiting",
-    "has died",
-    "is stopped",
-    "has closed its group",
-    "did not come within the time limit",
 )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank did not answer with a value, told in a way that survives the rank."""
+    """Why a rank returned no value, in a form that outlives the rank."""
 
     rank: int
     when_s: float
     summary: str
     trace: str = ""
     error: PacelineError | None = None
-    is_secondary: bool = False  # it only says that a peer failed
+    is_secondary: bool = False  # it only reports that another rank failed
 
+
+def find_code(error: BaseException | None) -> str:
+    """The code of an error, or of its cause; "peer-lost" for what torch's backends say of a lost peer.
+
+    The one place that reads the texts of backends. Only their own texts count: a user's error may use the same words.
+    """
+    while error is not None:
+        if isinstance(error, PacelineError) and error.code:
+            return error.code
+        if isinstance(error, RuntimeError) and _says_peer_lost(str(error)):
+            return "peer-lost"
+        error = error.__cause__
+    return ""
+
+
+def _says_peer_lost(text: str) -> bool:
+    return any(name in text for name in _BACKENDS) and any(phrase in text for phrase in _PEER_LOST)
+
+
+def describe_failure(rank: int, error: BaseException) -> Failure:
+    when_s = time.monotonic()  # first: what follows takes time, and the earliest failure is the one to report
+    trace = "".join(traceback.format_exception(error))
+    text = str(error).splitlines()[0] if str(error) else ""
+    summary = f"failed: {type(error).__name__}: {text}".rstrip(": ")
+    ours = error if isinstance(error, PacelineError) else None
+    try:
+        pickle.loads(pickle.dumps(ours))
+    except Exception:  # an error that cannot be pickled is reported by its traceback alone
+        ours = None
+    return Failure(rank, when_s, summary, trace, ours, find_code(error) in ("peer-lost", "timeout"))
+
+
+# -- messages to the launcher -----------------------------------------------------------------------------------------
 
 _link: Connection | None = None
 _link_lock = threading.Lock()
@@ -58,7 +91,7 @@ _listener: Callable[[Any], None] | None = None
 
 
 def post(message: Any) -> None:
-    """Send a message to whoever launched this rank; without a launcher of ours, to this process's listener."""
+    """Send a message to the launcher of this rank or, where another launcher started it, to this process's listener."""
     if _link is not None:
         _answer("message", message)
     elif _listener is not None:
@@ -67,7 +100,7 @@ def post(message: Any) -> None:
 
 @contextlib.contextmanager
 def listen(listener: Callable[[Any], None]) -> Iterator[None]:
-    """Receive what this process posts: for a rank that torchrun started and that nobody else listens to."""
+    """Receive what this process posts, in a rank that torchrun or another launcher started."""
     global _listener
     before, _listener = _listener, listener
     try:
@@ -83,17 +116,19 @@ def _answer(kind: str, content: Any) -> None:
         _link.send_bytes(data)
 
 
-def serve_jobs(rank: int, link: Connection, stacks: Connection, by_main_thread: bool) -> None:
-    """The life of a rank: take a job, answer with a value or a failure, wait for the next."""
+# -- the jobs of a rank -----------------------------------------------------------------------------------------------
+
+
+def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
+    """Take a job, answer with a value or a failure, and wait for the next, until the launcher closes the link."""
     global _link
-    _die_with_parent(by_main_thread)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the launcher decides
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked while this process started
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     _link = link
     import torch.distributed  # noqa: F401  what makes a rank warm
 
-    with contextlib.suppress(OSError):  # a parent that gave up meanwhile is noticed below
+    with contextlib.suppress(OSError):  # a launcher that gave up meanwhile is noticed below
         _answer("ready", None)
     while True:
         try:
@@ -110,7 +145,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection, by_main_thread: 
             _answer("value", value)
         except BaseException as error:
             # First the answer, then the groups: closing them is what makes the peers fail, and later.
-            _answer("failure", _describe_failure(rank, error))
+            _answer("failure", describe_failure(rank, error))
             with contextlib.suppress(Exception):
                 _close_groups()
         finally:
@@ -118,33 +153,30 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection, by_main_thread: 
             os.environ.update(before)
 
 
+def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection, by_main_thread: bool) -> None:
+    """`serve_jobs` in a process of its own, where ranks cannot be forked."""
+    _die_with_parent(by_main_thread)
+    serve_jobs(rank, link, stacks)
+
+
 def _close_groups() -> None:
     import torch.distributed as dist
 
-    from paceline.runtime.rendezvous import leave_all
+    from paceline.runtime.rendezvous import close_stores
     from paceline.runtime.world import shutdown
 
     shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-    leave_all()
+    close_stores()
 
 
-def _describe_failure(rank: int, error: BaseException) -> Failure:
-    trace = "".join(traceback.format_exception(error))
-    text = str(error).splitlines()[0] if str(error) else ""
-    summary = f"failed: {type(error).__name__}: {text}".rstrip(": ")
-    ours = error if isinstance(error, PacelineError) else None
+def _set_death_signal() -> bool:
+    """Have the kernel kill this process when the thread that started it ends."""
     try:
-        pickle.loads(pickle.dumps(ours))
-    except Exception:  # an error that cannot travel is told by its traceback alone
-        ours = None
-    # The user's own words may sound alike; what a backend says of a lost peer names its source.
-    from_backend = isinstance(error, RuntimeError) and any(
-        word in str(error) for word in ("gloo", "c10d", "NCCL", "Store", "in shared memory")
-    )
-    secondary = from_backend and any(word in str(error) for word in _SECONDARY)
-    return Failure(rank, time.monotonic(), summary, trace, ours, secondary)
+        return bool(ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0) == 0)  # PR_SET_PDEATHSIG
+    except (OSError, AttributeError):
+        return False
 
 
 def _die_with_parent(by_main_thread: bool) -> None:
@@ -153,14 +185,10 @@ def _die_with_parent(by_main_thread: bool) -> None:
     The kernel's death signal follows the *thread* that started this process: it serves only if that was the main one.
     """
     parent = multiprocessing.parent_process()
-    try:
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        if by_main_thread and ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0) == 0:
-            if parent is not None and not parent.is_alive():  # it died before the kernel was told
-                os._exit(1)
-            return
-    except (OSError, AttributeError):
-        pass
+    if by_main_thread and _set_death_signal():
+        if parent is not None and not parent.is_alive():  # it died before the signal was set
+            os._exit(1)
+        return
 
     def watch() -> None:
         if parent is not None:
@@ -168,3 +196,129 @@ def _die_with_parent(by_main_thread: bool) -> None:
             os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="paceline-parent-watch").start()
+
+
+# -- the fork server --------------------------------------------------------------------------------------------------
+#
+# One process imports torch and forks every rank, so that a rank costs milliseconds instead of an import. It has one
+# thread, has not initialised CUDA, and has run no OpenMP region, so that its forks are sound. It ends with the
+# launcher, which it watches by a pidfd, and ranks end with it by the kernel's death signal. A rank's link brings what
+# `multiprocessing` would send to a spawned process.
+
+
+def serve_forks(control_fd: int, launcher_pid: int) -> None:
+    """Fork a process for each request of the launcher, and report the exit code of each, until the launcher ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        launcher_fd = os.pidfd_open(launcher_pid)
+    except OSError:  # it is gone; or the kernel has no such call, and it will spawn ranks instead
+        os._exit(1)
+    control = socket.socket(fileno=control_fd)
+    import paceline.runtime.world  # noqa: F401  and with it torch
+
+    gc.collect()
+    gc.freeze()  # collections in ranks then write to fewer shared pages
+    control.send(b"ready" if _has_one_thread() else b"threads")
+    poller = select.poll()
+    poller.register(launcher_fd, select.POLLIN)
+    poller.register(control_fd, select.POLLIN)
+    children: dict[int, tuple[int, Connection]] = {}
+    while True:
+        for fd, _ in poller.poll():
+            if fd in children:
+                poller.unregister(fd)
+                pid, status = children.pop(fd)
+                with contextlib.suppress(OSError):  # nobody is interested any more
+                    status.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                status.close()
+                os.close(fd)
+                continue
+            kind, descriptors, _, _ = socket.recv_fds(control, 16, 8) if fd == control_fd else (b"", [], 0, "")
+            if not kind:  # the launcher is gone; the ranks follow
+                os._exit(0)
+            link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
+            pid = _fork()
+            if pid == 0:
+                control.close()
+                status.close()
+                for other, (_, other_status) in children.items():
+                    os.close(other)
+                    other_status.close()
+                _run_child(kind.decode(), link, descriptors[2:], launcher_fd, launcher_pid)
+            with contextlib.suppress(OSError):
+                status.send(pid)
+            link.close()
+            for descriptor in descriptors[2:]:
+                os.close(descriptor)
+            child_fd = os.pidfd_open(pid)
+            children[child_fd] = pid, status
+            poller.register(child_fd, select.POLLIN)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():  # Python warns of other threads: numpy's BLAS stops its own before a fork
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _has_one_thread() -> bool:
+    """Whether this process has no other thread once the libraries that handle forks have handled one."""
+    pid = _fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _run_child(kind: str, link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> None:
+    """The life of a forked process; does not return."""
+    code, server = 1, os.getppid()
+    try:
+        _set_death_signal()
+        if os.getppid() != server or select.select([launcher_fd], [], [], 0)[0]:
+            os._exit(1)
+        if kind == "store":
+            _serve_store(link, descriptors[0])
+            code = 0
+        else:
+            code = _run_rank(link, descriptors, launcher_fd, launcher_pid)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> int:
+    stacks = Connection(descriptors[0], readable=False)
+    for standard, descriptor in zip((1, 2), descriptors[1:], strict=True):  # the launcher's, as they are now
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    rank, variables, mask, preparation = pickle.loads(link.recv_bytes())
+    os.environ.clear()
+    os.environ.update(variables)
+    os.umask(mask)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # Python's own generator does this after a fork, and torch's has a fixed seed
+    current: Any = multiprocessing.current_process()
+    current._inheriting = True  # a script without a main guard fails with multiprocessing's own words
+    multiprocessing.spawn.prepare(preparation)
+    del current._inheriting
+    name = preparation["name"]
+    ctypes.CDLL(None).prctl(15, name.encode()[:15])  # PR_SET_NAME, for `ps` and `top`
+    process: Any = multiprocessing.get_context("spawn").Process(target=serve_jobs, args=(rank, link, stacks), name=name)
+    process._parent_pid = launcher_pid
+    return int(process._bootstrap(parent_sentinel=launcher_fd))
+
+
+def _serve_store(link: Connection, listener: int) -> None:
+    """Serve a store for ranks of this host until the launcher closes the link, so that it need not import torch."""
+    from paceline.runtime.rendezvous import serve_local_store
+
+    store = serve_local_store(listener)
+    with contextlib.suppress(EOFError, OSError):
+        link.recv_bytes()
+    del store

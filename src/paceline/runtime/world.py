@@ -1,6 +1,6 @@
-"""`init`: from a launcher's variables to a process group on the right device, and back out on every way.
+"""`init`: from a launcher's variables to a process group on the right device, closed on every way out.
 
-Starting processes does not belong here (`launch`); neither does who is who (`ranks`).
+Starting processes does not belong here (`launch`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.rendezvous import agree_on_backend, call_roll, meet
+from paceline.runtime.rendezvous import agree_on_backend, await_ranks, open_store
 from paceline.transport import register, why_not
 
-__all__ = ["World", "check_backend", "current_world", "find_departed", "init", "shutdown"]
-
-
-# How long a failed rank waits for its groups to go.
+# How long a failed rank waits for its groups to be destroyed.
 _DESTROY_S = 2.0
 
 
@@ -46,7 +43,7 @@ class World:
     threads: int
     hosts: tuple[str, ...]
     control: dist.ProcessGroup = field(repr=False)
-    farewells: dist.Store = field(repr=False)
+    departures: dist.Store = field(repr=False)
 
     @property
     def shares_clock(self) -> bool:
@@ -56,7 +53,7 @@ class World:
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, over the control group. Collective: every rank must call this."""
         if _open is not self:
-            raise LaunchError("this world is closed")
+            raise LaunchError("this world is closed", code="closed")
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
@@ -109,8 +106,8 @@ def init(
     The world comes from torchrun's, Slurm's or mpirun's variables, or from `rank` and `world_size`; without
     either it is a world of one. Use it as a context manager, or call `paceline.shutdown()` at the end.
 
-    `backend`: `auto` is nccl on CUDA; on CPU paceline if all ranks share a host and gloo if not; a name; or a list
-    such as `cpu:paceline,cuda:nccl`.
+    `backend`: `auto` is nccl on CUDA; on CPU shm if all ranks share a host and gloo if not; a name; or a list
+    such as `cpu:shm,cuda:nccl`. `paceline` is another name of shm.
     `rendezvous`: `env://`, `tcp://HOST:PORT`, or `file:///PATH` where TCP does not work.
     `threads`: torch's threads per rank; by default the cores of this host shared among its ranks.
     `timeout_s` bounds each collective, `rendezvous_timeout_s` the wait for the other ranks.
@@ -123,14 +120,15 @@ def init(
         )
     place = _settle_place(rank, world_size)
     register()
+    backend = machine.canonical_backend(backend)
     _check_backend_text(backend)
     if timeout_s <= 0 or rendezvous_timeout_s <= 0:
         raise ConfigError(
             f"timeout_s={timeout_s} and rendezvous_timeout_s={rendezvous_timeout_s}: both must be above 0"
         )
-    store = meet(rendezvous, place, rendezvous_timeout_s)
+    store = open_store(rendezvous, place, rendezvous_timeout_s)
     try:
-        hosts = call_roll(store, place, rendezvous_timeout_s)
+        hosts = await_ranks(store, place, rendezvous_timeout_s)
         place = _fill_in_hosts(place, hosts)
         assert place.local_rank is not None and place.local_world_size is not None
         torch_device, chosen, reason, refusal = torch.device("cpu"), backend, "", ""
@@ -169,7 +167,7 @@ def init(
         threads=num_threads,
         hosts=tuple(hosts),
         control=control,
-        farewells=dist.PrefixStore("farewells", store),
+        departures=dist.PrefixStore("departures", store),
     )
     _open = world
     atexit.register(shutdown)
@@ -185,16 +183,16 @@ def shutdown() -> None:
     _destroy(None)
 
 
-def find_departed() -> dict[int, str]:
-    """The ranks that have left the open world, and how, in words; those that died without a word are not known."""
+def find_departed_ranks() -> dict[int, str]:
+    """The ranks that closed the open world, and why; ranks that died are not known here."""
     if _open is None:
         return {}
     departed = {}
     try:
         for rank in range(_open.world_size):
-            if rank != _open.rank and _open.farewells.check([str(rank)]):
-                departed[rank] = _open.farewells.get(str(rank)).decode()
-    except RuntimeError:  # the store went with the rank that kept it
+            if rank != _open.rank and _open.departures.check([str(rank)]):
+                departed[rank] = _open.departures.get(str(rank)).decode()
+    except RuntimeError:  # the store is gone with the rank that served it
         pass
     return departed
 
@@ -206,7 +204,7 @@ def _destroy(error: BaseException | None) -> None:
     if _open.world_size > 1:
         how = "closed its world" if error is None else f"failed with {type(error).__name__}: {error}"
         with contextlib.suppress(RuntimeError):
-            _open.farewells.set(str(_open.rank), how)
+            _open.departures.set(str(_open.rank), how)
     _open = None
     atexit.unregister(shutdown)
     _destroy_groups(failed=error is not None)
@@ -214,7 +212,7 @@ def _destroy(error: BaseException | None) -> None:
 
 def _destroy_groups(failed: bool) -> None:
     """Destroy all groups. After a failure a plain destroy may wait for collectives that nobody will join any more; the
-    error that is on its way must not wait with it."""
+    error that is being raised must not wait with it."""
     if not dist.is_initialized():
         return
     if not failed:
@@ -240,7 +238,7 @@ def _settle_place(rank: int | None, world_size: int | None) -> Place:
 
 
 def _fill_in_hosts(place: Place, hosts: list[str]) -> Place:
-    """The rank among those on its host, from the roll call, where the launcher did not say."""
+    """The rank among those on its host, where the launcher did not set it."""
     here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
     local_rank = here.index(place.rank) if place.local_rank is None else place.local_rank
     local_world_size = len(here) if place.local_world_size is None else place.local_world_size
@@ -248,7 +246,7 @@ def _fill_in_hosts(place: Place, hosts: list[str]) -> Place:
 
 
 def _choose_device(device: str, backend: str, place: Place) -> tuple[torch.device, str]:
-    """The device, and what to add to the announcement about it."""
+    """The device, and what to add to the announcement."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     assert place.local_rank is not None and place.local_world_size is not None
     if device == "auto":
@@ -264,10 +262,10 @@ def _choose_device(device: str, backend: str, place: Place) -> tuple[torch.devic
         raise ConfigError(f"device {device!r} is unknown: use auto, cpu, cuda or cuda:INDEX")
     if gpus == 0:
         built = "" if torch.backends.cuda.is_built() else f" and torch {torch.__version__} is built without CUDA"
-        raise ConfigError(f"device {device!r} was asked for, but no GPU is visible{built}: use the device cpu")
+        raise ConfigError(f"device {device!r} needs a GPU, but none is visible{built}: use the device cpu")
     number = int(index) if index else place.local_rank % gpus
     if number >= gpus:
-        raise ConfigError(f"device {device!r} was asked for, but GPUs count from 0 to {gpus - 1} here")
+        raise ConfigError(f"device {device!r} does not exist: GPUs count from 0 to {gpus - 1} here")
     return torch.device("cuda", number), ""
 
 
@@ -277,7 +275,7 @@ def _choose_backend(device: torch.device, place: Place, hosts: list[str]) -> str
         one_each = torch.cuda.device_count() >= place.local_world_size
         return "nccl" if one_each and dist.is_nccl_available() else "gloo"
     can_share = place.world_size > 1 and len(set(hosts)) == 1 and not why_not()
-    return "paceline" if can_share else "gloo"
+    return "shm" if can_share else "gloo"
 
 
 def _split_backend(backend: str) -> list[tuple[str | None, str]]:
@@ -299,7 +297,8 @@ def _check_backend_text(backend: str) -> None:
 
 
 def check_backend(backend: str, device_type: str, local_world_size: int) -> None:
-    """Refuse a backend that cannot work with these devices, in words instead of torch's failure later."""
+    """Raise for a backend that cannot work with these devices, before torch fails later."""
+    backend = machine.canonical_backend(backend)
     _check_backend_text(backend)
     for _, name in _split_backend(backend):
         if name == "nccl":
@@ -312,8 +311,8 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
                 )
             if device_type != "cuda" and backend == "nccl":
                 raise ConfigError("backend nccl works on GPUs only and the device is cpu: use the backend gloo")
-        elif name == "paceline" and why_not():
-            raise ConfigError(f"backend paceline is not available here: {why_not()}; use the backend gloo")
+        elif name == "shm" and why_not():
+            raise ConfigError(f"backend shm is not available here: {why_not()}; use the backend gloo")
         elif name == "gloo" and not dist.is_gloo_available():
             raise LaunchError("this torch is built without gloo, which Paceline needs for its control traffic")
 
@@ -322,11 +321,11 @@ def _choose_threads(threads: int | None, place: Place) -> tuple[int, str]:
     if threads is not None:
         if threads < 1:
             raise ConfigError(f"threads={threads}: a rank needs at least 1")
-        return threads, "as asked"
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    # torchrun sets 1 by itself whenever the user set nothing, so there 1 is not a wish.
-    by_torchrun = asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ
-    if asked.isdigit() and int(asked) > 0 and not by_torchrun:
-        return int(asked), "OMP_NUM_THREADS"
+        return threads, "as requested"
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    # torchrun sets 1 whenever the user set nothing, so there 1 is not a request.
+    by_torchrun = requested == "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    if requested.isdigit() and int(requested) > 0 and not by_torchrun:
+        return int(requested), "OMP_NUM_THREADS"
     cores, ranks = machine.count_cores(), place.local_world_size or 1
     return max(1, cores // ranks), f"{cores} core{'s' if cores > 1 else ''} / {ranks} local"

@@ -1,6 +1,6 @@
-"""Shared memory between the ranks of one host, as a torch.distributed backend named `paceline`.
+"""Shared memory between the ranks of one host, as the torch.distributed backend `shm` (alias: `paceline`).
 
-torch registers it by itself where Paceline is installed; elsewhere `register` does.
+torch registers it where Paceline is installed; elsewhere call `register`.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ import functools
 from datetime import timedelta
 from typing import Any
 
-from paceline.transport.native import load_library, why_not
-
-__all__ = ["describe_kernels", "register", "why_not"]
+from paceline.transport.native import load_library
+from paceline.transport.native import why_not as why_not
 
 
 def register() -> None:
-    """Make `paceline` known to torch.distributed; does nothing the second time. The core is loaded when first used.
+    """Register `shm` and its alias `paceline` with torch.distributed; does nothing the second time. Loads no C yet.
 
-    torch calls this at its own import (entry point `torch.backends`), which must go on whatever happens here: a torch
-    that works otherwise then does not know the backend, and says so to whoever asks for it.
+    torch calls this when it is imported (entry point `torch.backends`), which must not fail: if this does, torch
+    reports an unknown backend to a program that names it.
     """
     with contextlib.suppress(Exception):
         import torch.distributed as dist
 
-        if dist.is_available() and "PACELINE" not in dist.Backend._plugins:
-            dist.Backend.register_backend("paceline", _make_group, extended_api=True, devices=["cpu"])
-            _let_in_monitored_barrier(dist)
+        if dist.is_available() and "SHM" not in dist.Backend._plugins:
+            for name in ("shm", "paceline"):
+                dist.Backend.register_backend(name, _make_group, extended_api=True, devices=["cpu"])
+            _patch_monitored_barrier(dist)
 
 
 def describe_kernels() -> str:
-    """Which of the core's kernels this processor got."""
+    """The name of the kernels that were chosen for this processor."""
     name: bytes = load_library().pln_cpu()
     return name.decode()
 
@@ -41,8 +41,8 @@ def _make_group(options: Any, backend_options: Any) -> Any:
     return PacelineGroup(options, backend_options)
 
 
-def _let_in_monitored_barrier(dist: Any) -> None:
-    """torch allows `monitored_barrier` for groups named gloo only; ours has a gloo that does it."""
+def _patch_monitored_barrier(dist: Any) -> None:
+    """torch allows `monitored_barrier` for groups named gloo only; ours contains one."""
     from torch.distributed import distributed_c10d
 
     original = distributed_c10d.monitored_barrier
@@ -50,7 +50,7 @@ def _let_in_monitored_barrier(dist: Any) -> None:
     @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         chosen: Any = distributed_c10d._get_default_group() if group is None else group
-        if isinstance(chosen, dist.ProcessGroup) and chosen.name() == "paceline":
+        if isinstance(chosen, dist.ProcessGroup) and chosen.name() == "shm":
             limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
             return chosen.monitored_barrier(limit, wait_all_ranks)
         return original(group, timeout, wait_all_ranks)

@@ -1,4 +1,4 @@
-"""The process group `paceline`: collectives between ranks of one host in shared memory, everything else on gloo.
+"""The process group of the backend `shm`: collectives between ranks of one host in shared memory, the rest on gloo.
 
 Which way an operation goes follows from what ranks that agree see alike (kind, type, sizes, and their hosts), never
 from how one of them calls it. How ranks wait, and add up, does not belong here (`native`).
@@ -17,17 +17,25 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from paceline.transport import native
-from paceline.transport.circle import Circle, look_around
 from paceline.transport.hierarchy import TwoLevels
-from paceline.transport.lanes import Lanes, choose_lanes
-from paceline.transport.runs import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, stands_for_another
-from paceline.transport.works import FinishedWork, NativeWork, Promises
-
-__all__ = ["PacelineGroup"]
+from paceline.transport.shared import HostGroup, exchange_places
+from paceline.transport.works import (
+    DTYPES,
+    FinishedWork,
+    Futures,
+    Lanes,
+    NativeWork,
+    as_run,
+    as_run_in_place,
+    choose_lanes,
+    is_movable,
+    is_reducible,
+    is_wrapper_subclass,
+)
 
 # Two per rank. In smaller ones the same lines go to and fro between cores; larger ones leave the caches.
 _SLOT_BYTES = 1 << 20
-# A process that stays stopped for this long is given up.
+# A process that stays stopped for this long counts as lost.
 _STOPPED_S = 1.2
 
 _RedOp: Any = dist.ReduceOp.RedOpType
@@ -42,7 +50,7 @@ _TorchGroup: Any = dist.ProcessGroup
 
 
 class PacelineGroup(_TorchGroup):
-    """What `init_process_group("paceline")` and `new_group(backend="paceline")` make.
+    """What `init_process_group("shm")` and `new_group(backend="shm")` make.
 
     Collective: every rank of the group must make one.
     """
@@ -61,22 +69,22 @@ class PacelineGroup(_TorchGroup):
         self._plain = c10d.ProcessGroup(self._store, rank, size)
         self._plain._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._cuda: Any = None
-        self._promises, self._pending = Promises(), dict[int, NativeWork]()
+        self._futures, self._pending = Futures(), dict[int, NativeWork]()
         self._serial = self._num_started = 0
         self._open(names)
 
     def _open(self, names: Sequence[int]) -> None:
         timeout_s = self._timeout.total_seconds()
-        places = look_around(self._store, self._rank, self._size)
+        places = exchange_places(self._store, self._rank, self._size)
         hosts = [place["host"] for place in places]
         mine = [rank for rank in range(self._size) if hosts[rank] == hosts[self._rank]]
         pids = [places[rank]["pid"] for rank in mine]
-        self._circle = Circle(self._store, mine, pids, self._rank, timeout_s)
+        self._host = HostGroup(self._store, mine, pids, self._rank, timeout_s)
         index, here = mine.index(self._rank), [names[rank] for rank in mine]
         wanted = native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES)
         lanes = []
         for _ in range(choose_lanes([places[rank]["cores"] for rank in mine], places[mine[0]]["lanes"])):
-            segment, _ = self._circle.share(-(-wanted // len(mine)))
+            segment, _ = self._host.share(-(-wanted // len(mine)))
             lanes.append(native.NativeGroup(segment, _SLOT_BYTES, index, here, pids, timeout_s, _STOPPED_S))
         self._native = Lanes(lanes)
         leaders = sorted({hosts.index(host) for host in hosts})
@@ -84,7 +92,7 @@ class PacelineGroup(_TorchGroup):
         if len(leaders) > 1:
             self._levels = TwoLevels(self._store, self._native, leaders, self._rank, mine, names, self._timeout)
 
-    # -- what others ask of a group -----------------------------------------------------------------------------------
+    # -- beside the collectives ----------------------------------------------------------------------------------------
 
     @property
     def shares_memory(self) -> bool:
@@ -92,33 +100,33 @@ class PacelineGroup(_TorchGroup):
         return self._levels is None
 
     def getBackendName(self) -> str:
-        return "paceline"
+        return "shm"
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Bytes, all zero, that are reduced where they lie. Collective: every rank must ask for as many.
+        """Bytes, all zero, that are reduced where they lie. Collective: every rank must allocate as many.
 
         They are this rank's part of memory that the ranks of its host share, and live as long as a tensor in them.
         """
         if self._levels is not None:
             return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
-        self._native.run((native.BARRIER, 0, 0, 0, 0, 0, num_bytes))  # all ranks learn if one wants something else
-        mapping, part_bytes = self._circle.share(num_bytes)
+        self._native.run((native.BARRIER, 0, 0, 0, 0, 0, num_bytes))  # a different size on any rank is an error on all
+        mapping, part_bytes = self._host.share(num_bytes)
         self._serial += 1
         self._native.run((native.BARRIER, 0, 0, 0, 0, 0, 0))  # everyone has its own part nearby
-        self._circle.populate(mapping, 0, mapping.num_bytes)
-        part = mapping.part(self._circle.index * part_bytes, part_bytes)
+        self._host.populate(mapping, 0, mapping.num_bytes)
+        part = mapping.part(self._host.index * part_bytes, part_bytes)
         if self._native.add_arena(self._serial, mapping.address, part_bytes):
             weakref.finalize(part, self._native.remove_arena, self._serial)
         return torch.frombuffer(part, dtype=torch.uint8)[:num_bytes]
 
     def shutdown(self) -> None:
-        """Leave; who still waits for this rank gets an error that says so."""
+        """Leave; ranks that still wait for this one get an error."""
         if self._levels is not None:
             self._levels.close()
         self._native.close()
-        self._promises.close()
+        self._futures.close()
         self._pending.clear()
-        self._circle.close()
+        self._host.close()
         for backend in (self._gloo, self._cuda):
             if backend is not None:
                 with contextlib.suppress(RuntimeError):
@@ -128,7 +136,7 @@ class PacelineGroup(_TorchGroup):
         self.shutdown()
 
     def __del__(self) -> None:
-        for name in ("_native", "_circle"):  # whichever there is, if making it failed half-way
+        for name in ("_native", "_host"):  # those that exist, if the constructor failed half-way
             if hasattr(self, name):
                 getattr(self, name).close()
 
@@ -151,31 +159,31 @@ class PacelineGroup(_TorchGroup):
             return _last_of([self._all_reduce(tensor, opts, tensors) for tensor in tensors])
         runs = [as_run_in_place(tensor) for tensor in tensors]
         op = _OPS[opts.reduceOp.op]
-        asked = [
+        operations = [
             (native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run.data_ptr(), run.data_ptr(), run.numel())
             for run, _ in runs
         ]
-        return self._start(asked, opts, tensors, [after for _, after in runs], runs)
+        return self._start(operations, opts, tensors, [after for _, after in runs], runs)
 
     def _all_reduce(self, tensor: torch.Tensor, opts: Any, result: Sequence[torch.Tensor]) -> Any:
         run, after = as_run_in_place(tensor)
         dtype, op = DTYPES[tensor.dtype], _OPS[opts.reduceOp.op]
         if self._levels is not None:
             self._num_started += 1
-            work = self._levels.start_all_reduce(run, dtype, op, opts.timeout, result, self._promises, after)
+            work = self._levels.start_all_reduce(run, dtype, op, opts.timeout, result, self._futures, after)
             if not _is_asynchronous(opts):
                 work.wait()
             return work
-        asked = native.ALL_REDUCE, dtype, op, 0, run.data_ptr(), run.data_ptr(), run.numel()
-        return self._start([asked], opts, result, [after], run)
+        operation = native.ALL_REDUCE, dtype, op, 0, run.data_ptr(), run.data_ptr(), run.numel()
+        return self._start([operation], opts, result, [after], run)
 
     def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.BroadcastOptions, opts, timeout)
         if len(tensors) > 1 or self._levels is not None or not is_movable(tensors[0]):
             return self._backend(tensors[0]).broadcast(tensors, opts)
         run, after = as_run_in_place(tensors[0])
-        asked = native.BROADCAST, native.BYTES, 0, opts.rootRank, run.data_ptr(), run.data_ptr(), run.nbytes
-        return self._start([asked], opts, tensors, [after], run)
+        operation = native.BROADCAST, native.BYTES, 0, opts.rootRank, run.data_ptr(), run.data_ptr(), run.nbytes
+        return self._start([operation], opts, tensors, [after], run)
 
     def allgather(self, outputs: list[Any], inputs: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
@@ -191,8 +199,8 @@ class PacelineGroup(_TorchGroup):
             for out, part in zip(into, everything, strict=True):
                 out.data.copy_(part.view(out.shape))
 
-        asked = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), everything.data_ptr(), run.nbytes
-        return self._start([asked], opts, into, [spread], run)
+        operation = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), everything.data_ptr(), run.nbytes
+        return self._start([operation], opts, into, [spread], run)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
@@ -200,8 +208,8 @@ class PacelineGroup(_TorchGroup):
         if self._levels is not None or not (fits and is_movable(output) and is_movable(tensor)):
             return self._backend(tensor)._allgather_base(output, tensor, opts)
         (into, after), run = as_run_in_place(output), as_run(tensor)
-        asked = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), into.data_ptr(), run.nbytes
-        return self._start([asked], opts, [output], [after], (run, into))
+        operation = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), into.data_ptr(), run.nbytes
+        return self._start([operation], opts, [output], [after], (run, into))
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
@@ -211,8 +219,8 @@ class PacelineGroup(_TorchGroup):
             return self._backend(tensor)._reduce_scatter_base(output, tensor, opts)
         (into, after), run = as_run_in_place(output), as_run(tensor)
         addresses = run.data_ptr(), into.data_ptr()
-        asked = native.REDUCE_SCATTER, DTYPES[tensor.dtype], op, 0, *addresses, into.numel()
-        return self._start([asked], opts, [output], [after], (run, into))
+        operation = native.REDUCE_SCATTER, DTYPES[tensor.dtype], op, 0, *addresses, into.numel()
+        return self._start([operation], opts, [output], [after], (run, into))
 
     def reduce_scatter(self, outputs: list[torch.Tensor] | torch.Tensor, inputs: list[Any], opts: Any = None) -> Any:
         opts = _as_options(c10d.ReduceScatterOptions, opts, None)
@@ -249,7 +257,7 @@ class PacelineGroup(_TorchGroup):
             for work in list(
                 self._pending.values()
             ):  # as with other backends, what was started before is there after it
-                work.exception() if work.is_through() else work.wait()
+                work.exception() if work.is_finished() else work.wait()
         return self._start([(native.BARRIER, 0, 0, 0, 0, 0, 0)], opts, [], [], None)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -261,30 +269,30 @@ class PacelineGroup(_TorchGroup):
 
     def _start(
         self,
-        asked: Sequence[native.Asked],
+        operations: Sequence[native.Operation],
         opts: Any,
         result: Sequence[torch.Tensor],
         after: Sequence[Callable[[], Any] | None],
         memory: Any,
     ) -> Any:
-        """Run or start what is asked for, and then what comes `after`; `memory` is what it needs besides the result."""
-        self._num_started += len(asked)
+        """Run or start operations, and then what comes `after`; `memory` is what they need besides the result."""
+        self._num_started += len(operations)
         timeout_s = max(0.0, opts.timeout.total_seconds())  # below 0: the group's own
         actions = [action for action in after if action is not None]
-        for oldest in list(self._pending.values()):  # of a copy: the thread of the Futures takes Works out meanwhile
-            if not oldest.is_through():
+        for oldest in list(self._pending.values()):  # a copy: the thread of the Futures removes Works meanwhile
+            if not oldest.is_finished():
                 break
             oldest.exception()  # nobody need keep a Work, or wait for it
         if not _is_asynchronous(opts):
-            for operation in asked:
+            for operation in operations:
                 self._native.run(operation, timeout_s)
             for action in actions:
                 action()
             return FinishedWork(result)
         tickets = list[tuple[int, ...]]()
-        work = NativeWork(self._native, tickets, result, self._promises, actions, (memory, result), self._pending)
+        work = NativeWork(self._native, tickets, result, self._futures, actions, (memory, result), self._pending)
         try:
-            for operation in asked:
+            for operation in operations:
                 tickets.append(self._native.submit(operation, timeout_s))
         except native.TransportError:
             if not tickets:
@@ -295,7 +303,7 @@ class PacelineGroup(_TorchGroup):
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _backend(self, tensor: torch.Tensor) -> Any:
-        if stands_for_another(tensor):
+        if is_wrapper_subclass(tensor):
             return self._plain  # through torch's dispatcher, which knows what is inside
         return self._cuda_backend() if tensor.is_cuda else self._gloo
 

@@ -1,12 +1,13 @@
 """All-reduce over several hosts: inside each in shared memory, between one leader per host over gloo, piece by piece.
 
 While the leaders exchange one piece, the next is reduced inside the hosts; the result comes back by a broadcast inside.
-Whoever fails leaves the reason in the store and its place inside, so that nobody waits for it on any host.
+A rank that fails leaves the reason in the store and closes its group inside, so that none waits for it on any host.
 What is done inside a host does not belong here.
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
@@ -20,17 +21,13 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Work
 
 from paceline.transport import native
-from paceline.transport.lanes import Lanes
-from paceline.transport.works import Promises, TensorWork
-
-__all__ = ["TwoLevels"]
+from paceline.transport.works import Futures, Lanes, TensorWork
 
 _PIECE_BYTES = 1 << 20
-# How often a leader that waits for other hosts asks whether one of them has given up.
+# How often a leader that waits for other hosts checks whether one of them has failed.
 _LOOK_S = 0.25
-# How long a leader that lost its connection waits for somebody who knows the rank that is to blame.
-_HEARSAY_S = 1.0
-_CLOSED = "the process group is closed"
+# How long a leader that lost its connection waits for a report that names the rank.
+_REPORT_S = 1.0
 _REDUCE: dict[int, Any] = {
     native.SUM: dist.ReduceOp.SUM, native.AVG: dist.ReduceOp.SUM, native.MIN: dist.ReduceOp.MIN,
     native.MAX: dist.ReduceOp.MAX,
@@ -47,41 +44,43 @@ class _Job(TensorWork):
         op: int,
         timeout: timedelta,
         result: Sequence[torch.Tensor],
-        promises: Promises,
+        futures: Futures,
         after: Callable[[], Any] | None,
     ) -> None:
         super().__init__(result)
         self.flat, self.dtype, self.op, self.timeout, self.after = flat, dtype, op, timeout, after
-        self._promises = promises
-        self._is_over = threading.Event()
+        self._futures = futures
+        self._is_finished = threading.Event()
         self._error: Exception | None = None
 
     def conclude(self, error: Exception | None) -> None:
         self._error = error
-        self._is_over.set()
+        self._is_finished.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         limit_s = timeout.total_seconds() or None
-        if not self._is_over.wait(limit_s):
-            raise native.TransportError(f"Timed out waiting {limit_s:g} s for an all-reduce over several hosts")
+        if not self._is_finished.wait(limit_s):
+            raise native.TransportError(
+                f"an all-reduce over several hosts took longer than {limit_s:g} s", code="timeout"
+            )
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        return self._is_over.is_set()
+        return self._is_finished.is_set()
 
     def exception(self) -> Exception | None:
         return self._error
 
     def get_future(self) -> torch.futures.Future:
-        return self._promises.promise(self, self._result)
+        return self._futures.create(self, self._result)
 
 
 class TwoLevels:
-    """`leaders` are the first ranks of each host, `mine` this one's ranks, who share memory in `inside`.
+    """`leaders` are the first ranks of each host, `mine` the ranks of this one, which share memory in `inside`.
 
-    `names` are what errors call the ranks. Operations go one after the other, on a thread that starts with the first.
+    `names` are the ranks in error messages. Operations run one after the other, on a thread that starts with the first.
     Collective: every rank must make one.
     """
 
@@ -97,9 +96,9 @@ class TwoLevels:
     ) -> None:
         self._inside, self._size = inside, len(names)
         self._others = " or ".join(str(names[leader]) for leader in leaders if leader != mine[0])
-        # A connection of its own: another thread may be waiting for something on the group's.
+        # A connection of its own: another thread may be waiting on the group's.
         apart: Any = store
-        self._notes = dist.PrefixStore("hosts", apart.clone())
+        self._reports = dist.PrefixStore("hosts", apart.clone())
         self._between: Any = None
         if rank == mine[0]:
             numbered = dist.PrefixStore("leaders", store)
@@ -116,33 +115,33 @@ class TwoLevels:
         op: int,
         timeout: timedelta,
         result: Sequence[torch.Tensor],
-        promises: Promises,
+        futures: Futures,
         after: Callable[[], Any] | None = None,
     ) -> Work:
         """Start to reduce a contiguous tensor in place, and then do what is to be done `after`."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._keep, name="paceline-hosts", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
             self._thread.start()
-        job = _Job(tensor.view(-1), dtype, op, timeout, result, promises, after)
+        job = _Job(tensor.view(-1), dtype, op, timeout, result, futures, after)
         if self._is_closing:
-            job.conclude(native.TransportError(_CLOSED))
+            job.conclude(_closed())
         else:
             self._jobs.put(job)
         return job
 
     def close(self) -> None:
-        """Leave; what has not been done fails."""
+        """Leave; what has not run fails."""
         self._is_closing = True
         self._inside.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._jobs.put(None)
             self._thread.join()
-            while not self._jobs.empty():  # put there in between
+            while not self._jobs.empty():  # put there meanwhile
                 if (job := self._jobs.get()) is not None:
-                    job.conclude(native.TransportError(_CLOSED))
+                    job.conclude(_closed())
         self._between = None
 
-    def _keep(self) -> None:
+    def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             if self._failure is None:
                 try:
@@ -150,7 +149,7 @@ class TwoLevels:
                     if job.after is not None:
                         job.after()
                 except Exception as error:
-                    self._failure = self._give_up(error)
+                    self._failure = self._report_failure(error)
             job.conclude(self._failure)
 
     # -- one all-reduce -----------------------------------------------------------------------------------------------
@@ -179,48 +178,55 @@ class TwoLevels:
 
     def _run_inside(self, kind: int, dtype: int, op: int, piece: torch.Tensor, count: int, timeout: timedelta) -> None:
         if self._is_closing:
-            raise native.TransportError(_CLOSED)
-        asked = kind, dtype, op, 0, piece.data_ptr(), piece.data_ptr(), count
-        self._inside.run(asked, max(0.0, timeout.total_seconds()))
+            raise _closed()
+        operation = kind, dtype, op, 0, piece.data_ptr(), piece.data_ptr(), count
+        self._inside.run(operation, max(0.0, timeout.total_seconds()))
 
     def _await(self, work: Any) -> None:
-        """Wait for the other hosts, as long as none of them has given up."""
+        """Wait for the other hosts, as long as none of them has failed."""
         while not work.is_completed():
             try:
                 work.wait(timedelta(seconds=_LOOK_S))
             except RuntimeError:
                 if self._is_closing:
-                    raise native.TransportError(_CLOSED) from None
+                    raise _closed() from None
                 if reason := self._read_reason():
-                    raise native.TransportError(reason) from None
+                    raise reason from None
         try:
             work.wait()
         except RuntimeError as error:
-            # gloo names an address; on the host of the lost rank somebody knows its number.
-            deadline = time.monotonic() + _HEARSAY_S
+            # gloo names an address; a rank on the host of the lost one knows its number.
+            deadline = time.monotonic() + _REPORT_S
             while not (reason := self._read_reason()) and time.monotonic() < deadline:
                 time.sleep(_LOOK_S / 5)
             lost = f"the connection to the host of rank {self._others} failed: {str(error).splitlines()[0]}"
-            raise native.TransportError(reason or lost) from error
+            raise (reason or native.TransportError(lost, code="peer-lost")) from error
 
-    # -- failing ------------------------------------------------------------------------------------------------------
+    # -- failures -----------------------------------------------------------------------------------------------------
 
-    def _give_up(self, error: Exception) -> Exception:
-        """Tell all hosts why, and let nobody on this one wait for this rank; returns the error that counts."""
+    def _report_failure(self, error: Exception) -> Exception:
+        """Report the reason to all hosts and leave the group of this one; returns the first error."""
         if self._is_closing:
             return error
         reason = self._read_reason()
         if not reason:
             try:
-                self._notes.set("reason", str(error))
-            except RuntimeError:  # the store went with the rank that kept it
+                self._reports.set("reason", json.dumps([str(error), getattr(error, "code", "")]))
+            except RuntimeError:  # the store is gone with the rank that served it
                 pass
         self._inside.close()
-        return native.TransportError(reason) if reason else error
+        return reason or error
 
-    def _read_reason(self) -> str:
-        """Why another rank has given up; empty if none has."""
+    def _read_reason(self) -> native.TransportError | None:
+        """Why another rank failed; None if none has."""
         try:
-            return self._notes.get("reason").decode() if self._notes.check(["reason"]) else ""
+            if not self._reports.check(["reason"]):
+                return None
+            text, code = json.loads(self._reports.get("reason"))
         except RuntimeError:
-            return ""
+            return None
+        return native.TransportError(text, code=code)
+
+
+def _closed() -> native.TransportError:
+    return native.TransportError("the process group is closed", code="closed")

@@ -1,6 +1,6 @@
 """The compiled core by its C interface: loading it, and a group of ranks in memory that is already shared.
 
-Tensors and torch do not belong here (`group`), neither does who shares memory with whom (`circle`).
+Tensors and torch do not belong here (`group`), neither does who shares memory with whom (`shared`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import Any, Protocol
 
 from paceline.errors import CollectiveError, ConfigError
 
-__all__ = ["COMPILE_FLAGS", "NativeGroup", "TransportError", "build_library", "find_library", "load_library", "why_not"]
-
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER = range(5)
 F32, F64, BF16, F16, I32, I64, BYTES = range(7)
 SUM, AVG, MIN, MAX = range(4)
@@ -28,12 +26,18 @@ ITEM_BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, BYTES: 1}
 OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range(10)
 
 # An operation: kind, type, reduction, root, addresses of input and output, number of elements.
-Asked = tuple[int, int, int, int, int, int, int]
+Operation = tuple[int, int, int, int, int, int, int]
 
 SOURCES = Path(__file__).parent / "native"
 # No contraction of products and sums: every kind of processor must round alike.
 COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]
+COMPILE_FLAGS += ["-fvisibility=hidden"]  # only what the header declares is exported
 _VERSION = 3  # PLN_VERSION in the header
+
+
+_ERROR_CODES = {
+    DEAD: "peer-lost", STOPPED: "peer-lost", LEFT: "peer-lost", TIMEOUT: "timeout", MISMATCH: "mismatch",
+}  # fmt: skip
 
 
 class TransportError(CollectiveError, RuntimeError):
@@ -149,15 +153,15 @@ class NativeGroup:
         # Bound once: a small message takes a few microseconds.
         self._run, self._submit, self._wait = self._library.pln_run, self._library.pln_submit, self._library.pln_wait
 
-    def run(self, asked: Asked, timeout_s: float = 0.0) -> None:
+    def run(self, operation: Operation, timeout_s: float = 0.0) -> None:
         """One operation, from its beginning to its end. A time limit of 0 is the group's."""
-        code = self._run(self._handle, *asked, timeout_s)
+        code = self._run(self._handle, *operation, timeout_s)
         if code:
             raise self._explain(code)
 
-    def submit(self, asked: Asked, timeout_s: float = 0.0) -> int:
+    def submit(self, operation: Operation, timeout_s: float = 0.0) -> int:
         """Start an operation behind those before it; its ticket."""
-        ticket: int = self._submit(self._handle, *asked, timeout_s)
+        ticket: int = self._submit(self._handle, *operation, timeout_s)
         if ticket < 0:
             raise self._explain(-ticket)
         return ticket
@@ -167,7 +171,7 @@ class NativeGroup:
         code = self._wait(self._handle, ticket, -1.0 if timeout_s is None else timeout_s)
         if code:
             if code == RUNNING:
-                raise TransportError(f"Timed out waiting {timeout_s:g} s for an operation in shared memory")
+                raise TransportError(f"an operation in shared memory took longer than {timeout_s:g} s", code="timeout")
             raise self._explain(code)
 
     def is_done(self, ticket: int) -> bool:
@@ -179,8 +183,8 @@ class NativeGroup:
     def remove_arena(self, serial: int) -> None:
         self._library.pln_remove_arena(self._handle, serial)
 
-    def break_too(self, other: NativeGroup) -> None:
-        """Break this group for the reason for which another one is broken, if it is."""
+    def fail_like(self, other: NativeGroup) -> None:
+        """Fail this group for the reason for which another one failed, if it did."""
         self._library.pln_break_too(self._handle, other._handle)
 
     def close(self) -> None:
@@ -195,12 +199,13 @@ class NativeGroup:
         if code == FORKED:
             return TransportError(
                 "this process was forked from a rank, and the rank's process group is not its own: "
-                "start processes with `spawn`, or open a group here"
+                "start processes with `spawn`, or open a group here",
+                code="forked",
             )
         if code == CLOSED:
-            return TransportError("the process group is closed")
+            return TransportError("the process group is closed", code="closed")
         if code == BAD:
-            return TransportError("the shared-memory transport was asked for something that it does not know")
+            return TransportError("the shared-memory transport does not support this operation", code="invalid")
         text = ctypes.create_string_buffer(512)
         self._library.pln_explain(self._handle, text, len(text))
-        return TransportError(f"a collective in shared memory failed: {text.value.decode()}")
+        return TransportError(f"a collective in shared memory failed: {text.value.decode()}", code=_ERROR_CODES[code])

@@ -45,7 +45,7 @@ uint64_t pln_segment_bytes(int size, uint64_t slot_bytes)
     return head_bytes(size) + (uint64_t)size * 2 * up_to(slot_bytes, 4096);
 }
 
-void pln_settle(pln_group *g, void *shared, uint64_t slot_bytes)
+void pln_lay_out(pln_group *g, void *shared, uint64_t slot_bytes)
 {
     g->shared = shared;
     g->slot_bytes = up_to(slot_bytes, 4096);
@@ -79,7 +79,7 @@ static void futex_wait(_Atomic uint32_t *word, uint32_t seen, double seconds)
 static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, (uint32_t *)word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
 /* The letter that /proc shows for a process, and when it started; 0 if there is no such process. */
-char pln_look_at_process(int64_t pid, uint64_t *start)
+char pln_read_process(int64_t pid, uint64_t *start)
 {
     char path[40], text[1024];
     snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
@@ -105,22 +105,22 @@ char pln_look_at_process(int64_t pid, uint64_t *start)
     return state;
 }
 
-/* Say that the group is broken, unless somebody has said so already, and wake everybody. Returns the reason that counts. */
+/* Mark the group as failed, unless another rank has, and wake all ranks. Returns the first reason. */
 int pln_break(pln_group *g, int code, int culprit)
 {
-    uint32_t told = 0, mine = (uint32_t)code | (uint32_t)culprit << 8;
-    if (atomic_compare_exchange_strong(&g->shared->broken, &told, mine))
-        told = mine;
+    uint32_t found = 0, mine = (uint32_t)code | (uint32_t)culprit << 8;
+    if (atomic_compare_exchange_strong(&g->shared->broken, &found, mine))
+        found = mine;
     for (int r = 0; r < g->size; r++)
         futex_wake(&g->shared->seats[r].progress);
-    return (int)(told & 0xff);
+    return (int)(found & 0xff);
 }
 
 void pln_break_too(pln_group *g, const pln_group *other)
 {
-    const uint32_t told = atomic_load(&other->shared->broken);
-    if (told != 0)
-        pln_break(g, (int)(told & 0xff), (int)(told >> 8));
+    const uint32_t found = atomic_load(&other->shared->broken);
+    if (found != 0)
+        pln_break(g, (int)(found & 0xff), (int)(found >> 8));
 }
 
 static int is_there(const seat *peer, uint32_t phase)
@@ -134,7 +134,7 @@ static char look_at_peer(const pln_group *g, int r)
     if (!g->sees_processes)
         return kill((pid_t)g->pids[r], 0) != 0 && errno == ESRCH ? 0 : '?';
     uint64_t start = 0;
-    const char state = pln_look_at_process(g->pids[r], &start);
+    const char state = pln_read_process(g->pids[r], &start);
     return state == 'Z' || state == 'X' || (state != '?' && start != g->starts[r]) ? 0 : state;
 }
 
@@ -232,7 +232,7 @@ static uint32_t signal_phase(pln_group *g)
     return g->progress;
 }
 
-void pln_say_farewell(pln_group *g)
+void pln_leave(pln_group *g)
 {
     seat *mine = &g->shared->seats[g->rank];
     atomic_store(&mine->has_left, 1);
@@ -241,15 +241,16 @@ void pln_say_farewell(pln_group *g)
 
 /* -- the first meeting of an operation: do all ranks want the same? -- */
 
-static const request *asked_by(pln_group *g, int rank) { return &g->shared->seats[rank].asked[g->num_ops & 1]; }
+static const announcement *asked_by(pln_group *g, int rank) { return &g->shared->seats[rank].asked[g->num_ops & 1]; }
 
 static void ask(pln_group *g, const request *mine)
 {
     g->num_ops++;
-    g->shared->seats[g->rank].asked[g->num_ops & 1] = *mine;
+    g->shared->seats[g->rank].asked[g->num_ops & 1] =
+        (announcement){mine->kind, mine->dtype, mine->op, mine->root, mine->arena, mine->count, mine->offset};
 }
 
-static int is_same(const request *a, const request *b)
+static int is_same(const announcement *a, const announcement *b)
 {
     return a->kind == b->kind && a->dtype == b->dtype && a->op == b->op && a->root == b->root && a->count == b->count;
 }
@@ -292,7 +293,7 @@ static void copy(void *to, const void *from, size_t bytes)
 
 static int is_shared(pln_group *g)
 {
-    const request *first = asked_by(g, 0);
+    const announcement *first = asked_by(g, 0);
     for (int r = 0; r < g->size; r++)
         if (asked_by(g, r)->arena == 0 || asked_by(g, r)->arena != first->arena ||
             asked_by(g, r)->offset != first->offset)
@@ -547,17 +548,18 @@ int pln_execute(pln_group *g, request *o)
     }
 }
 
-/* -- what went wrong, in words -- */
+/* -- error messages -- */
 
-static void describe(const pln_group *g, const request *o, char *text, size_t bytes)
+static void describe(const pln_group *g, const announcement *o, char *text, size_t bytes)
 {
-    static const char *const kinds[] = {"all-reduce", "reduce-scatter", "all-gather", "broadcast", "barrier"};
-    static const char *const dtypes[] = {"float32", "float64", "bfloat16", "float16", "int32", "int64", "bytes"};
-    static const char *const ops[] = {"sum", "avg", "min", "max"};
+#define NAME(id, name) name,
+    static const char *const kinds[] = {PLN_KINDS(NAME)}, *const dtypes[] = {PLN_DTYPES(NAME)},
+                            *const ops[] = {PLN_OPS(NAME)};
+#undef NAME
     if (o->kind == PLN_BARRIER && o->count == 0)
         snprintf(text, bytes, "a barrier");
     else if (o->kind == PLN_BARRIER)
-        snprintf(text, bytes, "%llu bytes to share", (unsigned long long)o->count);
+        snprintf(text, bytes, "an allocation of %llu bytes", (unsigned long long)o->count);
     else if (o->kind == PLN_BROADCAST)
         snprintf(text, bytes, "a broadcast of %llu %s from rank %d", (unsigned long long)o->count, dtypes[o->dtype],
                  g->names[o->root]);
@@ -568,7 +570,7 @@ static void describe(const pln_group *g, const request *o, char *text, size_t by
                  (unsigned long long)o->count, dtypes[o->dtype]);
 }
 
-void pln_put_in_words(pln_group *g, char *text, size_t bytes)
+void pln_format_error(pln_group *g, char *text, size_t bytes)
 {
     const uint32_t broken = atomic_load(&g->shared->broken);
     const int code = (int)(broken & 0xff), culprit = (int)(broken >> 8);
@@ -589,15 +591,15 @@ void pln_put_in_words(pln_group *g, char *text, size_t bytes)
         snprintf(text, bytes, "rank %d (process %lld) has closed its group", name, pid);
         break;
     case PLN_TIMEOUT:
-        snprintf(text, bytes, "rank %d (process %lld) did not come within the time limit", name, pid);
+        snprintf(text, bytes, "rank %d (process %lld) did not arrive within the time limit", name, pid);
         break;
     case PLN_MISMATCH:
         describe(g, asked_by(g, 0), here, sizeof here);
         describe(g, asked_by(g, culprit), there, sizeof there);
-        snprintf(text, bytes, "ranks ask for different things: rank %d for %s, rank %d for %s", g->names[0], here, name,
+        snprintf(text, bytes, "ranks called different operations: rank %d %s, rank %d %s", g->names[0], here, name,
                  there);
         break;
     default:
-        snprintf(text, bytes, "the group is broken (%d)", code);
+        snprintf(text, bytes, "the group has failed (%d)", code);
     }
 }

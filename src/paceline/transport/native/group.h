@@ -11,21 +11,27 @@
 #define LINE_BYTES 128 /* processors fetch lines of 64 in pairs */
 #define QUEUE_LENGTH 64 /* at first; it grows */
 
-/* What one rank wants; the others read it at the first meeting. */
+/* An operation that one rank calls. */
 typedef struct {
     int32_t kind, dtype, op, root;
     uint64_t count, offset;
     int32_t arena; /* its serial number; 0: not in shared memory */
-    const void *in; /* of this rank only */
+    const void *in;
     void *out;
     double timeout_s;
 } request;
 
-/* One rank's words. `progress` counts finished phases and wraps around; only `sleepers` is written by others. */
+/* What the others read of it at the first meeting: no address, which would mean nothing to them. */
+typedef struct {
+    int32_t kind, dtype, op, root, arena;
+    uint64_t count, offset;
+} announcement;
+
+/* One rank's shared state. `progress` counts finished phases and wraps around; only `sleepers` is written by others. */
 typedef struct {
     _Alignas(LINE_BYTES) _Atomic uint32_t progress;
     _Atomic uint32_t sleepers, has_left;
-    _Alignas(LINE_BYTES) request asked[2];
+    _Alignas(LINE_BYTES) announcement asked[2];
 } seat;
 
 typedef struct {
@@ -67,16 +73,16 @@ struct pln_group {
     int64_t submitted, finished, first_failed;
     int failure, is_busy, has_worker;
     _Atomic int is_closing;
-    char last_words[512]; /* what there was to explain when the group was closed */
-    int has_last_words;
+    char last_error[512]; /* as it was when the group was closed */
+    int has_last_error;
 };
 
 double pln_now(void);
-char pln_look_at_process(int64_t pid, uint64_t *start);
-void pln_settle(pln_group *g, void *shared, uint64_t slot_bytes);
+char pln_read_process(int64_t pid, uint64_t *start);
+void pln_lay_out(pln_group *g, void *shared, uint64_t slot_bytes);
 int pln_break(pln_group *g, int code, int culprit);
-void pln_say_farewell(pln_group *g);
+void pln_leave(pln_group *g);
 int pln_execute(pln_group *g, request *o);
-void pln_put_in_words(pln_group *g, char *text, size_t bytes);
+void pln_format_error(pln_group *g, char *text, size_t bytes);
 
 #endif

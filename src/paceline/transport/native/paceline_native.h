@@ -10,16 +10,34 @@
 #define PLN_MAX_RANKS 256
 #define PLN_MAX_ARENAS 64
 
-enum { PLN_ALL_REDUCE, PLN_REDUCE_SCATTER, PLN_ALL_GATHER, PLN_BROADCAST, PLN_BARRIER, PLN_NUM_KINDS };
-enum { PLN_F32, PLN_F64, PLN_BF16, PLN_F16, PLN_I32, PLN_I64, PLN_U8, PLN_NUM_DTYPES };
-enum { PLN_SUM, PLN_AVG, PLN_MIN, PLN_MAX, PLN_NUM_OPS };
-
+/* Each table is an enum here, names in error messages, and numbers in native.py, which a test compares with
+ * `pln_constants`. */
+#define PLN_KINDS(X)                                                                                                   \
+    X(ALL_REDUCE, "all-reduce") X(REDUCE_SCATTER, "reduce-scatter") X(ALL_GATHER, "all-gather")                        \
+    X(BROADCAST, "broadcast") X(BARRIER, "barrier")
+#define PLN_DTYPES(X)                                                                                                  \
+    X(F32, "float32") X(F64, "float64") X(BF16, "bfloat16") X(F16, "float16") X(I32, "int32") X(I64, "int64")          \
+    X(U8, "bytes")
+#define PLN_OPS(X) X(SUM, "sum") X(AVG, "avg") X(MIN, "min") X(MAX, "max")
 /* What a call returns: 0, or why the group can be used no more; the last says that an operation still runs. */
-enum { PLN_OK, PLN_DEAD, PLN_STOPPED, PLN_LEFT, PLN_TIMEOUT, PLN_MISMATCH, PLN_CLOSED, PLN_BAD, PLN_FORKED, PLN_RUNNING };
+#define PLN_CODES(X)                                                                                                   \
+    X(OK, "ok") X(DEAD, "dead") X(STOPPED, "stopped") X(LEFT, "left") X(TIMEOUT, "timeout") X(MISMATCH, "mismatch")    \
+    X(CLOSED, "closed") X(BAD, "bad") X(FORKED, "forked") X(RUNNING, "running")
+
+#define PLN_MEMBER(id, name) PLN_##id,
+enum { PLN_KINDS(PLN_MEMBER) PLN_NUM_KINDS };
+enum { PLN_DTYPES(PLN_MEMBER) PLN_NUM_DTYPES };
+enum { PLN_OPS(PLN_MEMBER) PLN_NUM_OPS };
+enum { PLN_CODES(PLN_MEMBER) PLN_NUM_CODES };
+#undef PLN_MEMBER
+
+/* The library is compiled with hidden symbols; these are what it exports. */
+#pragma GCC visibility push(default)
 
 typedef struct pln_group pln_group;
 
 int pln_version(void); /* PLN_VERSION of the sources that were compiled */
+const char *pln_constants(void); /* a line per table above: its name, and its members in order */
 
 /* -- kernels.c -- */
 
@@ -39,7 +57,7 @@ uint64_t pln_segment_bytes(int size, uint64_t slot_bytes);
 /* Join as `rank` of `size`. `names` and `pids` say what to call the ranks in errors and how to see that they live. */
 pln_group *pln_open(void *segment, uint64_t slot_bytes, int rank, int size, const int32_t *names, const int64_t *pids,
                     double timeout_s, double stopped_s);
-/* Leave: who still waits for this rank is told so. Ends the worker and what runs on other threads; the memory is the
+/* Leave: ranks that wait for this one fail. Ends the worker and what runs on other threads; the memory is the
  * caller's again. Every later call says that the group is closed, until `pln_free`, after which there is no group. */
 void pln_close(pln_group *group);
 void pln_free(pln_group *group);
@@ -61,7 +79,9 @@ int pln_wait(pln_group *group, int64_t ticket, double timeout_s);
 int pln_is_done(pln_group *group, int64_t ticket);
 /* Break a group for the reason for which another one is broken, if it is. */
 void pln_break_too(pln_group *group, const pln_group *other);
-/* What went wrong, in words. */
+/* The error message of a group that has failed. */
 void pln_explain(pln_group *group, char *text, size_t bytes);
+
+#pragma GCC visibility pop
 
 #endif

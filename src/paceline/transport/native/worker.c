@@ -49,6 +49,13 @@ static int sees_processes(void)
 
 int pln_version(void) { return PLN_VERSION; }
 
+#define NAME(id, name) " " #id
+const char *pln_constants(void)
+{
+    return "kinds" PLN_KINDS(NAME) "\ndtypes" PLN_DTYPES(NAME) "\nops" PLN_OPS(NAME) "\ncodes" PLN_CODES(NAME);
+}
+#undef NAME
+
 pln_group *pln_open(void *shared, uint64_t slot_bytes, int rank, int size, const int32_t *names, const int64_t *pids,
                     double timeout_s, double stopped_s)
 {
@@ -64,9 +71,9 @@ pln_group *pln_open(void *shared, uint64_t slot_bytes, int rank, int size, const
         g->names[r] = names[r];
         g->pids[r] = pids[r];
         if (pids[r] > 0)
-            pln_look_at_process(pids[r], &g->starts[r]);
+            pln_read_process(pids[r], &g->starts[r]);
     }
-    pln_settle(g, shared, slot_bytes);
+    pln_lay_out(g, shared, slot_bytes);
     pthread_condattr_t monotonic;
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
@@ -86,7 +93,7 @@ void pln_close(pln_group *g)
         return;
     pthread_mutex_lock(&g->lock);
     if (!atomic_load(&g->is_closing))
-        pln_say_farewell(g);
+        pln_leave(g);
     atomic_store(&g->is_closing, 1);
     const int is_mine_to_join = g->has_worker;
     g->has_worker = 0;
@@ -98,9 +105,9 @@ void pln_close(pln_group *g)
     pthread_mutex_lock(&g->lock);
     while (g->is_busy) /* on a thread that called `pln_run` */
         pthread_cond_wait(&g->has_result, &g->lock);
-    if (!g->has_last_words)
-        pln_put_in_words(g, g->last_words, sizeof g->last_words);
-    g->has_last_words = 1;
+    if (!g->has_last_error)
+        pln_format_error(g, g->last_error, sizeof g->last_error);
+    g->has_last_error = 1;
     pthread_mutex_unlock(&g->lock);
 }
 
@@ -123,10 +130,10 @@ void pln_explain(pln_group *g, char *text, size_t bytes)
         return;
     }
     pthread_mutex_lock(&g->lock);
-    if (g->has_last_words)
-        snprintf(text, bytes, "%s", g->last_words);
+    if (g->has_last_error)
+        snprintf(text, bytes, "%s", g->last_error);
     else
-        pln_put_in_words(g, text, bytes);
+        pln_format_error(g, text, bytes);
     pthread_mutex_unlock(&g->lock);
 }
 

@@ -1,4 +1,4 @@
-"""The ranks of one host: who they are, and memory that they and nobody else share.
+"""The ranks of one host: who they are, and memory that only they share.
 
 Memory has no name in any file system: it is an anonymous file whose descriptor the first rank hands to the others over
 a Unix socket, and it goes when the last of them goes, however that happens. It does not count against /dev/shm.
@@ -27,12 +27,10 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import CollectiveError, LaunchError
 
-__all__ = ["Circle", "Mapping", "identify_host", "look_around"]
-
 _PAGE = mmap.PAGESIZE
-# Linux: a process may be asked to have its part of a mapping in memory, and to fail instead of being killed.
+# Linux: have part of a mapping in memory now, and get an error where there is none instead of being killed later.
 _POPULATE_WRITE, _HUGE_PAGES = 23, 14
-_WELCOME = b"welcome"
+_ACCEPTED = b"accepted"
 
 
 def identify_host() -> str:
@@ -42,8 +40,8 @@ def identify_host() -> str:
     return " ".join([boot, str(os.geteuid()), *spaces])
 
 
-def look_around(store: dist.Store, rank: int, size: int) -> list[dict[str, Any]]:
-    """Every rank's host, process, cores and wish for lanes, in rank order. Collective: every rank must call this."""
+def exchange_places(store: dist.Store, rank: int, size: int) -> list[dict[str, Any]]:
+    """Every rank's host, process, cores and requested lanes, in rank order. Collective: every rank must call this."""
     store.set(
         f"place/{rank}",
         json.dumps(
@@ -74,10 +72,10 @@ class Mapping:
         return (ctypes.c_char * num_bytes).from_buffer(self.memory, begin)
 
 
-class Circle:
-    """This host's ranks of one group, in the group's order; the first one makes the memory.
+class HostGroup:
+    """This host's ranks of one group, in the group's order; the first one creates the memory.
 
-    Collective: every rank in `members` must make one, and must call `share` as often, with the same sizes.
+    Collective: every rank in `members` must make one, and must call `share` in the same order with the same sizes.
     """
 
     def __init__(self, store: dist.Store, members: Sequence[int], pids: Sequence[int], rank: int, timeout_s: float):
@@ -86,9 +84,9 @@ class Circle:
         self._peers: dict[int, socket.socket] = {}
         if self.size > 1:
             try:
-                self._meet(store, f"circle/{members[0]}")
+                self._connect_all(store, f"host/{members[0]}")
             except BaseException:
-                self.close()  # or who has come already would wait until its time is up
+                self.close()  # or ranks that are connected would wait until their time is up
                 raise
 
     def share(self, part_bytes: int) -> tuple[Mapping, int]:
@@ -96,7 +94,8 @@ class Circle:
         if os.getpid() != self._owner:
             raise CollectiveError(
                 "this process was forked from a rank, and the memory that the rank shares is not its own: "
-                "start processes with `spawn`, or open a group here"
+                "start processes with `spawn`, or open a group here",
+                code="forked",
             )
         part_bytes = max(_PAGE, -(-part_bytes // _PAGE) * _PAGE)
         total = part_bytes * self.size
@@ -107,33 +106,33 @@ class Circle:
         return mapping, part_bytes
 
     def populate(self, mapping: Mapping, begin: int, num_bytes: int) -> None:
-        """Have these bytes in memory, near this rank if they are not there yet."""
+        """Have these bytes in memory, near this rank if they are not in memory yet."""
         if _advise(mapping, begin, num_bytes, _POPULATE_WRITE) in (errno.ENOMEM, errno.EFAULT):
-            raise CollectiveError(f"there is no memory for {num_bytes} bytes of shared buffers")
+            raise CollectiveError(f"there is no memory for {num_bytes} bytes of shared buffers", code="memory")
 
     def close(self) -> None:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
 
-    # -- meeting ------------------------------------------------------------------------------------------------------
+    # -- connecting ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, store: dist.Store, key: str) -> None:
-        """Connect everyone to the first rank. Only the processes of its peers that know the secret are let in."""
+    def _connect_all(self, store: dist.Store, key: str) -> None:
+        """Connect every rank to the first. It accepts only the processes of its peers, and only with the secret."""
         if self.index:
             address, secret = json.loads(_get(store, key, self._timeout_s, self._names[0]))
-            self._knock(address, secret)
+            self._connect(address, secret)
             return
         address, secret = f"paceline-{secrets.token_hex(16)}", secrets.token_hex(16)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-            door.bind("\0" + address)
-            door.listen(max(64, self.size))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("\0" + address)
+            listener.listen(max(64, self.size))
             store.set(key, json.dumps([address, secret]))
-            self._let_in(door, secret)
+            self._accept_all(listener, secret)
         for link in self._peers.values():
-            link.sendall(_WELCOME)
+            link.sendall(_ACCEPTED)
 
-    def _knock(self, address: str, secret: str) -> None:
+    def _connect(self, address: str, secret: str) -> None:
         link = self._peers[0] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.settimeout(self._timeout_s)
         try:
@@ -141,26 +140,29 @@ class Circle:
             link.sendall(json.dumps([secret, self.index]).encode())
             answer = link.recv(64)
         except OSError as error:
-            raise LaunchError(f"rank {self._names[0]} went, or did not share its memory in time: {error}") from error
-        if answer != _WELCOME:
-            raise LaunchError(f"rank {self._names[0]} did not let this process into its shared memory")
+            raise LaunchError(
+                f"rank {self._names[0]} left, or did not share its memory in time: {error}", code="peer-lost"
+            ) from error
+        if answer != _ACCEPTED:
+            raise LaunchError(f"rank {self._names[0]} refused to share its memory with this process")
 
-    def _let_in(self, door: socket.socket, secret: str) -> None:
-        """Take in all peers. Who else comes, or comes and says nothing, does not keep them from coming."""
+    def _accept_all(self, listener: socket.socket, secret: str) -> None:
+        """Accept all peers. Other processes, or connections that send nothing, do not hold them up."""
         deadline = time.monotonic() + self._timeout_s
         with selectors.DefaultSelector() as waiting:
-            waiting.register(door, selectors.EVENT_READ)
+            waiting.register(listener, selectors.EVENT_READ)
             try:
                 while len(self._peers) < self.size - 1:
                     ready = waiting.select(min(1.0, max(0.0, deadline - time.monotonic())))
                     if not ready and time.monotonic() > deadline:
                         missing = next(i for i in range(1, self.size) if i not in self._peers)
                         raise LaunchError(
-                            f"rank {self._names[missing]} did not come to share memory within {self._timeout_s:g} s"
+                            f"rank {self._names[missing]} did not connect to share memory within {self._timeout_s:g} s",
+                            code="timeout",
                         )
                     for key, _ in ready:
-                        if key.fileobj is door:
-                            link, _ = door.accept()
+                        if key.fileobj is listener:
+                            link, _ = listener.accept()
                             if _pid_of(link) in self.pids:
                                 waiting.register(link, selectors.EVENT_READ)
                             else:
@@ -170,19 +172,19 @@ class Circle:
                             self._admit(key.fileobj, secret)
             finally:
                 for key in list(waiting.get_map().values()):
-                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not door:
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not listener:
                         key.fileobj.close()
 
     def _admit(self, link: socket.socket, secret: str) -> None:
-        """Take in a process that has spoken, if it is the one that it says it is."""
+        """Accept a process that has sent its index, if it is that peer."""
         link.settimeout(self._timeout_s)
         try:
-            said, index = json.loads(link.recv(256))
-            is_right = 0 < index < self.size and index not in self._peers and _pid_of(link) == self.pids[index]
-            is_right = is_right and secrets.compare_digest(str(said), secret)
+            given, index = json.loads(link.recv(256))
+            is_peer = 0 < index < self.size and index not in self._peers and _pid_of(link) == self.pids[index]
+            is_peer = is_peer and secrets.compare_digest(str(given), secret)
         except (ValueError, TypeError, IndexError, OSError):
-            is_right = False
-        if is_right:
+            is_peer = False
+        if is_peer:
             self._peers[index] = link
         else:
             link.close()
@@ -195,12 +197,13 @@ class Circle:
             if self.index:
                 message, descriptors, _, _ = socket.recv_fds(self._peers[0], 64, 1, socket.MSG_CMSG_CLOEXEC)
                 if not descriptors:
-                    raise CollectiveError(f"rank {self._names[0]} has left while memory was being shared")
+                    raise CollectiveError(f"rank {self._names[0]} left while memory was being shared", code="peer-lost")
                 if int(message) != total:
                     os.close(descriptors[0])
                     raise CollectiveError(
                         f"ranks share memory of different sizes: rank {self._names[0]} {int(message)} bytes, "
-                        f"rank {self._names[self.index]} {total}"
+                        f"rank {self._names[self.index]} {total}",
+                        code="mismatch",
                     )
                 return descriptors[0]
             descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
@@ -209,7 +212,9 @@ class Circle:
                 socket.send_fds(link, [str(total).encode()], [descriptor])
             return descriptor
         except (BrokenPipeError, ConnectionError, TimeoutError) as error:
-            raise CollectiveError(f"another rank went, or did not answer, while sharing memory: {error}") from error
+            raise CollectiveError(
+                f"another rank left, or did not answer, while memory was being shared: {error}", code="peer-lost"
+            ) from error
 
 
 def _pid_of(link: socket.socket) -> int:
@@ -219,7 +224,7 @@ def _pid_of(link: socket.socket) -> int:
 
 
 def _advise(mapping: Mapping, begin: int, num_bytes: int, advice: int) -> int:
-    """What the kernel says to a piece of advice: 0, or an error number. Older ones know fewer."""
+    """The result of madvise: 0, or an error number. Older kernels know fewer kinds of advice."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return ctypes.get_errno() if libc.madvise(mapping.address + begin, num_bytes, advice) else 0
@@ -229,5 +234,5 @@ def _get(store: dist.Store, key: str, timeout_s: float, rank: int) -> bytes:
     try:
         store.wait([key], timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise LaunchError(f"rank {rank} did not open shared memory within {timeout_s:g} s") from error
+        raise LaunchError(f"rank {rank} did not open shared memory within {timeout_s:g} s", code="timeout") from error
     return bytes(store.get(key))
