@@ -27,7 +27,7 @@ TABLE = ("profile", "comm-table", *SMALL, "--iters", "2", "--warmup", "1")
 
 def find_run(answer: Answer) -> Path:
     assert answer.code == 0, answer.err
-    return Path(answer.out.rsplit("run: ", 1)[1].strip())
+    return Path(answer.out.rsplit("run: ", 1)[1].splitlines()[0].strip())
 
 
 @pytest.fixture(scope="module")
