@@ -24,16 +24,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.measure.tune_settings import FULL, TuneSettings
-from paceline.plan import Plan, plan_like_torch
+from paceline import load_result
 from paceline.predict.curves import MeasuredCurve, fit_alpha_beta
 from paceline.predict.job import Job
-from paceline.predict.networks import find_network
 from paceline.predict.search import enumerate_caps
 from paceline.predict.simulate import Contention, MachineCosts, simulate
-from paceline.records import LayerProfileRecord, load_run
-from paceline.training.settings import TrainSettings
-from paceline.tune import Tuning, judge_tuning
+from paceline.predict.tuning import Tuning
+from paceline.report.tuning import TuneResult
 from paceline.units import MIB
 
 MODELS = {
@@ -72,7 +69,7 @@ def measure(out: Path, name: str, arguments: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{name} failed: {done.stderr.strip().splitlines()[-1:]}")
-    print(done.stdout.strip().splitlines()[-1], flush=True)
+    print(done.stdout.split("\n\n", 1)[0], flush=True)
     (folder,) = new.iterdir()
     for picture in folder.glob("*.svg"):
         picture.unlink()
@@ -90,21 +87,9 @@ class Case:
 
 def load_case(folder: Path) -> Case:
     """Everything from the records alone: what the run printed is not used."""
-    run = load_run(folder / "run.json")
-    network = run.config["network"]
-    known = {field: value for field, value in run.config.items() if field in TrainSettings.__dataclass_fields__}
-    settings = TuneSettings(
-        job=TrainSettings.from_json(known),
-        effort=FULL,
-        network=None if network is None else find_network(network),
-        network_ranks=run.config["network_ranks"] or 2,
-    )
-    plan = Plan.from_json((folder / "plan.json").read_text())
-    profile = next(record for record in run.records if isinstance(record, LayerProfileRecord))
-    place = {gradient.name: index for index, gradient in enumerate(plan.gradients)}
-    order = [place[parameter.name] for parameter in profile.parameters]
-    default = plan_like_torch(plan.gradients, order, run.config["default_buckets"])
-    return Case(folder.name, judge_tuning(settings, run.records, plan.gradients, default), network is not None)
+    result = load_result(folder)
+    assert isinstance(result, TuneResult), folder
+    return Case(folder.name, result.tuning, result.tuning.settings.network is not None)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

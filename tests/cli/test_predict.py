@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from paceline import load_result
+from paceline.report.predictions import CapsResult
+from paceline.units import format_ms
+
 SIZES = ",Name,No. Params\n0,Token embedding,1000000\n1,Layer 0,3000000\n2,Layer 1,3000000\n3,LM head,1000000\n"
 TIMES = "Name,min,max,mean,std,median\n" + "".join(
     f"{name},{s},{s},{s},0,{s}\n"
@@ -37,12 +41,14 @@ def test_one_document_with_the_plateau(command, tables, tmp_path):
     assert document["plateau_low_bytes"] <= document["best"]["high_bytes"] <= document["plateau_high_bytes"]
     assert {row["changed"] for row in document["sensitivity"]} == {"B", "alpha", "beta"}
     run = Path(document["run"])
-    assert {path.name for path in run.iterdir()} >= {"caps.csv", "caps.md", "caps.png", "sensitivity.md"}
+    assert {path.name for path in run.iterdir()} >= {"run.json", "caps.csv", "caps.md", "caps.png", "sensitivity.md"}
 
 
 def test_a_person_reads_the_answer(command, tables, tmp_path):
     answer = command("predict", "--csv", str(tables), "--out", str(tmp_path / "runs"))
-    assert answer.code == 0 and "best bucket size" in answer.out and "one tied tensor" in answer.out
+    assert answer.code == 0 and answer.out.startswith("Best bucket size: ") and "one tied tensor" in answer.out
+    again = load_result(answer.out.split("run: ", 1)[1].splitlines()[0])
+    assert isinstance(again, CapsResult) and f"{format_ms(again.caps.best.backward_s)} ms" in again.answer
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import paceline
+from paceline.errors import RecordError
 from paceline.records import (
     BlockTimes,
     CollectiveRecord,
@@ -17,6 +19,8 @@ from paceline.records import (
     Samples,
     save_run,
 )
+from paceline.report.predictions import PredictResult
+from paceline.units import format_ms
 
 MIB = 2**20
 KEYS = {
@@ -99,7 +103,9 @@ def test_a_row_for_each_network_and_number_of_ranks(predict):
     assert any("10 Gb/s Ethernet" in line for line in document["assumptions"])
     assert any(line.startswith("doubtful: gloo on 16,384 ranks") for line in document["assumptions"])
     written = {path.name for path in Path(document["run"]).iterdir()}
-    assert written == {"table.csv", "table.md", "efficiency.png", "efficiency.svg"}
+    assert written == {"run.json", "table.csv", "table.md", "efficiency.png", "efficiency.svg"}
+    again = paceline.load_result(document["run"])
+    assert isinstance(again, PredictResult) and again.to_json() == document
 
 
 def test_a_person_reads_the_table_and_what_it_assumes(predict):
@@ -161,3 +167,51 @@ def test_another_kind_of_run_and_stray_options_are_refused(command, files, tmp_p
     assert answer.code == 2 and "0 layer profiles are in this run of `gloo`" in answer.err
     answer = command("predict", "--csv", files["gloo"], "--ranks", "8", "--algorithm", "ring")
     assert answer.code == 2 and "--ranks, --algorithm with --csv" in answer.err
+
+
+def test_the_library_answers_for_one_network_and_number_of_ranks(files, tmp_path):
+    result = paceline.predict(files["profile"], network="10gbe", ranks=64)
+    (row,) = result.rows
+    assert (result.step_s, result.exposed_s) == (row.step_s, row.exposed_s) and result.exposed_s > 0
+    assert result.interval == (row.low_s, row.high_s) and row.low_s < result.step_s < row.high_s
+    assert result.folder is None and not (tmp_path / "runs").exists()
+    again = paceline.predict(result, network="10gbe", ranks=64)  # a result with one profile is as good as a folder
+    assert again.step_s == result.step_s
+    saved = paceline.load_result(result.save(tmp_path / "saved"))
+    assert saved.answer == result.answer and saved.interval == result.interval
+
+
+def test_the_numbers_of_several_rows_are_not_one_number(files):
+    result = paceline.predict(files["profile"], network="10gbe,hdr", ranks=(8, 64))
+    assert len(result.rows) == 4
+    for name in ("step_s", "interval", "exposed_s"):
+        with pytest.raises(RecordError, match="4 networks and numbers of ranks"):
+            getattr(result, name)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("network", ["10gbe", "10gbe,hdr"])
+def test_a_terminal_shows_the_ranks_and_cuts_no_number(files, width, network):
+    result = paceline.predict(files["profile"], network=network, ranks=(8, 64, 1024))
+    text = result.table().terminal(width)
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    lines = [line.split() for line in text.splitlines()]
+    for row in result.rows:
+        (found,) = (
+            cells for cells in lines
+            if f"{row.world_size:,}" in cells[:2] and (row.network in cells or network == "10gbe")
+        )  # fmt: skip
+        assert format_ms(row.step_s) in found and f"{row.efficiency:.1%}" in found
+    assert network in text if network == "10gbe" else "hdr" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_person_sees_the_ranks_on_a_terminal(command, files, tmp_path, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    asked = ("--network", "10gbe", "--ranks", "8,64,1024", "--out", str(tmp_path / "runs"))
+    answer = command("predict", "--model-profile", files["profile"], *asked)
+    assert answer.code == 0, answer.err
+    lines = [line for line in answer.out.splitlines() if not line.startswith(("run: ", "next: "))]
+    assert max(map(len, lines)) <= width
+    firsts = [line.split()[0] for line in lines if line.startswith("  ") and line.split()]
+    assert [first for first in firsts if first in ("8", "64", "1,024")] == ["8", "64", "1,024"]

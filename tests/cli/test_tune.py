@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline import load_run
+from paceline import load_result, load_run
 from paceline.plan import Plan
 from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
+from paceline.report.tuning import TuneResult
 from tests.cli.test_train import type_alone, type_command
 from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
 from tests.conftest import Answer
@@ -77,7 +78,9 @@ def assert_complete(document: dict, wrapper: str, backend: str, world_size: int)
     assert {path.name for path in Path(document["run"]).iterdir()} == FILES
     plan = Plan.from_json(Path(document["plan"]).read_text())
     run = load_run(Path(document["run"]))
-    assert run.complete and run.verb == "tune" and run.warnings[-1] == document["verdict"]
+    assert run.complete and run.verb == "tune" and document["verdict"] == document["answer"]
+    again = load_result(document["run"])
+    assert isinstance(again, TuneResult) and again.to_json() == document and again.plan == plan
     (profile,) = (record for record in run.records if isinstance(record, LayerProfileRecord))
     assert {g.name for g in plan.gradients} == {p.name for p in profile.parameters}
     assert plan.num_bytes == profile.num_bytes
@@ -123,10 +126,10 @@ def test_a_prediction_alone_never_runs_the_job_under_a_plan(out):
     smallest = ("--channels", "1", "1", "--hidden", "2")
     answer = type_command(*TUNE, *smallest, "--ranks", "2", "--no-confirm", "--out", out)
     assert answer.code == 0, answer.err
-    lines = answer.out.strip().splitlines()
-    assert lines[-1].startswith("cnn on 2 ranks, wrapper paceline") and "\n\n\n" not in answer.out
+    assert answer.out.startswith("cnn on 2 ranks, wrapper paceline") and "\n\n\n" not in answer.out
     run = Path(answer.out.split("run: ", 1)[1].splitlines()[0])
-    for words in ("predicted (ms)", "simulated", f"picture: {run / 'tuning.png'}", "for torch's own wrapper: "):
+    assert {path.name for path in run.iterdir()} == FILES
+    for words in ("predicted (ms)", "simulated", "for torch's own wrapper: ", "next: paceline "):
         assert words in answer.out
     steps = steps_of({"run": run})
     assert sum(steps[-1].bucket_bytes) < 4096
@@ -138,7 +141,7 @@ def test_a_network_that_does_not_exist(emulated):
     assert {point["source"] for point in emulated["grid"]} == {"emulated"}
     sources = {record.role: record.source for record in steps_of(emulated)}
     assert sources == {"plain": "measured", "local": "measured", "job": "emulated"}
-    config = load_run(Path(emulated["run"])).config
+    config = load_run(Path(emulated["run"])).config["tune"]
     assert (config["network"], config["network_ranks"]) == ("10gbe", 16)
     assert "10gbe, 16 ranks, emulated" in emulated["verdict"]
 
@@ -161,11 +164,10 @@ def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--ranks", "1"), "--ranks 1 sends nothing: tune 2 or more, or give a --network to emulate"),
+        (("--ranks", "1"), "tune 2 or more, or give a --network to emulate"),
         (("--ranks", "2,4"), "--ranks 2,4: a job is tuned on one number of ranks"),
         (("--wrapper", "none", "--ranks", "1"), "--wrapper none has no buckets to tune: use paceline or torch"),
         (("--wrapper", "dp"), "--wrapper dp has no buckets to tune"),
-        (("--accumulate", "2"), "--accumulate 2: gradients travel behind the last micro-batch alone"),
         (("--network", "10gb"), "unknown network '10gb': did you mean 10gbe?"),
         (("--network", "10gbe", "--ranks", "2"), "--network 10gbe with --ranks 2"),
         (("--network", "10gbe", "--network-ranks", "1"), "use --ranks 1 and --network-ranks 2 or more"),
@@ -182,3 +184,10 @@ def test_what_cannot_be_tuned_is_refused_at_once(command, monkeypatch, tmp_path,
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert_refused(command("tune", *TINY, *arguments), words)
+
+
+@pytest.mark.parametrize("option", ["--plan", "--accumulate"])
+def test_options_that_a_tuning_does_not_have(command, option):
+    """A plan is its answer, and gradients travel with the last micro-batch alone: the plan is the same without."""
+    answer = command("tune", option, "2")
+    assert answer.code == 2 and option in answer.err

@@ -32,8 +32,8 @@ def find_layer_violations(root: Path) -> list[str]:
     """Every import that points up or sideways, and every module without a room.
 
     All imports count: inside functions, and for types alone (TYPE_CHECKING) as well. The package's own `__init__`
-    is exempt, for its lazy names reach everywhere, and so is `predict`, which can be called as a verb; therefore only `cli` may import names from it, and the others
-    nothing but `__version__`, which is a literal.
+    is exempt, for its lazy names reach everywhere; therefore only `cli` may import names from it, and the others
+    nothing but `__version__`, which is a literal. So is that of `predict`, which can be called as a verb.
     """
     found = []
     for name, path in modules(root).items():

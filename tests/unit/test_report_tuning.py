@@ -1,34 +1,27 @@
-"""A tuning in words, as JSON and as a picture, from records of a made-up job."""
+"""A tuning in words, as JSON and as a picture, from records of a made-up job; and every stored one."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from paceline.measure.tune_settings import TuneSettings
-from paceline.predict.networks import find_network
-from paceline.predict.search import enumerate_caps
-from paceline.predict.simulate import simulate
+from paceline import load_result
+from paceline.errors import ConfigError, RecordError
+from paceline.predict.tuning import TuneSettings, find_plan, judge_tuning
+from paceline.records import Run, StepRecord
+from paceline.records.environment import capture_environment
 from paceline.report.plots import render_png, render_svg
-from paceline.report.tables import render_markdown
-from paceline.report.tuning import (
-    bucket_table,
-    describe_errors,
-    grid_row,
-    grid_table,
-    plot_tuning,
-    say_verdict,
-    tuning_row,
-)
-from paceline.training.settings import TrainSettings
-from paceline.tune import find_plan, judge_tuning
-from paceline.units import MIB
+from paceline.report.tuning import TuneResult, describe_answer, describe_errors, plot_tuning
+from paceline.units import MIB, format_ms
 from tests.unit.made_plans import plan_by_cap
 from tests.unit.made_tuning import MadeJob
 
-SETTINGS = TuneSettings(TrainSettings(ranks=2))
+SETTINGS = TuneSettings()
+RESULTS = Path(__file__).parents[2] / "results"
 ORDER = range(7, -1, -1)
 CAPS = (MIB, 4 * MIB, 8 * MIB)
 # Latency makes a bucket for each gradient slow; messages that cost nothing make all plans equal.
@@ -56,51 +49,67 @@ def tune(job, grid_s=(), confirmed_s=None, spread=CALM, settings=SETTINGS):
     return judge_tuning(settings, records, job.gradients, plan_by_cap(job.gradients, ORDER, MIB))
 
 
+def make_result(tuning, **config):
+    """The result of a run that has the records of this tuning."""
+    config |= tuning.settings.to_json(tuning.recommended_plan.gradients, tuning.default_plan)
+    return TuneResult(Run("tune", config, capture_environment(), tuning.records))
+
+
 def test_flat():
     tuning = tune(FREE, (0.070, 0.071, 0.070), {"default": 0.070, "cap 1": 0.070}, NOISY)
-    verdict = say_verdict(tuning, "made on 2 ranks")
-    assert verdict.startswith("made on 2 ranks: flat: keep the default, 8 buckets: ")
-    assert "all bucket sizes lie within 1.4%, the noise being 2.8%" in verdict
+    answer = describe_answer(tuning)
+    assert answer.startswith("flat: keep the default, 8 buckets: ")
+    assert "all bucket sizes lie within 1.4%, the noise being 2.8%" in answer
     assert tuning.plan is tuning.default_plan
+    result = make_result(tuning)
+    assert (result.verdict, result.plan, result.gain) == ("keep", tuning.plan, tuning.judgement.gain)
+    assert result.answer == f"made on 2 ranks, wrapper paceline, backend gloo: {answer}."
 
 
 def test_the_default_is_kept_though_sizes_differ():
     tuning = tune(FREE, (0.070, 0.080, 0.091), {"default": 0.070, "cap 1": 0.056})
-    verdict = say_verdict(tuning, "made")
-    assert verdict.startswith("made: keep the default, 8 buckets: ") and "flat" not in verdict
-    assert "all bucket sizes lie within 30.0% (regret 25.0%)" in verdict
+    answer = describe_answer(tuning)
+    assert answer.startswith("keep the default, 8 buckets: ") and "flat" not in answer
+    assert "all bucket sizes lie within 30.0% (regret 25.0%)" in answer
 
 
 @pytest.mark.parametrize(
     ("recommended_s", "spread", "words"),
     [
         (0.120, CALM, ("it takes 20.0% ± 0.1% less than the default, measured in turns; predicted", "regret 20.0%")),
-        (0.149, NOISY, ("keep the default: ", "was predicted to take", "within the noise")),
-        (0.165, CALM, ("keep the default: ", "more: a wrong prediction", "and takes 10.0% ± 0.1% more")),
+        (0.149, NOISY, ("keep the default: ", "was predicted to take", "more, within the noise")),
+        (0.143, NOISY, ("keep the default: ", "and took ", "less, within the noise")),
+        (0.165, CALM, ("keep the default: ", "more: a wrong prediction", "and took 10.0% ± 0.1% more")),
     ],
-    ids=["a clear gain", "within the noise", "a wrong prediction"],
+    ids=["a clear gain", "within the noise", "a gain within the noise", "a wrong prediction"],
 )
 def test_a_recommended_plan_beside_the_default(recommended_s, spread, words):
     confirmed = {"default": 0.150, "recommended": recommended_s, "cap 1": 0.100}
     tuning = tune(SLOW, (0.150, 0.110, 0.100), confirmed, spread)
     assert not tuning.choice.is_default and tuning.judgement.recommended == "recommended"
-    verdict = say_verdict(tuning, "made")
+    answer = describe_answer(tuning)
     for part in words:
-        assert part in verdict
-    assert ("made: use " in verdict) == (recommended_s == 0.120)
-    assert f"{tuning.choice.gain:.1%}" in verdict and "\n" not in verdict
+        assert part in answer
+    assert answer.startswith("use ") == (recommended_s == 0.120)
+    assert f"{tuning.choice.gain:.1%}" in answer and "\n" not in answer
+    result = make_result(tuning)
+    assert result.verdict == ("use" if recommended_s == 0.120 else "keep")
+    assert result.plan == (tuning.recommended_plan if result.verdict == "use" else tuning.default_plan)
+    assert result.gain.value == pytest.approx(recommended_s / 0.150, rel=0.05)
 
 
 @pytest.mark.parametrize("takes_lists", [True, False])
 def test_a_prediction_that_nobody_confirmed(takes_lists):
     tuning = tune(SLOW, settings=replace(SETTINGS, takes_lists=takes_lists))
-    verdict = say_verdict(tuning, "made")
-    assert verdict.endswith(f"predicted {tuning.choice.gain:.1%} less than the default")
-    assert ("made: use bucket size " in verdict) == (tuning.choice.cap_bytes > 0)
+    answer = describe_answer(tuning)
+    assert answer.endswith(f"predicted {tuning.choice.gain:.1%} less than the default")
+    assert answer.startswith("use bucket size ") == (tuning.choice.cap_bytes > 0)
     assert takes_lists or tuning.choice.cap_bytes > 0
-    assert describe_errors(tuning.judgement) == []
+    assert describe_errors(tuning) == []
     assert len(tuning.judgement.points) >= 4 and tuning.judgement.measured == []
-    row = tuning_row(tuning, "plan.json", verdict)
+    result = make_result(tuning)
+    assert result.gain is None and result.candidates == tuning.judgement.points
+    row = result.to_json()
     missing = ("mape", "max_error", "regret", "best_measured_cap_bytes", "plan_measured_s", "default_measured_s")
     assert set(row) >= JSON_KEYS and all(row[key] is None for key in missing)
     assert {point["source"] for point in row["grid"]} == {"simulated"}
@@ -109,7 +118,9 @@ def test_a_prediction_that_nobody_confirmed(takes_lists):
 def test_a_row_has_what_is_promised_and_the_numbers_of_the_judgement():
     confirmed = {"default": 0.150, "recommended": 0.120, "cap 1": 0.100}
     tuning = tune(SLOW, (0.150, 0.110, 0.100), confirmed)
-    row = json.loads(json.dumps(tuning_row(tuning, "a/plan.json", "so it is")))
+    result = make_result(tuning)
+    result.folder = Path("a")
+    row = json.loads(json.dumps(result.to_json()))
     assert set(row) >= JSON_KEYS
     assert (row["model"], row["wrapper"], row["backend"], row["world_size"]) == ("made", "paceline", "paceline", 2)
     assert [point["cap_bytes"] for point in row["grid"]] == list(CAPS)
@@ -121,39 +132,65 @@ def test_a_row_has_what_is_promised_and_the_numbers_of_the_judgement():
     errors = [point["predicted_s"] / point["measured_s"] - 1 for point in row["grid"]]
     assert row["mape"] == pytest.approx(sum(map(abs, errors)) / 3)
     assert row["max_error"] == pytest.approx(max(map(abs, errors)))
-    assert (row["plan"], row["verdict"], row["best_measured_cap_bytes"]) == ("a/plan.json", "so it is", 8 * MIB)
+    assert (row["plan"], row["verdict"]) == ("a/plan.json", result.answer)
+    assert row["best_measured_cap_bytes"] == 8 * MIB
     assert (row["plan_measured_s"], row["default_measured_s"]) == pytest.approx((0.120, 0.150))
     assert row["regret"] == pytest.approx(0.2) and row["flat"] is False and row["keeps_default"] is False
 
 
 def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
     tuning = tune(SLOW, (0.150, 0.110, 0.100))
-    (line,) = describe_errors(tuning.judgement)
+    (line,) = describe_errors(tuning)
     assert f"{tuning.judgement.mape:.1%} off on average" in line and "rank correlation 0.33" in line
     points = list(tuning.judgement.points)
     points[1] = replace(points[1], measured=replace(points[1].measured, bucket_bytes=(8 * MIB,)))
-    lines = describe_errors(replace(tuning.judgement, points=tuple(points)))
-    assert lines[1:] == ["the wrapper's buckets are not the simulated ones at 4 MiB"]
+    lines = describe_errors(replace(tuning, judgement=replace(tuning.judgement, points=tuple(points))))
+    assert lines[1:] == ["the wrapper's buckets differ from the simulated ones at 4 MiB"]
 
 
 def test_tables_show_every_point_and_every_bucket():
     tuning = tune(SLOW, (0.150, 0.110))
-    text = render_markdown(grid_table, tuning.judgement.points)
+    grid, buckets = make_result(tuning).tables()
+    assert (grid.name, buckets.name) == ("grid", "buckets")
+    text = grid.markdown()
     assert "| 1 MiB" in text and "| 4 MiB" in text and text.count("measured |") == 2
-    step = tuning.choice.estimate.step
-    rows = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
-    assert render_markdown(bucket_table, rows).count("simulated") == len(step.buckets)
-    assert grid_row(tuning.judgement.points[0])["measured_s"] == pytest.approx(0.150)
+    count = len(tuning.choice.estimate.step.buckets)
+    assert len(buckets.rows_json()) == count and buckets.markdown().count("simulated") == count
+    assert set(buckets.rows_json()[0]) == {
+        "bucket", "num_bytes", "ready_s", "launch_s", "start_s", "done_s", "source",
+    }  # fmt: skip
+    assert grid.rows_json()[0]["measured_s"] == pytest.approx(0.150)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_cuts_no_size_and_no_number(width):
+    confirmed = {"default": 0.150, "recommended": 0.120, "cap 1": 0.100}
+    result = make_result(tune(SLOW, (0.150, 0.110, 0.100), confirmed))
+    text = result.text(width)
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    lines = [line.split() for line in result.table("grid").terminal(width).splitlines()]
+    for size, predicted, measured in (("1", 0, "150.0"), ("4", 1, "110.0"), ("8", 2, "100.0")):
+        (line,) = (cells for cells in lines if cells[:2] == [size, "MiB"])
+        assert measured in line and format_ms(result.candidates[predicted].estimate.step_s) in line
+    for bucket, line in zip(
+        result.table("buckets").rows_json(), result.table("buckets").terminal(width).splitlines()[3:], strict=False
+    ):
+        assert line.split()[0] == str(bucket["bucket"]) and format_ms(bucket["done_s"]) in line
+
+
+def test_the_next_command_has_the_options_of_the_job():
+    tuning = tune(SLOW, (0.150, 0.110, 0.100), {"default": 0.150, "recommended": 0.120})
+    assert make_result(tuning).next_steps == ("paceline.DDP(model, plan=result.plan)",)
+    result = make_result(tuning, data="synthetic", hidden=2048, channels=[2, 4], backend="gloo", batch_size=4)
+    result.folder = Path("a")
+    job = "--model made --batch-size 4 --backend gloo --channels 2 4 --hidden 2048"
+    assert result.next_steps == (f"paceline train {job} --ranks 2 --plan a/plan.json",)
 
 
 @pytest.mark.parametrize("grid_s", [(), (0.150, 0.110, 0.100)])
 def test_the_picture_has_predicted_and_measured(grid_s):
     tuning = tune(SLOW, grid_s)
-    intervals = enumerate_caps(tuning.model.job.sizes)
-    caps = [
-        (i.low_bytes, i.high_bytes, simulate(tuning.model.job, i.cuts, tuning.model.costs).step_s) for i in intervals
-    ]
-    figure = plot_tuning(tuning, "Step time against bucket size", "a box", caps)
+    figure = plot_tuning(tuning, "Step time against bucket size", "a box")
     labels = set(figure.axes[0].get_legend_handles_labels()[1])
     drawn = {"predicted, every bucket size", "90 % interval", "best predicted", "without communication"}
     seen = {"measured: median, p10 to p90", "best measured"}
@@ -173,9 +210,42 @@ def test_what_is_confirmed_does_not_change_the_plan():
 
 
 def test_the_emulated_network_is_what_messages_cost():
-    settings = replace(SETTINGS, job=TrainSettings(ranks=1), network=find_network("1gbe"), network_ranks=4)
-    settings.check()
+    settings = replace(SETTINGS, network="1gbe", network_ranks=4)
+    settings.check(ranks=1)
+    for ranks, others in ((2, settings), (1, replace(settings, network_ranks=1)), (1, SETTINGS)):
+        with pytest.raises(ConfigError) as caught:
+            others.check(ranks)
+        assert caught.value.code == "ranks"
     tuning = tune(SLOW, settings=settings)
     one = tuning.model.estimate_cap(8 * MIB)
     # A ring of four at 1 Gb/s: each byte goes 1.5 times over the wire.
     assert one.exposed_s > 1.5 * 8 * MIB / 125e6
+
+
+def test_a_saved_run_gives_the_same_answer(tmp_path):
+    confirmed = {"default": 0.150, "recommended": 0.120, "cap 1": 0.100}
+    result = make_result(tune(SLOW, (0.150, 0.110, 0.100), confirmed))
+    again = load_result(result.save(tmp_path / "run"))
+    assert isinstance(again, TuneResult) and again.to_json() == result.to_json()
+    assert (again.plan, again.verdict, again.gain) == (result.plan, "use", result.gain)
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in RESULTS.rglob("plan.json")), ids=lambda path: path.name
+)
+def test_every_stored_tuning_still_answers(folder):
+    """They are of older versions, whose default plan follows from plan.json."""
+    result = load_result(folder)
+    assert isinstance(result, TuneResult) and result.verdict in ("use", "keep")
+    grid = [r for r in result.records if isinstance(r, StepRecord) and r.role == "job" and not r.note]
+    assert [point.measured for point in result.candidates] == grid and len(grid) >= 2
+    # What was found then is found again: the stored notes ended with the answer.
+    was_kept = ": keep the default" in result.run.warnings[-1] or "flat: keep" in result.run.warnings[-1]
+    assert (result.verdict == "keep") == was_kept
+    assert result.answer not in result.warnings and result.plan.num_bytes == result.tuning.default_plan.num_bytes
+
+
+def test_an_old_run_without_its_plan_is_refused(tmp_path):
+    shutil.copy(RESULTS / "neoverse-n1-2-cores" / "tuning" / "cnn-gloo" / "run.json", tmp_path)
+    with pytest.raises(RecordError):
+        _ = load_result(tmp_path).answer

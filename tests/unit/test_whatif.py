@@ -20,8 +20,9 @@ from paceline.predict.whatif import DRAWS as NUM_DRAWS
 from paceline.predict.whatif import Scenario, build_comm_table, build_sweeps, describe_scenario, simulate_what_if
 from paceline.report.comm_tables import comm_row, comm_table, describe_assumptions
 from paceline.report.plots import render_png
-from paceline.report.tables import render_csv, render_markdown
-from paceline.report.whatif_tables import describe_doubts, plot_efficiency, whatif_row, whatif_table
+from paceline.report.predictions import WHAT_IF, plot_efficiency
+from paceline.report.table import Table
+from paceline.report.tables import render_markdown
 
 from .test_records_layers import build_profile
 
@@ -123,10 +124,11 @@ def test_what_cannot_be_is_refused(call):
 def test_the_table_says_what_is_simulated_and_why_not_to_trust_it():
     rows = simulate(join(1e-4, 1e9), [2, 8])
     rows[1] = replace(rows[1], doubt="nobody knows")
-    text = render_markdown(whatif_table, rows)
+    table = Table("table", "steps", WHAT_IF, rows)
+    text = table.markdown()
     assert "| net | 2 | ring |" in text and "simulated |" in text and "simulated, doubtful |" in text
-    assert describe_doubts(rows) == ["doubtful: net on 8 ranks: nobody knows"]
-    (first, _) = csv.DictReader(io.StringIO(render_csv([whatif_row(row) for row in rows])))
+    (first, second) = csv.DictReader(io.StringIO(table.csv()))
+    assert (first["doubt"], second["doubt"]) == ("", "nobody knows")
     assert float(first["step_s"]) == rows[0].step_s and first["source"] == "simulated"
     assert render_png(plot_efficiency(rows, "title", "subtitle")).startswith(b"\x89PNG")
 

@@ -41,10 +41,10 @@ def _join(low_bytes: int, high_bytes: int) -> str:
 
 WHAT_IF = (
     Column("network", lambda r: r.network, "text", "network", is_key=True),
-    Column("ranks", lambda r: r.world_size, "count", "world_size", is_key=True),
+    Column("ranks", lambda r: r.world_size, "{:,}".format, "world_size", is_key=True),
     Column("algorithm", lambda r: r.algorithm, "text", "algorithm", priority=1),
     Column("step", lambda r: r.step_s, "ms", "step_s", priority=9),
-    Column("90 % (ms)", lambda r: f"{format_ms(r.low_s)} to {format_ms(r.high_s)}", "text", priority=8),
+    Column("90 % (ms)", lambda r: f"{format_ms(r.low_s)} to {format_ms(r.high_s)}", str, priority=8),
     Column(None, lambda r: r.low_s, "s", "low_s"),
     Column(None, lambda r: r.high_s, "s", "high_s"),
     Column(None, lambda r: r.local_s, "s", "local_step_s"),
@@ -58,15 +58,16 @@ WHAT_IF = (
     Column(None, lambda r: r.best_cap_bytes, "bytes", "best_cap_bytes"),
     Column(None, lambda r: r.plateau_low_bytes, "bytes", "plateau_low_bytes"),
     Column(None, lambda r: r.plateau_high_bytes, "bytes", "plateau_high_bytes"),
-    Column("bucket size", _advise, "text", priority=4),
+    Column("bucket size", _advise, str, priority=4),
     Column("buckets", lambda r: r.num_buckets, "count", "num_buckets"),
     Column(None, lambda r: r.default_step_s, "s", "default_step_s"),
     Column("saves", lambda r: max(0.0, r.gain), "percent.1", priority=3),
     Column(None, lambda r: r.gain, "s", "gain"),
     Column(None, lambda r: r.keeps_default, "yes", "keeps_default"),
-    Column("bound by", lambda r: r.bound, "text", "bound", priority=2),
+    Column("bound by", lambda r: r.bound, str, "bound", priority=2),
     Column(None, lambda r: r.doubt, "text", "doubt"),
-    Column("source", lambda r: r.source, "text", "source"),
+    Column(None, lambda r: r.source, "text", "source"),
+    Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", "text"),
 )
 
 
@@ -138,10 +139,14 @@ class PredictResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        told = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
+        networks = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
         doubtful = [f"{row.network} on {row.world_size:,} ranks: {row.doubt}" for row in self.rows if row.doubt]
-        assumed = [*self.job.notes, *told, *describe_scenario(self.job, self.fabrics, self.scenario)]
-        return [*(f"assumed: {line}" for line in assumed), *(f"doubtful: {line}" for line in doubtful)]
+        assumed = [*networks, *describe_scenario(self.job, self.fabrics, self.scenario)]
+        return [
+            *(f"profile: {line}" for line in self.job.notes),
+            *(line if line.startswith(("contention ", "interval: ")) else f"assumed: {line}" for line in assumed),
+            *(f"doubtful: {line}" for line in doubtful),
+        ]
 
     def tables(self) -> list[Table]:
         return [Table("table", f"{self.profile.model} on other networks and ranks", WHAT_IF, self.rows, key="rows")]
@@ -152,7 +157,17 @@ class PredictResult(Result):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        return ("paceline tune --ranks 1 --network 10gbe --network-ranks 8", "paceline scale ranks --ranks 1,2")
+        row = max(self.rows, key=lambda row: row.world_size)
+        named = self.config["network"]
+        network = "10gbe" if named is None else find_networks(named)[0].name
+        ranks = row.world_size if row.world_size > 1 else 8
+        if self.config.get("is_own", True):
+            return (f"paceline.tune(model, step, network={network!r}, network_ranks={ranks})",)
+        model = f"--model {self.profile.model}"
+        return (
+            f"paceline tune {model} --network {network} --network-ranks {ranks}",
+            f"paceline scale ranks {model} --ranks 1,2",
+        )
 
     def to_json(self) -> dict[str, Any]:
         return super().to_json() | {

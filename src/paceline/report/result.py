@@ -161,7 +161,7 @@ class Result:
         """What a terminal of this width shows; None is as wide as needed, with every column of every table."""
         blocks = [_fill(self.answer, width)]
         blocks += [table.terminal(width) for table in self.tables()]
-        blocks.append("\n".join(_fill(line, width) for line in self.findings))
+        blocks.append("\n".join(_fill(line, width, "  ") for line in self.findings))
         blocks.append("\n".join(_fill(f"warning: {warning}", width, "  ") for warning in self.warnings))
         last = [] if self.folder is None else [f"run: {self.folder}"]
         last += [f"next: {command}" for command in self.next_steps]

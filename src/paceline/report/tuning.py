@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COMPUTE, _FIRST_LANE = 1, 2
+# Below this share of a step, nothing is gained by measuring an input again.
+_LEAST_DOUBT = 0.001
+# The options that `train` needs again to build the job that was tuned.
+_JOB_OPTIONS = ("data", "batch_size", "precision", "backend", "channels", "hidden", "context")
 
 
 def _interval(point: GridPoint) -> str:
@@ -37,13 +41,13 @@ GRID = (
     Column("bucket size", lambda p: p.cap_bytes, "bytes", "cap_bytes", is_key=True),
     Column("buckets", lambda p: p.estimate.num_buckets, "count", "num_buckets", priority=2),
     Column("predicted", lambda p: p.estimate.step_s, "ms", "predicted_s", priority=5),
-    Column("90 % (ms)", _interval, "text", priority=1),
+    Column("90 % (ms)", _interval, str, priority=1),
     Column(None, lambda p: p.estimate.low_s, "s", "low_s"),
     Column(None, lambda p: p.estimate.high_s, "s", "high_s"),
     Column("measured", lambda p: p.measured_s, "ms", "measured_s", priority=5),
     Column("error", lambda p: p.error, lambda error: f"{error:+.1%}", priority=4),
-    Column("added, predicted", lambda p: p.estimate.exposed_s, "ms", "predicted_exposed_s"),
-    Column("added, measured", lambda p: p.exposed_s, "ms", "measured_exposed_s"),
+    Column("predicted exposed", lambda p: p.estimate.exposed_s, "ms", "predicted_exposed_s"),
+    Column("measured exposed", lambda p: p.exposed_s, "ms", "measured_exposed_s"),
     Column(None, lambda p: p.same_layout, "yes", "same_layout"),
     Column("source", lambda p: "simulated" if p.measured is None else p.measured.source, "text", "source"),
 )
@@ -57,6 +61,7 @@ BUCKETS = (
     Column("in flight", lambda row: row[1].transfer_s, "ms", priority=2),
     Column("done", lambda row: row[1].done_s, "ms", "done_s", priority=3),
     Column("after backward", lambda row: max(0.0, row[1].done_s - row[2]), "ms", priority=1),
+    Column("source", lambda row: "simulated", "text", "source"),
 )
 
 
@@ -107,20 +112,26 @@ class TuneResult(Result):
     def findings(self) -> Sequence[str]:
         tuning = self.tuning
         doubts = tuning.model.estimate_doubts(tuning.choice.estimate.cuts)
+        first, most = next(iter(doubts.items()))
         listed = ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
+        advice = f"; to reduce it, measure {first} again" if most >= _LEAST_DOUBT else ""
         return [
             *describe_errors(tuning),
-            f"standard deviation of the predicted step by input: {listed}; to reduce it, measure {next(iter(doubts))} "
-            "again",
+            f"standard deviation of the predicted step by input: {listed}{advice}",
             *tuning.model.assumptions,
             describe_torch(tuning),
         ]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Reasons to doubt the result. Versions 1 and 2 stored the findings there, too."""
+        return self.run.warnings if "tune" in self.config else tuple(doubt.text for doubt in self.doubts)
 
     def tables(self) -> list[Table]:
         choice = self.tuning.choice
         step = choice.estimate.step
         rows = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
-        title = "the default plan (simulated)" if choice.is_default else "the plan predicted best (simulated)"
+        title = "the default plan" if choice.is_default else "the plan predicted best"
         return [Table("grid", "step by bucket size", GRID, self.candidates), Table("buckets", title, BUCKETS, rows)]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
@@ -139,10 +150,26 @@ class TuneResult(Result):
     def next_steps(self) -> Sequence[str]:
         if self.folder is None or self.config.get("data") is None:
             return ("paceline.DDP(model, plan=result.plan)",)
-        model, ranks = f"--model {self.step.model}", f"--ranks {self.step.world_size}"
+        job, is_emulated = self._describe_job(), self.tuning.settings.network is not None
+        # An emulated network has one rank here: its plan is for the ranks of the real one, which a launcher starts.
+        ranks = "" if is_emulated else f" --ranks {self.step.world_size}"
         if self.verdict == "use":
-            return (f"paceline train {model} {ranks} --plan {self.folder / 'plan.json'}",)
-        return (f"paceline profile phases {model} {ranks}", f"paceline tune {model} --network 1gbe --network-ranks 8")
+            return (f"paceline train {job}{ranks} --plan {self.folder / 'plan.json'}",)
+        if is_emulated:
+            return (f"paceline tune {job} --ranks 2",)
+        return (f"paceline profile phases {job}{ranks}", f"paceline tune {job} --network 1gbe --network-ranks 8")
+
+    def _describe_job(self) -> str:
+        """The options of the command line that describe the job of a model by name."""
+        options = [f"--model {self.step.model}"]
+        if self.step.wrapper != "paceline":
+            options.append(f"--wrapper {self.step.wrapper}")
+        for name in _JOB_OPTIONS:
+            value = self.config.get(name)
+            if value not in (None, "auto", "synthetic", "fp32"):
+                listed = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+                options.append(f"--{name.replace('_', '-')} {listed}")
+        return " ".join(options)
 
     def to_json(self) -> dict[str, Any]:
         tuning, judgement, step = self.tuning, self.tuning.judgement, self.step
@@ -210,9 +237,10 @@ def describe_answer(tuning: Tuning) -> str:
     noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
     predicted = f"{cap}, {count}, was predicted to take {choice.gain:.1%} less"
     if not gain.is_clear:
-        return f"keep the default: {predicted}, and measured {1 - gain.value:.1%}{noise} less, within the noise"
+        measured = f"{abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}"
+        return f"keep the default: {predicted}, and took {measured}, within the noise"
     if gain.value > 1:
-        return f"keep the default: {predicted}, and takes {gain.value - 1:.1%}{noise} more: a wrong prediction"
+        return f"keep the default: {predicted}, and took {gain.value - 1:.1%}{noise} more: a wrong prediction"
     return (
         f"use {cap}, {count}: it takes {1 - gain.value:.1%}{noise} less than the default, measured in turns; predicted "
         f"{choice.gain:.1%}, regret {judgement.regret:.1%}"

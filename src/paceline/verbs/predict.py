@@ -59,10 +59,13 @@ def predict(
     counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     if not counts or min(counts) < 1:
         raise ConfigError(f"ranks {ranks}: at least one number of at least 1 is needed")
-    record = _find_profile(profile)
+    run = _get_run(profile)
+    record = _find_profile(run)
     sweep: list[Record] = []
     if allreduce is not None:
         sweep = [r for r in _get_run(allreduce).records if isinstance(r, CollectiveRecord)]
+        if not sweep:
+            raise RecordError(f"--allreduce {allreduce}: no all-reduce on two or more ranks is in this run")
     config = {
         "network": network,
         "ranks": list(counts),
@@ -73,6 +76,7 @@ def predict(
         "accumulate": accumulate,
         "gradients": gradients,
         "spread": _read_spread(straggler, record),
+        "is_own": run.config.get("data") is None,  # the profile is of a user's own module
     }
     result = PredictResult(Run("predict", config, capture_environment(), (record, *sweep)))
     try:
@@ -113,8 +117,7 @@ def _get_run(source: Result | str | Path) -> Run:
     return load_run(source) if isinstance(source, str | Path) else source.run
 
 
-def _find_profile(source: Result | str | Path) -> LayerProfileRecord:
-    run = _get_run(source)
+def _find_profile(run: Run) -> LayerProfileRecord:
     found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
     if len(found) != 1:
         raise RecordError(
