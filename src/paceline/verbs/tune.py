@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,8 @@ def tune(
         network_ranks=NETWORK_RANKS if network_ranks is None else network_ranks,
         takes_lists=wrapper != "torch" or takes_cap_lists(),
     )
-    is_pair = not isinstance(model, str) and step is not None
+    _check_model(model, step)
+    is_pair = step is not None
     if is_pair and not is_launched() and network is None:
         raise ConfigError(
             "a module and its step are tuned in a launched world: start this program with torchrun, or pass a factory "
@@ -98,6 +100,8 @@ def tune(
         name = type(model).__name__ if is_pair else getattr(model, "__name__", "factory")
         where = {"backend": backend, "device": device, "threads": threads}
         config = {"model": name, "ranks": count, "wrapper": wrapper, **where}
+        if not is_pair and not is_launched():
+            _check_factory(model, name)
         load, arguments = functools.partial(_load_own, where), (settings, model, step, name if is_pair else "")
     with open_session("tune", config, ranks=count, out=out, progress=progress) as session:
         records, gradients, default_plan = session.ask(load, arguments, here=is_pair)
@@ -105,6 +109,35 @@ def tune(
         result = TuneResult(session.save(records), session.folder)
         session.write(result)
         return result
+
+
+def _check_model(model: Any, step: Any) -> None:
+    """Refuse what is neither a module with its step, nor a factory, nor a name."""
+    if isinstance(model, str):
+        if step is not None:
+            raise ConfigError(f"model {model!r} with a step: a model by name has its own; pass a module with a step")
+        return
+    if step is None and hasattr(model, "named_parameters"):
+        raise ConfigError(
+            f"{type(model).__name__} without a step: pass step(model), which runs one forward and backward",
+            code="no-step",
+        )
+    if not callable(model) or (step is not None and not callable(step)):
+        raise ConfigError(
+            f"model is {type(model).__name__} and step is {type(step).__name__}: pass a module and a function "
+            "step(model), a factory that returns both, or the name of a model"
+        )
+
+
+def _check_factory(factory: Callable[[], Any], name: str) -> None:
+    """Refuse a factory that cannot be sent to the ranks, before any starts."""
+    try:
+        pickle.dumps(factory)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"the factory {name} cannot be sent to another process ({error}): define it at the top level of a module",
+            code="not-picklable",
+        ) from None
 
 
 def _load_job() -> Callable[..., Any]:

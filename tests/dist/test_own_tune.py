@@ -1,0 +1,178 @@
+"""`paceline.tune` for a user's own job: a module with two inputs, a loss of its own, and two optimizers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.errors import ConfigError, PacelineError
+from paceline.measure.steps import OwnJob
+from paceline.plan import Plan
+from paceline.records import LayerProfileRecord, StepRecord
+from paceline.report.tuning import TuneResult
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class TwoTowers(nn.Module):
+    """Embeds tokens, projects features, and compares the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 16)
+        self.features = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return self.scale * (self.tokens(tokens).mean(1) * self.features(features)).sum(1)
+
+
+def build():
+    torch.manual_seed(3)
+    model = TwoTowers()
+    dense = [model.scale, *model.features.parameters()]
+    optimizers = (torch.optim.SGD(model.tokens.parameters(), lr=0.1), torch.optim.AdamW(dense, lr=0.01))
+    tokens, features, wanted = torch.randint(0, 50, (6, 5)), torch.randn(6, 12), torch.randn(6)
+
+    def step(model: nn.Module) -> None:
+        loss = (model(tokens, features) - wanted).abs().pow(1.5).mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return model, step
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> TuneResult:
+    """One tuning from a plain process, on two ranks that it starts."""
+    out = tmp_path_factory.mktemp("runs")
+    return paceline.tune(build, ranks=2, quick=True, iters=3, caps="1KiB,16KiB", backend="gloo", out=out)
+
+
+def test_a_factory_is_tuned_on_ranks_of_its_own(tuned):
+    steps = [record for record in tuned.records if isinstance(record, StepRecord)]
+    assert all((r.model, r.data, r.batch_size, r.world_size) == ("TwoTowers", "own", 6, 2) for r in steps)
+    assert all(record.timing.count == 3 and record.timing.num_ranks == 2 for record in steps)
+    assert {record.role for record in steps} >= {"plain", "local", "job"}
+    (profile,) = (record for record in tuned.records if isinstance(record, LayerProfileRecord))
+    parameters = dict(build()[0].named_parameters())
+    assert {p.name: p.num_bytes for p in profile.parameters} == {n: p.nbytes for n, p in parameters.items()}
+    assert tuned.verdict in ("use", "keep") and tuned.answer.startswith("TwoTowers on 2 ranks")
+    assert tuned.gain is None or tuned.gain.value > 0
+    assert {gradient.name for gradient in tuned.plan.gradients} == set(parameters)
+    assert tuned.next_steps == ("paceline.DDP(model, plan=result.plan)",)
+
+
+def test_the_wrapper_had_the_buckets_that_were_simulated(tuned):
+    assert [point.cap_bytes for point in tuned.candidates] == [1 << 10, 16 << 10]
+    for point in tuned.candidates:
+        simulated = tuple(bucket.num_bytes for bucket in point.estimate.step.buckets)
+        assert point.measured.bucket_bytes == simulated and point.same_layout
+    assert tuned.candidates[0].estimate.num_buckets > tuned.candidates[1].estimate.num_buckets
+    (default,) = (r for r in tuned.records if isinstance(r, StepRecord) and r.label == "default")
+    assert default.bucket_bytes == tuned.tuning.default_plan.bucket_bytes
+
+
+def test_its_folder_answers_again_and_predicts(tuned):
+    again = paceline.load_result(tuned.folder)
+    assert isinstance(again, TuneResult) and again.to_json() == tuned.to_json() and again.plan == tuned.plan
+    for source in (tuned, tuned.folder):
+        predicted = paceline.predict(source, network="1gbe", ranks=64)
+        low_s, high_s = predicted.interval
+        assert low_s <= predicted.step_s <= high_s and predicted.exposed_s > 0
+    assert predicted.next_steps == ("paceline.tune(model, step, network='1gbe', network_ranks=64)",)
+
+
+PROGRAM = """
+import json, sys
+import torch, torch.distributed as dist
+import paceline
+from tests.dist.test_own_tune import build
+
+dist.init_process_group("gloo")  # as programs for torch's wrapper do
+model, step = build()
+before = {name: value.clone() for name, value in model.state_dict().items()}
+model.eval()
+result = paceline.tune(model, step, quick=True, iters=2, caps="1KiB,16KiB")
+after = model.state_dict()
+restored = all(torch.equal(before[name], after[name]) for name in before) and not model.training
+wrapped = paceline.DDP(model, plan=result.plan)
+step(wrapped)
+moved = any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+print(json.dumps({
+    "answer": result.answer, "plan": result.plan.to_json(), "restored": restored, "moved": moved,
+    "used": wrapped.plan.bucket_bytes, "wanted": result.plan.bucket_bytes,
+    "times": [record.timing.seconds for record in result.records],
+    "layouts": [point.same_layout for point in result.candidates], "folder": str(result.folder),
+    "checksum": float(sum(value.double().sum() for value in model.state_dict().values())),
+}), flush=True)
+wrapped.stop()
+dist.destroy_process_group()
+"""
+
+
+def test_a_module_and_its_step_are_tuned_in_a_launched_world(start, tmp_path, monkeypatch):
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'src'}")
+    job = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    out, err = job.communicate(timeout=400)
+    assert job.returncode == 0, err
+    first, second = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    assert first == second  # every rank has the same answer, records and plan, and the same replica afterwards
+    assert first["restored"] and first["moved"] and all(first["layouts"]) and len(first["layouts"]) == 2
+    assert first["used"] == first["wanted"] == list(Plan.from_json(first["plan"]).bucket_bytes)
+    assert first["folder"] == "None"
+
+
+def build_only_a_model():
+    return TwoTowers()
+
+
+def build_without_parameters():
+    return nn.Identity(), lambda model: None
+
+
+def build_a_triple():
+    return nn.Linear(2, 2), lambda model: None, None
+
+
+@pytest.mark.parametrize("factory", [build_only_a_model, build_without_parameters, build_a_triple])
+def test_a_factory_must_return_a_module_that_learns_and_its_step(factory):
+    with pytest.raises(ConfigError):
+        OwnJob(factory)
+
+
+def test_a_wrong_factory_is_an_error_of_the_call_and_not_of_a_rank():
+    with pytest.raises(ConfigError, match="must return .model, step., and returned TwoTowers"):
+        paceline.tune(build_only_a_model, ranks=2, quick=True, iters=2, backend="gloo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "code"),
+    [
+        (build(), {}, "not-launched"),
+        (build()[:1], {}, "no-step"),
+        ((lambda: build(),), {}, "not-picklable"),
+        ((build,), {"ranks": 1}, "ranks"),
+        ((build,), {"batch_size": 4}, ""),
+        ((build()[0], "no function"), {}, ""),
+        ((3,), {}, ""),
+        (("cnn", build()[1]), {}, ""),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_a_rank_starts(monkeypatch, arguments, options, code):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("paceline.verbs.tune.open_session", lambda *_, **__: pytest.fail("a session was opened"))
+    with pytest.raises(PacelineError) as caught:
+        paceline.tune(*arguments, **options)
+    assert isinstance(caught.value, ConfigError) and caught.value.code == code
