@@ -219,7 +219,8 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
 
     gc.collect()
     gc.freeze()  # collections in ranks then write to fewer shared pages
-    control.send(b"ready" if _has_one_thread() else b"threads")
+    with contextlib.suppress(OSError):  # the launcher is gone, as is found below
+        control.send(b"ready" if _has_one_thread() else b"threads")
     poller = select.poll()
     poller.register(launcher_fd, select.POLLIN)
     poller.register(control_fd, select.POLLIN)
@@ -234,7 +235,10 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
                 status.close()
                 os.close(fd)
                 continue
-            kind, descriptors, _, _ = socket.recv_fds(control, 16, 8) if fd == control_fd else (b"", [], 0, "")
+            try:
+                kind, descriptors, _, _ = socket.recv_fds(control, 16, 8) if fd == control_fd else (b"", [], 0, "")
+            except OSError:  # closed by a launcher that was interrupted, before it had read everything
+                kind = b""
             if not kind:  # the launcher is gone; the ranks follow
                 os._exit(0)
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
