@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.records.pairs import compare_times
+from paceline.records.samples import compare_times
 from paceline.training.build import build_job
 from paceline.training.checkpoints import Position, RunFiles
 from paceline.training.loader import load_windows

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.measure.engine import Contestant, time_interleaved
-from paceline.measure.pattern import Pattern
+from paceline.measure.collectives import Pattern
+from paceline.measure.engine import Timed, time_in_turns
 from paceline.records.samples import quantile
 from paceline.units import format_bytes, format_ms, parse_sizes
 
@@ -36,17 +36,26 @@ def time_loop(vector: torch.Tensor, iters: int) -> list[float]:
     return seconds
 
 
-def time_engine(vector: torch.Tensor, iters: int, rank: int, world: paceline.World) -> list[float]:
+class AllReduce(Timed):
+    """The vector of the loop, filled, reduced and checked by the engine."""
+
+    def __init__(self, vector: torch.Tensor, world: paceline.World) -> None:
+        self.vector, self.rank, self.device, self.num_elements = vector, world.rank, vector.device, vector.numel()
+        self.pattern = Pattern(world.world_size, vector.dtype, "sum", vector.device)
+
+    def prepare(self, repetition: int) -> None:
+        self.pattern.fill(self.vector, self.rank, repetition)
+
+    def call(self) -> None:
+        dist.all_reduce(self.vector)
+
+    def check(self, repetition: int) -> int:
+        return self.pattern.count_wrong(self.vector, repetition)
+
+
+def time_engine(vector: torch.Tensor, iters: int, world: paceline.World) -> list[float]:
     """The same number of repetitions by the engine, with its barrier, fresh data and check."""
-    pattern = Pattern(world.world_size, vector.dtype, "sum", vector.device)
-    contestant = Contestant(
-        device=vector.device,
-        prepare=lambda repetition: pattern.fill(vector, rank, repetition),
-        call=lambda: dist.all_reduce(vector),
-        count_wrong=lambda repetition: pattern.count_wrong(vector, repetition),
-        num_elements=vector.numel(),
-    )
-    (timing,) = time_interleaved([contestant], world.control, iters, 0)
+    (timing,) = time_in_turns([AllReduce(vector, world)], world.control, iters, 0)
     return timing.seconds
 
 
@@ -59,7 +68,7 @@ def compare(sizes: tuple[int, ...], rounds: int, iters: int, threads: int = 1) -
             time_loop(vector, 3)
             engine, loop = [], []
             for _ in range(rounds):
-                engine.append(world.share(time_engine(vector, iters, world.rank, world)))
+                engine.append(world.share(time_engine(vector, iters, world)))
                 vector.zero_()
                 loop.append(world.share(time_loop(vector, iters)))
             reduced = {

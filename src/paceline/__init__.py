@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm
     from paceline.plan import Plan
     from paceline.records.store import Run, load_run
+    from paceline.report.result import Result, load_result
     from paceline.runtime.environment import is_launched
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
     from paceline.training.optimizers import LAMB, LARS
+    from paceline.verbs import bench
+    from paceline.verbs.doctor import doctor
 
 __version__ = "0.1.0"
 
@@ -36,10 +39,13 @@ _HOMES = {
     "paceline.plan": ("Plan",),
     "paceline.records.store": ("Run", "load_run"),
     "paceline.runtime.environment": ("is_launched",),
+    "paceline.report.result": ("Result", "load_result"),
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
     "paceline.training.optimizers": ("LAMB", "LARS"),
+    "paceline.verbs": ("bench",),
+    "paceline.verbs.doctor": ("doctor",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -58,13 +64,17 @@ __all__ = [
     "RankPool",
     "Ranks",
     "RecordError",
+    "Result",
     "Run",
     "SyncBatchNorm",
     "World",
     "__version__",
+    "bench",
+    "doctor",
     "get",
     "init",
     "is_launched",
+    "load_result",
     "load_run",
     "ranks",
     "run_ranks",

@@ -16,11 +16,11 @@ from paceline.predict.calibrate import Evidence
 from paceline.predict.judgement import GridPoint, Judgement, judge
 from paceline.predict.plans import Choice, PlanModel
 from paceline.predict.search import choose_caps
-from paceline.records import Record, TuneStepRecord
+from paceline.records import Record, StepRecord
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
-    from paceline.measure.tune_steps import Candidate
+    from paceline.measure.tuning import Candidate
 
 __all__ = ["Tuning", "find_plan", "judge_tuning", "run_tuning"]
 
@@ -48,7 +48,7 @@ class Tuning:
 
     @property
     def is_of_torch(self) -> bool:
-        return any(isinstance(record, TuneStepRecord) and record.wrapper == "torch" for record in self.records)
+        return any(isinstance(record, StepRecord) and record.wrapper == "torch" for record in self.records)
 
     @property
     def plan(self) -> Plan:
@@ -66,7 +66,7 @@ def find_plan(
         return model, choice, default_plan
     what = f"cap {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "free"
     plan = model.build_plan(gradients, choice.estimate.cuts, f"tuned: {what}")
-    if settings.job.wrapper == "torch":
+    if settings.wrapper == "torch":
         plan.as_torch_kwargs()  # refuses what torch's rule cannot make, before anything is confirmed
     return model, choice, plan
 
@@ -76,34 +76,38 @@ def run_tuning(settings: TuneSettings) -> tuple[list[Record], tuple[Gradient, ..
 
     Collective: every rank of the launched world must call this.
     """
-    from paceline.measure.settings import Progress
+    from paceline.measure.steps import TrainingJob
     from paceline.measure.tuning import TuningBench
+    from paceline.runtime.session import Progress
     from paceline.runtime.worker import post
-    from paceline.training.build import open_world
+    from paceline.training.build import build_job, open_world
 
+    assert settings.job is not None
     with open_world(settings.job) as world:
 
         def tell(share: float, what: str) -> None:
             if world.rank == 0:
                 post(Progress((what == "confirming") + share, 2 if settings.confirms else 1, what))
 
-        bench = TuningBench(settings, world, tell)
+        assert settings.job is not None
+        alone = replace(settings.job, ranks=world.world_size, wrapper="none")
+        bench = TuningBench(settings, TrainingJob(build_job(alone, world)), world, tell)
         try:
             records = bench.calibrate()
             default_plan = bench.build_default_plan()
             if not settings.confirms:
-                return records, bench.gradients, default_plan
+                return records, bench.job.gradients, default_plan
             found: list[Candidate] | PacelineError | None = None
             if world.rank == 0:
                 try:
-                    found = _list_candidates(settings, records, bench.gradients, default_plan)
+                    found = _list_candidates(settings, records, bench.job.gradients, default_plan)
                 except PacelineError as error:  # raised on all ranks: the others would wait for the answer
                     found = error
             candidates = world.share(found)[0]
             if isinstance(candidates, PacelineError):
                 raise candidates
             records += bench.confirm(candidates)
-            return records, bench.gradients, default_plan
+            return records, bench.job.gradients, default_plan
         finally:
             bench.close()
 
@@ -112,7 +116,7 @@ def _list_candidates(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
 ) -> list[Candidate]:
     """What is confirmed in turns: the default, the recommended plan if it is another, and the best cap of the sweep."""
-    from paceline.measure.tune_steps import Candidate
+    from paceline.measure.tuning import Candidate
 
     _, choice, plan = find_plan(settings, records, gradients, default_plan)
     candidates = [Candidate("default")]
@@ -124,9 +128,9 @@ def _list_candidates(
     return candidates
 
 
-def _find_best(records: Sequence[Record]) -> TuneStepRecord | None:
+def _find_best(records: Sequence[Record]) -> StepRecord | None:
     """The fastest cap of the sweep, to hold the recommended plan against."""
-    plans = [record for record in records if isinstance(record, TuneStepRecord) and record.role == "plan"]
+    plans = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
     return min(plans, key=lambda record: record.timing.median_s, default=None)
 
 
@@ -135,7 +139,7 @@ def judge_tuning(
 ) -> Tuning:
     """Everything that follows from the records of a tuning. Pure."""
     model, choice, plan = find_plan(settings, records, gradients, default_plan)
-    plans = [record for record in records if isinstance(record, TuneStepRecord) and record.role == "plan"]
+    plans = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
     grid = [record for record in plans if not record.note]
     confirmed = [record for record in plans if record.note]
     if grid:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import paceline
 from paceline import load_run
 from paceline.records import CollectiveRecord, MemoryRecord, Samples
 from paceline.records.exchange import load_table
@@ -87,8 +88,10 @@ def test_a_person_gets_a_table_the_fit_and_the_folder(command, tmp_path):
         assert words in answer.out
     assert re.search(r"1 MiB\s+262 144\s", answer.out)
     (folder,) = (tmp_path / "here").iterdir()
-    assert f"run: {folder}" in answer.out
     assert "2 of 2 cells" in answer.err
+    # The answer first; then the table, where the files are, and what to do next.
+    assert answer.out.startswith("all_reduce of 1 MiB on 2 ranks takes ")
+    assert answer.out.index("time (ms)") < answer.out.index(f"run: {folder}") < answer.out.index("next: paceline bench")
 
 
 def test_memories_and_the_limit_are_told_everywhere(command, tmp_path):
@@ -128,8 +131,8 @@ def test_both_is_another_word_and_only_like_memory_stands_beside_like(command, t
     assert {row["fraction_of_memory"] for row in first["rows"]} == {None}
     answer = command(*small, "--memory", "shared", "--compare", first["run"], "--json", "--out", str(tmp_path / "b"))
     pairs = json.loads(answer.out)["comparison"]
-    told = [tuple(p[side] and p[side]["memory"] for side in ("here", "there")) for p in pairs]
-    assert told == [(None, "ordinary"), ("shared", "shared")]
+    sides = [tuple(p[side] and p[side]["memory"] for side in ("here", "there")) for p in pairs]
+    assert sides == [(None, "ordinary"), ("shared", "shared")]
 
 
 def test_a_person_is_told_the_fraction_of_memory(command, tmp_path):
@@ -190,7 +193,61 @@ def test_a_batch_shell_of_one_task_still_starts_ranks(command, tmp_path, monkeyp
 def test_strict_fails_a_result_that_says_little(command, tmp_path):
     few = ("bench", "allreduce", "--sizes", "4KiB", "--iters", "2", "--out", str(tmp_path))
     assert command(*few).code == 0
-    assert command(*few, "--strict").code == 1
+    answer = command(*few, "--strict")
+    assert answer.code == 1 and "paceline: failed (--strict): gloo, 2 ranks: fewer than 5 repetitions" in answer.err
+
+
+@pytest.mark.parametrize("width", ["80", "120", "40"])
+def test_the_table_fits_the_terminal_and_wide_shows_everything(command, monkeypatch, tmp_path, width):
+    monkeypatch.setenv("COLUMNS", width)
+    answer = command(*SMALL, "--out", str(tmp_path))
+    lines = [line for line in answer.out.splitlines() if not line.startswith(("run:", "next:"))]
+    assert answer.code == 0 and max(map(len, lines)) <= int(width)
+    assert all(key in answer.out for key in ("4 KiB", "1 MiB")) and ("--wide" in answer.out) == (width != "120")
+    if width == "40":
+        wide = command(*SMALL, "--wide", "--out", str(tmp_path)).out
+        assert all(name in wide for name in ("count", "p10 (ms)", "p90 (ms)", "iters")) and "--wide" not in wide
+
+
+def test_a_call_from_python_gives_a_result_and_writes_nothing(monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    result = paceline.bench.allreduce(ranks=(2,), sizes=("64KiB", "1MiB"), iters=3)
+    assert capfd.readouterr() == ("", "") and list(tmp_path.iterdir()) == [] and result.folder is None
+    assert [(r.num_bytes, r.num_wrong, r.timing.count) for r in result.records] == [(2**16, 0, 3), (2**20, 0, 3)]
+    assert [row["num_bytes"] for row in result.table().rows_json()] == [2**16, 2**20]
+    assert result.figure().axes and result.figure("bandwidth").axes
+    document = result.to_json()
+    check_document(document)
+    assert json.loads(json.dumps(document, allow_nan=False)) == document and document["run"] is None
+    assert max(map(len, str(result).splitlines())) <= 80 and str(result).startswith("all_reduce of 1 MiB on 2 ranks")
+    assert "<table>" in result._repr_html_()
+    folder = result.save(tmp_path / "saved")
+    again = paceline.load_result(folder)
+    assert again.records == result.records and again.to_json()["rows"] == document["rows"]
+    assert again.config == json.loads(json.dumps(result.config))
+    assert max(map(len, again.table().terminal(80).splitlines())) <= 80
+
+
+IN_A_WORLD = """
+import os
+import sys
+import paceline
+
+result = paceline.bench.allreduce(sizes="4KiB", iters=5, out="runs")
+assert (result.folder is not None) == (os.environ["RANK"] == "0")
+print(len(result.records), result.records[0].world_size, result.records[0].timing.median_s, file=sys.stderr)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_call_in_a_launched_world_gives_every_rank_the_same_result(start, tmp_path):
+    (tmp_path / "program.py").write_text(IN_A_WORLD)
+    job = start(*TORCHRUN, "program.py")
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 0 and out == "", err
+    lines = [line for line in err.splitlines() if line.startswith("1 2 ")]
+    assert len(lines) == 2 and lines[0] == lines[1]
+    assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
 def test_chunks_table_and_picture(command, tmp_path):
@@ -262,10 +319,10 @@ def test_an_interrupted_run_keeps_what_was_finished_and_leaves_no_process(start,
     finally:
         job.kill()
     assert job.returncode == 128 + ending
-    assert "broken off; 1 finished records are in" in err and "Traceback" not in err
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"paceline: interrupted: 1 of 2 cells is saved in runs/{folder.name}" in err and "Traceback" not in err
     wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), 10)
     assert set(os.listdir("/dev/shm")) <= shm
-    (folder,) = (tmp_path / "runs").iterdir()
     run = load_run(folder)
     assert not run.complete and [record.num_bytes for record in run.records] == [4096]
 
@@ -295,5 +352,5 @@ def test_ctrl_c_while_the_ranks_start_ends_everything(start, tmp_path, after_s):
     os.killpg(job.pid, signal.SIGINT)
     _, err = job.communicate(timeout=20)
     assert job.returncode == 130, err
-    assert "Traceback" not in err and "broken off before the first result" in err
+    assert "Traceback" not in err and "paceline: interrupted: nothing was saved" in err
     assert list((tmp_path / "runs").iterdir()) == []

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import load_run
 from paceline.measure.wrapper_settings import WRAPPERS
-from paceline.records import WrapperRecord
+from paceline.records import StepRecord
 
 ROW_KEYS = {
     "model", "wrapper", "world_size", "backend", "step_median_s", "backward_median_s", "ratio_to_torch",
@@ -41,7 +41,7 @@ def test_json_is_one_document_and_the_run_folder_holds_everything(command, tmp_p
     run = load_run(folder)
     assert run.complete and run.verb == "bench wrappers" and run.config["wrappers"] == ["bare", "torch"]
     for row, record in zip(rows, run.records, strict=True):
-        assert isinstance(record, WrapperRecord)
+        assert isinstance(record, StepRecord)
         assert record.timing.median_s == row["step_median_s"]
         assert record.backward.median_s == row["backward_median_s"]
 
@@ -64,7 +64,7 @@ def test_a_person_gets_a_table_with_all_wrappers_at_world_size_1(command, tmp_pa
     assert answer.code == 0, answer.err
     for words in (*WRAPPERS, "step (ms)", "/ torch", "/ tuned", "/ bare", "than torch", "fastest of"):
         assert words in answer.out
-    assert "1 rank, 2 samples each (cnn, gloo, cpu, float32" in answer.out
+    assert "1 rank, 2 samples each (cnn, gloo, cpu, fp32" in answer.out
 
 
 def test_torch_and_ours_on_both_backends_in_one_run(command, tmp_path):
@@ -77,7 +77,7 @@ def test_torch_and_ours_on_both_backends_in_one_run(command, tmp_path):
     ]  # fmt: skip
     records = load_run(next(tmp_path.iterdir())).records
     for row, record in zip(rows, records, strict=True):
-        assert isinstance(record, WrapperRecord)
+        assert isinstance(record, StepRecord)
         for name, other in (
             ("ratio_to_torch_on_gloo", records[0]),
             ("ratio_to_torch", records[rows.index(row) // 2 * 2]),

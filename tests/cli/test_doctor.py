@@ -7,6 +7,7 @@ import json
 import pytest
 
 from paceline.measure import health
+from paceline.records.kinds import CheckRecord
 
 
 def test_a_sane_machine_passes_with_a_real_all_reduce(command):
@@ -20,7 +21,7 @@ def test_a_sane_machine_passes_with_a_real_all_reduce(command):
 
 
 def without_ranks(monkeypatch):
-    ok = health.Check("2-rank all-reduce", "ok", "not run in this test")
+    ok = CheckRecord(name="2-rank all-reduce", status="ok", found="not run in this test")
     monkeypatch.setattr(health, "_check_allreduce", lambda *args: ok)
 
 
@@ -37,7 +38,8 @@ def test_what_is_broken_is_named_with_its_cure_and_exits_1(command, monkeypatch,
         monkeypatch.setenv(key, value)
     answer = command("doctor")
     assert answer.code == 1
-    assert f"broken: {name}" in answer.out and words in answer.out
+    assert f"Failed: {name}" in answer.out.splitlines()[0] and words in answer.out
+    assert f"paceline: failed: {name}" in answer.err
     document = json.loads(command("doctor", "--json").out)
     (broken,) = [check for check in document["checks"] if check["status"] == "fail"]
     assert not document["ok"] and broken["name"] == name and broken["advice"]

@@ -14,7 +14,7 @@ import rich.console
 from paceline import load_run
 from paceline.predict.traces import check_trace
 from paceline.records.exchange import load_layer_sizes, load_layer_times
-from paceline.records.phase_profile import PhaseRecord
+from paceline.records.steps import StepRecord
 from tests.cli.test_train import TINY, TORCHRUN, type_alone, type_command
 from tests.conftest import Answer
 
@@ -63,11 +63,11 @@ def test_phases_are_a_table_and_a_record_for_each_batch_size(phases):
     with (run / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
     for record, row in zip(records, rows, strict=True):
-        assert isinstance(record, PhaseRecord)
+        assert isinstance(record, StepRecord)
         assert record.timing.count == 3 and record.busy is not None
         assert record.num_bytes == 4 * 18_954
-        assert float(row["step_s"]) == pytest.approx(record.plain.median_s)
-        assert float(row["samples_per_s"]) == pytest.approx(2 * record.batch_size / record.plain.median_s)
+        assert float(row["step_s"]) == pytest.approx(record.timing.median_s)
+        assert float(row["samples_per_s"]) == pytest.approx(2 * record.batch_size / record.timing.median_s)
 
 
 def test_one_rank_sends_nothing_and_has_no_column_for_it(phases_alone):

@@ -21,7 +21,7 @@ from paceline.records import (
     LargeBatchRecord,
     LayerProfileRecord,
     NoiseRecord,
-    ScaleRecord,
+    StepRecord,
 )
 from tests.cli.test_train import type_alone, type_command
 from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
@@ -116,7 +116,7 @@ def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
     """From run.json itself, without the classes that made the table."""
     folder = studies["ranks"]["run"]
     saved = json.loads((Path(folder) / "run.json").read_text())["records"]
-    records = [record for record in saved if record["kind"] == "scale"]
+    records = [record for record in saved if record["kind"] == "step"]
     rows = read_csv(folder, "scaling")
     assert len(records) == len(rows) == 6  # weak and strong: one rank, and two wrappers on two
     slowest = [[max(ranks) for ranks in record["samples"]["seconds"]] for record in records]
@@ -132,7 +132,7 @@ def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
         assert float(row["efficiency"]) == pytest.approx(ratio if weak else ratio / n)
     for record, row in zip([r for r in records if r["world_size"] > 1], read_csv(folder, "communication"), strict=True):
         plain, silent, busy = (
-            [max(ranks) for ranks in record[kind]["seconds"]] for kind in ("samples", "silent", "busy")
+            [max(ranks) for ranks in record[kind]["seconds"]] for kind in ("samples", "no_comm", "busy")
         )
         exposed_s = max(0.0, statistics.median(a - b for a, b in zip(plain, silent, strict=True)))
         assert float(row["exposed_s"]) == pytest.approx(exposed_s)
@@ -146,8 +146,8 @@ def test_scaling_numbers_are_those_of_the_raw_seconds(studies):
 
 def test_ranks_are_measured_with_their_layers_and_all_reduces(studies):
     run = load_run(Path(studies["ranks"]["run"]))
-    counts = {kind: sum(isinstance(r, kind) for r in run.records) for kind in (ScaleRecord, LayerProfileRecord)}
-    assert counts == {ScaleRecord: 6, LayerProfileRecord: 2}
+    counts = {kind: sum(isinstance(r, kind) for r in run.records) for kind in (StepRecord, LayerProfileRecord)}
+    assert counts == {StepRecord: 6, LayerProfileRecord: 2}
     sweep = [record for record in run.records if isinstance(record, CollectiveRecord)]
     assert {(record.backend, record.world_size) for record in sweep} == {("gloo", 2)}
     assert max(record.num_bytes for record in sweep) >= 1 << 20
@@ -268,7 +268,7 @@ def test_a_global_batch_that_nobody_asked_for_can_be_shared_by_all_ranks(ranks, 
         ((*LARGE, "--recipes", "linear+sqrt"), "linear and sqrt exclude each other"),
         ((*LARGE, "--recipes", "sync", "--ranks", "1"), "sync needs several ranks"),
         ((*LARGE, "--global-batch-size", "4"), "--global-batch-size 4: batches above the base of 4 are needed"),
-        ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is no multiple of the base 4"),
+        ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is not a multiple of the base 4"),
         ((*LARGE, "--accumulate", "2"), "--accumulate follows from the batches here"),
         ((*LARGE, "--ranks", "1,2"), "--ranks 1,2: one number of ranks"),
         ((*LARGE, "--seeds", "0"), "--seeds 0: at least 1 is needed"),
@@ -329,4 +329,4 @@ def test_a_page_is_of_studies_alone(command, studies, tmp_path):
 def test_a_study_that_cannot_be_leaves_nothing_behind():
     """Ranks find that out, when the folder is there already."""
     asked = (*LARGE, "--global-batch-size", "64", "--ranks", "1")
-    assert_refused(type_alone(*asked), "48 samples make no whole batch of 64: leave it out")
+    assert_refused(type_alone(*asked), "48 samples are fewer than a batch of 64: leave it out")

@@ -19,7 +19,7 @@ from paceline.cli.studies import StudyRun
 from paceline.measure.large_batch_settings import LargeBatchSettings
 from paceline.measure.scale_settings import BatchSweepSettings, ScaleSettings
 from paceline.records import LargeBatchRecord, Record
-from paceline.records.cells import Study
+from paceline.records.store import Study
 from tests.cli.test_scale import BATCH, LARGE, PICTURES, RANKS, TINY, assert_links
 from tests.cli.test_train import type_alone, type_command
 from tests.cli.test_train_bad_input import assert_refused

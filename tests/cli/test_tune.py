@@ -10,7 +10,7 @@ import pytest
 
 from paceline import load_run
 from paceline.plan import Plan
-from paceline.records import CollectiveRecord, LayerProfileRecord, TuneStepRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from tests.cli.test_train import type_alone, type_command
 from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
 from tests.conftest import Answer
@@ -40,8 +40,8 @@ def read(answer: Answer) -> dict:
     return document
 
 
-def steps_of(document: dict) -> list[TuneStepRecord]:
-    return [record for record in load_run(Path(document["run"])).records if isinstance(record, TuneStepRecord)]
+def steps_of(document: dict) -> list[StepRecord]:
+    return [record for record in load_run(Path(document["run"])).records if isinstance(record, StepRecord)]
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +87,8 @@ def test_everything_is_measured_predicted_and_written(on_gloo):
     assert_complete(on_gloo, "paceline", "gloo", 2)
     steps = steps_of(on_gloo)
     assert all(record.timing.count == 2 and record.timing.num_ranks == 2 for record in steps)
-    assert {record.role for record in steps} == {"plain", "local", "plan"}
-    grid = [record for record in steps if record.role == "plan" and not record.note]
+    assert {record.role for record in steps} == {"plain", "local", "job"}
+    grid = [record for record in steps if record.role == "job" and not record.note]
     assert [record.cap_bytes for record in grid] == list(CAPS)
     confirmed = {record.label for record in steps if record.note == "confirmed"}
     assert "default" in confirmed and ("recommended" in confirmed or on_gloo["keeps_default"])
@@ -114,7 +114,7 @@ def test_torchs_wrapper_has_the_layout_that_was_simulated(out):
     asked = ("--wrapper", "torch", "--backend", "gloo", "--ranks", "2")
     document = read(type_command(*TUNE, *asked, "--json", "--out", out))
     assert_complete(document, "torch", "gloo", 2)
-    grid = [record for record in steps_of(document) if record.role == "plan" and not record.note]
+    grid = [record for record in steps_of(document) if record.role == "job" and not record.note]
     assert [record.num_buckets for record in grid] == [point["num_buckets"] for point in document["grid"]]
 
 
@@ -137,7 +137,7 @@ def test_a_network_that_does_not_exist(emulated):
     assert_complete(emulated, "paceline", emulated["backend"], 16)
     assert {point["source"] for point in emulated["grid"]} == {"emulated"}
     sources = {record.role: record.source for record in steps_of(emulated)}
-    assert sources == {"plain": "measured", "local": "measured", "plan": "emulated"}
+    assert sources == {"plain": "measured", "local": "measured", "job": "emulated"}
     config = load_run(Path(emulated["run"])).config
     assert (config["network"], config["network_ranks"]) == ("10gbe", 16)
     assert "10gbe, 16 ranks, emulated" in emulated["verdict"]

@@ -394,5 +394,5 @@ def be_a_module() -> None:
         works(model)
 
 
-def test_it_is_a_module_that_can_be_saved_copied_and_asked(job):
+def test_it_is_a_module_that_can_be_saved_and_copied(job):
     job(2, be_a_module)

@@ -238,7 +238,7 @@ class Fragile(Net):
         return super().forward(x)
 
 
-def test_torchs_join_ends_early_where_asked_or_where_a_rank_fails(job):
+def test_torchs_join_ends_early_on_request_or_where_a_rank_fails(job):
     first, second = job(2, leave_join_early, False)
     assert first[0] == second[0] == "RuntimeError"
     assert "exhausted" in first[1] and "exhausted" in second[1]

@@ -209,7 +209,7 @@ def test_a_probe_is_in_training_mode_whatever_the_model_is_in(on_ranks, build):
 def train_between_probes(settings: TrainSettings, num_small: int) -> list[Any]:
     """Three steps with a probe around each where `num_small` is not 0, and all that could have changed behind them."""
     from paceline.measure.noise_scale import measure_noise_scale
-    from paceline.measure.phases import cycle_windows
+    from paceline.measure.steps import cycle_windows
     from paceline.training.step import NoPhases, take_step
 
     with open_job(settings) as job:

@@ -53,10 +53,11 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
     import torch
 
     from paceline.measure import scaling
+    from paceline.measure import steps as benching
     from paceline.training import step as stepping
 
     real_take, real_run, real_step, real_update = (
-        scaling._Bench._take, scaling._Bench.run, scaling.take_step, stepping.Learner.update
+        benching.StepBench._take, benching.StepBench.run, benching.take_step, stepping.Learner.update
     )  # fmt: skip
     steps: list[Taken] = []
     counts: dict[Any, int] = {}
@@ -70,7 +71,7 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
 
     def take_step(learner: Any, window: Any, *rest: Any) -> Any:
         turn, kind = now[0]
-        key = turn.contestant, turn.world_size
+        key = Contestant(turn.labels["wrapper"], turn.labels["backend"]), turn.labels["world_size"]
         samples = sum(len(loaded.batch) for loaded in window)
         taken = Taken(*key, kind, counts.get(key, 0), samples, time.perf_counter())
         counts[key] = taken.number + 1
@@ -83,22 +84,21 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
         steps[-1].grads = [param.grad.clone().numpy() for param in learner.parameters]
         real_update(learner, rate)
 
-    def run(bench: Any) -> int:
-        learners = [turn.learner for turn in bench.turns if turn.learner is not None]
+    def run(bench: Any, *args: Any, **kwargs: Any) -> None:
+        learners = [variant.replica for variant in bench.variants if variant.replica is not None]
         before = [[param.detach().clone() for param in learner.parameters] for learner in learners]
         num_bytes.append(sum(param.nbytes for param in learners[0].parameters) if learners else 0)
-        num_warmup = real_run(bench)
+        real_run(bench, *args, **kwargs)
         for learner, values in zip(learners, before, strict=True):
             moved.extend(not torch.equal(a, b) for a, b in zip(learner.parameters, values, strict=True))
-        return num_warmup
 
-    scaling._Bench._take, scaling._Bench.run = take, run  # type: ignore[method-assign]
-    scaling.take_step, stepping.Learner.update = take_step, update
+    benching.StepBench._take, benching.StepBench.run = take, run  # type: ignore[method-assign]
+    benching.take_step, stepping.Learner.update = take_step, update
     try:
         records = scaling.measure_scaling(settings, cell)
     finally:
-        scaling._Bench._take, scaling._Bench.run = real_take, real_run  # type: ignore[method-assign]
-        scaling.take_step, stepping.Learner.update = real_step, real_update
+        benching.StepBench._take, benching.StepBench.run = real_take, real_run  # type: ignore[method-assign]
+        benching.take_step, stepping.Learner.update = real_step, real_update
     return records, steps, any(moved), num_bytes[0]
 
 
@@ -116,7 +116,7 @@ def test_all_that_takes_turns_has_equal_repetitions(measured):
         ("none", "", 1), *((c.wrapper, c.backend, n) for n in (2, 3) for c in CONTESTANTS)
     ]  # fmt: skip
     for record in records:
-        told = [record.timing] if record.world_size == 1 else [record.timing, record.silent, record.busy]
+        told = [record.timing] if record.world_size == 1 else [record.timing, record.no_comm, record.busy]
         assert all((s.count, s.num_ranks) == (ITERS, record.world_size) for s in told)
         assert len({len(s.warmup_seconds) for s in told}) == 1 and len(told[0].warmup_seconds) > 0
         assert (record.mode, record.cell_size) == (cell.mode, cell.samples)
@@ -176,17 +176,17 @@ def list_steps(seen: Any, world_size: int, kinds: tuple[str, ...]) -> dict[Any, 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world_size):
     cell, seen = measured
-    for together in list_steps(seen, world_size, ("plain", "asked")).values():
+    for together in list_steps(seen, world_size, ("plain", "timed")).values():
         assert len(together) == world_size
         for step in together[1:]:
             assert all((a == b).all() for a, b in zip(step.grads, together[0].grads, strict=True))
-    silent = list_steps(seen, world_size, ("silent",)).values()
+    silent = list_steps(seen, world_size, ("no_comm",)).values()
     assert all((one.grads[0] != other.grads[0]).any() for one, other, *_ in silent)
     if cell.mode == "weak":
         return
     # One rank by itself computed the same global batches: nobody else's gradients are in theirs.
     alone = {step.number: step.grads for step in seen[0][1] if step.world_size == 1}
-    shared = [(key[1], steps[0]) for key, steps in list_steps(seen, world_size, ("plain", "asked")).items()]
+    shared = [(key[1], steps[0]) for key, steps in list_steps(seen, world_size, ("plain", "timed")).items()]
     compared = [(step.grads, alone[number]) for number, step in shared if number in alone]
     assert len(compared) >= len(CONTESTANTS)
     for found, wanted in compared:
@@ -197,7 +197,7 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
 @pytest.mark.parametrize(
     ("changes", "num_ranks", "cell", "words"),
     [
-        ({}, 2, Cell("weak", 2), "3 ranks asked of a world of 2"),
+        ({}, 2, Cell("weak", 2), "3 ranks are needed, and the world has 2"),
         ({}, 3, Cell("weak", 5), "less than one global batch of 15; use fewer ranks, a smaller batch"),
         ({}, 3, Cell("strong", 15), "less than one global batch of 15"),
         ({"job": replace(JOB, accumulate=3)}, 3, Cell("weak", 2), "less than one global batch of 18"),

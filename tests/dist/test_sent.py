@@ -68,10 +68,10 @@ def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, 
 
 def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
     """(what it said, bytes of all gradients), where each message is sent twice or is not counted."""
-    from paceline.measure import busy, scaling
+    from paceline.measure import scaling, steps
     from paceline.parallel.channel import Channel
 
-    real_sum, real_send, real_run = Channel.start_sum, busy._TimedMessages.send, scaling._Bench.run
+    real_sum, real_send, real_run = Channel.start_sum, steps._TorchMessages.send, steps.StepBench.run
     num_bytes: list[int] = []
 
     def start_sum(channel: Any, tensor: Any, average: bool = False, extra_bytes: int = 0) -> Any:
@@ -89,18 +89,18 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
         messages.sent = before
         return future
 
-    def run(bench: Any) -> int:
-        num_bytes.append(sum(param.nbytes for param in bench.turns[1].learner.parameters))
-        return real_run(bench)
+    def run(bench: Any, *args: Any, **kwargs: Any) -> None:
+        num_bytes.append(sum(param.nbytes for param in bench.variants[1].replica.parameters))
+        real_run(bench, *args, **kwargs)
 
-    Channel.start_sum, busy._TimedMessages.send, scaling._Bench.run = start_sum, send, run  # type: ignore[method-assign]
+    Channel.start_sum, steps._TorchMessages.send, steps.StepBench.run = start_sum, send, run  # type: ignore[method-assign]
     words = "nothing"
     try:
         scaling.measure_scaling(settings, Cell("weak", 2))
     except MeasurementError as error:
         words = str(error)
     finally:
-        Channel.start_sum, busy._TimedMessages.send, scaling._Bench.run = (  # type: ignore[method-assign]
+        Channel.start_sum, steps._TorchMessages.send, steps.StepBench.run = (  # type: ignore[method-assign]
             real_sum, real_send, real_run
         )  # fmt: skip
         gc.collect()  # the wrappers of the study, which the next one in these ranks would find on its group
@@ -117,4 +117,4 @@ def test_a_study_refuses_what_was_sent_twice_or_not_counted(on_ranks, contestant
     assert told[0] == told[1]
     words, num_bytes = told[0]
     assert f"{contestant.wrapper} on {contestant.backend}, 2 ranks: in step 1 rank 0 sent" in words
-    assert f"{times * num_bytes} bytes of gradients in {times} messages and the plan says {num_bytes} bytes" in words
+    assert f"{times * num_bytes} bytes of gradients in {times} messages and the plan has {num_bytes}" in words

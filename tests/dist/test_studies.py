@@ -15,7 +15,7 @@ from paceline.cli.studies import StudyRun, Task
 from paceline.errors import LaunchError
 from paceline.measure.scale_settings import BatchSweepSettings
 from paceline.records import BatchRecord, capture_environment
-from paceline.records.cells import Study
+from paceline.records.store import Study
 from paceline.training.settings import TrainSettings
 
 SWEEP = BatchSweepSettings(job=TrainSettings(data="synthetic:images", device="cpu", threads=2), batch_sizes=(8,))

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is told on all, in seconds, with the same text; or works where it was asked for."""
+"""What goes wrong on one rank is raised on all, in seconds, with the same text and code."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def fail_in_forward(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str
             fails = world.rank in ranks
             kind, text = error_of(lambda model=model, fails=fails: loss(model, world.rank, fails=fails).backward())
             found.append((kind, text, time.monotonic() - began))
-            # All have heard of it, so all can go on together.
+            # All ranks raised the same error, so all can continue.
             model.zero_grad()
             wanted = average_alone(model.module, loss, 3)
             loss(model, world.rank).backward()

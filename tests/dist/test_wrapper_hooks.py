@@ -55,7 +55,7 @@ def break_hook(how: str, ranks: tuple[int, ...], at_step: int) -> list[tuple[str
             found.append((kind, text, time.monotonic() - began))
             if step < at_step:
                 check(world, model, wanted, step)
-        # Where all have failed alike, all can go on; else nobody knows which messages of the hook belong together.
+        # Where all have failed, all can continue; else nobody knows which messages of the hook belong together.
         step = at_step + 1
         found.append((*error_of(lambda: loss(model, world.rank, step).backward()), 0.0))
         return found

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import paceline
 from paceline.measure.wrapper_settings import WrapperSettings
 from paceline.measure.wrappers import count_wrong_parameters, measure_wrappers
-from paceline.records import WrapperRecord
-from paceline.records.pairs import compare_wrappers
+from paceline.records import StepRecord
+from paceline.records.steps import compare_wrappers
 
 SHAPES = ((4, 3), (5,), ())
 STEPS = 10
@@ -65,7 +65,7 @@ def test_bfloat16_runs_under_autocast_and_is_checked(on_ranks):
     )
     _, torch_record, ours = on_ranks(2, measure_wrappers, wanted)[0].records
     for record in (torch_record, ours):
-        assert (record.dtype, record.num_wrong, record.num_checked) == ("bfloat16", 0, 2000)
+        assert (record.precision, record.num_wrong, record.num_checked) == ("bf16", 0, 2000)
 
 
 def test_a_measurement_is_equal_on_every_rank_and_has_every_phase(on_ranks):
@@ -80,7 +80,7 @@ def test_a_measurement_is_equal_on_every_rank_and_has_every_phase(on_ranks):
         (n, wrapper) for n in (1, 2) for wrapper in ("torch-tuned", "bare", "torch")
     ]
     for record in records:
-        assert isinstance(record, WrapperRecord)
+        assert isinstance(record, StepRecord)
         assert (record.timing.count, record.timing.num_ranks) == (3, record.world_size)
         assert len(record.timing.warmup_seconds) == 1
         for step, *phases in zip(
@@ -117,12 +117,14 @@ def test_backends_step_in_turns_and_each_is_tuned_for_itself(on_ranks):
 
 def build_on_two_ranks(wrapper: str) -> list[float]:
     from paceline.measure.engine import Group
-    from paceline.measure.replicas import build_replica, find_wrapping
+    from paceline.measure.wrappers import _Cell, find_wrapping
+    from paceline.training.step import NoPhases
 
     with paceline.init("gloo", announce=None) as world:
         group = Group("gloo", torch.device("cpu"), 2, dist.group.WORLD, world.control)
-        replica = build_replica("cnn", find_wrapping(wrapper), group, world.rank, 1, 2, torch.float32)
-        replica.take_step(world.control)
+        cell = _Cell(WrapperSettings(models=("cnn",), batch_size=2), world, [group], "cnn")
+        replica, _ = cell._build_replica(group, find_wrapping(wrapper))
+        replica.run(None, NoPhases())
         sums = [float(parameter.detach().sum()) for parameter in replica.parameters]
         assert replica.parameters[0].grad is None  # zero_grad is part of the step
         replica.close()

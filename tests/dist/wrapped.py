@@ -55,7 +55,7 @@ def loss(model: Any, rank: int, step: int = 0, **options: Any) -> torch.Tensor:
 def average_alone(
     module: nn.Module, loss_of: Loss, num_ranks: int, weights: Sequence[float] | None = None
 ) -> dict[str, torch.Tensor | None]:
-    """The average over the ranks of what each would have by itself: computed here, on copies, without a wrapper."""
+    """The average over the ranks of what each would have alone: computed here, on copies, without a wrapper."""
     total: dict[str, torch.Tensor | None] = dict.fromkeys(dict(module.named_parameters()))
     for rank in range(num_ranks):
         alone = copy.deepcopy(module)

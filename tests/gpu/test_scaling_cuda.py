@@ -93,6 +93,6 @@ def test_two_ranks_that_share_the_gpu_take_turns_with_one(on_ranks):
     assert (alone.device, alone.wrapper, alone.world_size, alone.num_bytes) == ("cuda", "none", 1, 0)
     assert [(r.device, r.wrapper, r.world_size) for r in others] == [("cuda", "torch", 2), ("cuda", "paceline", 2)]
     for record in others:
-        assert (record.timing.count, record.timing.num_ranks, record.silent.count) == (2, 2, 2)
+        assert (record.timing.count, record.timing.num_ranks, record.no_comm.count) == (2, 2, 2)
         assert record.num_bytes == sum(record.bucket_bytes) > 0
     assert others[0].busy is None  # on a GPU torch's messages cannot be asked

@@ -76,21 +76,24 @@ def diff_surface(frozen: str, now: str) -> str:
 
 
 def find_double_meanings(app: typer.Typer) -> list[str]:
-    """The options that several verbs share and explain differently."""
-    meanings: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    """The options that several verbs share and that are a switch in one and take a value in another.
+
+    Their help may differ, for it is written for the command at hand.
+    """
+    kinds: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for words, command in walk_commands(app):
         for parameter in command.params:
             for name in (*parameter.opts, *parameter.secondary_opts):
-                if name.startswith("-"):
-                    meanings[name][getattr(parameter, "help", None) or ""].append(words)
+                if name.startswith("--"):
+                    kinds[name]["a switch" if getattr(parameter, "is_flag", False) else "a value"].append(words)
     return [
-        f"{name}: " + "; ".join(f"{', '.join(verbs)}: {text!r}" for text, verbs in texts.items())
-        for name, texts in sorted(meanings.items())
-        if len(texts) > 1
+        f"{name}: " + "; ".join(f"{', '.join(verbs)}: {kind}" for kind, verbs in by_kind.items())
+        for name, by_kind in sorted(kinds.items())
+        if len(by_kind) > 1
     ]
 
 
-def build_app(*, default: str = "gloo", help_text: str = "Which one.") -> typer.Typer:
+def build_app(*, default: str = "gloo", is_switch: bool = False) -> typer.Typer:
     """A made-up command line with two verbs that share an option."""
     made_up = typer.Typer(add_completion=False)
     inner = typer.Typer()
@@ -104,7 +107,7 @@ def build_app(*, default: str = "gloo", help_text: str = "Which one.") -> typer.
 
     @inner.command()
     def one(
-        backend: str = typer.Option(default, "--backend", help=help_text),
+        backend: str = typer.Option(default, "--backend", help="Another text."),
         size: str = typer.Option(..., "--size"),
         out: Path = typer.Option(Path("runs"), "--out"),
         tag: list[str] = typer.Option([], "--tag"),
@@ -115,6 +118,11 @@ def build_app(*, default: str = "gloo", help_text: str = "Which one.") -> typer.
 
     @inner.callback()
     def group() -> None: ...
+
+    if is_switch:
+
+        @inner.command()
+        def two(backend: bool = typer.Option(False, "--backend")) -> None: ...
 
     made_up.add_typer(inner, name="bench")
     return made_up
@@ -162,5 +170,5 @@ def test_a_changed_surface_is_found() -> None:
 
 def test_a_double_meaning_is_found() -> None:
     assert find_double_meanings(build_app()) == []
-    (found,) = find_double_meanings(build_app(help_text="Something else."))
-    assert found.startswith("--backend: ") and "paceline bench one" in found and "paceline run" in found
+    (found,) = find_double_meanings(build_app(is_switch=True))
+    assert found.startswith("--backend: ") and "paceline bench two: a switch" in found and "paceline run" in found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import re
 from pathlib import Path
 
@@ -24,3 +26,32 @@ def test_every_function_of_the_walk_exists(name):
     found = importlib.import_module(f"paceline.parallel.{module}")
     for part in path:
         found = getattr(found, part)
+
+
+def find_fields_of_others(source: str) -> list[str]:
+    """Every assignment to a field of a field, such as `self.reducer.failure = ...`."""
+    targets = [
+        target
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for each in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for target in (each.elts if isinstance(each, ast.Tuple) else [each])
+    ]
+    return [
+        ast.unparse(target)
+        for target in targets
+        if isinstance(target, ast.Attribute) and re.match(r"self\.\w+\.", ast.unparse(target))
+    ]
+
+
+def test_the_step_logic_changes_no_field_of_the_reducer_and_the_reducers_do_not_know_it():
+    parallel = ROOT / "src" / "paceline" / "parallel"
+    changed = find_fields_of_others((parallel / "backward.py").read_text())
+    assert [name for name in changed if "reducer" in name] == []
+    reducer = inspect.getsource(importlib.import_module("paceline.parallel.backward").BucketedReducer)
+    assert "GradientSync" not in reducer + (parallel / "reducers.py").read_text()
+
+
+def test_a_changed_field_is_found():
+    source = "self.reducer.failure = None\nself.a, self.reducer.failed_in = 1, 'x'\nself.reducer = 3\nx = self.a.b"
+    assert find_fields_of_others(source) == ["self.reducer.failure", "self.reducer.failed_in"]

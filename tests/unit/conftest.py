@@ -1,8 +1,13 @@
 """Builders of small records and environments that the unit tests share."""
 
+import hypothesis
 import pytest
 
-from paceline.records import ChunksRecord, CollectiveRecord, Environment, MemoryRecord, Samples, WrapperRecord
+from paceline.records import ChunksRecord, CollectiveRecord, Environment, MemoryRecord, Samples, StepRecord
+
+# No deadline: how long an example takes depends on the load of the machine.
+hypothesis.settings.register_profile("paceline", deadline=None)
+hypothesis.settings.load_profile("paceline")
 
 
 @pytest.fixture(scope="session")
@@ -63,12 +68,33 @@ def build_wrapper(build_samples):
         ranks = changes.get("world_size", 2)
         fields = {
             "model": "cnn", "wrapper": wrapper, "configuration": "defaults", "backend": "gloo", "device": "cpu",
-            "world_size": 2, "dtype": "float32", "batch_size": 8, "num_parameters": 100, "num_bytes": 4000,
+            "world_size": 2, "precision": "fp32", "batch_size": 8, "num_parameters": 100, "num_bytes": 4000,
             "num_wrong": 0, "num_checked": 200, "timing": build_samples(*times_s, ranks=ranks),
         }  # fmt: skip
         for phase, share in (("forward", 0.25), ("backward", 0.5), ("optimizer", 0.25)):
             fields[phase] = build_samples(*(share * time_s for time_s in times_s), ranks=ranks)
-        return WrapperRecord(**{**fields, **changes})
+        return StepRecord(**{**fields, **changes})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def build_phases(build_samples):
+    """Steps of 10 ms, of which 2 are exposed communication: 8 without; marked steps take 10.1."""
+
+    def build(**changes):
+        ranks = changes.get("world_size", 2)
+        times = {
+            "timing": 0.010, "marked": 0.0101, "no_comm": 0.008, "no_comm_backward": 0.004, "data_wait": 0.001,
+            "forward": 0.002, "backward": 0.006, "optimizer": 0.001,
+        }  # fmt: skip
+        fields = {
+            "model": "cnn", "data": "synthetic", "wrapper": "paceline", "backend": "gloo", "device": "cpu",
+            "world_size": 2, "precision": "fp32", "batch_size": 16, "accumulate": 2, "num_parameters": 8,
+            "num_bytes": 4_000_000, "num_messages": 3, "busy": build_samples(*(0.005,) * 10, ranks=ranks),
+            **{name: build_samples(*(time_s,) * 10, ranks=ranks) for name, time_s in times.items()},
+        }  # fmt: skip
+        return StepRecord(**{**fields, **changes})
 
     return build
 

@@ -1,11 +1,15 @@
 """Made-up records of scaling studies: a batch sweep, ranks in cells, runs with large batches, predictions."""
 
+import math
 import random
 from dataclasses import dataclass
 
-from paceline.records import BatchRecord, CollectiveRecord, CurvePoint, LargeBatchRecord, Samples, ScaleRecord
+import numpy as np
+from hypothesis import strategies as st
 
-JOB = {"model": "cnn", "data": "synthetic", "device": "cpu", "precision": "float32"}
+from paceline.records import BatchRecord, CollectiveRecord, CurvePoint, LargeBatchRecord, Samples, StepRecord
+
+JOB = {"model": "cnn", "data": "synthetic", "device": "cpu", "precision": "fp32"}
 COUNT = 9  # repetitions in a cell
 
 
@@ -42,10 +46,10 @@ def make_scale(rng, world_size, compute_s, exposed_s=0.0, busy_s=None, mode="wea
         "timing": make_samples(rng, compute_s + exposed_s, world_size),
     }  # fmt: skip
     if not alone:
-        fields |= {"num_bytes": 4_000_000, "num_messages": 3, "silent": make_samples(rng, compute_s, world_size)}
+        fields |= {"num_bytes": 4_000_000, "num_messages": 3, "no_comm": make_samples(rng, compute_s, world_size)}
     if busy_s is not None:
         fields["busy"] = make_samples(rng, busy_s, world_size)
-    return ScaleRecord(**{**fields, **changes})
+    return StepRecord(**{**fields, **changes})
 
 
 CONTESTANTS = (("torch", "gloo", 1.0), ("paceline", "gloo", 0.9), ("paceline", "paceline", 0.3))
@@ -153,3 +157,19 @@ def make_predictions(contestant="paceline on gloo", mode="weak", cell_size=32, c
 
 def make_rng(seed=7):
     return random.Random(seed)
+
+
+SEEDS = st.integers(0, 10**6).map(make_rng)
+
+
+def slowest(samples):
+    """Each repetition's slowest rank, by hand."""
+    return np.array([sorted(row)[-1] for row in samples.seconds])
+
+
+def interval(ratios):
+    """The farther end of the 95 % interval of the median: the k-th value from either end, k from the binomial."""
+    ordered, n = np.sort(ratios), len(ratios)
+    k = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    middle = float(np.median(ordered))
+    return middle, max(float(ordered[-1 - k]) - middle, middle - float(ordered[k]))

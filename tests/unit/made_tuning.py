@@ -15,7 +15,7 @@ from paceline.records import (
     ParameterTimes,
     Record,
     Samples,
-    TuneStepRecord,
+    StepRecord,
 )
 from paceline.units import MIB
 
@@ -101,18 +101,18 @@ class MadeJob:
         disturbed = [self.build_disturbed(draw, *rates) for rates in self.disturbed]
         return [*messages, *steps, *disturbed, self._build_profile(draw)]
 
-    def build_step(self, draw: random.Random, role: str, label: str, backward_s: float, **more: Any) -> TuneStepRecord:
+    def build_step(self, draw: random.Random, role: str, label: str, backward_s: float, **more: Any) -> StepRecord:
         step_s = self.forward_s + backward_s + self.optimizer_s
         phases = {"timing": step_s, "forward": self.forward_s, "backward": backward_s, "optimizer": self.optimizer_s}
         samples = {name: self._samples(draw, seconds, self.noise) for name, seconds in phases.items()}
-        return TuneStepRecord(
+        return StepRecord(
             model="made", wrapper=self.wrapper, backend=self.backend, device="cpu", world_size=2, batch_size=4,
             role=role, label=label, **samples, **more,
         )  # fmt: skip
 
     def build_disturbed(
         self, draw: random.Random, num_bytes: int, compute_rate: float, message_rate: float, share: float = 1.0
-    ) -> TuneStepRecord:
+    ) -> StepRecord:
         """Three messages beside backward, each with this share of its bytes before the end of it."""
         alone_s = self.message_s(num_bytes)
         overlapped_s = share * alone_s / message_rate
@@ -128,9 +128,9 @@ class MadeJob:
             under_way=wait_first(under_way_s), overlapped=wait_first(overlapped_s),
         )  # fmt: skip
 
-    def build_plan_step(self, label: str, times_s: Sequence[float], **more: Any) -> TuneStepRecord:
+    def build_plan_step(self, label: str, times_s: Sequence[float], **more: Any) -> StepRecord:
         """Steps of the job itself, which a prediction is judged by."""
-        step = self.build_step(random.Random(0), "plan", label, self.backward_s)
+        step = self.build_step(random.Random(0), "job", label, self.backward_s)
         rows = {name: Samples(seconds=tuple((time_s,) * 2 for time_s in times_s)) for name in ("timing", "forward")}
         rows |= {name: rows["forward"] for name in ("backward", "optimizer")}
         return replace(step, **rows, **more)

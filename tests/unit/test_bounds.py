@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.records.bounds import MemoryBounds
+from paceline.records.kinds import MemoryBounds
 
 
 @pytest.mark.parametrize(("add_s", "copy_s"), [(2e-4, 3e-4), (3e-4, 2e-4), (2e-4, 2e-4)])

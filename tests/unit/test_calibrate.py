@@ -12,7 +12,7 @@ from paceline.predict.calibrate import SERVERS, Evidence, fit_job, resample
 from paceline.predict.costs import AlphaBeta
 from paceline.predict.curves import LineCurve
 from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
-from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Summary, TuneStepRecord
+from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, StepRecord, Summary
 from paceline.units import MIB
 from tests.unit.made_tuning import KIB, MadeJob
 
@@ -72,7 +72,7 @@ def test_the_steps_that_judge_a_prediction_change_nothing_in_it():
     changed = fit_job(Evidence.sort([*map(change_wildly, plans), *calibration, *map(change_wildly, plans)]))
     assert without == seen == changed
     # The test can fail: any other step does change it.
-    steps = [change_wildly(r) if isinstance(r, TuneStepRecord) and r.role == "local" else r for r in calibration]
+    steps = [change_wildly(r) if isinstance(r, StepRecord) and r.role == "local" else r for r in calibration]
     assert fit_job(Evidence.sort(steps)) != without
 
 
@@ -104,7 +104,7 @@ def is_needed(kind, role=""):
 
 
 @pytest.mark.parametrize(
-    "is_lost", [is_needed(LayerProfileRecord), is_needed(TuneStepRecord, "plain"), is_needed(TuneStepRecord, "local")]
+    "is_lost", [is_needed(LayerProfileRecord), is_needed(StepRecord, "plain"), is_needed(StepRecord, "local")]
 )
 def test_evidence_that_is_not_there_is_missed(is_lost):
     left = [record for record in JOB.build_calibration() if not is_lost(record)]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paceline.errors import ConfigError, RecordError
-from paceline.records.cells import STUDY_FILE, Study
+from paceline.records.store import STUDY_FILE, Study
 
 from .made_scaling import make_batches, make_cell, make_rng, make_run
 
@@ -52,14 +52,16 @@ def test_a_study_from_before_commands_were_kept_goes_on(tmp_path):
 
 def test_a_cell_is_never_made_twice(study):
     study.keep(CELL, [make_run()])
-    with pytest.raises(RecordError, match="never overwritten"):
+    with pytest.raises(RecordError) as caught:
         study.keep(CELL, [make_run(seed=1)])
+    assert caught.value.code == "exists"
     assert study.find(CELL) == [make_run()]
 
 
 def test_a_study_is_not_begun_where_one_is(study):
-    with pytest.raises(RecordError, match="never overwritten"):
+    with pytest.raises(RecordError) as caught:
         Study.begin(study.path, "scale ranks", CONFIG)
+    assert caught.value.code == "exists"
 
 
 def _file(study):
@@ -76,7 +78,7 @@ def _file(study):
         (json.dumps({"cell": CELL}), "'records'"),
         (json.dumps({"cell": "another", "records": []}), "it holds 'another'"),
         (json.dumps({"cell": CELL, "records": [{"kind": "poem"}]}), "unknown kind of record 'poem'"),
-        (json.dumps({"cell": CELL, "records": [{"kind": "scale"}]}), "ScaleRecord"),
+        (json.dumps({"cell": CELL, "records": [{"kind": "scale"}]}), "StepRecord"),
         (json.dumps({"cell": CELL, "records": None}), "NoneType"),
     ],
 )
@@ -85,7 +87,7 @@ def test_a_broken_cell_is_refused_with_its_name_and_what_to_do(study, text, reas
     _file(study).write_text(text)
     with pytest.raises(RecordError, match=reason) as caught:
         study.find(CELL)
-    assert str(_file(study)) in str(caught.value) and "delete it to measure that anew" in str(caught.value)
+    assert str(_file(study)) in str(caught.value) and caught.value.code == "damaged"
     assert "\n" not in str(caught.value)
 
 
@@ -101,8 +103,9 @@ def test_cells_whose_files_would_have_one_name_are_not_mistaken_for_each_other(s
 
 
 def test_another_verb_is_refused(study):
-    with pytest.raises(ConfigError, match="a study of `scale ranks`, and this is `scale batch`"):
+    with pytest.raises(ConfigError, match="`scale ranks`, and this is `scale batch`") as caught:
         Study.load(study.path, "scale batch")
+    assert caught.value.code == "other-verb"
 
 
 def _document(**changes):
@@ -112,10 +115,21 @@ def _document(**changes):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '"x"', _document(version=2), _document(format="paceline-run")])
 def test_a_file_that_is_no_study_is_refused(tmp_path, text):
     (tmp_path / STUDY_FILE).write_text(text)
-    with pytest.raises(ConfigError, match=f"{STUDY_FILE} is not one of this Paceline"):
+    with pytest.raises(ConfigError, match=STUDY_FILE) as caught:
         Study.load(tmp_path, "scale ranks")
+    assert caught.value.code == "damaged"
 
 
 def test_a_folder_without_a_study_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"No such file.*give the folder of a study"):
+    with pytest.raises(ConfigError, match="No such file") as caught:
         Study.load(tmp_path / "nowhere", "scale ranks")
+    assert caught.value.code == "missing"
+
+
+def test_the_backend_in_cells_of_older_versions_has_its_new_name(study, build_collective):
+    study.keep(CELL, [build_collective(backend="paceline")])
+    assert study.find(CELL)[0].backend == "paceline"
+    document = json.loads(_file(study).read_text())
+    del document["version"]
+    _file(study).write_text(json.dumps(document))
+    assert study.find(CELL)[0].backend == "shm"

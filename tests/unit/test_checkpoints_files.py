@@ -94,7 +94,7 @@ HEADERS = {
 def test_a_header_that_lies_is_refused(tmp_path, header):
     text = json.dumps(header).encode()
     (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(RecordError, match="a is not a sound safetensors file"):
+    with pytest.raises(RecordError, match="a is not a valid safetensors file"):
         load_tensors(tmp_path / "a")
 
 
@@ -106,7 +106,7 @@ def test_a_header_that_lies_is_refused(tmp_path, header):
 )  # fmt: skip
 def test_a_file_without_a_sound_header_is_refused(tmp_path, content):
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(RecordError, match="a is not a sound safetensors file"):
+    with pytest.raises(RecordError, match="a is not a valid safetensors file"):
         load_tensors(tmp_path / "a")
 
 

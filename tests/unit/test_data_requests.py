@@ -45,18 +45,18 @@ def test_unknown_names_are_told_the_nearest(text, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "mnist:here"}, "data 'mnist:here' is no name"),
+        ({"name": "mnist:here"}, "data 'mnist:here' is not a name"),
         ({"name": "synthetic:tokens", "context": 0}, "context is 0: needed is at least 1"),
         ({"name": "synthetic", "samples": -3}, "samples is -3: needed is at least 1"),
-        ({"name": "cifar10", "context": 8}, "cifar10 is no text"),
-        ({"name": "mnist", "tokenizer": "bytes"}, "mnist is no text"),
+        ({"name": "cifar10", "context": 8}, "cifar10 is not text"),
+        ({"name": "mnist", "tokenizer": "bytes"}, "mnist is not text"),
         ({"name": "mrpc", "augment": True}, "mrpc cannot be augmented: that is for mnist"),
         ({"name": "synthetic:images", "augment": True}, "cannot be augmented"),
-        ({"name": "synthetic", "path": "x"}, "synthetic is made, not read"),
+        ({"name": "synthetic", "path": "x"}, "synthetic data is generated"),
         ({"name": "mnist", "path": "not/there"}, "mnist: not/there does not exist: give the folder with train-images"),
         ({"name": "text"}, "text needs a path: give text:PATH"),
         ({"name": "text", "path": "not/there"}, "text: not/there does not exist"),
-        ({"name": "mrpc", "tokenizer": "not/there"}, "tokenizer 'not/there' is no folder: needed is auto, bytes"),
+        ({"name": "mrpc", "tokenizer": "not/there"}, "tokenizer 'not/there' is not a folder: needed is auto, bytes"),
     ],
 )
 def test_what_cannot_be_is_refused(fields, message):

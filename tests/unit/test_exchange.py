@@ -14,7 +14,9 @@ from paceline.records.exchange import (
     load_layer_times,
     load_table,
 )
-from paceline.report.tables import collective_row, render_csv
+from paceline.records.kinds import MemoryBounds
+from paceline.report.collectives import build_columns
+from paceline.report.table import Table
 
 ALLREDUCE = "backend,world_size,total_elements,total_bytes,average_time,stdev_time\n"
 PUBLISHED = "source,backend,world_size,nodes,hardware,interconnect,bytes,time_s,std_s,stat,note\n"
@@ -37,6 +39,13 @@ Results were as follows:
 |---|---|---|---|
 | mpi | 2 | 1MB | 7 |
 """
+
+
+NEW_IN_VERSION_2 = ("memory", "memory_bound_s", "fraction_of_memory")
+
+
+def write_csv(records):
+    return Table("", "", build_columns(records, MemoryBounds(())), records).csv()
 
 
 @pytest.fixture
@@ -115,7 +124,7 @@ def test_our_own_table_csv_is_imported(write, build_collective, build_samples):
         build_collective(num_wrong=None, num_bytes=8, backend="nccl", device="cuda"),
         build_collective(num_wrong=7),
     ]
-    theirs = load_table(write(render_csv([collective_row(r) for r in ours])))
+    theirs = load_table(write(write_csv(ours)))
     assert [r.key for r in theirs] == [r.key for r in ours]
     assert [r.num_wrong for r in theirs] == [0, None, 7]
     assert [(r.num_bytes, r.time_s, r.timing.count) for r in theirs] == [
@@ -297,7 +306,7 @@ def test_shared_memory_survives_both_of_our_tables(write, build_collective, buil
         build_collective(backend="paceline", memory=memory, timing=build_samples(t))
         for memory, t in (("ordinary", 0.002), ("shared", 0.001))
     ]
-    ours = load_table(write(render_csv([collective_row(record) for record in records])))
+    ours = load_table(write(write_csv(records)))
     text = export_allreduce_times(records)
     theirs = load_table(write(text, "allreduce-times.csv"))
     assert "\npaceline-shared,2," in text
@@ -308,10 +317,9 @@ def test_shared_memory_survives_both_of_our_tables(write, build_collective, buil
 
 
 def test_our_table_of_before_there_was_shared_memory_is_read(write, build_collective):
-    row = collective_row(build_collective())
-    for name in ("memory", "memory_bound_s", "fraction_of_memory"):
-        del row[name]
-    assert [r.memory for r in load_table(write(render_csv([row])))] == ["ordinary"]
+    columns = [c for c in build_columns([], MemoryBounds(())) if c.key not in NEW_IN_VERSION_2]
+    text = Table("", "", columns, [build_collective()]).csv()
+    assert [r.memory for r in load_table(write(text))] == ["ordinary"]
 
 
 def test_a_pass_over_memory_is_no_row_of_a_table(tmp_path, build_collective, build_pass, build_environment):

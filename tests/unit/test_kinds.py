@@ -14,22 +14,20 @@ from paceline.records.kinds import (
     KINDS,
     MEMORIES,
     SOURCES,
+    CheckRecord,
     ChunksRecord,
     CollectiveRecord,
     LayerSizeRecord,
     LayerTimeRecord,
     MemoryRecord,
-    WrapperRecord,
     bus_factor,
     record_from_json,
     record_to_json,
 )
-from paceline.records.layer_profile import BlockTimes, LayerProfileRecord, ParameterTimes
-from paceline.records.noise_scale import NoiseProbe, NoiseRecord
-from paceline.records.phase_profile import PhaseRecord
+from paceline.records.layers import BlockTimes, LayerProfileRecord, ParameterTimes
 from paceline.records.samples import REDUCERS, Samples, Summary
-from paceline.records.scaling import BUDGETS, MODES, BatchRecord, CurvePoint, LargeBatchRecord, ScaleRecord
-from paceline.records.tuning import ROLES, TuneStepRecord
+from paceline.records.steps import MODES, ROLES, StepRecord
+from paceline.records.training import BUDGETS, BatchRecord, CurvePoint, LargeBatchRecord, NoiseProbe, NoiseRecord
 
 
 @pytest.mark.parametrize(
@@ -144,11 +142,12 @@ TIMED = {
 }  # fmt: skip
 PHASES = ("timing", "forward", "backward", "optimizer")
 WRAPPER_FIELDS = {
-    **TIMED, "model": TEXT, "wrapper": TEXT, "configuration": TEXT, "batch_size": COUNT, "num_parameters": COUNT,
+    **{name: value for name, value in TIMED.items() if name != "dtype"}, "precision": TEXT,
+    "model": TEXT, "wrapper": TEXT, "configuration": TEXT, "batch_size": COUNT, "num_parameters": COUNT,
     "num_bytes": COUNT, "held_bytes": COUNT, "peak_step_bytes": COUNT,
 }  # fmt: skip
 WRAPPERS = st.tuples(st.integers(1, 3), st.integers(1, 4)).flatmap(
-    lambda shape: st.builds(WrapperRecord, **{**WRAPPER_FIELDS, **{name: samples(shape=shape) for name in PHASES}})
+    lambda shape: st.builds(StepRecord, **{**WRAPPER_FIELDS, **{name: samples(shape=shape) for name in PHASES}})
 )
 
 
@@ -177,10 +176,10 @@ def layer_profiles(draw):
 def phase_records(draw):
     ranks, count = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     some = samples(shape=(ranks, count))
-    names = ("timing", "plain", "silent", "silent_backward", "data_wait", "forward", "backward", "optimizer")
+    names = ("timing", "marked", "no_comm", "no_comm_backward", "data_wait", "forward", "backward", "optimizer")
     texts = ("model", "data", "wrapper", "backend", "device", "precision", "note")
     counts = ("batch_size", "accumulate", "num_parameters", "num_bytes", "num_messages")
-    return PhaseRecord(
+    return StepRecord(
         world_size=ranks, busy=draw(st.none() | some), source=draw(st.sampled_from(SOURCES)),
         **{name: draw(some) for name in names}, **{name: draw(TEXT) for name in texts},
         **{name: draw(COUNT) for name in counts},
@@ -196,9 +195,9 @@ def tune_steps(draw):
         sizes = {"message_bytes": draw(COUNT), "num_messages": draw(COUNT)}
         messages = {**sizes, "under_way": draw(some), "overlapped": draw(some)}
     texts = ("model", "wrapper", "backend", "device", "label", "note")
-    return TuneStepRecord(
+    return StepRecord(
         role=role, world_size=ranks, batch_size=draw(COUNT), source=draw(st.sampled_from(SOURCES)),
-        cap_bytes=draw(COUNT) if role == "plan" else 0, bucket_bytes=tuple(draw(st.lists(COUNT, max_size=3))),
+        cap_bytes=draw(COUNT) if role == "job" else 0, bucket_bytes=tuple(draw(st.lists(COUNT, max_size=3))),
         **{name: draw(some) for name in PHASES}, **{name: draw(TEXT) for name in texts}, **messages,
     )  # fmt: skip
 
@@ -233,9 +232,9 @@ def scales(draw):
     ranks, batch_size, accumulate = draw(st.integers(1, 4)), draw(COUNT), draw(st.integers(1, 3))
     some, mode = samples(shape=(ranks, draw(st.integers(1, 3)))), draw(st.sampled_from(MODES))
     texts = ("model", "data", "wrapper", "backend", "device", "precision", "note")
-    return ScaleRecord(
+    return StepRecord(
         mode=mode, cell_size=batch_size * accumulate * (1 if mode == "weak" else ranks), world_size=ranks,
-        batch_size=batch_size, accumulate=accumulate, timing=draw(some), silent=draw(st.none() | some),
+        batch_size=batch_size, accumulate=accumulate, timing=draw(some), no_comm=draw(st.none() | some),
         busy=draw(st.none() | some), source=draw(st.sampled_from(SOURCES)), **{name: draw(TEXT) for name in texts},
         **{name: draw(COUNT) for name in ("threads", "num_bytes", "num_messages")},
     )  # fmt: skip
@@ -258,8 +257,8 @@ LARGE_BATCH_FIELDS = {
 
 
 RECORDS = {
+    "check": st.builds(CheckRecord, name=TEXT, status=st.sampled_from(("ok", "warn", "fail")), found=TEXT, advice=TEXT),
     "batch": batches(),
-    "scale": scales(),
     "large_batch": st.builds(
         LargeBatchRecord, curve=CURVES, budget=st.sampled_from(BUDGETS), lr=POSITIVE, seconds=TIME, **LARGE_BATCH_FIELDS
     ),
@@ -276,9 +275,7 @@ RECORDS = {
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
     "layer_profile": layer_profiles(),
     "noise_scale": noise_records(),
-    "phases": phase_records(),
-    "tune_step": tune_steps(),
-    "wrapper": WRAPPERS,
+    "step": st.one_of(WRAPPERS, phase_records(), scales(), tune_steps()),
 }  # fmt: skip
 
 
@@ -304,11 +301,11 @@ def test_a_wrapper_keeps_the_samples_of_every_phase(build_wrapper):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_parameters": 0}, "cnn of 0 parameters"),
-        ({"batch_size": 0}, "0 samples"),
-        ({"times_s": (0.0,) * 3}, "in 0.0 s cannot be"),
-        ({"backward": Samples(seconds=((1.0, 1.0),) * 9)}, "the backward has other repetitions"),
-        ({"forward": Samples(seconds=((1.0,),) * 10)}, "the forward has other repetitions or ranks"),
+        ({"num_parameters": -1}, "parameters"),
+        ({"batch_size": 0}, "0 x 1 samples"),
+        ({"times_s": (0.0,) * 3}, "in 0.0 s"),
+        ({"backward": Samples(seconds=((1.0, 1.0),) * 9)}, "backward has other repetitions"),
+        ({"forward": Samples(seconds=((1.0,),) * 10)}, "forward has other repetitions or ranks"),
     ],
 )
 def test_an_impossible_wrapper_is_refused(build_wrapper, changes, reason):

@@ -21,7 +21,7 @@ def build(*recipes, size=64, epochs=4, updates=0):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (build("none", size=128), "64 samples make no whole batch of 128"),
+        (build("none", size=128), "64 samples are fewer than a batch of 128"),
         (build("none", "linear+warmup", epochs=1), "a warm-up of 1 updates in a run of 1"),
         (build("none", "grow:0.98", epochs=1), "no step has the growth"),
     ],

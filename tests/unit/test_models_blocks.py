@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.workloads.models import assign_parameters, find_blocks
+from paceline.workloads.models import find_blocks
 from paceline.workloads.registry import ModelOptions, build_model, default_form
 
 
@@ -96,22 +96,7 @@ def test_the_blocks_of_the_models_here(name, first, last, count):
     assert (names[0], names[-1], len(names)) == (first, last, count)
 
 
-@pytest.mark.parametrize("module", [Net(), Around(Net()), resnet_like(), shared(), nn.Linear(2, 2)])
-def test_every_parameter_belongs_to_one_block(module):
-    assigned = assign_parameters(module)
-    assert list(assigned) == [name for name, _ in module.named_parameters()]
-    assert set(assigned.values()) == {name for name, _ in find_blocks(module)}
-
-
-def test_a_parameter_above_the_blocks_goes_to_the_first_below_it_and_a_tied_one_to_the_first_that_has_it():
-    net = Net()
-    net.heads[1].bias = net.encoder.layers[1].experts[0][0].bias
-    assigned = assign_parameters(net)
-    assert assigned["token"] == "stem" and assigned["encoder.positions"] == "encoder.layers.0"
-    assert assigned["encoder.layers.1.experts.0.0.bias"] == "encoder.layers.1" and "heads.1.bias" not in assigned
-
-
 def test_a_module_with_parameters_of_its_own_and_no_parts_is_one_block():
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2))
-    assert find_blocks(module) == [("", module)] and assign_parameters(module) == {"weight": ""}
+    assert find_blocks(module) == [("", module)]

@@ -5,7 +5,7 @@ from functools import reduce
 import pytest
 import torch
 
-from paceline.measure.pattern import Pattern
+from paceline.measure.collectives import Pattern
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64, torch.uint8, torch.int8)

@@ -22,7 +22,7 @@ from paceline.predict.scaling import (
 )
 from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
 from paceline.predict.stragglers import estimate_wait
-from paceline.records import CollectiveRecord, LayerProfileRecord, ParameterTimes, Samples, ScaleRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord, ParameterTimes, Samples, StepRecord
 from paceline.records.kinds import record_from_json, record_to_json
 from paceline.units import MIB
 
@@ -89,15 +89,15 @@ class MadeWorld:
         ready = [backward.ready_s[-(-end // self.sizes[0]) - 1] for end in ends]
         return simulate_buckets(self.buckets, ready, backward, costs).step_s, compute_s
 
-    def record(self, ranks: int) -> ScaleRecord:
+    def record(self, ranks: int) -> StepRecord:
         step_s, silent_s = self.step_s(ranks)
-        return ScaleRecord(
+        return StepRecord(
             mode=self.mode, cell_size=self.cell_size, model="made", data="synthetic",
             wrapper=self.wrapper if ranks > 1 else "none", backend=self.backend, device="cpu", world_size=ranks,
             threads=1, precision="fp32", batch_size=self.samples(ranks), accumulate=1,
             timing=spread(step_s, ranks, self.noise), num_bytes=sum(self.sizes), num_messages=len(self.buckets),
             bucket_bytes=self.buckets if ranks > 1 else (),
-            silent=spread(silent_s, ranks, self.noise) if ranks > 1 else None,
+            no_comm=spread(silent_s, ranks, self.noise) if ranks > 1 else None,
         )  # fmt: skip
 
     def profile(self, batch_size: int) -> LayerProfileRecord:
@@ -227,7 +227,7 @@ def test_calibrated_ranks_are_reproduced_and_the_nearest_corrects_the_others():
 def test_ranks_that_seem_quicker_together_are_noise():
     world = MadeWorld()
     alone_s = world.one_rank_s(8)
-    quick = replace(world.record(4), silent=spread(alone_s * 0.9, 4), timing=spread(alone_s * 0.92, 4))
+    quick = replace(world.record(4), no_comm=spread(alone_s * 0.9, 4), timing=spread(alone_s * 0.92, 4))
     evidence = replace(world.evidence(1, 2, 4), records=(world.record(1), world.record(2), quick))
     assert all(point.step_s >= alone_s for point in simulate_scaling(evidence, (2, 4, 8)))
 
@@ -332,9 +332,9 @@ def test_beyond_the_host_the_slowest_of_all_ranks_is_waited_for():
     even = world.evidence(1, 2, 4)
     rows = tuple((0.9, 0.95, 1.0, 1.05) if n % 2 else (1.05, 0.9, 1.0, 0.95) for n in range(9))
     last = even.shared[-1]
-    step_s = last.silent.median_s
-    apart = replace(last.silent, seconds=tuple(tuple(step_s / 1.05 * share for share in row) for row in rows))
-    uneven = replace(even, records=tuple(replace(r, silent=apart) if r is last else r for r in even.records))
+    step_s = last.no_comm.median_s
+    apart = replace(last.no_comm, seconds=tuple(tuple(step_s / 1.05 * share for share in row) for row in rows))
+    uneven = replace(even, records=tuple(replace(r, no_comm=apart) if r is last else r for r in even.records))
     assert even.spread == 0 and 0.03 < uneven.spread < 0.08
     times = {
         count: [simulate_scaling(known, (count,), free)[0].step_s for known in (even, uneven)]
@@ -350,8 +350,8 @@ def test_beyond_the_host_the_slowest_of_all_ranks_is_waited_for():
 def test_steps_that_a_rank_spoilt_are_a_doubt():
     known = MadeWorld(cores=4).evidence(1, 2, 4)
     last = known.shared[-1]
-    rows = tuple(tuple(s * (1.4 if rank == 3 else 1.0) for rank, s in enumerate(row)) for row in last.silent.seconds)
-    spoilt = replace(last, silent=replace(last.silent, seconds=rows))
+    rows = tuple(tuple(s * (1.4 if rank == 3 else 1.0) for rank, s in enumerate(row)) for row in last.no_comm.seconds)
+    spoilt = replace(last, no_comm=replace(last.no_comm, seconds=rows))
     changed = replace(known, records=tuple(spoilt if r is last else r for r in known.records))
     assert "rank 3 was disturbed in steps on 4 ranks" in simulate_scaling(changed, (4,))[0].doubt
     assert simulate_scaling(known, (4,))[0].doubt == ""
@@ -449,7 +449,7 @@ def test_evidence_is_sorted_out_of_a_study():
     with pytest.raises(RecordError, match="one rank"):
         ScalingEvidence.sort(records, "torch", "gloo", ("weak", 16), 64)
     with pytest.raises(RecordError, match="communication off"):
-        replace(found, records=(world.record(1), replace(world.record(2), silent=None)))
+        replace(found, records=(world.record(1), replace(world.record(2), no_comm=None)))
 
 
 @pytest.mark.parametrize(("wrapper", "memory"), [("paceline", "shared"), ("torch", "ordinary")])
@@ -474,12 +474,12 @@ def test_the_wrappers_buckets_come_from_its_records_first():
 def test_silent_steps_of_all_wrappers_count():
     world = MadeWorld()
     mine = world.record(2)
-    theirs = replace(mine, wrapper="paceline", silent=replace(mine.silent, seconds=tuple(
-        tuple(3 * value for value in row) for row in mine.silent.seconds
+    theirs = replace(mine, wrapper="paceline", no_comm=replace(mine.no_comm, seconds=tuple(
+        tuple(3 * value for value in row) for row in mine.no_comm.seconds
     )))  # fmt: skip
     records = [world.record(1), mine, theirs, world.profile(32), *world.sweep(2)]
     [shared] = ScalingEvidence.sort(records, mine.wrapper, mine.backend, mine.cell, 64).shared
-    assert shared.silent.reduced_s == pytest.approx([2 * value for value in mine.silent.reduced_s])
+    assert shared.no_comm.reduced_s == pytest.approx([2 * value for value in mine.no_comm.reduced_s])
     assert shared.timing == mine.timing
 
 

@@ -1,12 +1,13 @@
-"""The environment that a run records, and what makes two of them incomparable."""
+"""The environment that a run records, what makes two of them incomparable, and each reason to doubt a measurement."""
 
 import subprocess
 from types import SimpleNamespace
 
 import pytest
 
+from paceline.records import LayerTimeRecord, Samples, Summary
 from paceline.records import environment as module
-from paceline.records.environment import capture_environment
+from paceline.records.environment import NOISY, capture_environment, find_doubts
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +76,143 @@ def test_without_git_there_is_no_commit(monkeypatch, error):
 def test_a_difference_that_matters_is_named_with_both_values(build_environment, field, value):
     here, there = build_environment(), build_environment(**{field: value})
     (difference,) = here.differences(there)
-    assert difference.startswith(f"{field}: ")
-    assert str(getattr(here, field)) in difference
-    assert str(value) in difference
+    mine = getattr(here, field)
+    for part in (mine, value):
+        (text,) = part.values() if isinstance(part, dict) else (part,)
+        assert str(text) in difference
+    assert (next(iter(value)) if isinstance(value, dict) else field) in difference and "{" not in difference
+
+
+def test_a_machine_is_named_by_what_makes_times_comparable(build_environment):
+    here = build_environment(details={"gpu": "H200"})
+    assert here.machine == "Some CPU, 8 cores, 16.0 GiB, H200"
+    assert here.machine_and_torch == "Some CPU, 8 cores, 16.0 GiB, H200, torch 2.13.0"
 
 
 def test_command_line_commit_and_load_do_not_make_runs_incomparable(build_environment):
     there = build_environment(command_line="paceline bench chunks", git_commit=None, load_average=7.0)
     assert build_environment().differences(there) == []
+
+
+# -- reasons to doubt a measurement ------------------------------------------------------------------------------------
+
+
+def _swinging(low, high):
+    return (low, high) * 6
+
+
+def _rising(low, high):
+    return (low,) * 6 + (high,) * 6
+
+
+def _late(wait_s):
+    return Samples(seconds=((1.0, 1.0),) * 10, arrivals_s=((0.0, wait_s),) * 10)
+
+
+@pytest.fixture
+def kinds_of(build_collective, build_environment, build_samples):
+    """The kinds of doubt about one steady record on a quiet machine of 8 cores, with changes."""
+
+    def kinds_of(times_s=None, environment=(), **changes):
+        if times_s is not None:
+            changes["timing"] = build_samples(*times_s)
+        return [d.kind for d in find_doubts([build_collective(**changes)], build_environment(**dict(environment)))]
+
+    return kinds_of
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, []),
+        ({"num_wrong": None, "num_checked": None}, []),
+        ({"num_wrong": 1}, ["wrong"]),
+        ({"times_s": (1.0,) * 4}, ["few"]),
+        ({"times_s": (1.0, 9.0, 1.0, 9.0)}, ["few"]),  # too few to tell whether they are unstable
+        ({"times_s": (1.0,) * 5}, []),
+        ({"times_s": _swinging(0.7, 1.3)}, ["unstable"]),
+        ({"times_s": _swinging(0.8, 1.2)}, []),
+        ({"times_s": _rising(1.0, 1.3)}, ["drifting"]),
+        ({"times_s": _rising(1.3, 0.9)}, ["drifting"]),
+        ({"times_s": _rising(1.0, 1.2)}, []),
+        ({"timing": _late(0.6)}, ["skewed"]),
+        ({"timing": _late(0.4)}, []),
+        ({"world_size": 1}, []),
+        ({"world_size": 8}, []),
+        ({"world_size": 9}, ["crowded"]),
+        ({"world_size": 9, "device": "cuda"}, []),
+        ({"world_size": 9, "environment": {"details": {"hosts": 2}}}, []),
+        ({"world_size": 9, "environment": {"details": {}}}, ["crowded"]),
+        ({"environment": {"load_average": 4.1}}, ["busy"]),
+        ({"environment": {"load_average": 4.0}}, []),
+        ({"environment": {"load_average": None}}, []),
+        ({"timing": Summary(mean_s=1.0, stdev_s=9.0, count=1), "world_size": 9, "source": "imported"}, []),
+    ],
+)
+def test_a_doubt_appears_when_and_only_when_it_should(kinds_of, changes, kinds):
+    assert kinds_of(**changes) == kinds
+
+
+def test_chunks_are_doubted_by_their_chunk_size(build_chunks, build_environment, build_samples):
+    record = build_chunks(total_bytes=2**30, chunk_bytes=2**20, timing=build_samples(1.0), num_wrong=3)
+    wrong, few = find_doubts([record], build_environment())
+    assert (wrong.kind, few.kind) == ("wrong", "few")
+    assert "1 MiB (3 of 1000 elements)" in wrong.text
+    assert "1 MiB" in few.text
+
+
+def test_wrappers_are_doubted_by_model_and_name(build_wrapper, build_environment):
+    records = [build_wrapper("torch", num_wrong=3), build_wrapper("bare", (1.0,) * 3, num_wrong=None)]
+    wrong, few = find_doubts(records, build_environment())
+    assert (wrong.kind, few.kind) == ("wrong", "few")
+    assert "WRONG PARAMETERS of cnn in torch (3 of 200 parameters)" in wrong.text
+    assert "cnn in bare" in few.text
+
+
+def test_a_wrapper_on_one_rank_is_no_reason_to_doubt(build_wrapper, build_environment):
+    assert find_doubts([build_wrapper(world_size=1)], build_environment()) == []
+
+
+def test_records_without_a_message_are_not_doubted(build_environment, build_samples):
+    record = LayerTimeRecord(layer="a", timing=build_samples(*_swinging(1.0, 9.0)))
+    assert find_doubts([record], build_environment()) == []
+
+
+def test_doubts_are_gathered_per_backend_and_ranks_with_the_gravest_first(
+    build_collective, build_environment, build_samples
+):
+    few = build_samples(1.0)
+    records = [
+        build_collective(timing=few, num_bytes=2**20),
+        build_collective(timing=few, num_bytes=2**21),
+        build_collective(timing=few, num_bytes=2**20, backend="nccl"),
+        build_collective(timing=build_samples(*_swinging(1.0, 9.0))),
+        build_collective(num_wrong=5, num_bytes=2**22, world_size=4),
+    ]
+    doubts = find_doubts(records, build_environment(load_average=8.0))
+    assert [d.kind for d in doubts] == ["wrong", "unstable", "few", "few", "busy"]
+    assert doubts[0].text.startswith("gloo, 4 ranks: WRONG DATA at 4 MiB")
+    assert doubts[2].text.startswith("gloo, 2 ranks: fewer than 5 repetitions at 1 MiB, 2 MiB:")
+    assert doubts[3].text.startswith("nccl, 2 ranks: fewer than 5 repetitions at 1 MiB:")
+
+
+def test_strict_fails_on_noise_alone():
+    assert set(NOISY) == {"unstable", "drifting", "few"}
+
+
+def test_a_row_faster_than_memory_is_doubted(build_collective, build_pass, build_environment, build_samples):
+    ours = build_collective(backend="paceline", memory="shared", timing=build_samples(*(1e-4,) * 10))
+    (doubt,) = find_doubts([build_collective(), ours, build_pass(time_s=2e-4)], build_environment())
+    assert doubt.kind == "above" and doubt.kind not in NOISY
+    assert doubt.text.startswith(
+        "paceline, 2 ranks: faster than one core per rank passes over memory at 1 MiB in shared memory (2.00 of memory)"
+    )
+    assert find_doubts([build_collective(), ours, build_pass(time_s=1e-4)], build_environment()) == []
+
+
+def test_a_noisy_bound_is_doubted_by_its_pass_but_waits_for_nobody(build_pass, build_environment, build_samples):
+    (unstable,) = find_doubts([build_pass(timing=build_samples(*_swinging(0.7, 1.3)))], build_environment())
+    assert unstable.kind == "unstable" and unstable.text.startswith("memory, 2 ranks: unstable at 1 MiB (add) (")
+    assert find_doubts([build_pass(timing=_late(0.9))], build_environment()) == []
+    (wrong,) = find_doubts([build_pass("copy", num_wrong=4)], build_environment())
+    assert "memory, 2 ranks: WRONG DATA at 1 MiB (copy) (4 of" in wrong.text

@@ -77,7 +77,7 @@ def test_any_large_batch_study_comes_back_from_json(settings):
         (LARGE, {"recipes": ()}, "--recipes: at least one, such as none"),
         (LARGE, {"recipes": ("none", "liner")}, "recipe 'liner': 'liner' is unknown"),
         (LARGE, {"recipes": ("sync",)}, "recipe 'sync': sync needs several ranks, and there is one; use ghost"),
-        (LARGE, {"global_batch_sizes": (32, 36)}, "recipe 'grow': 36 is no multiple of the base 8"),
+        (LARGE, {"global_batch_sizes": (32, 36)}, "recipe 'grow': 36 is not a multiple of the base 8"),
         (LARGE, {"base_batch_size": 0}, "--base-batch-size 0: at least 1 is needed"),
         (LARGE, {"evaluations": 0}, "--evaluations 0: at least 1"),
         (LARGE, {"most_at_once": 0}, "--batch-size 0: at least 1"),
@@ -191,7 +191,7 @@ def test_a_table_can_say_what_a_recipe_set(cells):
 @pytest.mark.parametrize(
     ("changes", "num_samples", "words"),
     [
-        ({}, 63, "63 samples make no whole batch of 64: leave it out"),
+        ({}, 63, "63 samples are fewer than a batch of 64"),
         ({"job": dataclasses.replace(LARGE.job, ranks=3)}, 200, "a global batch of 8 cannot be shared by 3 ranks"),
         (
             {"recipes": ("warmup:0.9",), "global_batch_sizes": (64,)},

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.errors import MeasurementError
 from paceline.records import Samples
-from paceline.records.recipes import summarize_recipes
-from paceline.records.speedups import list_points
+from paceline.records.steps import list_points
+from paceline.records.training import summarize_recipes
 from paceline.report import scaling_findings as findings
 from paceline.report import scaling_report
 from paceline.report.predicted_tables import match_predictions
@@ -26,8 +26,8 @@ from .made_scaling import (
     make_runs,
     make_scale,
     make_scales,
+    slowest,
 )
-from .test_scaling_records import slowest
 
 
 def steady(seconds, ranks=1):
@@ -37,8 +37,8 @@ def steady(seconds, ranks=1):
 def make_steady(ranks, compute_s, exposed_s=0.0, **changes):
     """A step without any noise."""
     record = make_scale(make_rng(), ranks, compute_s, exposed_s, **changes)
-    silent = steady(compute_s, ranks) if record.silent else None
-    return replace(record, timing=steady(compute_s + exposed_s, ranks), silent=silent)
+    silent = steady(compute_s, ranks) if record.no_comm else None
+    return replace(record, timing=steady(compute_s + exposed_s, ranks), no_comm=silent)
 
 
 def test_a_sweep_tells_its_knee_and_what_does_not_fit():
@@ -94,7 +94,7 @@ def test_a_point_names_the_larger_cause(mode, compute_s, exposed_s, text):
 
 
 def test_without_steps_without_communication_no_cause_is_named():
-    records = [make_steady(1, 0.01), make_steady(2, 0.02, wrapper="dp", silent=None, num_bytes=0)]
+    records = [make_steady(1, 0.01), make_steady(2, 0.02, wrapper="dp", no_comm=None, num_bytes=0)]
     (line,) = findings.describe_points(list_points(records))
     assert line == "2 ranks at batch size 32 per rank in dp: efficiency 0.50 ± 0.00"
 
@@ -118,8 +118,8 @@ def test_the_leaders_are_the_best_of_each_cell_on_the_most_ranks_and_the_worst_o
 
 
 def _disturb(record, rank, factor):
-    rows = tuple(tuple(v * (factor if r == rank else 1) for r, v in enumerate(row)) for row in record.silent.seconds)
-    return replace(record, silent=replace(record.silent, seconds=rows))
+    rows = tuple(tuple(v * (factor if r == rank else 1) for r, v in enumerate(row)) for row in record.no_comm.seconds)
+    return replace(record, no_comm=replace(record.no_comm, seconds=rows))
 
 
 def test_a_rank_that_something_else_held_up_is_named():
@@ -130,8 +130,8 @@ def test_a_rank_that_something_else_held_up_is_named():
     assert line.startswith(
         "4 ranks at batch size 32 per rank: not to be believed, for rank 2 was the slowest in 100% of"
     )
-    often = [_disturb(record, number % 4, 3.0).silent.seconds[number] for number in range(record.timing.count)]
-    changing = replace(record, silent=replace(record.silent, seconds=tuple(often)))
+    often = [_disturb(record, number % 4, 3.0).no_comm.seconds[number] for number in range(record.timing.count)]
+    changing = replace(record, no_comm=replace(record.no_comm, seconds=tuple(often)))
     assert findings.describe_stragglers([changing]) == []  # ranks take turns at it
 
 

@@ -6,12 +6,21 @@ import numpy as np
 import pytest
 
 from paceline.errors import RecordError
-from paceline.records.recipes import summarize_recipes
-from paceline.records.speedups import list_points
+from paceline.records.steps import list_points
+from paceline.records.training import summarize_recipes
 from paceline.report import plots, scaling_plots
 
-from .made_scaling import make_batch, make_batches, make_predictions, make_rng, make_run, make_runs, make_scales
-from .test_scaling_records import interval, slowest
+from .made_scaling import (
+    interval,
+    make_batch,
+    make_batches,
+    make_predictions,
+    make_rng,
+    make_run,
+    make_runs,
+    make_scales,
+    slowest,
+)
 
 SCALES = make_scales(make_rng())
 POINTS = list_points(SCALES)
@@ -84,7 +93,7 @@ def test_memory_that_nobody_counted_is_not_drawn():
 def test_lines_of_ranks_start_at_one_rank_and_follow_the_seconds(mode, size, number):
     plot = scaling_plots.plot_weak if mode == "weak" else scaling_plots.plot_strong
     panel = plot(POINTS, "box").axes[number]
-    records = {r.world_size: r for r in SCALES if r.cell == (mode, size) and r.contestant in ("none", "torch on gloo")}
+    records = {r.world_size: r for r in SCALES if r.cell == (mode, size) and r.variant in ("none", "torch on gloo")}
     ratios = [interval(slowest(records[1].timing) / slowest(records[n].timing))[0] for n in (2, 4)]
     assert _lines(panel)["torch on gloo (measured)"] == ([1, 2, 4], pytest.approx([1.0, *ratios]))
     ideal = ([1, 4], [1, 1]) if mode == "weak" else ([1, 2, 4], [1, 2, 4])
@@ -101,9 +110,7 @@ def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
     line = handles[name]
     assert line.get_linestyle() == "--" and list(line.get_xdata())[1:] == [64, 1024]
     assert list(line.get_ydata())[1:] == pytest.approx([p.alone_s / p.step_s for p in best[1:]])
-    mine = [
-        p for p in POINTS if (p.record.contestant, p.record.cell) == ("paceline on gloo", ("weak", best[0].cell_size))
-    ]
+    mine = [p for p in POINTS if (p.record.variant, p.record.cell) == ("paceline on gloo", ("weak", best[0].cell_size))]
     last = max(mine, key=lambda point: point.record.world_size)
     assert (line.get_xdata()[0], line.get_ydata()[0]) == (last.record.world_size, pytest.approx(last.efficiency))
     (band,) = (c.get_paths()[0].vertices[:, 1] for c in panel.collections if "Fill" in type(c).__name__)
@@ -117,10 +124,10 @@ def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
 def test_bars_of_a_step_are_compute_and_exposed_on_top():
     panel = scaling_plots.plot_communication(SCALES, "box").axes[0]
     compute, exposed = (list(bars) for bars in panel.containers[:2])
-    records = [r for r in SCALES if r.contestant == "torch on gloo" and r.mode == "weak"]
+    records = [r for r in SCALES if r.variant == "torch on gloo" and r.mode == "weak"]
     assert len(compute) == len(exposed) == len(records) == 4
     for low, high, record in zip(compute, exposed, records, strict=True):
-        plain, silent = slowest(record.timing), slowest(record.silent)
+        plain, silent = slowest(record.timing), slowest(record.no_comm)
         assert low.get_height() == pytest.approx(1e3 * float(np.median(silent)))
         assert high.get_height() == pytest.approx(max(0.0, 1e3 * float(np.median(plain - silent))))
         assert high.get_y() == pytest.approx(low.get_height())

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 
 from paceline.errors import MeasurementError
-from paceline.records.pairs import Ratio
-from paceline.records.recipes import summarize_recipes
-from paceline.records.speedups import list_points
+from paceline.records.samples import Ratio
+from paceline.records.steps import list_points
+from paceline.records.training import summarize_recipes
 from paceline.report import predicted_tables, scaling_matrices, scaling_tables
 from paceline.report.tables import render_csv, render_markdown
 
 from .made_scaling import (
+    SEEDS,
     MadePrediction,
+    interval,
     make_batches,
     make_cell,
     make_collectives,
@@ -28,8 +30,8 @@ from .made_scaling import (
     make_samples,
     make_scale,
     make_scales,
+    slowest,
 )
-from .test_scaling_records import SEEDS, interval, slowest
 
 
 def parse(rows):
@@ -124,7 +126,7 @@ def test_rows_of_ranks_follow_from_the_steps(rng):
             assert row["compute_slowdown"] == ""
         else:
             ideal_s = median(alone[record.cell].timing) / (1 if record.mode == "weak" else n)
-            assert float(row["compute_slowdown"]) == pytest.approx(median(record.silent) / ideal_s)
+            assert float(row["compute_slowdown"]) == pytest.approx(median(record.no_comm) / ideal_s)
 
 
 def test_the_printed_ranks_say_when_torch_is_inside_the_noise():
@@ -156,7 +158,7 @@ def test_rows_of_communication_and_bandwidth_follow_from_the_steps(rng):
         parse([scaling_tables.bandwidth_row(line) for line in lines]),
         strict=True,
     ):
-        plain, silent, busy_s = slowest(record.timing), slowest(record.silent), median(record.busy)
+        plain, silent, busy_s = slowest(record.timing), slowest(record.no_comm), median(record.busy)
         exposed_s, compute_s = max(0.0, float(np.median(plain - silent))), float(np.median(silent))
         expected = {
             "step_s": float(np.median(plain)), "compute_s": compute_s, "exposed_s": exposed_s,
@@ -193,7 +195,7 @@ def test_a_bandwidth_without_a_peak_is_shown_alone():
 
 
 def test_what_was_not_timed_without_communication_is_not_called_0():
-    record = make_scale(make_rng(), 2, 1e-2, wrapper="dp", silent=None, num_bytes=0, num_messages=0)
+    record = make_scale(make_rng(), 2, 1e-2, wrapper="dp", no_comm=None, num_bytes=0, num_messages=0)
     row = scaling_tables.communication_row(record)
     assert (row["compute_s"], row["exposed_s"], row["exposed_share"], row["overlap"]) == (None,) * 4
     (shown,) = cells(scaling_tables.communication_table, [record])
@@ -251,7 +253,7 @@ def test_rows_of_predictions_follow_from_predicted_and_measured_steps(rng):
     lines = predicted_tables.match_predictions(predicted, list_points(records))
     rows = parse([predicted_tables.predicted_row(line) for line in lines])
     alone = {r.cell: r for r in records if r.world_size == 1}
-    known = {(r.contestant, r.cell, r.world_size): r for r in records}
+    known = {(r.variant, r.cell, r.world_size): r for r in records}
     num_matched = 0
     for p, row in zip(predicted, rows, strict=True):
         ideal_s = p.alone_s if p.mode == "weak" else p.alone_s / p.world_size
@@ -283,7 +285,7 @@ def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
         "simulated", "simulated beside measured", "simulated beside measured", "simulated", "simulated",
         "simulated, doubtful",
     ]  # fmt: skip
-    step_s = next(p.record.timing.median_s for p in points if p.record.contestant == "paceline on gloo")
+    step_s = next(p.record.timing.median_s for p in points if p.record.variant == "paceline on gloo")
     assert rows[1]["error"] == f"{lines[1].predicted.step_s / step_s - 1:+.1%}"
     assert [row["error"] for row in rows[3:]] == ["", "", ""]
 
@@ -316,9 +318,9 @@ def test_matrices_have_ranks_against_batch_sizes():
         *(f"{size} per rank: {name} (ms)" for size in (32, 128) for name in ("compute", "exposed")),
     ]
     assert [row[0] for row in rows] == ["2", "4", "8"]
-    two = next(r for r in records if (r.contestant, r.world_size, r.cell_size) == ("paceline on gloo", 2, 32))
-    exposed_ms = 1e3 * float(np.median(slowest(two.timing) - slowest(two.silent)))
-    assert float(rows[0][1]) == pytest.approx(1e3 * median(two.silent), abs=5e-3)
+    two = next(r for r in records if (r.variant, r.world_size, r.cell_size) == ("paceline on gloo", 2, 32))
+    exposed_ms = 1e3 * float(np.median(slowest(two.timing) - slowest(two.no_comm)))
+    assert float(rows[0][1]) == pytest.approx(1e3 * median(two.no_comm), abs=5e-3)
     assert float(rows[0][2]) == pytest.approx(exposed_ms, abs=5e-3)
     assert rows[2][3:] == ["", ""]
 

@@ -12,6 +12,7 @@ import pytest
 from paceline.errors import ConfigError, RecordError
 from paceline.records import LayerSizeRecord, store
 from paceline.records.store import Run, RunFolder, load_run, save_run, write_new
+from paceline.report.result import build_result
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def test_a_run_without_records_is_loaded_as_it_was_saved(run, tmp_path, build_en
 
 def test_the_file_says_its_format_and_keeps_one_record_per_line(run, saved):
     document = json.loads(saved.read_text())
-    assert (document["format"], document["version"]) == ("paceline-run", 2)
+    assert (document["format"], document["version"]) == ("paceline-run", 3)
     assert sum(line.lstrip().startswith('{"kind"') for line in saved.read_text().splitlines()) == len(run.records)
 
 
@@ -96,7 +97,7 @@ def _with(**changes):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (_with(version=3), "has version 3 and this Paceline reads versions 1 and 2"),
+        (_with(version=4), "has version 4 and this Paceline reads versions 1, 2, 3"),
         (_without("version"), "has version None"),
         (_with(format="other"), "is not a run of Paceline"),
         (_without("format"), "is not a run of Paceline"),
@@ -200,17 +201,28 @@ def test_a_place_that_cannot_hold_a_folder_is_refused_before_the_work(tmp_path, 
         pytest.fail("the work has begun")
 
 
-RESULTS = sorted((Path(__file__).parents[2] / "results").glob("*/*/run.json"))
+RESULTS = sorted((Path(__file__).parents[2] / "results").glob("**/run.json"))
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: f"{path.parts[-3]}/{path.parts[-2]}")
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: "/".join(path.parts[path.parts.index("results") + 1 : -1]))
 def test_the_published_runs_can_be_read_whatever_their_version(path):
     document, run = json.loads(path.read_text()), load_run(path)
     assert len(run.records) == len(document["records"])
     # What a trace says is in its own files, and not in records.
     assert run.records or (run.verb == "profile trace" and (path.parent / "overview.json").exists())
+    assert "paceline" not in {getattr(record, "backend", "") for record in run.records}
+    assert isinstance(build_result(run, path.parent).text(80), str)
     if document["version"] == 1:
         assert {getattr(record, "memory", "ordinary") for record in run.records} == {"ordinary"}
+
+
+@pytest.mark.parametrize(("version", "backend"), [(1, "shm"), (2, "shm"), (3, "paceline")])
+def test_the_backend_of_older_versions_has_its_new_name(run, saved, version, backend):
+    document = json.loads(saved.read_text())
+    document["version"] = version
+    document["records"][0]["backend"] = "paceline"
+    saved.write_text(json.dumps(document))
+    assert [getattr(record, "backend", "") for record in load_run(saved).records] == [backend, "gloo", ""]
 
 
 def test_a_run_of_version_1_is_read(run, saved):

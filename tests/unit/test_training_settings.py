@@ -77,8 +77,8 @@ BAD = [
     ({"ranks": 0}, "--ranks 0"),
     ({"epochs": 0}, "--epochs 0"),
     ({"steps": 0}, "--steps 0: at least 1"),
-    ({"steps": 5, "epochs": 2}, "--steps 5 beside --epochs 2"),
-    ({"steps": 5, "batch_growth": ((0.5, 4),)}, "--batch-growth 0.5:4 beside --steps 5: its shares are of all samples"),
+    ({"steps": 5, "epochs": 2}, "--steps 5 with --epochs 2"),
+    ({"steps": 5, "batch_growth": ((0.5, 4),)}, "--batch-growth 0.5:4 with --steps 5: its shares are of all samples"),
     ({"batch_growth": ((0.5, 4), (0.25, 8))}, "--batch-growth 0.5:4,0.25:8: 0.25 comes after 0.5"),
     ({"grow": "both"}, "--grow 'both' is unknown: known are accumulate, batch-size"),
     ({"grow": "batch-size"}, "--grow batch-size without --batch-growth"),
@@ -98,7 +98,7 @@ BAD = [
     ({"save_every": "soon"}, "--save-every 'soon'"),
     ({"batch_size": 0}, "--batch-size 0"),
     ({"ranks": 2, "global_batch_size": 5}, "--global-batch-size 5"),
-    ({"wrapper": "none", "ranks": 2}, "--wrapper none trains one process by itself, and --ranks 2"),
+    ({"wrapper": "none", "ranks": 2}, "--wrapper none trains one process, and --ranks is 2"),
     ({"wrapper": "dp", "ranks": 2}, "--wrapper dp serves the GPUs of one process"),
     ({"wrapper": "none", "plan": "p.json"}, "--plan needs --wrapper paceline or torch"),
     ({"wrapper": "dp", "sync_batchnorm": True}, "--sync-batchnorm does not work with --wrapper dp"),
@@ -112,7 +112,7 @@ BAD = [
     ({"schedule": "piecewise", "lr_drops": (0.5, 1.0)}, "--lr-drops 0.5,1.0: increasing shares"),
     ({"schedule": "piecewise", "lr_drops": (math.nan,)}, "--lr-drops nan: increasing shares"),
     ({"ghost_batchnorm": 1}, "--ghost-batchnorm 1: at least 2"),
-    ({"ghost_batchnorm": 4, "sync_batchnorm": True}, "--ghost-batchnorm 4 beside --sync-batchnorm"),
+    ({"ghost_batchnorm": 4, "sync_batchnorm": True}, "--ghost-batchnorm 4 with --sync-batchnorm"),
 ]
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.measure.replicas import build_module
 from paceline.measure.wrapper_settings import DEFAULT_MODELS
+from paceline.measure.wrappers import build_module
 from paceline.workloads.registry import WORKLOADS
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from torch import nn
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.measure.torch_tuning import build_candidates
+from paceline.measure.steps import order_turns
 from paceline.measure.wrapper_settings import DEFAULT_MODELS, MAX_CANDIDATES, WRAPPERS, WrapperSettings
-from paceline.measure.wrappers import order_turns
+from paceline.measure.wrappers import build_candidates
 from paceline.plan import Gradient, plan_by_cap, plan_shaped
 from paceline.units import MIB
 from paceline.workloads.registry import WORKLOADS

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paceline.records.pairs import compare_wrappers
+from paceline.records.steps import compare_wrappers
 from paceline.report import tables
 from paceline.report.wrapper_tables import choose_columns, wrapper_row, wrapper_table
 

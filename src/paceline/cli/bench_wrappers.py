@@ -29,7 +29,7 @@ from paceline.cli.options import (
 
 if TYPE_CHECKING:
     from paceline.cli.session import Session
-    from paceline.records import Run, WrapperRecord
+    from paceline.records import Run, StepRecord
 
 __all__ = ["wrappers"]
 
@@ -80,22 +80,22 @@ def wrappers(
 
 def _report(session: Session, run: Run, json: bool) -> None:
     from paceline.cli.session import describe_machine, print_json, stdout
-    from paceline.records.pairs import compare_wrappers
+    from paceline.records.steps import compare_wrappers
     from paceline.report import plots, tables
     from paceline.report.wrapper_tables import choose_columns, wrapper_row
 
     assert session.folder is not None
-    records: Sequence[WrapperRecord] = run.records  # type: ignore[assignment]
+    records: Sequence[StepRecord] = run.records  # type: ignore[assignment]
     standings = compare_wrappers(records)
     rows, columns = [wrapper_row(standing) for standing in standings], choose_columns(standings)
     session.write_tables(columns, standings, rows)
-    session.write_figure("wrappers", plots.plot_wrappers(records, f"{describe_machine()}; {records[0].dtype}"))
+    session.write_figure("wrappers", plots.plot_wrappers(records, f"{describe_machine()}; {records[0].precision}"))
     if json:
         print_json({"rows": rows, "run": str(session.folder.path), "warnings": list(run.warnings)})
         return
     console = stdout()
-    for job in dict.fromkeys(record.job for record in records):
-        mine = [standing for standing in standings if standing.record.job == job]
+    for job in dict.fromkeys((record.job, record.cell) for record in records):
+        mine = [standing for standing in standings if (standing.record.job, standing.record.cell) == job]
         n = mine[0].record.world_size
         title = f"{n} rank{'s' if n > 1 else ''}, {mine[0].record.batch_size} samples each"
         told = ("ranks", "batch")  # in the title

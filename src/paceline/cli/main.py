@@ -11,8 +11,6 @@ import typer
 from paceline.cli import bench, bench_wrappers, doctor, predict, profile, scale, train, tune
 from paceline.errors import PacelineError, TrainingError
 
-__all__ = ["app", "main"]
-
 app = typer.Typer(
     name="paceline",
     help="Data-parallel training for PyTorch that measures itself, predicts itself and tunes itself.",
@@ -72,8 +70,9 @@ def main() -> None:
             more = "" if first == str(error) else " (--debug shows the traceback)"
             print(f"paceline: error: {first}{more}", file=sys.stderr)
         sys.exit(1 if isinstance(error, TrainingError) else 2)
-    except KeyboardInterrupt:
-        print("paceline: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        if not getattr(error, "was_reported", False):  # a session says itself what is saved
+            print("paceline: interrupted: nothing was saved", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `paceline ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,7 +11,7 @@ from paceline.cli.profile_trace import OVERVIEW
 from paceline.cli.session import print_json, stdout
 from paceline.errors import ConfigError, RecordError
 from paceline.records import load_run
-from paceline.records.phase_profile import PhaseRecord
+from paceline.records.steps import StepRecord
 
 __all__ = ["compare_profiles"]
 
@@ -80,7 +80,7 @@ def _compare_phases(first: Path, second: Path) -> Sequence[Any]:
 
     found = []
     for path in (first, second):
-        records = [record for record in load_run(path).records if isinstance(record, PhaseRecord)]
+        records = [record for record in load_run(path).records if isinstance(record, StepRecord)]
         found.append({(record.world_size, record.batch_size): phase_row(record) for record in records})
     common = [cell for cell in found[0] if cell in found[1]]
     if not common:

@@ -12,12 +12,12 @@ import rich.markup
 import rich.progress
 
 from paceline.cli import session
-from paceline.measure.settings import Progress
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.kinds import Record
 from paceline.records.store import Run, RunFolder
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, defer_signals
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import listen
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from paceline.cli.studies import StudyRun, Task, check_same_machine, hold, open_
 from paceline.errors import ConfigError, LaunchError, MeasurementError
 from paceline.measure.large_batch_settings import LargeBatchSettings
 from paceline.measure.scale_settings import BatchSweepSettings, ScaleSettings
-from paceline.records import BatchRecord, LargeBatchRecord, Record, Run, RunFolder, ScaleRecord, load_run
-from paceline.records.cells import STUDY_FILE, Study
-from paceline.records.store import RUN_FILE
+from paceline.records import BatchRecord, LargeBatchRecord, Record, Run, RunFolder, StepRecord, load_run
+from paceline.records.store import RUN_FILE, STUDY_FILE, Study
 from paceline.runtime.environment import is_launched
 from paceline.units import parse_counts
 from paceline.workloads.data.sources import parse_data
@@ -134,7 +133,7 @@ def make_ranks(run: StudyRun, settings: ScaleSettings) -> list[Record]:
         return measure_allreduce
 
     def sweep_up_to_all(records: Sequence[Record]) -> tuple[Any, ...]:
-        return (settings.sweep(max(record.num_bytes for record in records if isinstance(record, ScaleRecord))),)
+        return (settings.sweep(max(record.num_bytes for record in records if isinstance(record, StepRecord))),)
 
     most = max(settings.ranks)
     tasks = [Task(cell.name, load, (settings, cell), most, weight=4.0) for cell in settings.cells]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.errors import MeasurementError
 from paceline.measure.large_batch_settings import LargeBatchSettings
 from paceline.measure.scale_settings import ScaleSettings
-from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, NoiseRecord, Record, Run, ScaleRecord
-from paceline.records.layer_profile import LayerProfileRecord
+from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, NoiseRecord, Record, Run, StepRecord
+from paceline.records.layers import LayerProfileRecord
 from paceline.report import noise_tables, predicted_tables, scaling_plots, scaling_report, scaling_tables
 from paceline.units import format_memory, parse_counts
 
@@ -114,9 +114,9 @@ def _view_batch(run: Run) -> View:
 
 
 def _view_ranks(run: Run) -> View:
-    from paceline.records.speedups import list_points
+    from paceline.records.steps import list_points
 
-    records, sweeps = _only(run.records, ScaleRecord), _only(run.records, CollectiveRecord)
+    records, sweeps = _only(run.records, StepRecord), _only(run.records, CollectiveRecord)
     points, about = list_points(records), _describe(run)
     several = [record for record in records if record.world_size > 1]
     predicted, assumptions = _predict(run)
@@ -186,7 +186,7 @@ def _predict(run: Run) -> tuple[list[PredictedPoint], list[str]]:
 
 
 def _view_large_batch(run: Run) -> View:
-    from paceline.records.recipes import summarize_recipes
+    from paceline.records.training import summarize_recipes
 
     records, noise = _only(run.records, LargeBatchRecord), _only(run.records, NoiseRecord)
     settings, about = LargeBatchSettings.from_json(run.config), _describe(run)

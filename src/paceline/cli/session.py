@@ -18,11 +18,12 @@ import rich.progress
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.measure.settings import GroupSettings, Progress
+from paceline.measure.settings import GroupSettings
 from paceline.records import Environment, Record, Run, RunFolder, capture_environment
-from paceline.records.trust import NOISY, Doubt, find_doubts
+from paceline.records.environment import NOISY, Doubt, find_doubts
 from paceline.runtime.environment import Place, is_launched, read_place
 from paceline.runtime.launch import RankPool, defer_signals
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import listen
 from paceline.units import format_memory
 

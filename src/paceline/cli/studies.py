@@ -21,10 +21,9 @@ from paceline import machine
 from paceline.cli import session
 from paceline.cli.study_screen import Screen
 from paceline.errors import ConfigError, LaunchError
-from paceline.records.cells import STUDY_FILE, Study
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.kinds import Record
-from paceline.records.store import RUN_FILE, Run, RunFolder, load_run
+from paceline.records.store import RUN_FILE, STUDY_FILE, Run, RunFolder, Study, load_run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, defer_signals
 from paceline.runtime.worker import listen
@@ -332,7 +331,7 @@ def open_study(
             yield run
         except BaseException:
             if not run.was_over and not study.count():
-                study.forget()
+                study.discard()
             elif not run.was_over and not is_part:
                 cells = f"{study.count()} finished cell{'s are' if study.count() != 1 else ' is'}"
                 tell_how_to_go_on(cells, verb, study.path)

@@ -272,7 +272,7 @@ def _describe_phases(medians: dict[str, float]) -> str:
 def _finish(settings: TrainSettings, folder: RunFolder, result: TrainResult, json: bool) -> int:
     """Tables and the picture into the run's folder, and what a person wants to read."""
     from paceline.cli.session import describe_machine, print_json, stderr, stdout
-    from paceline.records.epochs import summarize_epochs
+    from paceline.records.training import summarize_epochs
     from paceline.report import plots, tables
     from paceline.report.training import epoch_row, epoch_table, plot_training
     from paceline.training.journal import load_metrics

@@ -106,7 +106,7 @@ def _read(
 
 def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool) -> None:
     from paceline.predict.search import enumerate_caps
-    from paceline.records import TuneStepRecord
+    from paceline.records import StepRecord
     from paceline.report import tuning as report
     from paceline.report.simulated_timeline import render_timeline
     from paceline.units import format_number_of
@@ -114,7 +114,7 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
     judgement, choice, job = tuning.judgement, tuning.choice, settings.job
     where = f"{settings.network.name}, {settings.network_ranks} ranks, emulated" if settings.network else ""
     title = f"{job.model} on {where or format_number_of(job.ranks, 'rank')}, wrapper {job.wrapper}"
-    backend = next(record.backend for record in tuning.records if isinstance(record, TuneStepRecord))
+    backend = next(record.backend for record in tuning.records if isinstance(record, StepRecord))
     verdict = report.say_verdict(tuning, f"{title}, {backend}")
     plan_path = run.folder.write("plan.json", tuning.plan.to_json())
     doubts = report.describe_doubts(tuning.model.estimate_doubts(choice.estimate.cuts))

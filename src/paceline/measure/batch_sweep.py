@@ -15,28 +15,28 @@ from pathlib import Path
 import torch
 
 from paceline.measure.engine import synchronize
-from paceline.measure.settings import Progress
 from paceline.records import BatchRecord, Record, Samples
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.loader import load_windows
 from paceline.training.settings import TrainSettings
 from paceline.training.step import NoPhases, PhaseClock, take_step
 
-# What torch says when memory is over: on a GPU by its class, on a CPU by its text alone.
+# How torch reports that memory is exhausted: on a GPU by the error's class, on a CPU only by its text.
 _FULL = re.compile(r"can't allocate memory|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
-    """Epochs of the job, the first of them a warm-up. One that does not fit into memory is a record, too."""
+    """Epochs of the job, the first of them a warm-up. A batch that does not fit into memory gives a record, too."""
     with open_world(settings) as world:
-        _offer_to_be_killed()
+        _prefer_to_be_killed()
         job = build_job(dataclasses.replace(settings, ranks=world.world_size), world)
         job.learner.model.train()
         _reset_peak(world.device)
         epoch_s: list[float] = []
         waits_s: list[float] = []
-        # A batch of fewer samples than it is named for would stand in the table as the larger one.
+        # A short batch would appear in the table as the larger one.
         is_short = job.batches.global_batch_size > len(job.train)
         failure = f"more than the {len(job.train)} samples of an epoch" if is_short else ""
         try:
@@ -84,7 +84,7 @@ def _run_epoch(job: Job, epoch: int, epochs: int) -> tuple[float, float]:
     order = job.order(epoch)
     windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
     synchronize(world.device)
-    begin_s = told_s = time.perf_counter()
+    begin_s = reported_s = time.perf_counter()
     laps = []
     for window in windows:
         phases = PhaseClock(world.device)
@@ -92,8 +92,8 @@ def _run_epoch(job: Job, epoch: int, epochs: int) -> tuple[float, float]:
         num_targets = window.num_samples * learner.form.targets_per_sample
         take_step(learner, window.batches, num_targets, job.settings.lr, NoPhases())
         laps.append(phases.end())
-        if time.perf_counter() - told_s > 0.5:
-            told_s = time.perf_counter()
+        if time.perf_counter() - reported_s > 0.5:
+            reported_s = time.perf_counter()
             done = (epoch + (window.number + 1) / order.num_windows) / epochs
             post(Progress(done, 1, f"batch size {job.batches.batch_size}"))
     synchronize(world.device)
@@ -102,7 +102,7 @@ def _run_epoch(job: Job, epoch: int, epochs: int) -> tuple[float, float]:
     return steps_s, epoch_s - steps_s
 
 
-def _offer_to_be_killed() -> None:
+def _prefer_to_be_killed() -> None:
     """Where the kernel must end a process for memory, let it be this one and not somebody's desktop."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -117,7 +117,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def _read_peak(device: torch.device) -> int:
-    """The most bytes since the reset: of tensors on CUDA, of the whole process on the CPU; 0 where nobody tells."""
+    """The most bytes since the reset: of tensors on CUDA, of the whole process on the CPU; 0 where it is unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

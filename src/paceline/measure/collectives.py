@@ -1,132 +1,176 @@
-"""The collectives that can be measured: how each is filled, called and checked, and its records.
+"""The collectives that can be measured: each is an object that prepares its data, calls, and checks every element.
 
-A collective is a record of functions; `engine` times them all.
+`engine` times them. Also passes over memory, which bound what an all-reduce could reach, and one total in many chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.measure.engine import Allocator, Contestant, Group, Measured, measure_cells
-from paceline.measure.memory_passes import PASSES, build_pass
-from paceline.measure.pattern import Pattern
-from paceline.measure.settings import REDUCING, CollectiveSettings
-from paceline.records import CollectiveRecord, MemoryRecord, Record
+from paceline.measure.engine import Allocator, Group, Measured, Timed, measure_cells
+from paceline.measure.settings import REDUCING, ChunkSettings, CollectiveSettings
+from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
 from paceline.transport.group import PacelineGroup
-
-__all__ = ["COLLECTIVES", "Buffers", "Collective", "measure_collectives"]
 
 # torch 2.13 renames these two; 2.11 has only the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """The full vector and, for the collectives that are not in place, one rank's share of it."""
-
-    vector: torch.Tensor
-    share: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Collective:
-    """How to run and check one collective on a vector and, where it is not in place, a share of 1/n of it.
-
-    `fill(buffers, pattern, rank, repetition)`, `call(buffers, op, group)`, and `count_wrong` with fill's arguments.
-    """
-
-    fill: Callable[[Buffers, Pattern, int, int], None]
-    call: Callable[[Buffers, dist.ReduceOp.RedOpType, dist.ProcessGroup], Any]
-    count_wrong: Callable[[Buffers, Pattern, int, int], int]
-    output: Callable[[Buffers], torch.Tensor]
-    needs_share: bool = False
-
-
-def _fill_root(b: Buffers, pattern: Pattern, rank: int, repetition: int) -> None:
-    if rank == 0:
-        pattern.fill(b.vector, 0, repetition)
-    else:
-        b.vector.zero_()
-
-
-def _fill_share(b: Buffers, pattern: Pattern, rank: int, repetition: int) -> None:
-    pattern.fill(b.share, rank, repetition)
-    b.vector.zero_()
-
-
-def _fill_vector(b: Buffers, pattern: Pattern, rank: int, repetition: int) -> None:
-    pattern.fill(b.vector, rank, repetition)
-    b.share.zero_()
-
-
-def _count_wrong_shares(b: Buffers, pattern: Pattern, rank: int, repetition: int) -> int:
-    parts = b.vector.split(b.share.numel())
-    return sum(pattern.count_wrong(part, repetition, rank=peer) for peer, part in enumerate(parts))
-
-
-COLLECTIVES = {
-    "all_reduce": Collective(
-        fill=_fill_vector,
-        call=lambda b, op, group: dist.all_reduce(b.vector, op, group),
-        count_wrong=lambda b, pattern, rank, repetition: pattern.count_wrong(b.vector, repetition),
-        output=lambda b: b.vector,
-    ),
-    "all_gather": Collective(
-        fill=_fill_share,
-        call=lambda b, op, group: _all_gather(b.vector, b.share, group),
-        count_wrong=_count_wrong_shares,
-        output=lambda b: b.vector,
-        needs_share=True,
-    ),
-    "reduce_scatter": Collective(
-        fill=_fill_vector,
-        call=lambda b, op, group: _reduce_scatter(b.share, b.vector, op, group),
-        count_wrong=lambda b, pattern, rank, repetition: pattern.count_wrong(
-            b.share, repetition, offset=rank * b.share.numel()
-        ),
-        output=lambda b: b.share,
-        needs_share=True,
-    ),
-    "broadcast": Collective(
-        fill=_fill_root,
-        call=lambda b, op, group: dist.broadcast(b.vector, 0, group),
-        count_wrong=lambda b, pattern, rank, repetition: pattern.count_wrong(b.vector, repetition, rank=0),
-        output=lambda b: b.vector,
-    ),
-}
 _OPS = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX,
     "prod": dist.ReduceOp.PRODUCT,
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """Who takes a turn: a collective on a group with its vector in one kind of memory, or else a pass over memory."""
+def measure_collectives(settings: CollectiveSettings) -> Measured:
+    """Time and check every cell of `bench allreduce`. Collective: every rank of the launched world must call this."""
 
-    group: Group
-    memory: str = "ordinary"
-    operation: str | None = None
+    def build(groups: Sequence[Group], rank: int, num_bytes: int, allocate: Allocator) -> list[Timed]:
+        kind = COLLECTIVES[settings.collective]
+        timed: list[Timed] = [
+            kind(settings, group, rank, num_bytes, allocate, memory)
+            for group in groups
+            for memory in settings.memories_of(group.backend)
+        ]
+        if settings.limit:
+            first_on: dict[torch.device, Group] = {}
+            for group in groups:
+                first_on.setdefault(group.device, group)
+            timed += [
+                make(settings, group, rank, num_bytes, allocate)
+                for group in first_on.values()
+                for make in (MemoryAdd, MemoryCopy)
+            ]
+        return timed
+
+    return measure_cells(settings, settings.sizes, build)
 
 
-def _list_turns(settings: CollectiveSettings, groups: Sequence[Group]) -> list[_Turn]:
-    turns = [_Turn(group, memory) for group in groups for memory in settings.memories_of(group.backend)]
-    if settings.limit:
-        first_on: dict[torch.device, Group] = {}
-        for group in groups:
-            first_on.setdefault(group.device, group)
-        turns += [_Turn(group, operation=operation) for group in first_on.values() for operation in PASSES]
-    return turns
+def measure_chunks(settings: ChunkSettings) -> Measured:
+    """Time and check the total in every chunk size. Collective: every rank of the launched world must call this."""
+
+    def build(groups: Sequence[Group], rank: int, chunk_bytes: int, allocate: Allocator) -> list[Timed]:
+        return [ChunkedAllReduce(settings, group, rank, chunk_bytes, allocate) for group in groups]
+
+    return measure_cells(settings, settings.chunks, build)
 
 
-def _share_vector(group: Group, elements: int, dtype: torch.dtype) -> torch.Tensor:
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+class AllReduce(Timed):
+    """Reduces a vector in place. The others differ in how they fill, call and check; some also have a share of 1/n."""
+
+    has_share = False
+
+    def __init__(
+        self,
+        settings: CollectiveSettings,
+        group: Group,
+        rank: int,
+        num_bytes: int,
+        allocate: Allocator,
+        memory: str = "ordinary",
+    ) -> None:
+        dtype = getattr(torch, settings.dtype)
+        elements = settings.num_elements(num_bytes, group.world_size)
+        self.device, self.group, self.rank, self.op = group.device, group.data, rank, _OPS[settings.op]
+        self.pattern = Pattern(group.world_size, dtype, settings.op, group.device)
+        if memory == "shared":
+            self.vector = _allocate_shared(group, elements, dtype)
+        else:
+            self.vector = allocate("vector", elements, dtype, group.device)
+        self.share = allocate("share", elements // group.world_size if self.has_share else 0, dtype, group.device)
+        self.num_elements = elements
+        self.record = functools.partial(
+            CollectiveRecord,
+            collective=settings.collective,
+            backend=group.backend,
+            memory=memory,
+            op=settings.op if settings.collective in REDUCING else "none",
+            device=group.device.type,
+            world_size=group.world_size,
+            num_bytes=elements * settings.item_bytes,
+            dtype=settings.dtype,
+        )
+
+    def prepare(self, repetition: int) -> None:
+        self.pattern.fill(self.vector, self.rank, repetition)
+
+    def call(self) -> Any:
+        return dist.all_reduce(self.vector, self.op, self.group)
+
+    def check(self, repetition: int) -> int:
+        return self.pattern.count_wrong(self.vector, repetition)
+
+
+class AllGather(AllReduce):
+    """Gathers every rank's share into the vector."""
+
+    has_share = True
+
+    def prepare(self, repetition: int) -> None:
+        self.pattern.fill(self.share, self.rank, repetition)
+        self.vector.zero_()
+
+    def call(self) -> Any:
+        return _all_gather(self.vector, self.share, self.group)
+
+    def check(self, repetition: int) -> int:
+        parts = self.vector.split(self.share.numel())
+        return sum(self.pattern.count_wrong(part, repetition, rank=rank) for rank, part in enumerate(parts))
+
+
+class ReduceScatter(AllReduce):
+    """Reduces the vectors and leaves one share of the result on each rank."""
+
+    has_share = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.num_elements = self.share.numel()
+
+    def prepare(self, repetition: int) -> None:
+        super().prepare(repetition)
+        self.share.zero_()
+
+    def call(self) -> Any:
+        return _reduce_scatter(self.share, self.vector, self.op, self.group)
+
+    def check(self, repetition: int) -> int:
+        return self.pattern.count_wrong(self.share, repetition, offset=self.rank * self.share.numel())
+
+
+class Broadcast(AllReduce):
+    """Sends the vector of rank 0 to all."""
+
+    def prepare(self, repetition: int) -> None:
+        if self.rank == 0:
+            super().prepare(repetition)
+        else:
+            self.vector.zero_()
+
+    def call(self) -> Any:
+        return dist.broadcast(self.vector, 0, self.group)
+
+    def check(self, repetition: int) -> int:
+        return self.pattern.count_wrong(self.vector, repetition, rank=0)
+
+
+COLLECTIVES: dict[str, type[AllReduce]] = {
+    "all_reduce": AllReduce,
+    "all_gather": AllGather,
+    "reduce_scatter": ReduceScatter,
+    "broadcast": Broadcast,
+}
+
+
+def _allocate_shared(group: Group, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """A vector in memory that the ranks share. Collective: every rank of the group must call this."""
     assert isinstance(group.data, PacelineGroup)
     if not group.data.shares_memory:
@@ -135,49 +179,178 @@ def _share_vector(group: Group, elements: int, dtype: torch.dtype) -> torch.Tens
     return vector
 
 
-def measure_collectives(settings: CollectiveSettings) -> Measured:
-    """Time and check every cell of the settings. Collective: every rank of the launched world must call this."""
-    collective, dtype = COLLECTIVES[settings.collective], getattr(torch, settings.dtype)
+class ChunkedAllReduce(Timed):
+    """One total in many messages, all launched before the first is waited for, as a wrapper launches its buckets."""
 
-    def build_contestant(turn: _Turn, rank: int, num_bytes: int, allocate: Allocator) -> Contestant:
-        group = turn.group
-        elements = settings.num_elements(num_bytes, group.world_size)
-        if turn.operation is not None:
-            return build_pass(turn.operation, group, rank, elements, dtype, allocate)
-        share = elements // group.world_size if collective.needs_share else 0
-        is_shared = turn.memory == "shared"
-        buffers = Buffers(
-            _share_vector(group, elements, dtype) if is_shared else allocate("vector", elements, dtype, group.device),
-            allocate("share", share, dtype, group.device),
-        )
-        pattern = Pattern(group.world_size, dtype, settings.op, group.device)
-        return Contestant(
-            device=group.device,
-            prepare=lambda repetition: collective.fill(buffers, pattern, rank, repetition),
-            call=lambda: collective.call(buffers, _OPS[settings.op], group.data),
-            count_wrong=lambda repetition: collective.count_wrong(buffers, pattern, rank, repetition),
-            num_elements=collective.output(buffers).numel(),
-        )
-
-    def build_record(turn: _Turn, num_bytes: int, **measured: Any) -> Record:
-        group = turn.group
-        measured |= {
-            "device": group.device.type,
-            "world_size": group.world_size,
-            "num_bytes": settings.num_elements(num_bytes, group.world_size) * settings.item_bytes,
-            "dtype": settings.dtype,
-        }
-        if turn.operation is not None:
-            return MemoryRecord(operation=turn.operation, **measured)
-        return CollectiveRecord(
-            collective=settings.collective,
+    def __init__(self, settings: ChunkSettings, group: Group, rank: int, chunk_bytes: int, allocate: Allocator) -> None:
+        dtype = getattr(torch, settings.dtype)
+        self.device, self.group, self.rank = group.device, group.data, rank
+        self.num_elements = settings.total_bytes // settings.item_bytes
+        self.vector = allocate("vector", self.num_elements, dtype, group.device)
+        self.chunks = self.vector.split(chunk_bytes // settings.item_bytes)
+        self.pattern = Pattern(group.world_size, dtype, "sum", group.device)
+        self.record = functools.partial(
+            ChunksRecord,
             backend=group.backend,
-            memory=turn.memory,
-            op=settings.op if settings.collective in REDUCING else "none",
-            **measured,
+            device=group.device.type,
+            world_size=group.world_size,
+            total_bytes=settings.total_bytes,
+            chunk_bytes=chunk_bytes,
+            dtype=settings.dtype,
         )
 
-    def list_turns(groups: Sequence[Group]) -> list[_Turn]:
-        return _list_turns(settings, groups)
+    def prepare(self, repetition: int) -> None:
+        self.pattern.fill(self.vector, self.rank, repetition)
 
-    return measure_cells(settings, settings.sizes, list_turns, build_contestant, build_record)
+    def call(self) -> None:
+        works: list[Any] = [dist.all_reduce(chunk, group=self.group, async_op=True) for chunk in self.chunks]
+        for work in works:
+            work.wait()
+
+    def check(self, repetition: int) -> int:
+        return self.pattern.count_wrong(self.vector, repetition)
+
+
+# -- passes over memory ------------------------------------------------------------------------------------------------
+
+
+class MemoryAdd(Timed):
+    """What memory could do: every rank at once reads its vector once and writes it once, by adding a number in place.
+
+    `MemoryBounds` derives the bound of an all-reduce from this and from the copy.
+    """
+
+    operation = "add"
+
+    def __init__(
+        self, settings: CollectiveSettings, group: Group, rank: int, num_bytes: int, allocate: Allocator
+    ) -> None:
+        self.dtype = getattr(torch, settings.dtype)
+        self.device, self.rank = group.device, rank
+        self.num_elements = settings.num_elements(num_bytes, group.world_size)
+        self.vector = allocate("vector", self.num_elements, self.dtype, group.device)  # the all-reduces use it, too
+        self.pattern = Pattern(group.world_size, self.dtype, "sum", group.device)
+        self.record = functools.partial(
+            MemoryRecord,
+            operation=self.operation,
+            device=group.device.type,
+            world_size=group.world_size,
+            num_bytes=self.num_elements * settings.item_bytes,
+            dtype=settings.dtype,
+        )
+
+    def prepare(self, repetition: int) -> None:
+        self.pattern.fill(self.vector, self.rank, repetition)
+
+    def call(self) -> Any:
+        return self.vector.add_(1)
+
+    def check(self, repetition: int) -> int:
+        # Exact: the numbers are small and whole.
+        return self.pattern.count_wrong(self.vector.sub_(1), repetition, rank=self.rank)
+
+
+class MemoryCopy(MemoryAdd):
+    """The same by a copy into another vector."""
+
+    operation = "copy"
+
+    def __init__(
+        self, settings: CollectiveSettings, group: Group, rank: int, num_bytes: int, allocate: Allocator
+    ) -> None:
+        super().__init__(settings, group, rank, num_bytes, allocate)
+        self.target = allocate("target", self.num_elements, self.dtype, group.device)
+
+    def prepare(self, repetition: int) -> None:
+        # The source last: an all-reduce, too, finds its vector in the caches as far as it fits.
+        self.target.fill_(-1 if self.dtype.is_signed else 255)
+        super().prepare(repetition)
+
+    def call(self) -> Any:
+        return self.target.copy_(self.vector)
+
+    def check(self, repetition: int) -> int:
+        return self.pattern.count_wrong(self.target, repetition, rank=self.rank)
+
+
+# -- data that can be checked ------------------------------------------------------------------------------------------
+
+_PERIOD = 4093  # a prime: no power-of-two shift of the data looks like the data
+_BLOCK = 64 * _PERIOD  # elements written or compared at once: no temporary of the size of the message
+# Whole numbers up to here are exact in the type, in any order of summation.
+_EXACT = {
+    torch.float32: 2**24, torch.float64: 2**53, torch.float16: 2**11, torch.bfloat16: 2**8,
+    torch.int32: 2**31 - 1, torch.int64: 2**63 - 1, torch.uint8: 2**8 - 1, torch.int8: 2**7 - 1,
+}  # fmt: skip
+
+
+class Pattern:
+    """Data of `world_size` ranks whose reduction under `op` is known exactly, so that every element can be checked.
+
+    Each rank's vector repeats a short list of small whole numbers of its own; the list starts elsewhere in every
+    repetition. A wrong offset, a missing rank, stale or torn data all give other numbers.
+    """
+
+    def __init__(self, world_size: int, dtype: torch.dtype, op: str, device: torch.device | str) -> None:
+        self._op, self._world_size = op, world_size
+        self._dtype, self._device = dtype, device
+        self._ceiling = max(1, min(100, _EXACT[dtype] // world_size))
+        sources = [self._source(rank) for rank in range(world_size)]
+        self._blocks = [self._expand(source) for source in sources]
+        self._reduced = self._expand(self._reduce(sources))
+        # An average is rounded, and so are floating sums of more ranks than the type can count exactly: by at most
+        # eps / 2 for each rank. Twice that, but never so much that an empty vector would pass.
+        exact = op in ("min", "max", "prod") or not dtype.is_floating_point
+        exact = exact or (op == "sum" and world_size * self._ceiling <= _EXACT[dtype])
+        self._tolerance = 0.0 if exact else min(0.25, world_size * torch.finfo(dtype).eps)
+
+    def _source(self, rank: int) -> torch.Tensor:
+        if self._op == "prod":
+            # A two from up to six ranks, drawn anew for each element, and ones: the product stays small and exact.
+            generator = torch.Generator().manual_seed(7919)
+            drawn = torch.randint(0, self._world_size, (6, _PERIOD), generator=generator)
+            return 1 + (drawn == rank).any(0).long()
+        generator = torch.Generator().manual_seed(7919 * (rank + 1))
+        return torch.randint(0, self._ceiling + 1, (_PERIOD,), generator=generator)
+
+    def _reduce(self, sources: list[torch.Tensor]) -> torch.Tensor:
+        match self._op:
+            case "sum":
+                return sum(sources, torch.zeros_like(sources[0]))
+            case "avg":
+                return sum(sources, torch.zeros_like(sources[0])).double() / self._world_size
+            case "min":
+                return functools.reduce(torch.minimum, sources)
+            case "max":
+                return functools.reduce(torch.maximum, sources)
+        return functools.reduce(torch.mul, sources)
+
+    def _expand(self, source: torch.Tensor) -> torch.Tensor:
+        """One block and one period more, so that a block can start anywhere in the period."""
+        return source.to(self._dtype).repeat(_BLOCK // _PERIOD + 1).to(self._device)
+
+    def fill(self, vector: torch.Tensor, rank: int, repetition: int) -> None:
+        """Write this rank's data of this repetition."""
+        start = repetition % _PERIOD
+        for part in vector.split(_BLOCK):
+            part.copy_(self._blocks[rank][start : start + part.numel()])
+
+    def count_wrong(self, vector: torch.Tensor, repetition: int, rank: int | None = None, offset: int = 0) -> int:
+        """Elements that differ from rank's data or, without a rank, from the reduction over all ranks.
+
+        `offset` is the index in the full vector at which this vector starts.
+        """
+        block = self._reduced if rank is None else self._blocks[rank]
+        start = (repetition + offset) % _PERIOD
+        wrong = 0
+        for part in vector.split(_BLOCK):
+            expected = block[start : start + part.numel()]
+            if torch.equal(part, expected):
+                continue
+            if rank is None and self._tolerance:
+                distance = (part.double() - expected.double()).abs()
+                good = distance <= self._tolerance * expected.double().abs()
+            else:
+                good = part == expected
+            wrong += part.numel() - int(good.sum())  # a NaN is equal to nothing, so it counts
+        return wrong

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.parallel import DataParallel
+from paceline.parallel import DDP
 from paceline.predict.curves import Curve
 
 __all__ = ["EmulatedNetwork"]
@@ -44,7 +44,7 @@ class EmulatedNetwork:
             sys.setswitchinterval(_SWITCH_S)
             self._thread = threading.Thread(target=self._work, name="paceline-emulated-network", daemon=True)
             self._thread.start()
-        assert isinstance(model, DataParallel | DistributedDataParallel)
+        assert isinstance(model, DDP | DistributedDataParallel)
         # torch compares annotations with types, and a lambda has none.
         model.register_comm_hook(None, lambda state, bucket: self._send(bucket.buffer()))
 

@@ -1,12 +1,16 @@
-"""The engine that times anything ranks do together, top to bottom: groups, cells, turns, the timed call, the check.
+"""One measurement, top to bottom: groups, cells, turns, repetitions, the timed call, the check, the samples.
 
-What is called and what its data must be comes from the benchmark that uses it; settings are checked in `settings`.
+It times anything that ranks do together. What is called, and what its data must be, comes from the benchmark that uses
+it (`collectives`); what a benchmark is asked to do is checked in `settings`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,35 +19,36 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.measure.rounds import Pace, run_rounds
-from paceline.measure.settings import GroupSettings, Progress
+from paceline.measure.settings import GroupSettings
 from paceline.records import Record, Samples
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend, init
 from paceline.transport import why_not
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_number_of
 
-__all__ = [
-    "Allocator",
-    "Contestant",
-    "Group",
-    "Measured",
-    "Timing",
-    "choose_meeting",
-    "measure_cells",
-    "merge_timings",
-    "run_cells",
-    "synchronize",
-    "time_interleaved",
-]
-
-Turn = TypeVar("Turn")
 Point = TypeVar("Point")
 Answer = TypeVar("Answer")
+Report = Callable[[float], None]
+
+# Ranks that are not part of a cell wait for it; a cell on a slow network may take long.
+_PATIENCE_S = 24 * 3600.0
+_REPORT_S = 0.2
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many repetitions there are unless requested: as many as fit `budget_s`, within bounds, after `warmup` others,
+    or fewer of those once `warmup_s` is over."""
+
+    budget_s: float
+    min_iters: int
+    max_iters: int
+    warmup: int
+    warmup_s: float = math.inf
+
 
 _PACE = Pace(budget_s=2.0, min_iters=5, max_iters=100, warmup=3, warmup_s=2.0)
-# Idle ranks wait for a cell that they are not part of; a cell on a slow network may take long.
-_PATIENCE_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -76,63 +81,80 @@ class Timing:
     num_checked: int = 0
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """One of the things that are timed in turns: made ready, called (this alone is timed), checked."""
+class Timed:
+    """One of the things that are timed in turns: prepared, called (this alone is timed) and checked.
+
+    `num_elements` are checked in every repetition. `record(timing=, num_wrong=, num_checked=)` makes its record; it is
+    sent to the other ranks, so it must be picklable (a `functools.partial` of a record's class).
+    """
 
     device: torch.device
-    prepare: Callable[[int], None]
-    call: Callable[[], Any]
-    count_wrong: Callable[[int], int]
     num_elements: int
+    record: Callable[..., Record]
+
+    def prepare(self, repetition: int) -> None:
+        """Write fresh data, different in every repetition."""
+        raise NotImplementedError
+
+    def call(self) -> Any:
+        """What is timed."""
+        raise NotImplementedError
+
+    def check(self, repetition: int) -> int:
+        """The number of wrong elements on this rank."""
+        raise NotImplementedError
+
+
+# -- all cells ---------------------------------------------------------------------------------------------------------
 
 
 def measure_cells(
     settings: GroupSettings,
-    points: Sequence[int],
-    list_turns: Callable[[Sequence[Group]], Sequence[Turn]],
-    build_contestant: Callable[[Turn, int, int, Allocator], Contestant],
-    build_record: Callable[..., Record],
+    sizes: Sequence[int],
+    build: Callable[[Sequence[Group], int, int, Allocator], list[Timed]],
 ) -> Measured:
-    """Time and check every cell: each number of ranks x each point (a size in bytes), all that take turns in turns.
+    """Time and check every cell: each number of ranks x each size in bytes, with everything of a cell in turns.
 
-    `list_turns(groups)` says who takes turns, given one group per backend; `build_contestant(turn, rank, point,
-    allocate)` makes what is timed; `build_record(turn, point, timing=, num_wrong=, num_checked=)` makes the record.
-    Worlds smaller than the launched one are its first n ranks, and the others wait. Collective: every rank of the
-    launched world must call this.
+    `build(groups, rank, size, allocate)` makes what is timed in a cell, given one group per backend.
+    Collective: every rank of the launched world must call this.
     """
 
-    def measure(groups: Sequence[Group], rank: int, point: int, tell: Callable[[float], None] | None) -> list[Timing]:
-        allocate = Allocator()  # one per cell, so that the memory of the last cell is free again
-        contestants = [build_contestant(turn, rank, point, allocate) for turn in list_turns(groups)]
-        return time_interleaved(contestants, groups[0].control, settings.iters, settings.warmup, tell)
+    def measure(groups: Sequence[Group], rank: int, size: int, report: Report | None) -> list[tuple[Any, Timing]]:
+        # A fresh allocator, so that the memory of the last cell is free again.
+        timed = build(groups, rank, size, Allocator())
+        timings = time_in_turns(timed, groups[0].control, settings.iters, settings.warmup, report)
+        return [(item.record, timing) for item, timing in zip(timed, timings, strict=True)]
 
-    def build_records(groups: Sequence[Group], point: int, timings: list[list[Timing]], clock: bool) -> list[Record]:
-        return [
-            build_record(
-                turn,
-                point,
-                timing=merge_timings([timing[place] for timing in timings], clock),
-                num_wrong=sum(timing[place].num_wrong for timing in timings),
-                num_checked=sum(timing[place].num_checked for timing in timings),
+    def build_records(
+        groups: Sequence[Group], size: int, answers: list[list[tuple[Any, Timing]]], shares_clock: bool
+    ) -> list[Record]:
+        records = []
+        for turn in zip(*answers, strict=True):
+            timings = [timing for _, timing in turn]
+            records.append(
+                turn[0][0](
+                    timing=merge_timings(timings, shares_clock),
+                    num_wrong=sum(timing.num_wrong for timing in timings),
+                    num_checked=sum(timing.num_checked for timing in timings),
+                )
             )
-            for place, turn in enumerate(list_turns(groups))
-        ]
+        return records
 
-    return run_cells(settings, points, format_bytes, measure, build_records)
+    return run_cells(settings, sizes, format_bytes, measure, build_records)
 
 
 def run_cells(
     settings: GroupSettings,
     points: Sequence[Point],
     name_point: Callable[[Point], str],
-    measure: Callable[[Sequence[Group], int, Point, Callable[[float], None] | None], Answer],
+    measure: Callable[[Sequence[Group], int, Point, Report | None], Answer],
     build_records: Callable[[Sequence[Group], Point, list[Answer], bool], Sequence[Record]],
 ) -> Measured:
     """Open the world, measure every cell (each number of ranks x each point) and post its records.
 
-    `measure(groups, rank, point, tell)` runs on the ranks of the cell, with one group per backend;
-    `build_records(groups, point, answers, shares_clock)` makes records of what they returned, on every rank.
+    Worlds smaller than the launched one are its first n ranks, and the others wait. `measure(groups, rank, point,
+    report)` runs on the ranks of the cell, with one group per backend; `build_records(groups, point, answers,
+    shares_clock)` makes records of what they returned, on every rank.
     Collective: every rank of the launched world must call this.
     """
     cells = [(n, point) for n in settings.ranks for point in points]
@@ -140,98 +162,36 @@ def run_cells(
     with _open_world(settings) as world:
         groups = _build_groups(settings, world)
         for index, (n, point) in enumerate(cells):
+            label = f"{format_number_of(n, 'rank')}, {name_point(point)}"
 
-            def tell(share: float, index: int = index, n: int = n, point: Point = point) -> None:
-                post(Progress(index + share, len(cells), f"{n} rank{'s' if n > 1 else ''}, {name_point(point)}"))
+            def report(share: float, index: int = index, label: str = label) -> None:
+                post(Progress(index + share, len(cells), label))
 
             if world.rank == 0:
-                tell(0.0)
+                report(0.0)
             mine = None
             if world.rank < n:
-                mine = measure(groups[n], world.rank, point, tell if world.rank == 0 else None)
-            # Also what the ranks outside the cell wait for.
+                mine = measure(groups[n], world.rank, point, report if world.rank == 0 else None)
+            # The ranks outside of the cell wait here for the others.
             answers = [answer for answer in world.share(mine) if answer is not None]
             new = tuple(build_records(groups[n], point, answers, world.shares_clock))
             records += new
             if world.rank == 0:
-                post(Progress(index + 1, len(cells), "done", new))
+                post(Progress(index + 1, len(cells), label, new))
         return Measured(tuple(records), _describe_rank(world))
-
-
-class Allocator:
-    """Vectors by name and device, made once and shared by the contestants that take turns on them."""
-
-    def __init__(self) -> None:
-        self._vectors: dict[tuple[str, torch.device], torch.Tensor] = {}
-
-    def __call__(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if (name, device) not in self._vectors:
-            need = elements * dtype.itemsize
-            if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
-                raise ConfigError(f"{format_bytes(need)} do not fit the {format_bytes(free)} free on {device}")
-            # Zeroed, not empty: touching fresh pages must not be part of the first repetition.
-            self._vectors[name, device] = torch.zeros(elements, dtype=dtype, device=device)
-        return self._vectors[name, device]
-
-
-def time_interleaved(
-    contestants: list[Contestant],
-    control: dist.ProcessGroup,
-    iters: int | None,
-    warmup: int | None,
-    tell: Callable[[float], None] | None = None,
-) -> list[Timing]:
-    """Time the contestants in turns: A B A B ... Collective: every rank of `control` must call this.
-
-    Each repetition: make the data, synchronise the device, meet at a barrier, read the clock, call, synchronise,
-    read the clock, check the data. Nothing but the call is between the two readings.
-    """
-    timings = [Timing([], [], 0) for _ in contestants]
-
-    def run_once(repetition: int) -> float:
-        slowest_s = 0.0
-        for contestant, timing in zip(contestants, timings, strict=True):
-            contestant.prepare(repetition)
-            synchronize(contestant.device)
-            dist.barrier(group=control)
-            start_s = time.perf_counter()
-            contestant.call()
-            synchronize(contestant.device)
-            timing.starts_s.append(start_s)
-            timing.seconds.append(time.perf_counter() - start_s)
-            timing.num_wrong += contestant.count_wrong(repetition)
-            timing.num_checked += contestant.num_elements
-            slowest_s = max(slowest_s, timing.seconds[-1])
-        return slowest_s
-
-    def end_warmup(num_warmup: int) -> None:
-        for timing in timings:
-            timing.num_warmup = num_warmup
-
-    run_rounds(run_once, control, _PACE, iters, warmup, tell, end_warmup)
-    return timings
-
-
-def merge_timings(timings: list[Timing], shares_clock: bool) -> Samples:
-    """The ranks' timings as one set of samples, repetition by repetition."""
-    warm = timings[0].num_warmup
-    rows = list(zip(*(timing.seconds for timing in timings), strict=True))
-    starts = list(zip(*(timing.starts_s for timing in timings), strict=True))
-    arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[warm:]) if shares_clock else ()
-    return Samples(seconds=tuple(rows[warm:]), warmup_seconds=tuple(rows[:warm]), arrivals_s=arrivals)
 
 
 def _open_world(settings: GroupSettings) -> World:
     """A world whose own group is gloo, for control; the measured groups are made inside it.
 
-    One thread per rank unless asked otherwise: with more, filling and checking the data wakes OpenMP's threads, which
-    then spin on the cores that the timed call needs (`engine_against_loop.py --threads 8` shows it).
+    One thread per rank unless requested otherwise: with more, filling and checking the data wakes OpenMP's threads,
+    which then spin on the cores that the timed call needs (`engine_against_loop.py --threads 8` shows it).
     """
     device = "cuda" if any(settings.device_of(backend) == "cuda" for backend in settings.backends) else "cpu"
     return init("gloo", device, threads=settings.threads, timeout_s=_PATIENCE_S, announce=None)
 
 
-def choose_meeting(world: World) -> str:
+def choose_control_backend(world: World) -> str:
     """The backend of the barriers before timed calls: ranks leave one in shared memory within microseconds of each
     other, and one of gloo's far apart."""
     return "shm" if world.shares_clock and not why_not() else "gloo"
@@ -242,9 +202,9 @@ def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group
     groups: dict[int, list[Group]] = {}
     for n in settings.ranks:
         if n > world.world_size:
-            raise ConfigError(f"{n} ranks asked of a world of {world.world_size}")
+            raise ConfigError(f"{n} ranks requested in a world of {world.world_size}", code="world-size")
         members = list(range(n))
-        control = dist.new_group(members, backend=choose_meeting(world), timeout=timedelta(seconds=_PATIENCE_S))
+        control = dist.new_group(members, backend=choose_control_backend(world), timeout=timedelta(seconds=_PATIENCE_S))
         groups[n] = []
         for backend in settings.backends:
             kind = settings.device_of(backend)
@@ -271,7 +231,136 @@ def _describe_rank(world: World) -> dict[str, Any]:
     return details
 
 
+# -- one cell ----------------------------------------------------------------------------------------------------------
+
+
+class Allocator:
+    """Vectors by name and device, made once and shared by everything that is timed in turns on them."""
+
+    def __init__(self) -> None:
+        self._vectors: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def __call__(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if (name, device) not in self._vectors:
+            need = elements * dtype.itemsize
+            if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
+                raise ConfigError(
+                    f"{format_bytes(need)} do not fit the {format_bytes(free)} free on {device}", code="memory"
+                )
+            # Zeroed, not empty: touching fresh pages must not be part of the first repetition.
+            self._vectors[name, device] = torch.zeros(elements, dtype=dtype, device=device)
+        return self._vectors[name, device]
+
+
+def time_in_turns(
+    timed: Sequence[Timed],
+    control: dist.ProcessGroup,
+    iters: int | None,
+    warmup: int | None,
+    report: Report | None = None,
+) -> list[Timing]:
+    """Time everything in turns: A B A B ... Collective: every rank of `control` must call this.
+
+    Each repetition: make the data, synchronize the device, wait at a barrier, read the clock, call, synchronize,
+    read the clock, check the data. Nothing but the call is between the two readings.
+    """
+    timings = [Timing([], [], 0) for _ in timed]
+
+    def run_once(repetition: int) -> float:
+        slowest_s = 0.0
+        for item, timing in zip(timed, timings, strict=True):
+            item.prepare(repetition)
+            synchronize(item.device)
+            dist.barrier(group=control)
+            start_s = time.perf_counter()
+            item.call()
+            synchronize(item.device)
+            timing.starts_s.append(start_s)
+            timing.seconds.append(time.perf_counter() - start_s)
+            timing.num_wrong += item.check(repetition)
+            timing.num_checked += item.num_elements
+            slowest_s = max(slowest_s, timing.seconds[-1])
+        return slowest_s
+
+    def end_warmup(num_warmup: int) -> None:
+        for timing in timings:
+            timing.num_warmup = num_warmup
+
+    run_rounds(run_once, control, _PACE, iters, warmup, report, end_warmup)
+    return timings
+
+
+def run_rounds(
+    run_round: Callable[[int], float],
+    control: dist.ProcessGroup,
+    pace: Pace,
+    iters: int | None = None,
+    warmup: int | None = None,
+    report: Report | None = None,
+    end_warmup: Callable[[int], None] = lambda num_warmup: None,
+) -> None:
+    """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
+
+    `end_warmup` is called with the number of warm-ups when they are over, `report` with the share of the repetitions
+    that is done. Collective: every rank of `control` must call this.
+    """
+    with no_garbage_collection():
+        warm_s: list[float] = []
+        while len(warm_s) < (pace.warmup if warmup is None else warmup):
+            warm_s.append(agree_on_max(run_round(len(warm_s)), control))
+            if warmup is None and sum(warm_s) > pace.warmup_s:
+                break
+        end_warmup(len(warm_s))
+        if iters is None:
+            # By the quickest warm-up: a hiccup in one of them must not cost repetitions.
+            fitting = int(pace.budget_s / min(warm_s)) if warm_s else pace.min_iters
+            iters = min(pace.max_iters, max(pace.min_iters, fitting))
+        reported_s = time.perf_counter()
+        for repetition in range(iters):
+            run_round(len(warm_s) + repetition)
+            if report is not None and time.perf_counter() - reported_s > _REPORT_S:
+                report((repetition + 1) / iters)
+                reported_s = time.perf_counter()
+
+
+def agree_on_max(value: float, control: dist.ProcessGroup) -> float:
+    """The largest of the ranks' values. Collective: every rank of `control` must call this."""
+    tensor = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, control)
+    return float(tensor)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """No collection inside, where it would become part of a measured time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def merge_timings(timings: list[Timing], shares_clock: bool) -> Samples:
+    """The ranks' timings as one set of samples, repetition by repetition."""
+    warm = timings[0].num_warmup
+    rows = list(zip(*(timing.seconds for timing in timings), strict=True))
+    starts = list(zip(*(timing.starts_s for timing in timings), strict=True))
+    arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[warm:]) if shares_clock else ()
+    return Samples(seconds=tuple(rows[warm:]), warmup_seconds=tuple(rows[:warm]), arrivals_s=arrivals)
+
+
+def build_samples(by_rank: Sequence[Sequence[float]], num_warmup: int) -> Samples:
+    """What each rank timed in every round, warm-ups first, as samples."""
+    rows = tuple(zip(*by_rank, strict=True))
+    return Samples(seconds=rows[num_warmup:], warmup_seconds=rows[:num_warmup])

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.errors import MeasurementError
 from paceline.measure.large_batch_settings import TrainingCell
 from paceline.measure.noise_scale import measure_noise_scale
-from paceline.measure.settings import Progress
 from paceline.records import CurvePoint, LargeBatchRecord, NoiseRecord, Record
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
 from paceline.training.loop import evaluate, run_steps

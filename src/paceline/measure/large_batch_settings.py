@@ -1,4 +1,4 @@
-"""What a large-batch study is asked to do, and the runs that follow from it. Imports no torch."""
+"""The settings of a large-batch study, and the runs that follow from them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.training.settings import TrainSettings
 
 @dataclass(frozen=True)
 class TrainingCell:
-    """One run of the study: its settings, what they are called, and whether the noise of gradients is probed in it."""
+    """One run of the study: its settings, their names, and whether the noise of gradients is probed in it."""
 
     settings: TrainSettings
     budget: str
@@ -44,7 +44,7 @@ class TrainingCell:
 
 
 def _check_length(cell: TrainingCell, num_samples: int) -> None:
-    """Refuse warm-ups and growths for which a run is too short now, and not when its turn comes."""
+    """Refuse warm-ups and growths for which a run is too short before anything is trained."""
     s, size = cell.settings, cell.settings.batches.global_batch_size
     steps = BatchSchedule(
         global_batch_size=size, num_samples=num_samples, epochs=s.epochs, growths=s.batch_growth, tail=s.tail
@@ -79,7 +79,7 @@ class LargeBatchSettings:
     evaluations: int = 10
 
     def check(self) -> None:
-        """Refuse what cannot be, before anything is trained."""
+        """Refuse invalid settings, before anything is trained."""
         if not self.global_batch_sizes or min(self.global_batch_sizes) <= self.base_batch_size:
             sizes = ",".join(map(str, self.global_batch_sizes)) or "nothing"
             raise ConfigError(
@@ -101,7 +101,7 @@ class LargeBatchSettings:
             if "grow" in recipe.names:
                 odd = [size for size in self.global_batch_sizes if size % self.base_batch_size]
                 if odd:
-                    raise ConfigError(f"recipe {text!r}: {odd[0]} is no multiple of the base {self.base_batch_size}")
+                    raise ConfigError(f"recipe {text!r}: {odd[0]} is not a multiple of the base {self.base_batch_size}")
 
     def check_norms(self, has_norm: bool) -> None:
         """Refuse recipes for BatchNorm where the model has none."""
@@ -136,8 +136,8 @@ class LargeBatchSettings:
         plan = [(base, NO_RECIPE), *((size, recipe) for size in self.global_batch_sizes for recipe in self.recipes)]
         for size, text in plan:
             if size > num_samples:
-                # A shorter batch would be trained under this one's name.
-                raise ConfigError(f"{num_samples} samples make no whole batch of {size}: leave it out")
+                # A shorter batch would be recorded as this one.
+                raise ConfigError(f"{num_samples} samples are fewer than a batch of {size}: leave it out")
             updates = self.count_updates(size, num_samples)
             settings = self._share(Recipe.parse(text).apply(self.job, size, base, updates))
             for seed in self.seeds:

@@ -1,6 +1,6 @@
 """A bare model's step layer by layer: when each gradient is ready, and what each block takes.
 
-Hooks and moments are in `layer_moments`; what is derived from the samples is in `records.layer_profile`.
+Hooks and moments are in `layer_moments`; what is derived from the samples is in `records.layers`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.measure.engine import synchronize
+from paceline.measure.engine import no_garbage_collection, synchronize
 from paceline.measure.layer_moments import LayerHooks, Moments
-from paceline.measure.rounds import no_garbage_collection
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Samples
 
 __all__ = ["LayerStep", "measure_layers", "order_by_ready"]

@@ -1,6 +1,6 @@
-"""Probes of the gradient noise scale between two training steps, which leave no trace in the training.
+"""Probes of the gradient noise scale between two training steps, without any effect on the training.
 
-What is derived from their squared norms is in `records.noise_scale`; a step that learns is in `training.step`.
+What is derived from their squared norms is in `records.training`; a step that learns is in `training.step`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import ConfigError, MeasurementError
-from paceline.records.noise_scale import NoiseProbe, NoiseRecord
+from paceline.records.training import NoiseProbe, NoiseRecord
 from paceline.runtime.ranks import set_seed
 from paceline.training.build import Job
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome
 
-# What a loss scale that made gradients overflow is divided by before the probe is taken again.
+# The divisor of a loss scale that made gradients overflow, before the probe is repeated.
 _LOWER = 16
 
 
@@ -37,7 +37,7 @@ def measure_noise_scale(
     compiled. Samples are drawn with replacement, so that they are as independent as the formulas take them to be;
     which they are, and what dropout drops, follows from the job's seed, `step` and the probe, not from the ranks.
     BatchNorm sees `batch_size` samples: the noise scale is that of training with such micro-batches. (SyncBatchNorm
-    sees those of all ranks, and the small gradients are what each rank adds to the whole.)
+    sees those of all ranks, and the small gradients are the contributions of each rank.)
     Parameters, gradients, buffers, the optimizer and random numbers are as before when this returns.
     Needs the memory of two further gradients. Collective: every rank must call this, between steps.
     """
@@ -46,10 +46,10 @@ def measure_noise_scale(
             f"{num_probes} probes of {num_small} small batches of {batch_size} on each of {job.world.world_size} "
             "ranks: at least 1 probe of 2 small batches in all is needed, with 1 sample each"
         )
-    # Gradients that fit half precision in training may not do so in smaller batches, whose losses count for more.
+    # Gradients that fit half precision in training may overflow in smaller batches, whose losses weigh more.
     scale = job.learner.scaler.get_scale()
     probes: list[NoiseProbe] = []
-    with _left_as_it_is(job.learner.module), _uncompiled(job):
+    with _restoring(job.learner.module), _uncompiled(job):
         job.learner.module.train()
         while len(probes) < num_probes:
             small_squares, big_square = _Probe(job, step, len(probes), batch_size, num_small, int(epoch)).take(scale)
@@ -78,7 +78,7 @@ def measure_noise_scale(
 
 
 class _Probe:
-    """One probe of one rank. Small batches are numbered over all ranks, and all they are follows from their number."""
+    """One probe of one rank. Small batches are numbered over all ranks, and their content follows from their number."""
 
     def __init__(self, job: Job, step: int, number: int, batch_size: int, num_small: int, epoch: int) -> None:
         self._job, self._size, self._epoch = job, batch_size, epoch
@@ -108,14 +108,14 @@ class _Probe:
             torch._foreach_add_([pieces[index] for index in used], grads)
         if self._job.world.world_size > 1:
             dist.all_reduce(total)
-        # One wait for the device, here: the host is done with all small batches long before.
+        # The only wait for the device: the host has queued all small batches long before.
         *small, big = (torch.stack([*squares, _square(pieces)]) / scale**2).tolist()
         everyone: list[tuple[list[float], float]] = self._job.world.share((small, big / self._count**2))
-        # A backend may round sums otherwise on another rank, and all must come to one record.
+        # A backend may round sums differently on another rank, and all must return the same record.
         return tuple(square for squares, _ in everyone for square in squares), everyone[0][1]
 
     def _grad(self, number: int, scale: float) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of the mean loss of one small batch, times `scale`; no `.grad` and no hook hears of it."""
+        """The gradient of the mean loss of one small batch, times `scale`; no `.grad` and no hook sees it."""
         data, learner = self._job.train, self._job.learner
         generator = torch.Generator().manual_seed(derive_seed("noise samples", *self._purpose, number))
         indices = torch.randint(len(data), (self._size,), generator=generator)
@@ -133,8 +133,8 @@ def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _left_as_it_is(module: nn.Module) -> Iterator[None]:
-    """Put buffers, modes and random numbers back to what they are now, on every way out."""
+def _restoring(module: nn.Module) -> Iterator[None]:
+    """Restore buffers, modes and random state at the end, also after an error."""
     modes = [(part, part.training) for part in module.modules()]
     buffers: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = [
         (part._buffers, name, buffer, buffer.clone())
@@ -158,7 +158,7 @@ def _left_as_it_is(module: nn.Module) -> Iterator[None]:
 
 
 def _uncompiled(job: Job) -> contextlib.AbstractContextManager[Any]:
-    """Compiled for a second batch size, blocks would be compiled anew for any, and train by other kernels from then."""
+    """A second batch size would recompile blocks for dynamic sizes: training would use other kernels afterwards."""
     if not job.settings.compile:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

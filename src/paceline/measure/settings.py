@@ -12,23 +12,9 @@ from typing import ClassVar
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.records import Record
 from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
 from paceline.units import format_bytes
-
-__all__ = [
-    "BACKENDS",
-    "OPS",
-    "REDUCING",
-    "SHARED_DTYPES",
-    "SHARED_OPS",
-    "ChunkSettings",
-    "CollectiveSettings",
-    "GroupSettings",
-    "Progress",
-    "check_name",
-]
 
 BACKENDS = ("gloo", "nccl", "shm")
 OPS = ("sum", "avg", "min", "max", "prod")
@@ -36,16 +22,6 @@ REDUCING = ("all_reduce", "reduce_scatter")
 # What the backend shm reduces in shared memory; the rest goes to gloo under it.
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a measuring rank posts: `done` of `total` cells (a cell in progress counts in part), and new records."""
-
-    done: float
-    total: int
-    label: str
-    records: tuple[Record, ...] = ()
 
 
 def check_name(what: str, value: str, known: Iterable[str]) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.measure.engine import synchronize
-from paceline.measure.rounds import build_samples
+from paceline.measure.engine import build_samples, synchronize
 from paceline.parallel.channel import Channel
 from paceline.records import ChunksRecord, CollectiveRecord, Record, Samples
 from paceline.runtime.world import World

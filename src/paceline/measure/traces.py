@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.engine import synchronize
-from paceline.parallel import DataParallel
+from paceline.parallel import DDP
 from paceline.parallel.timeline import StepTimes
 from paceline.predict.overview import find_lanes
 from paceline.predict.traces import BACKWARD_OVER, BUCKET, BUCKET_WAIT, WAITED, Event, RankTrace, read_chrome
@@ -81,7 +81,7 @@ def record_trace(
         for number in range(warmup):
             take_step(number - warmup)
         for number in range(active):
-            if isinstance(model, DataParallel):
+            if isinstance(model, DDP):
                 model.time_next_step()
             take_step(number)
             if device.type != "cuda" or world_size > 1:  # NCCL sends nothing on one rank
@@ -117,7 +117,7 @@ def _export(profiler: Any) -> dict[str, Any]:
 
 def _read_times(model: nn.Module | None) -> list[StepTimes]:
     """When the buckets of the last step left and were done; nothing where the wrapper keeps no times."""
-    if not isinstance(model, DataParallel) or model.plan is None:
+    if not isinstance(model, DDP) or model.plan is None:
         return []
     times = model.report().times
     return [] if times is None else [times]

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import record_function
 
 from paceline.measure.layers import LayerStep, measure_layers
-from paceline.measure.phases import cycle_windows
+from paceline.measure.steps import cycle_windows
 from paceline.measure.traces import record_trace
 from paceline.predict.traces import RankTrace
 from paceline.records import LayerProfileRecord

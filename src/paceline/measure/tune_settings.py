@@ -34,13 +34,14 @@ QUICK = Effort(5, 8, 20, 20.0, 10.0, (256 * KIB, 4 * MIB))
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """A training job, and how its plans are judged. `caps_bytes` are chosen over the whole range where they are empty.
+    """A training job (None: a user's own), and how its plans are judged. Without `caps_bytes` a range is chosen.
 
     `confirms` is whether the job itself is run at all. With a `network`, one rank sends to `network_ranks - 1` others
     that do not exist. `takes_lists`: the wrapper can be given a cap for each bucket.
     """
 
-    job: TrainSettings
+    job: TrainSettings | None
+    own_wrapper: str = "paceline"
     effort: Effort = FULL
     caps_bytes: tuple[int, ...] = ()
     confirms: bool = True
@@ -49,6 +50,11 @@ class TuneSettings:
     network_ranks: int = 2
     takes_lists: bool = True
 
+    @property
+    def wrapper(self) -> str:
+        """The wrapper whose buckets are tuned."""
+        return self.own_wrapper if self.job is None else self.job.wrapper
+
     def build_curve(self) -> Curve | None:
         """What messages cost on the emulated network; None where they are measured."""
         if self.network is None:
@@ -56,9 +62,12 @@ class TuneSettings:
         return AssumedFabric(self.network, self.network).build_curve(self.network_ranks)
 
     def check(self) -> None:
+        self._check_effort()
         job = self.job
-        if job.wrapper not in ("paceline", "torch"):
-            raise ConfigError(f"--wrapper {job.wrapper} has no buckets to tune: use paceline or torch")
+        if self.wrapper not in ("paceline", "torch"):
+            raise ConfigError(f"--wrapper {self.wrapper} has no buckets to tune: use paceline or torch")
+        if job is None:
+            return
         if job.plan is not None:
             raise ConfigError(f"--plan {job.plan}: a plan is what is looked for here; leave it out")
         if job.batches.accumulate != 1:
@@ -73,6 +82,8 @@ class TuneSettings:
                 f"--network {self.network.name} with --ranks {job.ranks} and {self.network_ranks} on the network: one "
                 "rank sends, to at least one other that does not exist; use --ranks 1 and --network-ranks 2 or more"
             )
+
+    def _check_effort(self) -> None:
         if self.iters is not None and self.iters < 2:
             raise ConfigError(f"--iters {self.iters}: at least 2 are needed to know the noise")
         if any(cap < 1 for cap in self.caps_bytes):

@@ -1,221 +1,372 @@
-"""Data-parallel wrappers against each other: replicas of one model that step in turns, and are compared at the end.
+"""Data-parallel wrappers compared: replicas of one model take steps in turns, and their parameters are checked.
 
-What one replica and its step are is in `replicas`; what is derived from the samples is in `records.pairs`.
+How steps take turns is in `steps`; what is derived from the records is in `records.steps`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import inspect
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
-from paceline.measure.engine import (
-    Group,
-    Measured,
-    Timing,
-    merge_timings,
-    run_cells,
-)
-from paceline.measure.replicas import (
-    LEARNING_RATE,
-    PHASES,
-    Replica,
-    Wrapping,
-    build_module,
-    build_replica,
-    find_wrapping,
-)
-from paceline.measure.rounds import Pace, agree_on_max, run_rounds
-from paceline.measure.torch_tuning import ask_for_plan, build_candidates, choose_fastest
-from paceline.measure.wrapper_settings import WrapperSettings
-from paceline.records import Record, Samples, WrapperRecord
-from paceline.units import format_bytes
+from paceline.measure import engine
+from paceline.measure.engine import Group, Measured, Pace
+from paceline.measure.steps import Probe, Replica, StepBench, Variant, wrap
+from paceline.measure.wrapper_settings import MAX_CANDIDATES, WrapperSettings
+from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
+from paceline.records import Record, StepRecord
+from paceline.records.steps import PRECISIONS
+from paceline.runtime.session import Progress
+from paceline.runtime.worker import post
+from paceline.runtime.world import World
+from paceline.training.step import NoPhases, Phases
+from paceline.units import MIB, format_bytes, format_duration
 from paceline.workloads.registry import WORKLOADS
 
-__all__ = ["count_wrong_parameters", "measure_wrappers", "order_turns"]
-
 _SEED = 1
-# The budget is for all wrappers of a cell. Warm-ups: torch cuts its buckets anew in its second step, and Paceline plans
+_LEARNING_RATE = 1e-3
+# The budget is for all wrappers of a cell. Warm-ups: torch rebuilds its buckets in its second step, and Paceline plans
 # in its first.
 _PACE = Pace(budget_s=30.0, min_iters=10, max_iters=100, warmup=3)
-# How far a parameter's way from its start may be from the way under torch's wrapper, as a share of that way. Rounding
-# gives 1e-6 on a CPU, and much more where matrices are multiplied in bfloat16 or TF32; a division forgotten, or ranks
-# that were not averaged, about 1.
+_TUNING_PACE = Pace(budget_s=8.0, min_iters=5, max_iters=15, warmup=2)
+# How far a parameter's change may be from its change under torch's wrapper, as a share of that change. Rounding gives
+# 1e-6 on a CPU, and much more where matrices are multiplied in bfloat16 or TF32; a missing division, or ranks that were
+# not averaged, about 1.
 _TOLERANCE, _COARSE_TOLERANCE = 0.05, 0.5
+_CAPS_MIB = (1, 5, 10, 25, 50)
+_OPTIONS = set(inspect.signature(DistributedDataParallel.__init__).parameters)
+# What a user who tunes torch's wrapper would set, whatever the buckets are.
+_TUNED: dict[str, Any] = {
+    "gradient_as_bucket_view": True,
+    "static_graph": True,
+    # torch 2.13 renames the option that stops the broadcast of buffers in every forward.
+    ("forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"): False,
+}
+# In the first steps of a replica its memory is counted; NCCL's watchdog looks every tenth of a second.
+_SETTLING_STEPS, _WATCHDOG_S = 3, 0.25
 
 
-@dataclass
-class _Answer:
-    """What one rank knows of one wrapper when the cell is done."""
+@dataclass(frozen=True)
+class Wrapping:
+    """How a wrapper is put around a module, its configuration in words, and how that was chosen."""
 
-    wrapper: str
     configuration: str
-    note: str
-    timing: Timing
-    phases_s: list[tuple[float, ...]]
-    was_checked: bool
-    held_bytes: int
-    peak_step_bytes: int
+    wrap: Callable[[nn.Module, dist.ProcessGroup], nn.Module]
+    note: str = ""
+
+
+def find_wrapping(wrapper: str) -> Wrapping:
+    """How to wrap by this name. `torch-tuned` is not here: its options are found by measuring."""
+    if wrapper == "bare":
+        return Wrapping("no communication", lambda module, group: module)
+    if wrapper in ("torch", "paceline"):
+        return Wrapping("defaults", lambda module, group: wrap(module, wrapper, group))
+    reducer = wrapper.removeprefix("paceline-")
+    return Wrapping(f"reducer {reducer}", lambda module, group: wrap(module, "paceline", group, reducer=reducer))
+
+
+def build_module(model: str, seed: int, device: torch.device) -> nn.Module:
+    """The model with parameters that follow from the seed, made on the device: a large one takes long elsewhere."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        with torch.device(device):
+            return WORKLOADS[model].build()
 
 
 def measure_wrappers(settings: WrapperSettings) -> Measured:
-    """Time and check every cell of the settings. Collective: every rank of the launched world must call this."""
+    """Time and check every cell: each number of ranks x each model. Collective: all ranks must call this."""
+    cells = [(n, model) for n in settings.ranks for model in settings.models]
+    records: list[Record] = []
+    with engine._open_world(settings) as world:
+        groups = engine._build_groups(settings, world)
+        for index, (n, model) in enumerate(cells):
 
-    def measure(
-        groups: Sequence[Group], rank: int, model: str, tell: Callable[[float], None] | None
-    ) -> list[list[_Answer]]:
+            def tell(share: float, done: int = index, label: str = f"{n} ranks, {model}") -> None:
+                if world.rank == 0:
+                    post(Progress(done + share, len(cells), label))
+
+            tell(0.0)
+            try:
+                new = _Cell(settings, world, groups[n], model).measure(tell)
+            finally:
+                _free()  # the next cell finds the memory that this one found
+            records += new
+            if world.rank == 0:
+                post(Progress(index + 1, len(cells), "done", tuple(new)))
+        return Measured(tuple(records), engine._describe_rank(world))
+
+
+class _Memory(Probe):
+    """What a replica and its wrapper hold between steps, and what a step adds at its peak; on GPUs alone."""
+
+    def __init__(self, device: torch.device, held_bytes: int) -> None:
+        self._device, self.held_bytes, self.peak_step_bytes = device, held_bytes, 0
+        self._num_steps, self._before = 0, 0
+
+    @property
+    def _is_settling(self) -> bool:
+        # A wrapper may make its buffers in its first steps; only this replica works between two barriers.
+        return self._num_steps < _SETTLING_STEPS
+
+    def begin(self, kind: str) -> Phases | None:
+        if self._device.type == "cuda":
+            self._before = _count_allocated(self._device, self._is_settling)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return None
+
+    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device) - self._before
+            self.peak_step_bytes = max(self.peak_step_bytes, peak)
+            if self._is_settling:
+                self.held_bytes += _count_allocated(self._device, True) - self._before
+        self._num_steps += 1
+
+
+@dataclass
+class _Cell:
+    """One model on the first n ranks: every wrapper on every backend. Ranks outside take part in the waiting only."""
+
+    settings: WrapperSettings
+    world: World
+    groups: Sequence[Group]
+    model: str
+    wrong: dict[int, int] = field(default_factory=dict)  # parameters that differ from torch's, by variant
+
+    @property
+    def _is_in(self) -> bool:
+        return self.world.rank < self.groups[0].world_size
+
+    def measure(self, tell: Callable[[float], None]) -> list[StepRecord]:
+        self._check_gpu_memory()
+        bench = self._open_bench()
         try:
-            return _measure_cell(settings, groups, rank, model, tell)
+            places: list[tuple[Group, str, Wrapping]] = []
+            for group in self.groups:
+                for wrapper, wrapping in self._find_wrappings(group).items():
+                    places.append((group, wrapper, wrapping))
+                    bench.add(self._build_variant(group, wrapper, wrapping))
+            bench.run(
+                _PACE, self.settings.iters, self.settings.warmup, tell,
+                end_warmup=lambda: self._compare_with_torch(bench, places),
+            )  # fmt: skip
+            return [
+                self._build_record(bench, variant, group, wrapper, wrapping)
+                for variant, (group, wrapper, wrapping) in zip(bench.variants, places, strict=True)
+            ]
         finally:
-            _free()  # the next cell finds the memory that this one found
+            bench.clear()
 
-    def build_records(
-        groups: Sequence[Group], model: str, answers: list[list[list[_Answer]]], shares_clock: bool
-    ) -> list[Record]:
-        return [
-            _build_record(settings, group, model, [mine[turn][number] for mine in answers], shares_clock)
-            for turn, group in enumerate(groups)
-            for number in range(len(settings.wrappers))
-        ]
+    def _open_bench(self) -> StepBench:
+        labels = {
+            "model": self.model,
+            "precision": PRECISIONS[self.settings.dtype],
+            "batch_size": self.settings.batch_of(self.model),
+            "num_parameters": WORKLOADS[self.model].num_parameters,
+        }
+        return StepBench(self.world, labels)
 
-    return run_cells(settings, settings.models, str, measure, build_records)
+    # -- replicas -----------------------------------------------------------------------------------------------------
 
+    def _build_variant(self, group: Group, wrapper: str, wrapping: Wrapping, kind: str = "marked") -> Variant:
+        labels = {"wrapper": wrapper, "backend": group.backend, "world_size": group.world_size, "note": wrapping.note}
+        if not self._is_in:
+            return Variant(labels, None, (kind,))
+        replica, held_bytes = self._build_replica(group, wrapping)
+        return Variant(labels, replica, (kind,), probe=_Memory(group.device, held_bytes))
 
-def order_turns(count: int, repetition: int) -> list[int]:
-    """The order of the contestants in one repetition: over many, each follows every other one equally often.
+    def _build_replica(self, group: Group, wrapping: Wrapping) -> tuple[Replica, int]:
+        """A new replica in its wrapper, and the bytes that both hold. Ranks begin with different parameters: a wrapper
+        that does not broadcast rank 0's is found. Collective: every rank of the group must call this."""
+        workload, device, rank = WORKLOADS[self.model], group.device, self.world.rank
+        if device.type == "cuda":
+            # NCCL frees the memory of its last message when another one is over: perhaps a former replica's.
+            dist.all_reduce(torch.zeros(1, device=device), group=group.data)
+        before = _count_allocated(device, True)
+        module = build_module(self.model, _SEED + rank, device)
+        model = wrapping.wrap(module, group.data)
+        held_bytes = _count_allocated(device, True) - before
+        batch = workload.make_batch(self.settings.batch_of(self.model), _SEED, rank, device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
+        is_low = self.settings.dtype == "bfloat16"
 
-    A Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition; every second time round it is reversed, which
-    also balances an odd number.
-    """
-    zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
-    order = [(place + repetition) % count for place in zigzag]
-    return order[::-1] if (repetition // count) % 2 else order
+        def run(_: Any, phases: Phases) -> None:
+            phases.enter("forward")
+            with torch.autocast(device.type, torch.bfloat16, enabled=is_low):
+                loss = workload.compute_loss(model, batch)
+            phases.enter("backward")
+            loss.backward()
+            phases.enter("optimizer")
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
+        return Replica(model, module, device, run), held_bytes
 
-def _measure_cell(
-    settings: WrapperSettings,
-    groups: Sequence[Group],
-    rank: int,
-    model: str,
-    tell: Callable[[float], None] | None,
-) -> list[list[_Answer]]:
-    """One model on one number of ranks: every wrapper on every backend, in turns; per backend, per wrapper."""
-    control, dtype = groups[0].control, getattr(torch, settings.dtype)
-    for group in groups:
-        _check_gpu_memory(settings, group, model)
-
-    def build(wrapping: Wrapping, group: Group) -> Replica:
-        return build_replica(model, wrapping, group, rank, _SEED, settings.batch_of(model), dtype)
-
-    wrappings = [_find_wrappings(settings, build, group, model) for group in groups]
-    replicas = [
-        {wrapper: build(wrapping, group) for wrapper, wrapping in found.items()}
-        for group, found in zip(groups, wrappings, strict=True)
-    ]
-    everyone = [replica for of_group in replicas for replica in of_group.values()]
-    with contextlib.ExitStack() as closing:
-        for replica in everyone:
-            closing.callback(replica.close)
-        _step_in_turns(
-            everyone, control, settings, tell, lambda: _compare_with_torch(settings, groups, model, replicas)
-        )
-        return [
-            _check_and_answer(settings, group, model, of_group)
-            for group, of_group in zip(groups, replicas, strict=True)
-        ]
-
-
-def _find_wrappings(
-    settings: WrapperSettings, build: Callable[[Wrapping, Group], Replica], group: Group, model: str
-) -> dict[str, Wrapping]:
-    """What each wrapper is on this group; `torch-tuned` is found by trying, before anything else takes memory."""
-    found = {wrapper: find_wrapping(wrapper) for wrapper in settings.wrappers if wrapper != "torch-tuned"}
-    if "torch-tuned" in settings.wrappers:
-
-        def build_here(wrapping: Wrapping) -> Replica:
-            return build(wrapping, group)
-
-        plan = ask_for_plan(build_here, group.control)
-        candidates = build_candidates(build_module(model, _SEED, group.device), plan)
-        _free()
-        found["torch-tuned"] = choose_fastest(candidates, build_here, group.control)
-        _free()
-    return {wrapper: found[wrapper] for wrapper in settings.wrappers}
-
-
-def _step_in_turns(
-    replicas: list[Replica],
-    control: dist.ProcessGroup,
-    settings: WrapperSettings,
-    tell: Callable[[float], None] | None,
-    compare: Callable[[], None],
-) -> None:
-    """All repetitions, warm-ups first; every replica steps once in each, in an order that changes.
-
-    `compare` is called after the warm-ups: later, rounding alone can lead replicas far apart.
-    """
-
-    def run_round(repetition: int) -> float:
-        return sum(replicas[index].take_step(control) for index in order_turns(len(replicas), repetition))
-
-    def end_warmup(num_warmup: int) -> None:
-        for replica in replicas:
-            replica.timing.num_warmup = num_warmup
-        compare()
-
-    run_rounds(run_round, control, _PACE, settings.iters, settings.warmup, tell, end_warmup)
-
-
-def _compare_with_torch(
-    settings: WrapperSettings, groups: Sequence[Group], model: str, replicas: Sequence[dict[str, Replica]]
-) -> None:
-    """Count, in each replica, the parameters that went another way than under torch's wrapper."""
-    for group, of_group in zip(groups, replicas, strict=True):
-        reference = of_group.get("torch") or of_group.get("torch-tuned")
-        start = list(build_module(model, _SEED, group.device).parameters())
-        for wrapper, replica in of_group.items():
-            steps = len(replica.timing.seconds)
-            if steps and wrapper != "bare" and reference not in (None, replica):
-                assert reference is not None
-                is_coarse = settings.dtype == "bfloat16" or group.device.type == "cuda"
-                tolerance = _COARSE_TOLERANCE if is_coarse else _TOLERANCE
-                replica.timing.num_wrong = count_wrong_parameters(
-                    replica.parameters, start, reference.parameters, group.data, steps, tolerance
+    def _check_gpu_memory(self) -> None:
+        """Refuse on every rank what does not fit the GPU of one."""
+        for group in self.groups:
+            if group.device.type != "cuda":
+                continue
+            sharing = math.ceil(group.world_size / torch.cuda.device_count())  # too many where there are several hosts
+            on_gpu = sum(self.settings.device_of(backend) == "cuda" for backend in self.settings.backends)
+            need = self.settings.replica_bytes(self.model, on_gpu) * sharing
+            free = min(self.world.share(torch.cuda.mem_get_info(group.device)[0]))
+            if need > free:
+                raise ConfigError(
+                    f"the replicas of {self.model} take about {format_bytes(need)} and {format_bytes(free)} are free "
+                    f"on the GPU: {self.settings.memory_words[1]}",
+                    code="memory",
                 )
 
+    # -- torch's wrapper at its best ----------------------------------------------------------------------------------
 
-def _check_and_answer(
-    settings: WrapperSettings, group: Group, model: str, replicas: dict[str, Replica]
-) -> list[_Answer]:
-    """What this rank knows of each wrapper on one backend, with its parameters checked to be equal on all ranks."""
-    answers = []
-    for wrapper, replica in replicas.items():
-        if wrapper != "bare":
-            start = replica.parameters
-            unequal = count_wrong_parameters(start, start, None, group.data, 0, 0.0)
-            replica.timing.num_wrong = max(replica.timing.num_wrong, unequal)
-            replica.timing.num_checked = len(start)
-        plan = getattr(replica.model, "plan", None) if wrapper.startswith("paceline") else None
-        buckets = f", {len(plan.buckets)} buckets: {plan.rule}" if plan is not None else ""
-        answers.append(
-            _Answer(
-                wrapper=wrapper,
-                configuration=replica.wrapping.configuration + buckets,
-                note=replica.wrapping.note,
-                timing=replica.timing,
-                phases_s=replica.phases_s,
-                was_checked=wrapper != "bare",
-                held_bytes=replica.held_bytes,
-                peak_step_bytes=replica.peak_step_bytes,
-            )
+    def _find_wrappings(self, group: Group) -> dict[str, Wrapping]:
+        """What each wrapper is on this group; `torch-tuned` is found by trying, before anything else takes memory."""
+        found = {name: find_wrapping(name) for name in self.settings.wrappers if name != "torch-tuned"}
+        if "torch-tuned" in self.settings.wrappers:
+            found["torch-tuned"] = self._tune_torch(group)
+            _free()
+        return {name: found[name] for name in self.settings.wrappers}
+
+    def _tune_torch(self, group: Group) -> Wrapping:
+        """The fastest of several ways to set torch's buckets, with the medians of all as its note."""
+        plan = self._ask_for_plan(group)
+        candidates = build_candidates(build_module(self.model, _SEED, group.device), plan)
+        _free()
+        if len(candidates) == 1:
+            return replace(candidates[0], note="the only way to set its buckets")
+        bench = self._open_bench()
+        try:
+            for candidate in candidates:
+                bench.add(self._build_variant(group, "torch", candidate, "plain"))
+            bench.run(_TUNING_PACE)
+            records = [bench.build_record(variant) for variant in bench.variants]
+        finally:
+            bench.clear()
+        medians = [record.timing.median_s for record in records]
+        text = "; ".join(
+            f"{candidate.configuration.rpartition(', ')[2]} {format_duration(median)}"
+            for candidate, median in zip(candidates, medians, strict=True)
         )
-    return answers
+        best = min(range(len(candidates)), key=medians.__getitem__)
+        num_rounds = records[0].timing.count
+        return replace(candidates[best], note=f"fastest of {len(candidates)} in {num_rounds} rounds: {text}")
+
+    def _ask_for_plan(self, group: Group) -> Plan | None:
+        """The plan that Paceline's wrapper uses after its first step, equal on every rank."""
+        plan = None
+        if self._is_in:
+            replica, _ = self._build_replica(group, find_wrapping("paceline"))
+            for _ in range(2):
+                replica.run(None, NoPhases())
+            plan = getattr(replica.model, "plan", None)
+            replica.close()
+        found = self.world.share(plan)[0]
+        return found if isinstance(found, Plan) else None
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _compare_with_torch(self, bench: StepBench, places: Sequence[tuple[Group, str, Wrapping]]) -> None:
+        """Count, in each replica, the parameters that changed differently than under torch's wrapper. After the
+        warm-ups: later, rounding alone can lead replicas far apart."""
+        if not self._is_in or not bench.num_warmup:
+            return
+        for group in self.groups:
+            mine = {
+                wrapper: (index, bench.variants[index].replica)
+                for index, (other, wrapper, _) in enumerate(places)
+                if other is group
+            }
+            reference = mine.get("torch") or mine.get("torch-tuned")
+            if reference is None:
+                continue
+            start = list(build_module(self.model, _SEED, group.device).parameters())
+            is_coarse = self.settings.dtype == "bfloat16" or group.device.type == "cuda"
+            for wrapper, (index, replica) in mine.items():
+                if wrapper != "bare" and index != reference[0]:
+                    assert replica is not None and reference[1] is not None
+                    self.wrong[index] = count_wrong_parameters(
+                        list(replica.model.parameters()), start, list(reference[1].model.parameters()), group.data,
+                        bench.num_warmup, _COARSE_TOLERANCE if is_coarse else _TOLERANCE,
+                    )  # fmt: skip
+
+    def _build_record(
+        self, bench: StepBench, variant: Variant, group: Group, wrapper: str, wrapping: Wrapping
+    ) -> StepRecord:
+        """The record, with the parameters checked to be equal on all ranks."""
+        mine = None
+        if variant.replica is not None:
+            params, num_wrong = list(variant.replica.model.parameters()), 0
+            if wrapper != "bare":
+                unequal = count_wrong_parameters(params, params, None, group.data, 0, 0.0)
+                num_wrong = max(self.wrong.get(bench.variants.index(variant), 0), unequal)
+            plan = getattr(variant.replica.model, "plan", None) if wrapper.startswith("paceline") else None
+            buckets = f", {len(plan.buckets)} buckets: {plan.rule}" if plan is not None else ""
+            memory = variant.probe
+            assert isinstance(memory, _Memory)
+            mine = (num_wrong, len(params), wrapping.configuration + buckets, memory.held_bytes, memory.peak_step_bytes)
+        found = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
+        is_checked = wrapper != "bare"
+        record = bench.build_record(
+            variant,
+            configuration=found[0][2],
+            device=group.device.type,
+            num_wrong=sum(item[0] for item in found) if is_checked else None,
+            num_checked=sum(item[1] for item in found) if is_checked else None,
+            held_bytes=max(item[3] for item in found),
+            peak_step_bytes=max(item[4] for item in found),
+        )
+        return replace(record, num_bytes=4 * WORKLOADS[self.model].num_elements)
+
+
+def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
+    """Ways to set torch's buckets, without those that give the same buckets; `ours` is one more where torch can do it.
+
+    Sameness is judged by the reverse order of parameters, which is close to the order of gradients.
+    """
+    gradients = [
+        Gradient(name, p.numel() * p.element_size(), p.element_size(), str(p.dtype), str(p.device))
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    ]
+    order, total = list(reversed(range(len(gradients)))), sum(gradient.num_bytes for gradient in gradients)
+    ways: list[tuple[str, list[int], dict[str, Any]]] = [
+        ("torch's own caps", [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES], {}),
+        *((f"cap {cap} MiB", [cap * MIB], {"bucket_cap_mb": cap}) for cap in _CAPS_MIB),
+        ("one bucket", [total + 1], {"bucket_cap_mb": math.ceil(total / MIB) + 1}),
+    ]
+    found: dict[Any, Wrapping] = {}
+    for name, caps, options in ways:
+        found.setdefault(plan_like_torch(gradients, order, caps).partition, _tuned_wrapping(name, options))
+    if ours is not None:
+        try:
+            options = ours.as_torch_kwargs()
+        except ConfigError:  # torch's rule cannot make these buckets
+            options = {"not expressible": True}
+        if set(options) <= _OPTIONS:
+            found.setdefault(ours.partition, _tuned_wrapping("Paceline's plan", options))
+    assert len(found) <= MAX_CANDIDATES
+    return list(found.values())
+
+
+def _tuned_wrapping(name: str, options: dict[str, Any]) -> Wrapping:
+    text = f"bucket view, static graph, no buffers in forward, {name}"
+    return Wrapping(text, partial(_wrap_tuned, options=options))
+
+
+def _wrap_tuned(module: nn.Module, group: dist.ProcessGroup, options: dict[str, Any]) -> nn.Module:
+    return wrap(module, "torch", group, **_TUNED, **options)
 
 
 @torch.no_grad()
@@ -229,8 +380,8 @@ def count_wrong_parameters(
 ) -> int:
     """The parameters of this rank that are not equal to rank 0's or, after these steps, not close to the reference.
 
-    Close means: the way from `start` (rank 0's) to here differs from the reference's way by at most a share
-    `tolerance` of it. A comparison of values instead of ways would not see a wrong gradient after few small steps.
+    Close means: the change since `start` (rank 0's) differs from the reference's change by at most a share `tolerance`
+    of it. A comparison of values instead of changes would not find a wrong gradient after few small steps.
     Collective: every rank of the group must call this.
     """
     wrong = 0
@@ -242,59 +393,22 @@ def count_wrong_parameters(
             theirs = reference[index]
             # Rounding: one ulp of the value in each step, and gradients that are zero but for rounding.
             ulps = torch.finfo(theirs.dtype).eps * math.sqrt(num_steps) * float(theirs.norm())
-            slack = ulps + 1e-6 * LEARNING_RATE * num_steps * math.sqrt(theirs.numel())
-            way, apart = float((theirs - origin).norm()), float((parameter - theirs).norm())
-            is_wrong = is_wrong or not apart <= tolerance * way + slack  # `not <=`, so that NaN is wrong
+            slack = ulps + 1e-6 * _LEARNING_RATE * num_steps * math.sqrt(theirs.numel())
+            change, apart = float((theirs - origin).norm()), float((parameter - theirs).norm())
+            is_wrong = is_wrong or not apart <= tolerance * change + slack  # `not <=`, so that NaN is wrong
         wrong += is_wrong
     return wrong
 
 
-def _build_record(
-    settings: WrapperSettings, group: Group, model: str, answers: list[_Answer], shares_clock: bool
-) -> WrapperRecord:
-    first, workload = answers[0], WORKLOADS[model]
-    num_warmup = first.timing.num_warmup
-    rows = list(zip(*(answer.phases_s[num_warmup:] for answer in answers), strict=True))
-    phases = {
-        name: Samples(seconds=tuple(tuple(rank[number] for rank in row) for row in rows))
-        for number, name in enumerate(PHASES)
-    }
-    return WrapperRecord(
-        model=model,
-        wrapper=first.wrapper,
-        configuration=first.configuration,
-        note=first.note,
-        backend=group.backend,
-        device=group.device.type,
-        world_size=group.world_size,
-        dtype=settings.dtype,
-        batch_size=settings.batch_of(model),
-        num_parameters=workload.num_parameters,
-        num_bytes=4 * workload.num_elements,
-        timing=merge_timings([answer.timing for answer in answers], shares_clock),
-        num_wrong=sum(answer.timing.num_wrong for answer in answers) if first.was_checked else None,
-        num_checked=sum(answer.timing.num_checked for answer in answers) if first.was_checked else None,
-        held_bytes=max(answer.held_bytes for answer in answers),
-        peak_step_bytes=max(answer.peak_step_bytes for answer in answers),
-        forward=phases["forward"],
-        backward=phases["backward"],
-        optimizer=phases["optimizer"],
-    )
-
-
-def _check_gpu_memory(settings: WrapperSettings, group: Group, model: str) -> None:
-    """Refuse on every rank what does not fit the GPU of one. Collective: every rank of the group must call this."""
-    if group.device.type != "cuda":
-        return
-    sharing = math.ceil(group.world_size / torch.cuda.device_count())  # too many where there are several hosts
-    on_gpu = sum(settings.device_of(backend) == "cuda" for backend in settings.backends)
-    need = settings.replica_bytes(model, on_gpu) * sharing
-    free = -agree_on_max(-float(torch.cuda.mem_get_info(group.device)[0]), group.control)
-    if need > free:
-        raise ConfigError(
-            f"the replicas of {model} take about {format_bytes(need)} and {format_bytes(free)} are free on the GPU: "
-            f"{settings.memory_words[1]}"
-        )
+def _count_allocated(device: torch.device, settle: bool) -> int:
+    """What tensors take on a GPU, once NCCL's watchdog has had the time to free messages that are over."""
+    if device.type != "cuda":
+        return 0
+    if settle:
+        gc.collect()  # a wrapper that was tried before may hold its tensors in a cycle
+        torch.cuda.synchronize(device)
+        time.sleep(_WATCHDOG_S)
+    return torch.cuda.memory_allocated(device)
 
 
 def _free() -> None:

@@ -183,14 +183,10 @@ def check_same_model(replica: Replica, options: dict[str, Any], channel: Channel
 
 def _first_difference(ours: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int) -> str:
     first, other = dict(ours), dict(theirs)
-    for name, fact in ours:
-        if name not in other:
-            return f"{name} ({fact}) is on rank 0 and not on rank {rank} ({len(ours)} and {len(theirs)} entries)"
-        if other[name] != fact:
-            return f"{name} is {fact} on rank 0, and {other[name]} on rank {rank}"
-    for name, fact in theirs:
-        if name not in first:
-            return f"{name} ({fact}) is on rank {rank} and not on rank 0 ({len(theirs)} and {len(ours)} entries)"
+    for name in [*first, *other]:
+        here, there = first.get(name, "missing"), other.get(name, "missing")
+        if here != there:
+            return f"{name} is {here} on rank 0 and {there} on rank {rank}"
     pairs = zip(ours, theirs, strict=True)
     number, (a, b) = next((number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1])
     return f"the same tensors in another order: number {number} is {a[0]} on rank 0 and {b[0]} on rank {rank}"

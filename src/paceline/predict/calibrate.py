@@ -15,9 +15,9 @@ from paceline.plan import Gradient
 from paceline.predict.curves import Curve, MeasuredCurve
 from paceline.predict.search import cut_by_cap, simulate_cuts
 from paceline.predict.simulate import Backward, Contention, MachineCosts, SimulatedStep
-from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, TuneStepRecord
+from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.samples import Samples
-from paceline.records.tuning import CALIBRATING
+from paceline.records.steps import CALIBRATING
 
 __all__ = ["CalibratedJob", "Evidence", "SERVERS", "fit_job", "resample"]
 
@@ -33,10 +33,10 @@ class Evidence:
     """What a prediction may learn from, sorted by what it is."""
 
     profile: LayerProfileRecord
-    plain: TuneStepRecord
-    one_bucket: TuneStepRecord
-    bucket_each: TuneStepRecord
-    disturbed: tuple[TuneStepRecord, ...]
+    plain: StepRecord
+    one_bucket: StepRecord
+    bucket_each: StepRecord
+    disturbed: tuple[StepRecord, ...]
     sweep: tuple[CollectiveRecord, ...]
     pairs: tuple[ChunksRecord, ...]
     extras: tuple[CollectiveRecord, ...]
@@ -44,7 +44,7 @@ class Evidence:
     @classmethod
     def sort(cls, records: Sequence[Record]) -> Evidence:
         """Take what calibrates out of the records of a tuning run, and leave the job's own steps."""
-        steps = [r for r in records if isinstance(r, TuneStepRecord) and r.role in CALIBRATING]
+        steps = [r for r in records if isinstance(r, StepRecord) and r.role in CALIBRATING]
         collectives = [record for record in records if isinstance(record, CollectiveRecord)]
         profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
         local = sorted((r for r in steps if r.role == "local"), key=lambda record: record.num_buckets)
@@ -103,13 +103,13 @@ def fit_job(evidence: Evidence, curve: Curve | None = None, draw: Draw | None = 
 
     plain, one, each = evidence.plain, evidence.one_bucket, evidence.bucket_each
     num_bytes = evidence.profile.num_bytes
-    backward_s = center(plain.backward)
-    local_s = center(one.backward)
+    backward_s = center(plain.phase("backward"))
+    local_s = center(one.phase("backward"))
     more = max(0.0, center(each.timing) - center(one.timing))
     launch_s = more / max(1, each.num_buckets - one.num_buckets)
     # The copies of the wrapper, without its one launch; they can be within the noise.
     gather_s = max(0.0, local_s - backward_s - launch_s)
-    step_s, after_s = center(one.timing), center(one.optimizer)
+    step_s, after_s = center(one.timing), center(one.phase("optimizer"))
     before_s = max(0.0, step_s - backward_s - gather_s - after_s - launch_s)
     used = [parameter for parameter in evidence.profile.parameters if parameter.median_s is not None]
     profiled_s = statistics.median(evidence.profile.profiled_backward.reduced_s)
@@ -148,7 +148,7 @@ def _fit_contention(
         # From the last rank's start on; a message that waits for a peer takes no core.
         under_way_s = center(replace(record.under_way, reducer="min"))
         overlapped_s = min(center(replace(record.overlapped, reducer="min")), under_way_s)
-        delay_s = max(0.0, center(record.backward) - backward_s) / record.num_messages
+        delay_s = max(0.0, center(record.phase("backward")) - backward_s) / record.num_messages
         alone_s = curve.estimate_s(record.message_bytes)
         if overlapped_s <= 0:
             continue

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.predict.plans import Estimate
-from paceline.records.pairs import Ratio, compare_times
-from paceline.records.samples import Samples
-from paceline.records.tuning import TuneStepRecord
+from paceline.records.samples import Ratio, Samples, compare_times
+from paceline.records.steps import StepRecord
 
 __all__ = ["GridPoint", "Judgement", "judge", "kendall_tau"]
 
@@ -26,7 +25,7 @@ class GridPoint:
     cap_bytes: int
     estimate: Estimate
     plain_s: float
-    measured: TuneStepRecord | None = None
+    measured: StepRecord | None = None
 
     @property
     def measured_s(self) -> float | None:
@@ -59,7 +58,7 @@ class Judgement:
     """
 
     points: tuple[GridPoint, ...]
-    confirmed: dict[str, TuneStepRecord]
+    confirmed: dict[str, StepRecord]
     recommended: str
 
     @property
@@ -143,9 +142,7 @@ class Judgement:
         return compare_times(mine, theirs)
 
 
-def judge(
-    points: Sequence[GridPoint], confirmed: Sequence[TuneStepRecord] = (), recommended: str = "default"
-) -> Judgement:
+def judge(points: Sequence[GridPoint], confirmed: Sequence[StepRecord] = (), recommended: str = "default") -> Judgement:
     return Judgement(tuple(points), {record.label: record for record in confirmed}, recommended)
 
 

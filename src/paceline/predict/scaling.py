@@ -1,6 +1,6 @@
 """The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that are not at hand. Pure.
 
-How things grow with ranks is in `growth`; measured efficiency and speed-up are in `records.speedups`.
+How things grow with ranks is in `growth`; measured efficiency and speed-up are in `records.steps`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.predict.scaling_evidence import ScalingEvidence
 from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
 from paceline.predict.whatif import accumulate
 from paceline.records.samples import Samples, quantile
-from paceline.records.speedups import find_straggler
+from paceline.records.steps import find_straggler
 from paceline.units import format_ms
 
 __all__ = [
@@ -256,9 +256,9 @@ def _fit_curve(evidence: ScalingEvidence, networks: Sequence[Network], source: r
     one_rank_s = tuple(sorted({**known, float(evidence.alone.global_batch_size): alone_s}.items()))
     factors = [(1, 1.0)]
     for record in evidence.shared:
-        assert record.silent is not None  # refused by the evidence
+        assert record.no_comm is not None  # refused by the evidence
         base_s = interpolate_logs(one_rank_s, evidence.count_samples(record.world_size))
-        factors.append((record.world_size, center(record.silent) / base_s))
+        factors.append((record.world_size, center(record.no_comm) / base_s))
     slowdown = Slowdown(tuple(factors), source.gauss(0, 1) if source else 0.0)
     fabric = evidence.build_fabric()
     joined = [AssumedFabric(network, network) for network in networks]

@@ -16,7 +16,7 @@ from paceline.plan import plan_like_torch
 from paceline.predict.fabrics import MeasuredFabric, build_measured_fabric
 from paceline.predict.profiled import build_backward
 from paceline.predict.stragglers import estimate_spread, estimate_wait
-from paceline.records import CollectiveRecord, LayerProfileRecord, Record, ScaleRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
 
 __all__ = ["ScalingEvidence"]
 
@@ -36,7 +36,7 @@ class ScalingEvidence:
 
     wrapper: str
     backend: str
-    records: tuple[ScaleRecord, ...]
+    records: tuple[StepRecord, ...]
     profiles: tuple[LayerProfileRecord, ...]
     collectives: tuple[CollectiveRecord, ...] = ()
     ranks_at_hand: int = 1
@@ -51,9 +51,9 @@ class ScalingEvidence:
             cells = sorted((*record.cell, record.world_size) for record in self.records)
             raise RecordError(f"a scaling curve needs one cell with each number of ranks once, and one rank: {cells}")
         for record in self.shared:
-            if (record.wrapper, record.backend) != (self.wrapper, self.backend) or record.silent is None:
+            if (record.wrapper, record.backend) != (self.wrapper, self.backend) or record.no_comm is None:
                 raise RecordError(
-                    f"{record.contestant} on {record.world_size} ranks cannot calibrate {self.wrapper} on "
+                    f"{record.variant} on {record.world_size} ranks cannot calibrate {self.wrapper} on "
                     f"{self.backend}: its own steps, and those with communication off, are needed"
                 )
         if not self.profiles or self.ranks_at_hand < 1:
@@ -75,7 +75,7 @@ class ScalingEvidence:
 
         Steps with communication off are the same in every wrapper, so those of all contestants count.
         """
-        steps = [record for record in records if isinstance(record, ScaleRecord)]
+        steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
         alone = [record for record in steps if record.world_size == 1]
         own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend) == (wrapper, backend)]
         own = [_join_silent(record, steps) for record in own]
@@ -101,20 +101,20 @@ class ScalingEvidence:
         )
 
     @property
-    def alone(self) -> ScaleRecord:
+    def alone(self) -> StepRecord:
         return next(record for record in self.records if record.world_size == 1)
 
     @property
-    def shared(self) -> list[ScaleRecord]:
+    def shared(self) -> list[StepRecord]:
         """The steps on several ranks, fewest first."""
         return sorted((r for r in self.records if r.world_size > 1), key=lambda record: record.world_size)
 
     @cached_property
     def spread(self) -> float:
         """How far the steps of ranks lie apart without communication, as a standard deviation over their median."""
-        if not self.shared or self.shared[-1].silent is None:
+        if not self.shared or self.shared[-1].no_comm is None:
             return 0.0
-        rows = self.shared[-1].silent.seconds
+        rows = self.shared[-1].no_comm.seconds
         return min(_MOST_SPREAD, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
 
     def estimate_wait(self, world_size: int) -> float:
@@ -126,7 +126,7 @@ class ScalingEvidence:
 
     @property
     def contestant(self) -> str:
-        return replace(self.alone, wrapper=self.wrapper, backend=self.backend).contestant
+        return replace(self.alone, wrapper=self.wrapper, backend=self.backend).variant
 
     @property
     def accumulate(self) -> int:
@@ -138,7 +138,7 @@ class ScalingEvidence:
 
     def count_samples(self, world_size: int) -> float:
         """Of one rank, in a step."""
-        mode, size = self.alone.cell
+        mode, size = self.alone.mode, self.alone.cell_size
         if mode == "strong" and world_size > size:
             raise ConfigError(f"{size} samples over {world_size} ranks: at least one for each is needed")
         return size if mode == "weak" else size / world_size
@@ -162,16 +162,16 @@ class ScalingEvidence:
         return plan_like_torch(gradients, range(len(gradients))).bucket_bytes
 
 
-def _join_silent(record: ScaleRecord, steps: Sequence[ScaleRecord]) -> ScaleRecord:
+def _join_silent(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord:
     """The record with the silent steps of all contestants of its cell and ranks: of each repetition the median of the
     slowest ranks, and the others as far behind it as in the median."""
     alike = [r for r in steps if (r.job, r.cell, r.world_size) == (record.job, record.cell, record.world_size)]
-    told = [r.silent for r in alike if r.silent is not None and r.silent.count == record.timing.count]
-    if record.silent is None or len(told) < 2:
+    told = [r.no_comm for r in alike if r.no_comm is not None and r.no_comm.count == record.timing.count]
+    if record.no_comm is None or len(told) < 2:
         return record
     joined = []
     for number in range(record.timing.count):
         slowest_s = statistics.median(silent.reduced_s[number] for silent in told)
         row = [statistics.median(times) for times in zip(*(silent.seconds[number] for silent in told), strict=True)]
         joined.append(tuple(time_s / max(row) * slowest_s for time_s in row))
-    return replace(record, silent=replace(record.silent, seconds=tuple(joined)))
+    return replace(record, no_comm=replace(record.no_comm, seconds=tuple(joined)))

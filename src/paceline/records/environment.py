@@ -1,6 +1,6 @@
-"""Where and how a run was made: host, cores, versions, threads, command line, commit.
+"""Where and how a run was made, and the reasons to doubt what it measured.
 
-What only a rank can know (GPU names, NCCL's version) is handed in by whoever measured.
+What only a rank knows (GPU names, the version of NCCL) is passed in by the measurement as `details`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import os
 import platform
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline import __version__, machine
-
-__all__ = ["Environment", "capture_environment"]
+from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record
+from paceline.records.samples import Samples
+from paceline.records.steps import StepRecord
+from paceline.units import format_bytes, format_duration, format_memory, format_number_of
 
 _PACKAGES = ("torch", "numpy")
 # What changes a result, and no paths of the machine.
@@ -43,14 +47,31 @@ class Environment:
     load_average: float | None
     details: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def machine(self) -> str:
+        """The machine in a few words: processor, cores, memory and, where known, the GPU."""
+        gpu = f", {self.details['gpu']}" if self.details.get("gpu") else ""
+        return f"{self.cpu}, {self.cores} cores, {format_memory(self.memory_bytes)}{gpu}"
+
+    @property
+    def machine_and_torch(self) -> str:
+        """What must be the same for times to be put into one table."""
+        return f"{self.machine}, torch {self.versions.get('torch', 'unknown')}"
+
     def differences(self, other: Environment) -> list[str]:
-        """What makes numbers from the two environments incomparable, in words; empty when nothing does."""
-        names = ("host", "cpu", "cores", "python", "versions", "variables", "details")
-        return [
-            f"{name}: {getattr(self, name)} against {getattr(other, name)}"
-            for name in names
-            if getattr(self, name) != getattr(other, name)
-        ]
+        """What makes numbers from the two environments incomparable; empty when nothing does."""
+        found = []
+        for name in ("host", "cpu", "cores", "python", "versions", "variables", "details"):
+            here, there = getattr(self, name), getattr(other, name)
+            if isinstance(here, dict):
+                found += [
+                    f"{name.removesuffix('s')} {key}: {here.get(key, 'none')} compared with {there.get(key, 'none')}"
+                    for key in sorted({*here, *there})
+                    if here.get(key) != there.get(key)
+                ]
+            elif here != there:
+                found.append(f"{name}: {here} compared with {there}")
+        return found
 
 
 def _git_commit() -> str | None:
@@ -80,6 +101,7 @@ def capture_environment() -> Environment:
     """
     name = Path(sys.argv[0]).name
     command = ["paceline" if name in ("__main__.py", "") else name, *sys.argv[1:]]
+    gpu = machine.gpu_name()
     return Environment(
         host=os.environ.get("PACELINE_HOST") or platform.node(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -92,4 +114,102 @@ def capture_environment() -> Environment:
         command_line=" ".join(command),
         git_commit=os.environ.get("PACELINE_COMMIT") or _git_commit(),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        details={"gpu": gpu} if gpu else {},
     )
+
+
+# -- reasons to doubt a measurement ------------------------------------------------------------------------------------
+
+# Half of p90 - p10 over the median, and second half over first half, above which a median is doubtful.
+_MAX_NOISE, _MAX_DRIFT = 0.25, 0.25
+# Of the memory bound; a little more is the noise of both.
+_MAX_FRACTION = 1.1
+# The wait for the last rank as a share of the time, above which the time is mostly that wait.
+_MAX_SKEW = 0.5
+_FEW = 5
+# The kinds of doubt that `--strict` turns into a failure: another run may give another answer.
+NOISY = ("unstable", "drifting", "few")
+# In order of gravity. Wrong parameters have a text of their own and are the same kind to a program.
+_TEXTS = {
+    "wrong": "WRONG DATA at {}: do not use this backend for these messages",
+    "parameters": "WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper",
+    "above": "faster than one core per rank passes over memory at {}: several cores took part, or the bound was "
+    "disturbed",
+    "unstable": "unstable at {} (p10 to p90): repeat on a quiet machine or with more --iters",
+    "drifting": "not settled at {} (second half compared with the first): raise --warmup",
+    "few": "fewer than 5 repetitions at {}: a median of these says little",
+    "skewed": "ranks arrive far apart at {}: over half of the time is waiting for the last one",
+}
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """One reason to doubt a measurement, as one line for people; `kind` is for programs."""
+
+    kind: str
+    text: str
+
+
+_Timed = CollectiveRecord | MemoryRecord | ChunksRecord | StepRecord
+
+
+def _name(record: _Timed) -> str:
+    """What distinguishes this record from the others on the same backend and ranks."""
+    match record:
+        case StepRecord():
+            return f"{record.model} in {record.wrapper}"
+        case MemoryRecord():
+            return f"{format_bytes(record.num_bytes)} ({record.operation})"
+        case ChunksRecord():
+            return format_bytes(record.chunk_bytes)
+        case CollectiveRecord():
+            where = " in shared memory" if record.memory == "shared" else ""
+            return format_bytes(record.num_bytes) + where
+
+
+def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
+    """Every reason to doubt the measured records, the gravest first."""
+    timed: list[_Timed] = [r for r in records if isinstance(r, _Timed) and isinstance(r.timing, Samples)]
+    bounds = MemoryBounds.of(records)
+    found: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+    for r in timed:
+        assert isinstance(r.timing, Samples)
+        name, backend = _name(r), "memory" if isinstance(r, MemoryRecord) else r.backend
+        if r.num_wrong and isinstance(r, StepRecord):
+            found["parameters", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} parameters)")
+        elif r.num_wrong:
+            found["wrong", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} elements)")
+        fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
+        if fraction is not None and fraction > _MAX_FRACTION:
+            found["above", backend, r.world_size].append(f"{name} ({fraction:.2f} of memory)")
+        if r.timing.count < _FEW:
+            found["few", backend, r.world_size].append(name)
+        elif r.timing.noise > _MAX_NOISE:
+            spread = f"{format_duration(r.timing.p10_s)} to {format_duration(r.timing.p90_s)}"
+            found["unstable", backend, r.world_size].append(f"{name} ({spread})")
+        elif abs(r.timing.drift) > _MAX_DRIFT:
+            found["drifting", backend, r.world_size].append(f"{name} ({r.timing.drift:+.0%})")
+        skew_s = None if isinstance(r, MemoryRecord) else r.timing.skew_s  # a pass over memory waits for nobody
+        if skew_s is not None and skew_s > _MAX_SKEW * r.timing.median_s:
+            found["skewed", backend, r.world_size].append(name)
+    doubts = [
+        Doubt(
+            "wrong" if kind == "parameters" else kind,
+            f"{backend}, {format_number_of(n, 'rank')}: {text.format(', '.join(found[kind, backend, n]))}",
+        )
+        for kind, text in _TEXTS.items()
+        for kind_found, backend, n in found
+        if kind_found == kind
+    ]
+    on_cpu = {r.world_size for r in timed if r.device == "cpu"}
+    crowded = ", ".join(str(n) for n in sorted(on_cpu) if n > environment.cores)
+    if crowded and environment.details.get("hosts", 1) == 1:
+        text = f"{crowded} ranks share {environment.cores} cores: their times include waiting for a core"
+        doubts.append(Doubt("crowded", text))
+    if environment.load_average is not None and environment.load_average > 0.5 * environment.cores:
+        text = (
+            f"the machine was busy before the run (load {environment.load_average:.1f} on {environment.cores} cores): "
+            "other work may be in the times"
+        )
+        doubts.append(Doubt("busy", text))
+    return doubts

@@ -7,29 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.errors import RecordError
 from paceline.records.samples import Samples, Summary
-
-__all__ = [
-    "COLLECTIVES",
-    "ITEM_BYTES",
-    "KINDS",
-    "MEMORIES",
-    "SOURCES",
-    "ChunksRecord",
-    "CollectiveRecord",
-    "LayerSizeRecord",
-    "LayerTimeRecord",
-    "MemoryRecord",
-    "Record",
-    "WrapperRecord",
-    "bus_factor",
-    "record_from_json",
-    "record_to_json",
-]
 
 # The element types that records name, and their bytes.
 ITEM_BYTES = {
@@ -132,8 +115,8 @@ class CollectiveRecord(Record):
 class MemoryRecord(Record):
     """One pass over memory: every rank at once reads a vector of `num_bytes` of its own once and writes one once.
 
-    `operation` is `add` (a number is added in place) or `copy` (into another vector). What an all-reduce has of it is
-    derived in `bounds`.
+    `operation` is `add` (a number is added in place) or `copy` (into another vector). `MemoryBounds` derives from it
+    how fast an all-reduce could be.
     """
 
     kind: ClassVar[str] = "memory"
@@ -158,6 +141,41 @@ class MemoryRecord(Record):
     @property
     def time_s(self) -> float:
         return self.timing.center_s
+
+
+@dataclass(frozen=True)
+class MemoryBounds:
+    """The least time that memory allows for each device, number of ranks, size and type measured."""
+
+    records: tuple[MemoryRecord, ...]
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> MemoryBounds:
+        """The bounds of a run: the faster of the passes over the same bytes."""
+        fastest: dict[tuple[str, int, int, str], MemoryRecord] = {}
+        for record in records:
+            if isinstance(record, MemoryRecord):
+                known = fastest.setdefault(_find_memory_key(record), record)
+                if record.time_s < known.time_s:
+                    fastest[_find_memory_key(record)] = record
+        return cls(tuple(fastest.values()))
+
+    def bound_s(self, record: CollectiveRecord) -> float | None:
+        """The least time for this all-reduce. None where it was not measured, for the other collectives, and for one
+        rank, which need not touch its vector."""
+        if record.collective != "all_reduce" or record.world_size == 1:
+            return None
+        key = _find_memory_key(record)
+        return next((bound.time_s for bound in self.records if _find_memory_key(bound) == key), None)
+
+    def fraction_of(self, record: CollectiveRecord) -> float | None:
+        """The bound over this record's time: 1 is as fast as memory."""
+        bound_s = self.bound_s(record)
+        return None if bound_s is None else bound_s / record.time_s
+
+
+def _find_memory_key(record: CollectiveRecord | MemoryRecord) -> tuple[str, int, int, str]:
+    return record.device, record.world_size, record.num_bytes, record.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,67 +246,27 @@ class LayerTimeRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrapperRecord(Record):
-    """Steps of one model in one data-parallel wrapper, timed in turns with the other wrappers of the same cell.
+class CheckRecord(Record):
+    """One thing that `paceline doctor` looked at: `status` is ok, warn or fail; `advice` says how to fix it."""
 
-    `timing` is the whole step (forward, backward, optimizer and zero_grad); a repetition has the same batch in all
-    wrappers, so repetitions with the same number can be compared pair by pair (`pairs`). The phases are each rank's
-    own, so their medians need not add up to that of the step; on CUDA they are the device's time.
-    `configuration` tells in words what the wrapper runs with. `num_parameters` counts tensors and `num_bytes` their
-    gradients. `num_wrong` counts the parameters that at the end differed between ranks, or were not those that torch's
-    wrapper got, over all ranks and out of `num_checked`; both are None where nobody checked.
-    `held_bytes` is what the replica and its wrapper hold between steps and `peak_step_bytes` what a step adds to it at
-    its peak, each on the rank with the most; 0 where nobody counted (on CPU).
-    """
-
-    kind: ClassVar[str] = "wrapper"
-    model: str
-    wrapper: str
-    configuration: str
-    backend: str
-    device: str
-    world_size: int
-    dtype: str
-    batch_size: int
-    num_parameters: int
-    num_bytes: int
-    timing: Samples
-    forward: Samples
-    backward: Samples
-    optimizer: Samples
-    num_wrong: int | None = None
-    num_checked: int | None = None
-    held_bytes: int = 0
-    peak_step_bytes: int = 0
+    kind: ClassVar[str] = "check"
+    name: str
+    status: str
+    found: str
+    advice: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = (self.world_size, self.batch_size, self.num_parameters, self.num_bytes)
-        if min(counts) < 1 or self.timing.median_s <= 0:
-            raise RecordError(
-                f"{self.model} of {self.num_parameters} parameters ({self.num_bytes} bytes) in {self.wrapper} on "
-                f"{self.world_size} ranks with {self.batch_size} samples in {self.timing.median_s} s cannot be"
-            )
-        for name in ("forward", "backward", "optimizer"):
-            phase: Samples = getattr(self, name)
-            if (phase.count, phase.num_ranks) != (self.timing.count, self.timing.num_ranks):
-                raise RecordError(f"{self.wrapper}: the {name} has other repetitions or ranks than the step")
-
-    @property
-    def job(self) -> tuple[str, str, int, str, int]:
-        """What two records must share to be of the same work, and so of steps that were taken in turns."""
-        return self.model, self.device, self.world_size, self.dtype, self.batch_size
-
-    @property
-    def cell(self) -> tuple[str, str, str, int, str, int]:
-        """The same work on the same backend."""
-        return self.backend, *self.job
+        if self.status not in ("ok", "warn", "fail"):
+            raise RecordError(f"check {self.name!r} has the status {self.status!r}: known are ok, warn, fail")
 
 
 KINDS: dict[str, type[Record]] = {
     cls.kind: cls
-    for cls in (CollectiveRecord, MemoryRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord, WrapperRecord)
+    for cls in (CheckRecord, CollectiveRecord, MemoryRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord)
 }
+# Kinds of older files: what each is called now, and how its values are renamed.
+UPGRADES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {}
 
 
 def record_to_json(record: Record) -> dict[str, Any]:
@@ -345,6 +323,12 @@ def record_from_json(document: dict[str, Any]) -> Record:
         raise RecordError(f"a record is a JSON object, not {type(document).__name__}")
     values = dict(document)
     kind = values.pop("kind", None)
+    if isinstance(kind, str) and kind in UPGRADES:
+        kind, upgrade = UPGRADES[kind]
+        try:
+            values = upgrade(values)
+        except KeyError as error:
+            raise RecordError(f"{document['kind']} lacks {error}") from None
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise RecordError(f"unknown kind of record {kind!r}: known are {', '.join(KINDS)}")

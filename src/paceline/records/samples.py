@@ -13,8 +13,6 @@ from functools import cached_property
 
 from paceline.errors import RecordError
 
-__all__ = ["REDUCERS", "Samples", "Summary", "quantile"]
-
 
 def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile of the values, interpolated linearly between neighbours."""
@@ -165,3 +163,39 @@ class Summary:
     @property
     def p90_s(self) -> None:
         return None
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of paired ratios, and the half-width of its 95 % interval; None for one repetition."""
+
+    value: float
+    noise: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the ratio differs from 1 by more than the noise."""
+        return self.noise is not None and abs(self.value - 1) > self.noise
+
+
+def _median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the median by order statistics, which asks nothing of the distribution.
+
+    The number of values below the true median is binomial(n, 1/2), within n/2 +- 0.98 sqrt(n) in 95 % of cases. With
+    fewer than 6 values that is all of them, and the coverage is less.
+    """
+    ordered, n = sorted(values), len(values)
+    low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    return ordered[low], ordered[n - 1 - low]
+
+
+def compare_times(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """The ratio of two things that were timed in turns, repetition by repetition."""
+    ratios = [here / there for here, there in zip(mine, theirs, strict=True) if there > 0]
+    if not ratios:
+        raise RecordError("the reference takes no time: nothing to compare")
+    value = statistics.median(ratios)
+    if len(ratios) < 2:
+        return Ratio(value, None)
+    low, high = _median_interval(ratios)
+    return Ratio(value, max(high - value, value - low))

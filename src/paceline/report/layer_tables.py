@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes
-from paceline.records.layer_profile import OUTSIDE, CostRatio
+from paceline.records.layers import OUTSIDE, CostRatio
 from paceline.report.tables import Column
 from paceline.units import format_bytes, format_ms
 

@@ -1,4 +1,4 @@
-"""The table, the words and the picture of the gradient noise scale. What it means is in `records.noise_scale`."""
+"""The table, the words and the picture of the gradient noise scale. What it means is in `records.training`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.records.noise_scale import NoiseRecord
+from paceline.records.training import NoiseRecord
 from paceline.report.plots import COLORS, new_figure
 from paceline.report.tables import Column
 

@@ -1,6 +1,6 @@
 """Tables of where the time of training steps goes: phases, and computation against communication.
 
-What the numbers mean is in `records.phase_profile`.
+What the numbers mean is in `records.steps`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.records.phase_profile import PhaseRecord
+from paceline.records.steps import StepRecord
 from paceline.report.tables import Column
 from paceline.units import GB, format_bytes, format_ms, format_number_of, format_rate, format_speed
 
@@ -29,11 +29,11 @@ phase_table: Sequence[Column] = (
     Column("ranks", lambda r: str(r.world_size)),
     Column("batch", lambda r: str(r.batch_size)),
     Column("accumulate", lambda r: str(r.accumulate), is_optional=True),
-    Column("step (ms)", lambda r: format_ms(r.plain.median_s)),
-    Column("data wait (ms)", lambda r: format_ms(r.data_wait.median_s), is_optional=True),
-    Column("forward (ms)", lambda r: format_ms(r.forward.median_s)),
-    Column("backward (ms)", lambda r: format_ms(r.silent_backward.median_s)),
-    Column("optimizer (ms)", lambda r: format_ms(r.optimizer.median_s)),
+    Column("step (ms)", lambda r: format_ms(r.timing.median_s)),
+    Column("data wait (ms)", lambda r: format_ms(r.phase("data_wait").median_s), is_optional=True),
+    Column("forward (ms)", lambda r: format_ms(r.phase("forward").median_s)),
+    Column("backward (ms)", lambda r: format_ms(r.phase("no_comm_backward").median_s)),
+    Column("optimizer (ms)", lambda r: format_ms(r.phase("optimizer").median_s)),
     Column("host gaps (ms)", lambda r: format_ms(r.gap_s), is_optional=True),
     Column("compute (ms)", lambda r: format_ms(r.compute_s)),
     Column("exposed (ms)", lambda r: format_ms(r.exposed_s)),
@@ -46,18 +46,18 @@ phase_table: Sequence[Column] = (
 )
 
 
-def phase_row(record: PhaseRecord) -> dict[str, Any]:
+def phase_row(record: StepRecord) -> dict[str, Any]:
     """One record for JSON and CSV."""
     names = (
         "model", "data", "wrapper", "backend", "device", "precision", "world_size", "batch_size", "accumulate",
         "num_parameters", "num_bytes", "num_messages",
     )  # fmt: skip
     return {name: getattr(record, name) for name in names} | {
-        "step_s": record.plain.median_s,
-        "data_wait_s": record.data_wait.median_s,
-        "forward_s": record.forward.median_s,
-        "backward_s": record.silent_backward.median_s,
-        "optimizer_s": record.optimizer.median_s,
+        "step_s": record.timing.median_s,
+        "data_wait_s": record.phase("data_wait").median_s,
+        "forward_s": record.phase("forward").median_s,
+        "backward_s": record.phase("no_comm_backward").median_s,
+        "optimizer_s": record.phase("optimizer").median_s,
         "gap_s": record.gap_s,
         "compute_s": record.compute_s,
         "exposed_comm_s": record.exposed_s,
@@ -73,7 +73,7 @@ def phase_row(record: PhaseRecord) -> dict[str, Any]:
     }
 
 
-def describe_phases(record: PhaseRecord) -> list[str]:
+def describe_phases(record: StepRecord) -> list[str]:
     """What the table does not show: what was sent, how sure the exposed part is, and what profiling costs."""
     place = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
     lines = []
@@ -84,7 +84,7 @@ def describe_phases(record: PhaseRecord) -> list[str]:
             f"{place}: each rank sends {format_bytes(record.num_bytes)} in "
             f"{format_number_of(record.num_messages, 'message')} per step; "
             f"communication overhead {record.overhead:.1%} ({format_ms(record.exposed_s)}{sure} ms of "
-            f"{format_ms(record.plain.median_s)})"
+            f"{format_ms(record.timing.median_s)})"
         )
     noise_text = "" if record.cost.noise is None else f" ± {record.cost.noise:.1%}"
     verdict = "" if record.cost.is_clear else ", within the noise"

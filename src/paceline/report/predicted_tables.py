@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from paceline.records.speedups import ScalePoint
+from paceline.records.steps import ScalePoint
 from paceline.report.tables import Column
 from paceline.units import format_ms
 
@@ -82,7 +82,7 @@ class PredictedLine:
 
 def match_predictions(predicted: Sequence[Predicted], points: Sequence[ScalePoint]) -> list[PredictedLine]:
     """Each prediction in the given order, with what was measured for the same contestant, cell and ranks."""
-    known = {(p.record.contestant, p.record.cell, p.record.world_size): p for p in points}
+    known = {(p.record.variant, p.record.cell, p.record.world_size): p for p in points}
     return [PredictedLine(p, known.get((p.contestant, (p.mode, p.cell_size), p.world_size))) for p in predicted]
 
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.records.recipes import RecipeSummary, Spread
-from paceline.records.scaling import BatchRecord, LargeBatchRecord, ScaleRecord
-from paceline.records.speedups import ScalePoint, Straggler, find_knee, find_straggler
+from paceline.records.steps import ScalePoint, StepRecord, Straggler, find_straggler
+from paceline.records.training import BatchRecord, LargeBatchRecord, RecipeSummary, Spread, find_knee
 from paceline.report.predicted_tables import Predicted, PredictedLine
 from paceline.report.scaling_tables import BandwidthLine, ScaleLine, is_split, pick_run
 from paceline.units import format_ms, format_number_of, format_rate, format_speed
@@ -50,11 +49,11 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     return lines + [f"batch size {r.batch_size} does not fit: {r.failure}" for r in records if r.failure]
 
 
-def _cell(record: ScaleRecord | Predicted) -> str:
+def _cell(record: StepRecord | Predicted) -> str:
     return f"batch size {record.cell_size} {'per rank' if record.mode == 'weak' else 'over all ranks'}"
 
 
-def _place(record: ScaleRecord) -> str:
+def _place(record: StepRecord) -> str:
     source = "" if record.source == "measured" else f" ({record.source})"
     return f"{format_number_of(record.world_size, 'rank')} at {_cell(record)}{source}"
 
@@ -92,7 +91,7 @@ def describe_points(points: Sequence[ScalePoint]) -> list[str]:
         found = _efficiency(point)
         if point.record.mode == "strong":
             found = f"speed-up {point.speedup:.2f} of {point.record.world_size}, {found}"
-        lines.append(f"{_place(point.record)} in {point.record.contestant}: {found}{_cause(point)}")
+        lines.append(f"{_place(point.record)} in {point.record.variant}: {found}{_cause(point)}")
     return lines
 
 
@@ -108,7 +107,7 @@ def pick_leaders(points: Sequence[ScalePoint]) -> list[ScalePoint]:
     return chosen if worst is None or worst in chosen else [*chosen, worst]
 
 
-def describe_stragglers(records: Sequence[ScaleRecord]) -> list[str]:
+def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
     """Cells that one rank spoilt, once for each number of ranks."""
     worst: dict[tuple[str, int], Straggler] = {}
     for found in filter(None, map(find_straggler, records)):
@@ -122,7 +121,7 @@ def describe_stragglers(records: Sequence[ScaleRecord]) -> list[str]:
     ]
 
 
-def _where(record: ScaleRecord) -> tuple[object, ...]:
+def _where(record: StepRecord) -> tuple[object, ...]:
     """Records that were timed in turns on the same ranks."""
     return record.cell, record.job, record.world_size, record.source
 
@@ -139,7 +138,7 @@ def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
         on_same = line.to_torch if record.backend != "gloo" else None
         for ratio, backend in ((on_same, record.backend), (line.to_torch_on_gloo, "gloo")):
             if ratio is not None:
-                pair = (record.contestant, f"torch on {backend}")
+                pair = (record.variant, f"torch on {backend}")
                 found.setdefault(pair, []).append((ratio.value, ratio.is_clear))
     texts = []
     for (mine, theirs), ratios in found.items():
@@ -160,13 +159,13 @@ def describe_limits(points: Sequence[ScalePoint]) -> list[str]:
     for point in points:
         record = point.record
         if record.mode == "strong" and record.world_size > 1:
-            groups.setdefault((record.contestant, record.cell, record.job, record.source), []).append(point)
+            groups.setdefault((record.variant, record.cell, record.job, record.source), []).append(point)
     lines = []
     for group in groups.values():
         group.sort(key=lambda point: point.record.world_size)
         best, last = max(group, key=lambda point: point.speedup), group[-1]
         record = best.record
-        text = f"strong scaling at {_cell(record)} in {record.contestant}: "
+        text = f"strong scaling at {_cell(record)} in {record.variant}: "
         if best.speedup <= 1:
             text += f"no number of ranks is faster than one; best {best.speedup:.2f} on {record.world_size}"
         elif best is last:
@@ -189,7 +188,7 @@ def describe_bandwidths(lines: Sequence[BandwidthLine]) -> list[str]:
             continue
         rate, peak = format_rate(line.use.busbw_bytes_per_s), format_rate(line.use.peak_bytes_per_s)
         text = f"messages come closest to their peak with {rate} GB/s, {line.use.share:.0%} of the measured {peak} GB/s"
-        name = line.record.contestant
+        name = line.record.variant
         best[name] = max(best.get(name, (0.0, "")), (line.use.share, f"{name}: {text} ({_place(line.record)})"))
     return [text for _, text in best.values()]
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.records.scaling import ScaleRecord
-from paceline.records.speedups import ScalePoint
+from paceline.records.steps import ScalePoint, StepRecord
 from paceline.report.scaling_tables import BandwidthLine, is_split
 from paceline.units import format_ms, format_number_of, format_rate
 
 __all__ = ["render_bandwidths", "render_communication", "render_speedups"]
 
 
-def _samples(record: ScaleRecord) -> str:
+def _samples(record: StepRecord) -> str:
     return f"{record.cell_size} {'per rank' if record.mode == 'weak' else 'over all ranks'}"
 
 
@@ -27,19 +26,19 @@ def _render(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cut(items: Sequence[Any], record_of: Callable[[Any], ScaleRecord]) -> dict[str, list[Any]]:
+def _cut(items: Sequence[Any], record_of: Callable[[Any], StepRecord]) -> dict[str, list[Any]]:
     """What belongs in one matrix, by heading: one contestant in one mode, from one source."""
     groups: dict[str, list[Any]] = {}
     for item in items:
         record = record_of(item)
-        heading = f"{record.contestant}, {record.mode} scaling ({record.source})"
+        heading = f"{record.variant}, {record.mode} scaling ({record.source})"
         groups.setdefault(heading, []).append(item)
     return groups
 
 
 def _ranks_by_size(
     items: Sequence[Any],
-    record_of: Callable[[Any], ScaleRecord],
+    record_of: Callable[[Any], StepRecord],
     columns: Sequence[tuple[str, Callable[[Any], str]]],
 ) -> str:
     """A row for each number of ranks, and these columns for each batch size; empty where nothing was measured."""
@@ -55,7 +54,7 @@ def _ranks_by_size(
     return "\n".join(parts)
 
 
-def render_communication(records: Sequence[ScaleRecord]) -> str:
+def render_communication(records: Sequence[StepRecord]) -> str:
     """Compute and exposed communication: a row for each number of ranks, a pair of columns for each batch size."""
     return _ranks_by_size(
         [record for record in records if is_split(record)],

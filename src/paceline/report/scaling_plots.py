@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
-from paceline.records.recipes import RecipeSummary
-from paceline.records.scaling import BatchRecord, LargeBatchRecord, ScaleRecord
-from paceline.records.speedups import ScalePoint, find_knee
+from paceline.records.steps import ScalePoint, StepRecord
+from paceline.records.training import BatchRecord, LargeBatchRecord, RecipeSummary, find_knee
 from paceline.report.plots import COLORS, new_figure
 from paceline.report.predicted_tables import Predicted, PredictedLine, match_predictions
 from paceline.report.scaling_tables import is_split
@@ -142,7 +141,7 @@ def _draw_ranks(
     leader = max(last, key=lambda q: value(q.predicted)).predicted.contestant if last else ""
     for number, name in enumerate(names):
         color, marker = COLORS[number % len(COLORS)], _MARKERS[number % len(_MARKERS)]
-        found = sorted((p for p in points if p.record.contestant == name), key=lambda p: p.record.world_size)
+        found = sorted((p for p in points if p.record.variant == name), key=lambda p: p.record.world_size)
         for source in dict.fromkeys(p.record.source for p in found):
             line = [p for p in found if p.record.source == source]
             xs = [1, *(p.record.world_size for p in line)]
@@ -180,7 +179,7 @@ def _plot_ranks(
     kept = [p for p in points if p.record.mode == mode and p.record.world_size > 1]
     lines = match_predictions([p for p in predicted if p.mode == mode], kept)
     sizes = sorted({p.record.cell_size for p in kept} | {q.predicted.cell_size for q in lines})
-    names = list(dict.fromkeys([p.record.contestant for p in kept] + [q.predicted.contestant for q in lines]))
+    names = list(dict.fromkeys([p.record.variant for p in kept] + [q.predicted.contestant for q in lines]))
     where = "per rank" if mode == "weak" else "over all ranks"
     figure, panels = _panels([f"{size:,} samples {where}" for size in sizes], *texts[:2])
     for axes, size in zip(panels, sizes, strict=True):
@@ -237,13 +236,13 @@ def plot_strong(points: Sequence[ScalePoint], subtitle: str, predicted: Sequence
     return _plot_ranks(points, predicted, "strong", texts, draw)
 
 
-def plot_communication(records: Sequence[ScaleRecord], subtitle: str) -> Figure:
+def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
     """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
     contestant and mode."""
     kept = [record for record in records if is_split(record)]
-    groups: dict[str, list[ScaleRecord]] = {}
+    groups: dict[str, list[StepRecord]] = {}
     for record in kept:
-        groups.setdefault(f"{record.contestant}, {record.mode} ({record.source})", []).append(record)
+        groups.setdefault(f"{record.variant}, {record.mode} ({record.source})", []).append(record)
     figure, panels = _panels(list(groups), "where the time of a step goes", subtitle)
     for axes, group in zip(panels, groups.values(), strict=True):
         group.sort(key=lambda r: (r.cell_size, r.world_size))
@@ -283,7 +282,7 @@ def plot_communication(records: Sequence[ScaleRecord], subtitle: str) -> Figure:
     return figure
 
 
-def _where(record: ScaleRecord) -> str:
+def _where(record: StepRecord) -> str:
     return "per rank" if record.mode == "weak" else "over all ranks"
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from paceline.records.environment import Environment
 from paceline.records.kinds import CollectiveRecord, Record
-from paceline.records.recipes import summarize_recipes
-from paceline.records.scaling import BatchRecord, LargeBatchRecord, ScaleRecord
-from paceline.records.speedups import ScalePoint, list_points
+from paceline.records.steps import ScalePoint, StepRecord, list_points
+from paceline.records.training import BatchRecord, LargeBatchRecord, summarize_recipes
 from paceline.report import predicted_tables, scaling_findings, scaling_matrices, scaling_tables
 from paceline.report.predicted_tables import Predicted, match_predictions
 from paceline.report.tables import render_markdown
@@ -63,7 +62,7 @@ def _sources(records: Iterable[Record]) -> list[str]:
     return list(dict.fromkeys(record.source for record in records))
 
 
-def _jobs(records: Iterable[BatchRecord | ScaleRecord | LargeBatchRecord]) -> str:
+def _jobs(records: Iterable[BatchRecord | StepRecord | LargeBatchRecord]) -> str:
     return "; ".join(dict.fromkeys(f"{r.model} on {r.data}, {r.precision} on {r.device}" for r in records))
 
 
@@ -80,7 +79,7 @@ def batch_section(records: Sequence[BatchRecord], figures: Figures = ()) -> Sect
 
 
 def scaling_section(
-    records: Sequence[ScaleRecord], collectives: Sequence[CollectiveRecord] = (), figures: Figures = ()
+    records: Sequence[StepRecord], collectives: Sequence[CollectiveRecord] = (), figures: Figures = ()
 ) -> Section:
     """Ranks and wrappers: speed-up, efficiency, communication and bandwidth; MeasurementError where a bandwidth is
     above the peak."""
@@ -91,7 +90,7 @@ def scaling_section(
         *scaling_findings.describe_stragglers(records),
         *scaling_findings.describe_points(leaders := scaling_findings.pick_leaders(points)),
         *scaling_findings.describe_contests(lines),
-        *scaling_findings.describe_limits([p for p in points if p.record.contestant in _name_strong(leaders)]),
+        *scaling_findings.describe_limits([p for p in points if p.record.variant in _name_strong(leaders)]),
         *scaling_findings.describe_bandwidths(rates),
     ]
     several = [record for record in records if record.world_size > 1]
@@ -111,7 +110,7 @@ def scaling_section(
 
 
 def _name_strong(leaders: Sequence[ScalePoint]) -> set[str]:
-    return {point.record.contestant for point in leaders if point.record.mode == "strong"}
+    return {point.record.variant for point in leaders if point.record.mode == "strong"}
 
 
 def recipe_section(records: Sequence[LargeBatchRecord], figures: Figures = ()) -> Section:

@@ -1,6 +1,6 @@
 """Tables of scaling studies: columns for people, rows for JSON and CSV. Nothing here is measured or predicted.
 
-What the numbers mean is in `records.speedups`, `records.exposure` and `records.recipes`. Matrices are in
+What the numbers mean is in `records.steps` and `records.training`. Matrices are in
 `scaling_matrices`, predictions in `predicted_tables`, sentences in `scaling_findings`.
 """
 
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.records.kinds import CollectiveRecord
-from paceline.records.pairs import Ratio
-from paceline.records.recipes import RecipeSummary, Spread
-from paceline.records.scaling import BatchRecord, LargeBatchRecord, ScaleRecord
-from paceline.records.speedups import ScalePoint, Utilisation, compare_points, find_knee, find_use
+from paceline.records.samples import Ratio
+from paceline.records.steps import ScalePoint, StepRecord, Utilisation, compare_points, find_use
+from paceline.records.training import BatchRecord, LargeBatchRecord, RecipeSummary, Spread, find_knee
 from paceline.report.tables import Column
 from paceline.units import MIB, format_bytes, format_ms, format_rate, format_speed
 
@@ -162,7 +161,7 @@ scale_table: Sequence[Column] = (
     Column("samples per rank", lambda s: str(s.point.record.batch_size * s.point.record.accumulate)),
     Column("global batch", lambda s: str(s.point.record.global_batch_size)),
     Column("ranks", lambda s: str(s.point.record.world_size)),
-    Column("wrapper", lambda s: s.point.record.contestant, False),
+    Column("wrapper", lambda s: s.point.record.variant, False),
     Column("step (ms)", lambda s: format_ms(s.point.record.timing.median_s)),
     Column(
         "p10 to p90 (ms)",
@@ -179,9 +178,9 @@ scale_table: Sequence[Column] = (
 )
 
 
-def is_split(record: ScaleRecord) -> bool:
+def is_split(record: StepRecord) -> bool:
     """Whether steps without communication were timed, so that compute and exposed can be told apart."""
-    return record.world_size > 1 and record.silent is not None
+    return record.world_size > 1 and record.no_comm is not None
 
 
 _SCALE = (
@@ -222,7 +221,7 @@ def scale_row(line: ScaleLine) -> dict[str, Any]:
 # Computation and communication.
 
 communication_table: Sequence[Column] = (
-    Column("wrapper", lambda r: r.contestant, False),
+    Column("wrapper", lambda r: r.variant, False),
     Column("mode", lambda r: r.mode, False),
     Column("ranks", lambda r: str(r.world_size)),
     Column("samples per rank", lambda r: str(r.batch_size * r.accumulate)),
@@ -238,7 +237,7 @@ communication_table: Sequence[Column] = (
 )
 
 
-def communication_row(record: ScaleRecord) -> dict[str, Any]:
+def communication_row(record: StepRecord) -> dict[str, Any]:
     """Where a step's time goes, for JSON and CSV; null where no steps without communication were timed. The share is
     that of exposed in compute and exposed together."""
     split = is_split(record)
@@ -259,11 +258,11 @@ def communication_row(record: ScaleRecord) -> dict[str, Any]:
 class BandwidthLine:
     """A step's messages, and how much of the measured peak they used; None where nobody measured a peak."""
 
-    record: ScaleRecord
+    record: StepRecord
     use: Utilisation | None
 
 
-def list_bandwidths(records: Sequence[ScaleRecord], collectives: Sequence[CollectiveRecord]) -> list[BandwidthLine]:
+def list_bandwidths(records: Sequence[StepRecord], collectives: Sequence[CollectiveRecord]) -> list[BandwidthLine]:
     """The records whose messages were timed; MeasurementError where one is above the peak."""
     return [
         BandwidthLine(record, find_use(record, collectives))
@@ -273,7 +272,7 @@ def list_bandwidths(records: Sequence[ScaleRecord], collectives: Sequence[Collec
 
 
 bandwidth_table: Sequence[Column] = (
-    Column("wrapper", lambda b: b.record.contestant, False),
+    Column("wrapper", lambda b: b.record.variant, False),
     Column("mode", lambda b: b.record.mode, False),
     Column("ranks", lambda b: str(b.record.world_size)),
     Column("samples per rank", lambda b: str(b.record.batch_size * b.record.accumulate)),

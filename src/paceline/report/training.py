@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.records.epochs import EpochSummary
+from paceline.records.training import EpochSummary
 from paceline.report.plots import COLORS, new_figure
 from paceline.report.tables import Column
 from paceline.units import format_speed

@@ -139,7 +139,7 @@ def tuning_row(tuning: Any, plan_path: str, verdict: str) -> dict[str, Any]:
     """The tuning as one JSON document. Errors and regret are fractions."""
     judgement = tuning.judgement
     best_measured = judgement.best_measured
-    steps = [r for r in tuning.records if r.kind == "tune_step"]
+    steps = [r for r in tuning.records if r.kind == "step"]
     times = {label: record.timing.median_s for label, record in judgement.confirmed.items()}
     answer = "default" if tuning.keeps_default else judgement.recommended
     return {

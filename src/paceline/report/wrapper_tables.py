@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.records.pairs import Ratio, Standing
+from paceline.records.samples import Ratio
+from paceline.records.steps import PRECISIONS, Standing
 from paceline.report.tables import Column
 from paceline.units import format_bytes, format_ms
 
@@ -41,12 +42,12 @@ wrapper_table: Sequence[Column] = (
     Column("model", lambda s: s.record.model, False),
     Column("backend", lambda s: s.record.backend, False),
     Column("device", lambda s: s.record.device, False),
-    Column("type", lambda s: s.record.dtype, False),
+    Column("precision", lambda s: s.record.precision, False),
     Column("ranks", lambda s: str(s.record.world_size), is_optional=True),
     Column("batch", lambda s: str(s.record.batch_size), is_optional=True),
     Column("wrapper", lambda s: s.record.wrapper, False),
-    Column("forward (ms)", lambda s: format_ms(s.record.forward.median_s), is_optional=True),
-    Column("backward (ms)", lambda s: format_ms(s.record.backward.median_s)),
+    Column("forward (ms)", lambda s: format_ms(s.record.phase("forward").median_s), is_optional=True),
+    Column("backward (ms)", lambda s: format_ms(s.record.phase("backward").median_s)),
     Column("step (ms)", lambda s: format_ms(s.record.timing.median_s)),
     Column("p10 (ms)", lambda s: format_ms(s.record.timing.p10_s), is_optional=True),
     Column("p90 (ms)", lambda s: format_ms(s.record.timing.p90_s), is_optional=True),
@@ -87,6 +88,10 @@ def _noise(ratio: Ratio | None) -> float | None:
     return None if ratio is None else ratio.noise
 
 
+# JSON rows name the element type as torch does, as they always have.
+_DTYPES = {precision: dtype for dtype, precision in PRECISIONS.items()}
+
+
 def wrapper_row(standing: Standing) -> dict[str, Any]:
     """One row of `bench wrappers --json` and of its table.csv. `noise` belongs to `ratio_to_torch`."""
     record = standing.record
@@ -97,14 +102,14 @@ def wrapper_row(standing: Standing) -> dict[str, Any]:
         "world_size": record.world_size,
         "backend": record.backend,
         "device": record.device,
-        "dtype": record.dtype,
+        "dtype": _DTYPES.get(record.precision, record.precision),
         "batch_size": record.batch_size,
         "step_median_s": record.timing.median_s,
         "step_p10_s": record.timing.p10_s,
         "step_p90_s": record.timing.p90_s,
-        "forward_median_s": record.forward.median_s,
-        "backward_median_s": record.backward.median_s,
-        "optimizer_median_s": record.optimizer.median_s,
+        "forward_median_s": record.phase("forward").median_s,
+        "backward_median_s": record.phase("backward").median_s,
+        "optimizer_median_s": record.phase("optimizer").median_s,
         "ratio_to_torch": _value(standing.to_torch),
         "noise": _noise(standing.to_torch),
         "ratio_to_torch_on_gloo": _value(standing.to_torch_on_gloo),

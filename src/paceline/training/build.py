@@ -1,4 +1,4 @@
-"""From settings to the objects that train: data, model, wrapper, optimizer. Every rank builds its own.
+"""From settings to a job: data, model, wrapper, optimizer. Every rank builds its own.
 
 What they do together is in `loop`.
 """
@@ -42,7 +42,7 @@ from paceline.workloads.registry import build_model, default_form
 
 @dataclass(frozen=True)
 class Job:
-    """A training run on one rank, ready to go."""
+    """A training run on one rank, ready to start."""
 
     settings: TrainSettings
     world: World
@@ -55,7 +55,7 @@ class Job:
 
     @property
     def epochs(self) -> int:
-        """How many epochs the run has, the last perhaps not to its end where `steps` ends it."""
+        """How many epochs the run has; where `steps` ends it, the last may be incomplete."""
         return self.batch_schedule.epochs
 
     def order(self, epoch: int) -> EpochOrder:
@@ -74,7 +74,7 @@ class Job:
 
 @contextlib.contextmanager
 def open_world(settings: TrainSettings) -> Iterator[World]:
-    """The world that the settings ask for. Collective: every rank must call this."""
+    """The world of these settings. Collective: call on every rank."""
     with (
         init(settings.backend, settings.device, threads=settings.threads, announce=None) as world,
         settled_kernels(world.device, settings.precision),
@@ -85,7 +85,7 @@ def open_world(settings: TrainSettings) -> Iterator[World]:
 def build_job(
     settings: TrainSettings, world: World, plan: Plan | None = None, sets: tuple[DataSet, DataSet] | None = None
 ) -> Job:
-    """Build everything, with data that is loaded already if there is some. Collective: every rank must call this."""
+    """Build everything; `sets` is data that is already loaded. Collective: call on every rank."""
     train, test = load_sets(settings, world) if sets is None else sets
     if len(train) < world.world_size:
         raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
@@ -107,7 +107,7 @@ def build_job(
 
 def _build_batch_schedule(settings: TrainSettings, num_samples: int) -> BatchSchedule:
     size, epochs = settings.batches.global_batch_size, settings.epochs
-    # Refuses data that makes no whole batch.
+    # Refuses data that is smaller than one batch.
     per_epoch = EpochOrder(num_samples, size, settings.seed, 0, settings.tail).num_windows
     if settings.steps is not None:
         epochs = -(-settings.steps // per_epoch)
@@ -123,9 +123,9 @@ def _build_batch_schedule(settings: TrainSettings, num_samples: int) -> BatchSch
 
 
 def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
-    """The training set and the test set, as the model likes them."""
+    """The training set and the test set, in the form that suits the model."""
     request = build_data_request(settings)
-    # A user's own model says nothing of its data, and need not where a data set or a kind is named.
+    # A user's own model has no default data; it needs none where a data set or a kind is named.
     form = (
         None
         if is_own(settings.model) and settings.data != "synthetic"
@@ -140,8 +140,8 @@ def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
 def _compile_blocks(module: torch.nn.Module, backend: str = "inductor") -> None:
     """Block by block: compiled as one, a model hands over all its gradients at the end of backward."""
     blocks = find_blocks(module)
-    # torch counts what it compiles by the code, which alike blocks share, and gives up for good at the limit: each
-    # needs its forward for training and for evaluation, at a batch, at the last one of an epoch, and at any size.
+    # torch counts compilations per code object, which equal blocks share, and stops compiling for good at the limit:
+    # each needs its forward for training and for evaluation, at a batch, at the last one of an epoch, and at any size.
     limits = torch._dynamo.config
     limits.recompile_limit = max(limits.recompile_limit, 8 * len(blocks))
     for _, block in blocks:
@@ -173,13 +173,13 @@ def build_learner(
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if settings.compile:
         _compile_blocks(module)
-    # What is drawn from here on (dropout) differs between ranks.
+    # Random numbers from here on (dropout) differ between ranks.
     set_seed(settings.seed, per_rank=True)
     if settings.plan is not None:
         plan = load_plan(Path(settings.plan))
     if settings.label_smoothing and not data.form.num_classes:
         raise ConfigError(
-            f"--label-smoothing {settings.label_smoothing}: {data.name} has numbers for targets; leave it out"
+            f"--label-smoothing {settings.label_smoothing}: {data.name} has numbers as targets; leave it out"
         )
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
     return Learner(
@@ -206,7 +206,7 @@ def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.M
         kwargs = plan.as_torch_kwargs()
         if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
             raise ConfigError(
-                "--plan has buckets that no single cap makes, and a cap for each needs torch 2.13 or newer: use "
+                "--plan has buckets that no single cap gives, and a cap for each needs torch 2.13 or newer: use "
                 "--wrapper paceline, or a plan of `tune --wrapper torch` on this torch"
             )
         return DistributedDataParallel(module, **kwargs)
@@ -228,7 +228,7 @@ def _check_plan(plan: Plan, module: nn.Module) -> None:
 
 
 def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
-    """Weight decay and trust ratios are for matrices and filters alone: biases and norms are left out of them."""
+    """Weight decay and trust ratios apply to matrices and filters only, not to biases and norms."""
     groups = split_parameters(module, settings.weight_decay)
     if settings.optimizer == "lars":
         coefficient: dict[str, Any] = (

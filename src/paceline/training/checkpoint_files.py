@@ -22,7 +22,7 @@ import torch
 from paceline.errors import ConfigError, RecordError
 from paceline.records.store import write_new
 
-# A one-key object with one of these stands for what JSON lacks. A dict with a key that begins with "$" is written as
+# A one-key object with one of these represents what JSON lacks. A dict with a key that begins with "$" is written as
 # pairs, so a state cannot be mistaken for one.
 _TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
 _MAX_DEPTH = 100  # far above any real state; ends a dict that holds itself
@@ -42,7 +42,7 @@ def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def unpack_state(tensors: Mapping[str, torch.Tensor], structure: Any) -> Any:
-    """The state that `pack_state` took apart; RecordError where the structure is not one of its making."""
+    """The state that `pack_state` took apart; RecordError where the structure is invalid."""
     try:
         return _unpack(structure, tensors)
     except (KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
@@ -131,9 +131,9 @@ _PAGE_BYTES = 4096
 
 
 class TensorBuffer:
-    """A whole file in host memory, allocated once and filled again and again; pinned where tensors come from a GPU.
+    """A whole file in host memory, allocated once and reused; pinned where tensors come from a GPU.
 
-    After `fill`, `view` is the bytes of the file. Copies from a GPU may still be under way: `synchronize` waits.
+    Copies from a GPU may still be running after `fill`: `synchronize` waits for them.
     """
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     except OSError as error:
         raise RecordError(f"{path.name} cannot be read: {error.strerror}") from None
     except (RecordError, ValueError, RecursionError) as error:
-        raise RecordError(f"{path.name} is not a sound safetensors file: {error}") from None
+        raise RecordError(f"{path.name} is not a valid safetensors file: {error}") from None
 
 
 def _load_layout(file: BufferedReader, num_bytes: int) -> dict[str, tuple[torch.dtype, list[int]]]:
@@ -225,10 +225,10 @@ def _load_layout(file: BufferedReader, num_bytes: int) -> dict[str, tuple[torch.
     header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     data_bytes = num_bytes - _LENGTH_BYTES - header_bytes
     if data_bytes < 0 or header_bytes > _MAX_HEADER_BYTES:
-        raise RecordError(f"it says that its header has {header_bytes} bytes, and the file has {num_bytes}")
+        raise RecordError(f"its header claims {header_bytes} bytes, and the file has {num_bytes}")
     entries = json.loads(file.read(header_bytes), object_pairs_hook=_unique)
     if not isinstance(entries, dict):
-        raise RecordError("its header is no JSON object")
+        raise RecordError("its header is not a JSON object")
     entries.pop(_METADATA, None)
     found: list[tuple[int, int, str, torch.dtype, list[int]]] = []
     for name, entry in entries.items():
@@ -244,7 +244,7 @@ def _load_layout(file: BufferedReader, num_bytes: int) -> dict[str, tuple[torch.
         found.append((start, end, name, _DTYPES[dtype], shape))
     found.sort(key=lambda entry: entry[:2])
     at = 0
-    for start, end, name, *_ in found:  # one after the other: no tensor overlaps another, and no byte is unseen
+    for start, end, name, *_ in found:  # contiguous: no tensor overlaps another, and no byte is unused
         if start != at:
             raise RecordError(f"tensor {name!r} starts at byte {start} of the data, and the one before it ends at {at}")
         at = end
@@ -267,7 +267,7 @@ _SUM = b', "crc32": "'
 
 
 def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
-    """Write the files and their manifest as a new folder; one of that name goes once the new one is complete.
+    """Write the files and their manifest as a new folder; it replaces one of that name when it is complete.
 
     OSError where that fails; then nothing of the new folder is left.
     """
@@ -287,7 +287,7 @@ def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
 
 
 def verify_folder(path: Path, names: Collection[str]) -> None:
-    """Compare the named files with the folder's manifest, which must know just these; RecordError says what differs."""
+    """Compare files with the folder's manifest, which must list exactly these; RecordError says what differs."""
     files = _load_manifest(path / MANIFEST)
     if files.keys() != set(names):
         raise RecordError(f"{MANIFEST} lists {', '.join(files) or 'no files'} and should list {', '.join(names)}")
@@ -299,30 +299,30 @@ def verify_folder(path: Path, names: Collection[str]) -> None:
         if num_bytes != expected["bytes"]:
             raise RecordError(f"{name} has {num_bytes} bytes and its manifest says {expected['bytes']}")
         if checksum != expected["crc32"]:
-            raise RecordError(f"{name} has another checksum than its manifest")
+            raise RecordError(f"{name} does not match the checksum in {MANIFEST}")
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder so that it is never seen half removed."""
-    doomed = path.with_name(_REMOVING + path.name)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Remove a folder so that no reader sees it half removed."""
+    removed = path.with_name(_REMOVING + path.name)
+    shutil.rmtree(removed, ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
-        path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what an interrupted process left in a folder that nobody else writes to."""
+    """Remove what an interrupted process left in a folder that no other process writes to."""
     for path in parent.glob(".*"):
         if path.name.startswith((_SAVING, _REMOVING)):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(path: Path, data: bytes | memoryview) -> str:
-    """Write and fsync a new file; its checksum.
+    """Write and fsync a new file; returns its checksum.
 
-    Large ones go past the page cache where the file system can: copying 90 MB into it takes 30 to 120 ms of a core, and
-    writing them from where they lie takes 6.
+    Large files bypass the page cache where the file system supports it: copying 90 MB into it takes 30 to 120 ms of a
+    core, and writing them directly takes 6.
     """
     checksum, view = 0, memoryview(data)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -347,7 +347,7 @@ def _write(path: Path, data: bytes | memoryview) -> str:
 
 
 def _write_direct(handle: int) -> bool:
-    """Have writes pass by the page cache; False where that cannot be."""
+    """Let writes bypass the page cache; False where that is not supported."""
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
     except (OSError, AttributeError):  # another file system, or another system
@@ -383,13 +383,14 @@ def _load_manifest(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
         body = content[: content.rfind(_SUM)]
         if content != body + _SUM + f'{zlib.crc32(body):08x}"}}\n'.encode():
-            raise RecordError(f"{MANIFEST} has another checksum than it says")
+            raise RecordError(f"{MANIFEST} does not match its own checksum")
         document = json.loads(content)
         if document["format"] == _FORMAT and document["version"] != _VERSION:
-            # Not damaged: passing over it to an older one would lose what a newer Paceline trained.
+            # Not damaged: falling back to an older one would lose what a newer Paceline trained.
             raise ConfigError(
                 f"{path.parent} has version {document['version']!r} and this Paceline reads version {_VERSION}: "
-                "use the Paceline that wrote it, or choose another folder"
+                "use the Paceline that wrote it, or choose another folder",
+                code="version",
             )
         files: dict[str, Any] = document["files"]
         return {name: {"bytes": int(sums["bytes"]), "crc32": str(sums["crc32"])} for name, sums in files.items()}
@@ -401,13 +402,13 @@ def _load_manifest(path: Path) -> dict[str, Any]:
         raise RecordError(f"{MANIFEST} is not a manifest: {type(error).__name__} {error}") from None
 
 
-# What wrappers for data parallelism and torch.compile put before every name.
+# Prefixes of wrappers for data parallelism and of torch.compile.
 _PREFIXES = ("module.", "_orig_mod.")
 _SHOWN = 3
 
 
 def plain_names(model_state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state under the names that the bare model has. A prefix goes only where every name has it."""
+    """The state under the names of the bare model. A prefix is removed only where every name has it."""
     state = dict(model_state)
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
@@ -468,7 +469,7 @@ def export_weights(path: str | Path, model_state: Mapping[str, torch.Tensor]) ->
     A tied tensor is stored once, its other names are in the file's metadata: `safetensors.torch.load_model` ties them.
     """
     path = Path(path)
-    if path.exists():  # before the copy; `write_new` would find it out after
+    if path.exists():  # before the copy; `write_new` checks it only after
         raise RecordError(f"{path} exists and is never overwritten: choose another name")
     kept, aliases = split_tied(plain_names(model_state))
     buffer = TensorBuffer()

@@ -1,4 +1,4 @@
-"""Micro-batches on their way to the device: gathered, pinned and copied ahead on CUDA, in place on the CPU.
+"""Micro-batches on the device: gathered, pinned and copied ahead of time on CUDA, in place on the CPU.
 
 Which samples belong to which rank is decided in `workloads.data.sharding`.
 """
@@ -16,13 +16,13 @@ from paceline.workloads.data import Batch
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
 
-# How many windows wait, ready, on a GPU.
+# How many windows are prepared ahead on a GPU.
 _AHEAD = 2
 
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """A micro-batch on the device. `num_counted` is 0 where it only fills a place, so that all ranks have as many."""
+    """A micro-batch on the device. `num_counted` is 0 for a filler, so that all ranks have equally many."""
 
     batch: Batch
     num_counted: int
@@ -64,8 +64,8 @@ def load_windows(
 
 
 @dataclass(frozen=True)
-class _OnItsWay:
-    """A window whose copies to the GPU are under way on another stream."""
+class _PendingWindow:
+    """A window that is being copied to the GPU on another stream."""
 
     number: int
     num_samples: int
@@ -87,12 +87,12 @@ def _load_ahead(
     device: torch.device,
 ) -> Generator[Window, None, None]:
     """A thread gathers into pinned memory and copies on a stream of its own, a few windows ahead."""
-    ready: queue.Queue[_OnItsWay | BaseException | None] = queue.Queue(_AHEAD)
-    over = threading.Event()
+    ready: queue.Queue[_PendingWindow | BaseException | None] = queue.Queue(_AHEAD)
+    stopped = threading.Event()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def put(item: _OnItsWay | BaseException | None) -> bool:
-        while not over.is_set():
+    def put(item: _PendingWindow | BaseException | None) -> bool:
+        while not stopped.is_set():
             try:
                 ready.put(item, timeout=0.1)
                 return True
@@ -111,7 +111,7 @@ def _load_ahead(
                         parts.append((micro, batch.to(device, non_blocking=True)))
                     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     arrived.record(stream)
-                if not put(_OnItsWay(number, len(indices), tuple(parts), arrived)):
+                if not put(_PendingWindow(number, len(indices), tuple(parts), arrived)):
                     return
             put(None)
         except BaseException as error:
@@ -129,15 +129,15 @@ def _load_ahead(
             for micro, batch in item.parts:
                 for tensor in (batch.inputs, batch.targets, batch.mask):
                     if tensor is not None:
-                        tensor.record_stream(current)  # its memory was taken on the other stream
+                        tensor.record_stream(current)  # its memory was allocated on the other stream
                 batches.append(LoadedBatch(data.prepare(batch, micro.indices, order.epoch), micro.num_counted))
             yield Window(item.number, item.num_samples, tuple(batches))
     finally:
-        over.set()
+        stopped.set()
         thread.join()
 
 
 def _pin(batch: Batch) -> Batch:
-    # Contiguous: a part of each row (of tokens, of padded pairs) would be gathered into pageable memory on its way.
+    # Contiguous: a part of each row (of tokens, of padded pairs) would first be copied into pageable memory.
     mask = None if batch.mask is None else batch.mask.contiguous().pin_memory()
     return Batch(batch.inputs.contiguous().pin_memory(), batch.targets.contiguous().pin_memory(), mask)

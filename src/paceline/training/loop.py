@@ -27,7 +27,7 @@ from paceline.training.build import Job, build_job, open_world
 from paceline.training.checkpoints import Position, RunFiles
 from paceline.training.journal import Exchange, Journal, StepEntry, StopRequest, catch_stop
 from paceline.training.loader import load_windows
-from paceline.training.settings import TrainSettings, build_model_options
+from paceline.training.settings import TrainSettings
 from paceline.training.step import (
     Learner,
     NoPhases,
@@ -197,7 +197,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainRe
             notes = found.loaded.refused if found is not None else []
             if resume and found is None:
                 notes = ["no checkpoint was saved yet: starts at the first step"]
-            for note in (*notes, describe_model(settings.model, build_model_options(settings)), _describe(job, start)):
+            for note in (*notes, describe_model(settings.model), _describe(job, start)):
                 post(TrainProgress(start.step, job.schedule.num_steps, start.epoch, word=note))
         return _Run(job, files, request).run(start)
 

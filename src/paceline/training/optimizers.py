@@ -37,9 +37,9 @@ def compute_ratios(wanted: Tensor, found: Tensor) -> tuple[Tensor, ...]:
 
 
 class LayerwiseOptimizer(Optimizer):
-    """An optimizer whose steps are operations on lists of tensors: no loop over parameters, no wait for a GPU.
+    """An optimizer that works on lists of tensors: no loop over parameters, no wait for a GPU.
 
-    A group's key `adapt` says whether its layers have trust ratios. Gradients that are None are passed over, and sparse
+    A group's key `adapt` says whether its layers have trust ratios. Gradients that are None are skipped, and sparse
     ones refused. A child checks a group's numbers in `_check` and moves the tensors of one device and dtype in `_move`.
     """
 
@@ -61,9 +61,9 @@ class LayerwiseOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it here, and a state would not be what was saved
+        self.defaults.pop("differentiable", None)  # torch adds it here, and the state would differ from what was saved
         for group in self.param_groups:
-            for name, value in self.defaults.items():  # the state of torch's own optimizer knows fewer
+            for name, value in self.defaults.items():  # the state of torch's optimizers has fewer
                 group.setdefault(name, value)
 
     @overload
@@ -74,7 +74,7 @@ class LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step; `closure` computes the loss and its gradients anew, and the loss is returned."""
+        """Take a step; `closure` recomputes the loss and its gradients, and the loss is returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -165,7 +165,7 @@ class LARS(LayerwiseOptimizer):
 
 
 class LAMB(LayerwiseOptimizer):
-    """Adam with a trust ratio for each parameter, for batches so large that one rate does not fit all.
+    """Adam with a trust ratio for each parameter, for batches so large that one rate does not fit all layers.
 
         m, v = the running means of g and g * g, by betas, each divided by 1 - beta ** step
         r = m / (sqrt(v) + eps) + weight_decay * w
@@ -202,7 +202,7 @@ class LAMB(LayerwiseOptimizer):
                 state["step"] = 0
                 state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            # A number on the host, each parameter's own: one that had no gradient for a while is behind.
+            # A number on the host for each parameter: one without gradients for some steps has taken fewer.
             state["step"] += 1
             steps.append(state["step"])
             firsts.append(state["exp_avg"])

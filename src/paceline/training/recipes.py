@@ -1,6 +1,6 @@
 """Recipes for large batches: what each changes in the settings of a run, by name. Imports no torch.
 
-Training by them is in `loop` and in studies; what they did is in `records.recipes`.
+Training by them is in `loop` and in studies; what they did is in `records.training`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ _TRUST = 0.02
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A switch with its number: the batch that it is for, the batch that the base settings were found for, the updates
-    that the run has."""
+class _Context:
+    """The number of a switch, the batch that it is for, the batch of the base settings, and the run's updates."""
 
     value: float
     global_batch_size: int
@@ -32,42 +31,42 @@ class _Asked:
         return self.global_batch_size / self.base_batch_size
 
 
-def _scale(rule: str) -> Callable[[TrainSettings, _Asked], TrainSettings]:
-    def change(settings: TrainSettings, asked: _Asked) -> TrainSettings:
-        rate = scale_rate(settings.lr, asked.global_batch_size, asked.base_batch_size, rule)
-        return replace(settings, lr=rate * asked.value)
+def _scale(rule: str) -> Callable[[TrainSettings, _Context], TrainSettings]:
+    def change(settings: TrainSettings, context: _Context) -> TrainSettings:
+        rate = scale_rate(settings.lr, context.global_batch_size, context.base_batch_size, rule)
+        return replace(settings, lr=rate * context.value)
 
     return change
 
 
-def _lars(settings: TrainSettings, asked: _Asked) -> TrainSettings:
-    """The rate of a layer-wise optimizer is of another kind: the number is its own, at the base batch.
+def _lars(settings: TrainSettings, context: _Context) -> TrainSettings:
+    """A layer-wise optimizer needs its own rate: the number is that at the base batch.
 
-    Biases and norms have the rate but no trust ratio. So the coefficient is larger than the paper's, and the rate as
-    much smaller: the layers step as far, and the others not much farther than with SGD.
+    Biases and norms have the rate but no trust ratio. So the coefficient is larger than the paper's, and the rate
+    smaller by the same factor: layers step as far, and biases and norms not much farther than with SGD.
     """
-    rate = asked.value * math.sqrt(asked.growth)
+    rate = context.value * math.sqrt(context.growth)
     return replace(settings, optimizer="lars", trust_coefficient=_TRUST, lr=rate)
 
 
-def _lamb(settings: TrainSettings, asked: _Asked) -> TrainSettings:
-    return replace(settings, optimizer="lamb", lr=asked.value * math.sqrt(asked.growth))
+def _lamb(settings: TrainSettings, context: _Context) -> TrainSettings:
+    return replace(settings, optimizer="lamb", lr=context.value * math.sqrt(context.growth))
 
 
-def _warm_up(settings: TrainSettings, asked: _Asked) -> TrainSettings:
-    return replace(settings, lr_warmup=max(1, round(asked.value * asked.num_updates)))
+def _warm_up(settings: TrainSettings, context: _Context) -> TrainSettings:
+    return replace(settings, lr_warmup=max(1, round(context.value * context.num_updates)))
 
 
-def _grow(settings: TrainSettings, asked: _Asked) -> TrainSettings:
-    """From the base batch to this one in steps of up to four times, from the share on; the rate stays, for growth takes
-    the place of its fall."""
+def _grow(settings: TrainSettings, context: _Context) -> TrainSettings:
+    """From the base batch to this one by factors of up to four, from the share on; the rate stays constant, because
+    growth replaces its decay."""
     factors, factor = [], 1
-    while factor < asked.growth:
-        factor = min(4 * factor, int(asked.growth))
+    while factor < context.growth:
+        factor = min(4 * factor, int(context.growth))
         factors.append(factor)
-    spacing = (1 - asked.value) / (len(factors) + 1)
-    growths = tuple((round(asked.value + spacing * number, 4), factor) for number, factor in enumerate(factors))
-    size = asked.base_batch_size
+    spacing = (1 - context.value) / (len(factors) + 1)
+    growths = tuple((round(context.value + spacing * number, 4), factor) for number, factor in enumerate(factors))
+    size = context.base_batch_size
     return replace(settings, global_batch_size=size, batch_growth=growths, schedule="constant", lr_drops=())
 
 
@@ -77,7 +76,7 @@ class Switch:
 
     help: str
     default: float
-    change: Callable[[TrainSettings, _Asked], TrainSettings]
+    change: Callable[[TrainSettings, _Context], TrainSettings]
     excludes: tuple[str, ...] = ()
     is_for_norms: bool = False
 
@@ -92,23 +91,25 @@ SWITCHES: Mapping[str, Switch] = {
         "the batch grows from the base, from this share of the run on",
         0.4,
         _grow,
-        ("linear", "sqrt", "lars", "lamb", "warmup"),  # rates for the large batch, and it begins with the small one
+        ("linear", "sqrt", "lars", "lamb", "warmup"),  # rates for the large batch, and it starts with the small one
     ),
     "ghost": Switch(
-        "BatchNorm over so many samples at a time",
+        "BatchNorm over this number of samples at a time",
         math.nan,
-        lambda settings, asked: replace(settings, ghost_batchnorm=int(asked.value)),
+        lambda settings, context: replace(settings, ghost_batchnorm=int(context.value)),
         ("sync",),
         True,
     ),
     "sync": Switch(
         "BatchNorm over the micro-batches of all ranks",
         1.0,
-        lambda settings, asked: replace(settings, sync_batchnorm=True),
+        lambda settings, context: replace(settings, sync_batchnorm=True),
         ("ghost",),
         True,
     ),
-    "smoothing": Switch("label smoothing", 0.1, lambda settings, asked: replace(settings, label_smoothing=asked.value)),
+    "smoothing": Switch(
+        "label smoothing", 0.1, lambda settings, context: replace(settings, label_smoothing=context.value)
+    ),
 }
 
 
@@ -121,7 +122,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        text = "".join(text.split())  # one recipe has one name, however it is spaced
+        text = "".join(text.split())  # one recipe has one name, whatever its spaces
         if text == NO_RECIPE:
             return cls(text, ())
         found: list[tuple[str, float]] = []
@@ -132,15 +133,15 @@ class Recipe:
             try:
                 value = float(number) if colon else SWITCHES[name].default
             except ValueError:
-                raise ConfigError(f"recipe {text!r}: {number!r} behind {name} is no number") from None
+                raise ConfigError(f"recipe {text!r}: {number!r} after {name} is not a number") from None
             if value <= 0 or math.isinf(value) or (colon and math.isnan(value)):
-                raise ConfigError(f"recipe {text!r}: {number} behind {name}: a number above 0 is needed")
+                raise ConfigError(f"recipe {text!r}: {number} after {name}: a number above 0 is needed")
             if name in ("warmup", "grow", "smoothing") and value >= 1:
-                raise ConfigError(f"recipe {text!r}: {number} behind {name} is a share: below 1 is needed")
+                raise ConfigError(f"recipe {text!r}: {number} after {name} is a share: below 1 is needed")
             if name == "ghost" and colon and (value < 2 or value != int(value)):
-                raise ConfigError(f"recipe {text!r}: {number} behind {name}: a whole number of at least 2 is needed")
+                raise ConfigError(f"recipe {text!r}: {number} after {name}: an integer of at least 2 is needed")
             if name == "sync" and colon:
-                raise ConfigError(f"recipe {text!r}: {number} behind {name}, which takes no number")
+                raise ConfigError(f"recipe {text!r}: {number} after {name}, which takes no number")
             found.append((name, value))
         names = [name for name, _ in found]
         for name in names:
@@ -167,15 +168,15 @@ class Recipe:
             if name in self.names:
                 value = dict(self.switches)[name]
                 value = float(base_batch_size) if math.isnan(value) else value
-                asked = _Asked(value, global_batch_size, base_batch_size, num_updates)
-                settings = switch.change(settings, asked)
+                context = _Context(value, global_batch_size, base_batch_size, num_updates)
+                settings = switch.change(settings, context)
         return settings
 
 
 def share_batch(settings: TrainSettings, most_at_once: int) -> TrainSettings:
-    """Cut the global batch into micro-batches of at most so many samples on each rank, all of one size.
+    """Cut the global batch into micro-batches of at most `most_at_once` samples on each rank, all of one size.
 
-    A batch that grows does so in one piece as long as it fits, and then in more of them.
+    A growing batch makes micro-batches larger as long as they fit, and then adds more of them.
     """
     size, ranks = settings.global_batch_size, settings.ranks
     assert size is not None

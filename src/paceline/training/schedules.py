@@ -59,7 +59,7 @@ class Schedule:
         check_drops(self.drops)
         if self.drops and self.drops[0] * self.num_steps < self.warmup_steps:
             raise ConfigError(
-                f"a drop at {self.drops[0]} of {self.num_steps} steps, inside of the warm-up of {self.warmup_steps}: "
+                f"a drop at {self.drops[0]} of {self.num_steps} steps, inside the warm-up of {self.warmup_steps}: "
                 "drop later, or warm up in fewer steps"
             )
 
@@ -111,7 +111,7 @@ Growths = tuple[tuple[float, int], ...]
 
 
 def parse_growths(text: str) -> Growths:
-    """What was typed, as in `0.5:4,0.75:16`: from that share of the run on, so many times the first batch."""
+    """Parse `0.5:4,0.75:16`: from each share of the run on, the first batch times the factor."""
     growths = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d*\.?\d+)\s*:\s*(\d+)\s*", part, re.ASCII)
@@ -125,19 +125,19 @@ def parse_growths(text: str) -> Growths:
 
 
 def format_growths(growths: Growths) -> str:
-    """As it is typed; `none` where the batch stays."""
+    """As it is typed; `none` where the batch does not grow."""
     return ",".join(f"{share}:{factor}" for share, factor in growths) or "none"
 
 
 def check_growths(growths: Growths) -> None:
-    """Refuse growths that are none: shares are inside of the run and rise, and so do factors, from 2."""
+    """Refuse invalid growths: shares of the run must increase, and so must factors, from 2."""
     last_share, last_factor = 0.0, 1
     for share, factor in growths:
         flag = f"--batch-growth {format_growths(growths)}:"
         if not 0 < share < 1:
-            raise ConfigError(f"{flag} {share} is no share of the run; above 0 and below 1 is needed")
+            raise ConfigError(f"{flag} {share} is not a share of the run; above 0 and below 1 is needed")
         if isinstance(factor, bool) or not isinstance(factor, int):
-            raise ConfigError(f"{flag} {factor!r} is no factor; a whole number is needed, so that ranks can share")
+            raise ConfigError(f"{flag} {factor!r} is not a factor; an integer is needed, so that ranks can share")
         if share <= last_share:
             raise ConfigError(f"{flag} {share} comes after {last_share}; each share has to be larger than the last")
         if factor <= last_factor:
@@ -173,14 +173,14 @@ class BatchSchedule:
     def marks(self) -> tuple[tuple[int, int], ...]:
         """Each growth as (the sample of the run from which on a step has it, its global batch)."""
         total = self.epochs * self.num_samples
-        # As it was typed: 0.1 of 30 samples is 3, and what a float makes of it is a little more.
+        # As it was typed: 0.1 of 30 samples is 3, and the float product is a little more.
         return tuple(
             (math.ceil(Fraction(repr(float(share))) * total), factor * self.global_batch_size)
             for share, factor in self.growths
         )
 
     def size_at(self, epoch: int, offset: int) -> int:
-        """The global batch of a step that begins so many samples into the epoch."""
+        """The global batch of a step that begins `offset` samples into the epoch."""
         place = epoch * self.num_samples + offset
         return max((size for start, size in self.marks if start <= place), default=self.global_batch_size)
 
@@ -197,12 +197,8 @@ class BatchSchedule:
         return spans
 
     def window_sizes(self, epoch: int) -> tuple[int, ...]:
-        """The size of every window that begins in the epoch; the last is what it would be if samples sufficed."""
+        """The size of every window that begins in the epoch; the last is its nominal size, even if it is short."""
         return tuple(size for count, size in self._spans(epoch) for _ in range(count))
-
-    def window_starts(self, epoch: int) -> tuple[int, ...]:
-        """Where each of them begins, in samples of the epoch."""
-        return tuple(itertools.accumulate(self.window_sizes(epoch)[:-1], initial=0))
 
     def count_steps(self, epoch: int) -> int:
         spans = self._spans(epoch)
@@ -218,7 +214,7 @@ class BatchSchedule:
 
     @cached_property
     def growth_steps(self) -> tuple[int | None, ...]:
-        """The first step of each growth, counted from 0; None for one that no step has."""
+        """The first step of each growth, counted from 0; None for one that no step reaches."""
         first: dict[int, int] = {}
         step = 0
         for epoch in range(self.epochs if self.growths else 0):
@@ -230,7 +226,7 @@ class BatchSchedule:
         return tuple(first.get(size) for _, size in self.marks)
 
     def check(self) -> None:
-        """Refuse growths that this data cannot have, rather than train without them."""
+        """Refuse growths that do not fit this data, rather than train without them."""
         for (share, factor), (_, size), step in zip(self.growths, self.marks, self.growth_steps, strict=True):
             flag = f"--batch-growth {format_growths(self.growths)}:"
             if size > self.num_samples:
@@ -241,5 +237,5 @@ class BatchSchedule:
             if step is None:
                 raise ConfigError(
                     f"{flag} of {self.epochs * self.num_samples} samples in all, no step has the growth at {share}: it "
-                    "comes after the last step begins, or the next growth takes its place; move it, or leave it out"
+                    "comes after the last step begins, or the next growth replaces it; move it, or leave it out"
                 )

@@ -43,7 +43,7 @@ class Batches:
 def settle_batches(
     world_size: int, batch_size: int | None, global_batch_size: int | None, accumulate: int | None
 ) -> Batches:
-    """Fill in what was not asked for; refuse what does not add up."""
+    """Fill in what is None; refuse what does not add up."""
     named = (("--batch-size", batch_size), ("--global-batch-size", global_batch_size), ("--accumulate", accumulate))
     for name, value in named:
         if value is not None and value < 1:
@@ -71,14 +71,14 @@ def settle_batches(
         raise ConfigError(
             f"--global-batch-size {global_batch_size} needs --accumulate {needed} with "
             f"{format_number_of(world_size, 'rank')} x --batch-size {batch_size}, and --accumulate {accumulate} "
-            "was asked for: leave one of them out"
+            "was given: leave one of them out"
         )
     return Batches(world_size, batch_size, needed)
 
 
 @dataclass(frozen=True)
 class SaveEvery:
-    """When a checkpoint is due: after so many seconds, so many steps, or at the end of each epoch (neither)."""
+    """When a checkpoint is due: after a number of seconds, of steps, or at the end of each epoch (neither)."""
 
     seconds: float | None = None
     steps: int | None = None
@@ -99,8 +99,8 @@ class SaveEvery:
 class TrainSettings:
     """A training run. `data` is `NAME` or `NAME:PATH`; batches of None are settled by `batches`.
 
-    `steps` is for a run that ends after so many optimizer steps instead of `epochs`. `batch_growth` has pairs of a
-    share of the run and how many times the first global batch is taken from there on.
+    `steps` ends a run after this number of optimizer steps instead of after `epochs`. `batch_growth` has pairs of a
+    share of the run and the factor by which the first global batch is multiplied from there on.
     """
 
     model: str = "cnn"
@@ -153,7 +153,7 @@ class TrainSettings:
         return settle_batches(self.ranks, self.batch_size, self.global_batch_size, self.accumulate)
 
     def check(self) -> None:
-        """Refuse what cannot be. What needs the data or the model is found out by the ranks."""
+        """Refuse invalid settings. What depends on the data or the model is checked by the ranks."""
         for name, value, known in (
             ("--wrapper", self.wrapper, WRAPPERS),
             ("--precision", self.precision, PRECISIONS),
@@ -200,8 +200,8 @@ class TrainSettings:
         _ = self.batches
         self._check_length()
         if self.wrapper in ("none", "dp") and self.ranks > 1:
-            what = "trains one process by itself" if self.wrapper == "none" else "serves the GPUs of one process"
-            raise ConfigError(f"--wrapper {self.wrapper} {what}, and --ranks {self.ranks} was asked for: use --ranks 1")
+            what = "trains one process" if self.wrapper == "none" else "serves the GPUs of one process"
+            raise ConfigError(f"--wrapper {self.wrapper} {what}, and --ranks is {self.ranks}: use --ranks 1")
         if self.plan is not None and self.wrapper not in ("paceline", "torch"):
             raise ConfigError(f"--plan needs --wrapper paceline or torch, not {self.wrapper}")
         if self.sync_batchnorm and self.wrapper == "dp":
@@ -209,7 +209,7 @@ class TrainSettings:
         self._check_large_batch()
 
     def _check_large_batch(self) -> None:
-        """Refuse options of one optimizer, schedule or norm beside another, where they would change nothing."""
+        """Refuse options of another optimizer, schedule or norm, which would change nothing."""
         if self.trust_coefficient is not None and self.optimizer != "lars":
             found = f"--trust-coefficient {self.trust_coefficient} with --optimizer {self.optimizer}"
             raise ConfigError(f"{found}: leave it out, or use lars")
@@ -221,17 +221,17 @@ class TrainSettings:
         check_drops(self.lr_drops, "--lr-drops")
         if self.ghost_batchnorm is not None and self.sync_batchnorm:
             raise ConfigError(
-                f"--ghost-batchnorm {self.ghost_batchnorm} beside --sync-batchnorm: one makes the batch of a norm "
+                f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: one makes the batch of a norm "
                 "smaller, the other larger; leave one out"
             )
 
     def _check_length(self) -> None:
         check_growths(self.batch_growth)
         if self.steps is not None and self.epochs != 1:
-            raise ConfigError(f"--steps {self.steps} beside --epochs {self.epochs}: a run ends by one; leave one out")
+            raise ConfigError(f"--steps {self.steps} with --epochs {self.epochs}: a run has one length; leave one out")
         if self.steps is not None and self.batch_growth:
             raise ConfigError(
-                f"--batch-growth {format_growths(self.batch_growth)} beside --steps {self.steps}: its shares are of "
+                f"--batch-growth {format_growths(self.batch_growth)} with --steps {self.steps}: its shares are of "
                 "all samples of the run, which --epochs fixes and --steps does not; use --epochs"
             )
         if self.grow != GROWS[0] and not self.batch_growth:
@@ -273,7 +273,7 @@ def build_model_options(settings: TrainSettings) -> ModelOptions:
 
 
 def check_requests(settings: TrainSettings) -> None:
-    """Refuse an unknown model, unknown data, or files that are not there, before any rank starts."""
+    """Refuse an unknown model, unknown data or missing files, before any rank starts."""
     check_model(settings.model, build_model_options(settings))
     check_request(build_data_request(settings))
     if settings.plan is not None:
@@ -281,7 +281,7 @@ def check_requests(settings: TrainSettings) -> None:
 
 
 def takes_cap_lists() -> bool:
-    """Whether the installed torch can give its wrapper a cap for each bucket; asked without importing it."""
+    """Whether the DDP of the installed torch accepts a cap for each bucket. Imports no torch."""
     major, minor = version("torch").split(".")[:2]
     return (int(major), int(minor)) >= (2, 13)
 

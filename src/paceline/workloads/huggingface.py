@@ -56,28 +56,22 @@ def check_source(name: str) -> None:
 
 
 def read_limits(name: str) -> tuple[int, int]:
-    """The vocabulary, and the longest context; of a model that states none, a long one."""
+    """The vocabulary, and the longest context (a large number where the model states none)."""
     return _limits(name, _load_config(_find_source(name, (_CONFIG,)).folder))
 
 
-def describe_weights(name: str, layers: int | None = None) -> str:
-    """Where the weights come from, in one line. Looks for them as building does, and remembers what it found."""
-    if layers is not None:
-        return f"hf:{name}: the first {layers} layers of its configuration, with random weights"
+def describe_weights(name: str) -> str:
+    """Where the weights come from, in one line. Searches as `build_hf` does, and caches the answer."""
     source = _find_source(name, _ALL)
     return f"hf:{name}: random weights, {source.lack}" if source.lack else f"hf:{name}: weights from {source.folder}"
 
 
-def build_hf(name: str, form: DataForm, layers: int | None = None) -> nn.Module:
-    """A causal language model for tokens, a classifier of sequences for pairs, with float32 parameters.
-
-    With `layers` it is cut to its first so many and the weights are random.
-    """
+def build_hf(name: str, form: DataForm) -> nn.Module:
+    """A causal language model for tokens, a classifier of sequences for pairs, with float32 parameters."""
     check_source(name)
-    wanted = (_CONFIG,) if layers is not None else _ALL
-    source = _find_source(name, wanted)
+    source = _find_source(name, _ALL)
     config = _load_config(source.folder)
-    _fit_config(name, config, form, layers)
+    _fit_config(name, config, form)
     import torch
     import transformers  # type: ignore[import-not-found,unused-ignore]
 
@@ -87,7 +81,7 @@ def build_hf(name: str, form: DataForm, layers: int | None = None) -> nn.Module:
     # Classes of version 4 build their inner model from the configuration's own dtype, whatever the outer one is given.
     config.update(dtype)
     try:
-        if layers is not None or source.lack:
+        if source.lack:
             return maker.from_config(config, trust_remote_code=False, **dtype)  # type: ignore[no-any-return]
         return maker.from_pretrained(  # type: ignore[no-any-return]
             source.folder,
@@ -118,7 +112,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> _Source:
                 importlib.import_module("huggingface_hub").snapshot_download(name, allow_patterns=files, **options)
             )
         except Exception as error:
-            # The hub's errors have no common parent in all of its versions; what happened is told below.
+            # The hub's errors have no common parent in all of its versions; the text below names it.
             reason = _first_line(error)
             continue
         if (folder / _CONFIG).is_file():
@@ -130,10 +124,10 @@ def _find_source(name: str, files: tuple[str, ...]) -> _Source:
                 )
             cached = folder
     if cached is not None:
-        return _Source(cached, "for only its configuration is in the cache and the hub cannot be reached")
+        return _Source(cached, "because only its configuration is in the cache and the hub cannot be reached")
     kept = _KEPT / name.replace("/", "--")
     if kept.is_dir():
-        return _Source(kept, "for the hub cannot be reached and Paceline brings its configuration alone")
+        return _Source(kept, "because the hub cannot be reached and Paceline brings only its configuration")
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
     raise ConfigError(
         f"model hf:{name} is neither a folder here nor in the hub's cache, and cannot be fetched ({offline}): give the "
@@ -152,7 +146,7 @@ def _inspect_folder(folder: Path) -> _Source:
         raise ConfigError(
             f"model folder {folder} has its weights in a pickle ({pickles[0]}), which can run code: save safetensors"
         )
-    return _Source(folder, f"for {folder} holds a configuration alone")
+    return _Source(folder, f"because {folder} holds only a configuration")
 
 
 def _missing_weights(folder: Path) -> list[str]:
@@ -185,7 +179,7 @@ def _limits(name: str, config: Any) -> tuple[int, int]:
     return int(text.vocab_size), int(getattr(text, "max_position_embeddings", None) or 2**20)
 
 
-def _fit_config(name: str, config: Any, form: DataForm, layers: int | None) -> None:
+def _fit_config(name: str, config: Any, form: DataForm) -> None:
     """Check that the model can take the data, and set what depends on it."""
     vocabulary, context = _limits(name, config)
     if form.vocabulary > vocabulary:
@@ -197,18 +191,11 @@ def _fit_config(name: str, config: Any, form: DataForm, layers: int | None) -> N
         raise ConfigError(
             f"model hf:{name} has {context} positions, and the data {form.shape[0]}: use a shorter context"
         )
-    text = config.get_text_config()
-    if layers is not None:
-        if layers > text.num_hidden_layers:
-            raise ConfigError(f"model hf:{name} has {text.num_hidden_layers} layers: it cannot be cut to {layers}")
-        text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None):
-            text.layer_types = text.layer_types[:layers]
     # What a training step returns should hold no cache of keys and values, which only generating uses.
     config.use_cache = False
     if form.kind == "pairs":
         config.num_labels = form.num_classes
         config.pad_token_id = form.pad
     elif getattr(config, "is_decoder", None) is False:
-        # An encoder such as BERT would see the very tokens that it is to predict.
+        # An encoder such as BERT would see the tokens that it has to predict.
         config.is_decoder = True

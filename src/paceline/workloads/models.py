@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +57,7 @@ def build_cnn(
             height, width = height // 2, width // 2
         if min(height, width) < 1:
             raise ConfigError(
-                f"{len(channels)} convolutions on images of {shape[1]} x {shape[2]}: nothing is left of them after "
+                f"{len(channels)} convolutions on images of {shape[1]} x {shape[2]}: no pixel is left after "
                 f"{number + 1}, give at most {number} channels"
             )
         channels_in = channels_out
@@ -67,7 +66,7 @@ def build_cnn(
 
 
 class _Residual(nn.Module):
-    """A tiny linear layer beside the identity, scaled so that hundreds of them in a row neither vanish nor explode."""
+    """A tiny linear layer added to its input, scaled so that hundreds of them neither vanish nor explode."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -80,13 +79,13 @@ class _Residual(nn.Module):
 
 
 def build_tiny(num_parameters: int, width: int = 8) -> nn.Module:
-    """So many parameters (a weight and a bias for each layer) of next to no size: what is left is the host's time."""
+    """Many tiny parameters, a weight and a bias for each layer: the time is the host's overhead."""
     depth = num_parameters // 2
     return nn.Sequential(*(_Residual(width, depth) for _ in range(depth)))
 
 
 class _BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions with BatchNorm, and the way around them."""
+    """Two 3 x 3 convolutions with BatchNorm, and a shortcut."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -172,8 +171,8 @@ class _Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 (Radford 2019): learned positions, and a head tied to the embedding. No dropout unless asked, so that steps
-    repeat. With `num_classes` a linear layer on the last token of each sequence takes the place of the tied head.
+    """GPT-2 (Radford 2019): learned positions, and a head tied to the embedding. No dropout by default, so that
+    steps repeat. With `num_classes` a linear layer on the last token of each sequence replaces the tied head.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class GPT2(nn.Module):
         self.classes = nn.Linear(width, num_classes, bias=False) if num_classes else None
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What writes into the residual stream starts smaller, for there are 2 x layers of it.
+                # What is added to the residual stream starts smaller, because there are 2 x layers of it.
                 into_stream = name.endswith(("project.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if into_stream else 0.02)
             elif name.endswith("bias"):
@@ -205,11 +204,11 @@ class GPT2(nn.Module):
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Logits: of every next token, or of the classes.
 
-        The mask is 1 on tokens and 0 on padding, which must be behind them: no token looks ahead, so none sees it.
+        The mask is 1 on tokens and 0 on padding, which must come after them: no token looks ahead, so none sees it.
         """
         length, context = ids.shape[1], self.positions.num_embeddings
         if length > context:
-            # On a GPU the lookup itself would fail without a word of where or why.
+            # On a GPU the lookup would fail without saying where or why.
             raise ConfigError(
                 f"a sequence of {length} tokens: this model has {context} positions, use a context of those"
             )
@@ -226,48 +225,6 @@ class GPT2(nn.Module):
             x = x[torch.arange(len(x), device=x.device), last]
         logits: torch.Tensor = self.classes(self.norm(x))
         return logits
-
-
-# Parts of a parameter's name here, and in the files that Hugging Face distributes.
-_NAMES = (
-    (r"^tokens\.", "wte."),
-    (r"^positions\.", "wpe."),
-    (r"^blocks\.", "h."),
-    (r"^norm\.", "ln_f."),
-    (r"\.norm1\.", ".ln_1."),
-    (r"\.norm2\.", ".ln_2."),
-    (r"\.attention\.qkv\.", ".attn.c_attn."),
-    (r"\.attention\.project\.", ".attn.c_proj."),
-    (r"\.mlp\.0\.", ".mlp.c_fc."),
-    (r"\.mlp\.2\.", ".mlp.c_proj."),
-)
-_TRANSPOSED = re.compile(r"\.c_(attn|proj|fc)\.weight$")
-
-
-def _rename(name: str) -> str:
-    for here, there in _NAMES:
-        name = re.sub(here, there, name)
-    return "score.weight" if name == "classes.weight" else f"transformer.{name}"
-
-
-def export_state(module: GPT2) -> dict[str, torch.Tensor]:
-    """The parameters under the names, and with the transposed matrices, of `transformers`' GPT-2."""
-    state = {_rename(name): tensor.detach() for name, tensor in module.named_parameters()}
-    return {name: tensor.t() if _TRANSPOSED.search(name) else tensor for name, tensor in state.items()}
-
-
-def import_state(module: GPT2, state: dict[str, torch.Tensor]) -> None:
-    """Fill the module from the parameters of `transformers`' GPT-2, with or without their prefix `transformer.`."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            there = _rename(name)
-            found = state.get(there, state.get(there.removeprefix("transformer.")))
-            if found is not None and _TRANSPOSED.search(there):
-                found = found.t()
-            if found is None or found.shape != parameter.shape:
-                what = "missing" if found is None else f"of shape {tuple(found.shape)}"
-                raise ConfigError(f"weight {there} is {what}: this model needs it of shape {tuple(parameter.shape)}")
-            parameter.copy_(found)
 
 
 @dataclass(frozen=True)
@@ -332,28 +289,6 @@ def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
             seen.add(id(block))
             blocks.append(((prefix + name).rstrip("."), block))
     return blocks
-
-
-def assign_parameters(module: nn.Module) -> dict[str, str]:
-    """The name of the block that each parameter belongs to, for all names of `named_parameters()`.
-
-    A tied parameter belongs to the first block that has it. One that a module above the blocks owns itself belongs to
-    the first block in that module.
-    """
-    blocks = find_blocks(module)
-    owners: dict[int, str] = {}
-    for name, block in blocks:
-        for parameter in block.parameters():
-            owners.setdefault(id(parameter), name)
-    assigned = {}
-    for name, parameter in module.named_parameters():
-        owner = owners.get(id(parameter))
-        if owner is None:
-            above = name.rpartition(".")[0]
-            inside = [block for block, _ in blocks if not above or block == above or block.startswith(f"{above}.")]
-            owner = (inside or [blocks[0][0]])[0]
-        assigned[name] = owner
-    return assigned
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

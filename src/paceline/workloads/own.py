@@ -53,7 +53,7 @@ def _split(name: str) -> tuple[Path, str]:
 
 
 def _defined_names(tree: ast.AST) -> list[str]:
-    """What the module may have as an attribute; `*` among them where only running it could tell."""
+    """What the module may have as an attribute; `*` among them where only running it would show."""
     names: list[str] = []
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -77,7 +77,7 @@ def build_own(name: str, form: DataForm) -> nn.Module:
     from torch import nn
 
     path, function = _split(name)
-    with _importing_beside(path):
+    with _importing_next_to(path):
         found = _load_function(path, function)
         try:
             module = _call(name, found, form)
@@ -93,7 +93,7 @@ def build_own(name: str, form: DataForm) -> nn.Module:
 
 
 @contextmanager
-def _importing_beside(path: Path) -> Iterator[None]:
+def _importing_next_to(path: Path) -> Iterator[None]:
     """The file may import its neighbours, also from inside the function."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)

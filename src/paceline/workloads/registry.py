@@ -26,14 +26,12 @@ HF_PREFIX = "hf:"
 class ModelOptions:
     """What can be set of a model; None means the model's default.
 
-    `channels`: one convolution of `cnn` for each. `hidden`: the width of hidden linear layers. `layers`: keeps only the
-    first layers of an `hf:` model, with random weights.
+    `channels`: one convolution of `cnn` for each. `hidden`: the width of hidden linear layers.
     """
 
     channels: tuple[int, ...] | None = None
     hidden: int | None = None
     dropout: float | None = None
-    layers: int | None = None
 
     @property
     def given(self) -> dict[str, object]:
@@ -97,17 +95,16 @@ MODELS = {
 }
 NAMES = tuple(name for name, model in MODELS.items() if model.kinds)
 _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
-_HF_KINDS, _HF_OPTIONS = ("tokens", "pairs"), ("layers",)
+_HF_KINDS = ("tokens", "pairs")
 
 
 def check_model(name: str, options: ModelOptions) -> None:
     """Refuse an unknown name, options that the model does not take, and invalid values. Imports no torch."""
+    taken: tuple[str, ...] = ()
     if own.is_own(name):
         own.check_own(name)
-        taken: tuple[str, ...] = ()
     elif name.startswith(HF_PREFIX):
         huggingface.check_source(name.removeprefix(HF_PREFIX))
-        taken = _HF_OPTIONS
     elif name in NAMES:
         taken = MODELS[name].options
     else:
@@ -120,10 +117,8 @@ def check_model(name: str, options: ModelOptions) -> None:
             raise ConfigError(f"model {name} has no {option} (given: {_show(value)}): {takes}")
     if options.channels is not None and (not options.channels or min(options.channels) < 1):
         raise ConfigError(f"channels ({_show(options.channels)}): give one number of at least 1 for each convolution")
-    for option in ("hidden", "layers"):
-        value = getattr(options, option)
-        if value is not None and value < 1:
-            raise ConfigError(f"{option} {value}: at least 1")
+    if options.hidden is not None and options.hidden < 1:
+        raise ConfigError(f"hidden {options.hidden}: at least 1")
     if options.dropout is not None and not 0 <= options.dropout < 1:
         raise ConfigError(f"dropout {options.dropout}: at least 0 and less than 1")
 
@@ -145,10 +140,10 @@ def default_form(name: str, options: ModelOptions) -> DataForm:
     return MODELS[name].form
 
 
-def describe_model(name: str, options: ModelOptions) -> str:
+def describe_model(name: str) -> str:
     """What a person should know before training this model, such as that its weights are random; mostly empty."""
     if name.startswith(HF_PREFIX):
-        return huggingface.describe_weights(name.removeprefix(HF_PREFIX), options.layers)
+        return huggingface.describe_weights(name.removeprefix(HF_PREFIX))
     return ""
 
 
@@ -171,7 +166,7 @@ def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
             f"{', '.join(fit)}"
         )
     if is_hf:
-        return huggingface.build_hf(name.removeprefix(HF_PREFIX), form, options.layers)
+        return huggingface.build_hf(name.removeprefix(HF_PREFIX), form)
     return _build(name, form, options)
 
 

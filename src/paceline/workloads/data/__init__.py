@@ -26,7 +26,7 @@ class DataForm:
 
     `images`: inputs (batch, channels, height, width), a class each. `numbers`: inputs (batch, features), one number to
     be predicted. `tokens`: inputs (batch, context) of ids, the next id for each. `pairs`: the same inputs with a mask,
-    padded behind to the longest of the batch, and a class for each pair. `num_classes` is 0 for numbers.
+    padded at the end to the longest of the batch, and a class for each pair. `num_classes` is 0 for numbers.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Batch:
         return len(self.inputs)
 
     def first(self, num_samples: int) -> Batch:
-        """The first so many samples."""
+        """The first `num_samples` samples."""
         mask = None if self.mask is None else self.mask[:num_samples]
         return Batch(self.inputs[:num_samples], self.targets[:num_samples], mask)
 

@@ -27,7 +27,7 @@ Labels = npt.NDArray[np.int64]
 
 @contextmanager
 def refuse_unreadable(path: Path, what: str, *damage: type[Exception]) -> Iterator[None]:
-    """Turn a file that cannot be read, or whose bytes raise one of `damage`, into one line that names it."""
+    """Turn an unreadable file, or one whose bytes raise one of `damage`, into one line that names it."""
     try:
         yield
     except ConfigError:
@@ -143,7 +143,7 @@ def _read_batch(path: Path, data: bytes) -> tuple[Bytes, Labels]:
         content = _ArrayUnpickler(io.BytesIO(data), encoding="bytes").load()
     except ConfigError as error:
         raise ConfigError(f"{path}: refused: the pickle {error}, and a batch needs numpy arrays alone") from None
-    except Exception as error:  # what damaged bytes raise in a pickle has no bounds
+    except Exception as error:  # damaged bytes in a pickle can raise anything
         raise ConfigError(f"{path}: truncated or damaged batch ({shorten_error(error)}): get the file again") from error
     # Python 2 wrote the keys as bytes, Python 3 writes text.
     entries = {}
@@ -157,7 +157,7 @@ def _read_batch(path: Path, data: bytes) -> tuple[Bytes, Labels]:
     try:
         classes = np.asarray(labels).astype(np.int64, casting="same_kind").reshape(-1)
     except (TypeError, ValueError):
-        raise ConfigError(f"{path}: 'labels' is {type(labels).__name__}: needed is a list of whole numbers") from None
+        raise ConfigError(f"{path}: 'labels' is {type(labels).__name__}: needed is a list of integers") from None
     check_labels(path, classes, _NUM_CLASSES, len(images))
     return images.reshape(-1, *_SHAPE), classes
 
@@ -177,7 +177,7 @@ def load_parquet_images(
         try:
             with Image.open(io.BytesIO(cell["bytes"] if isinstance(cell, dict) else cell)) as picture:
                 pixels = np.asarray(picture.convert(_MODES[channels]))
-        except Exception as error:  # Pillow's decoders raise what they like
+        except Exception as error:  # Pillow's decoders raise errors of every type
             raise ConfigError(
                 f"{file}: the image of row {row} (from 0) cannot be decoded: {shorten_error(error)}"
             ) from error
@@ -204,7 +204,7 @@ def _rows(
 ) -> Iterator[tuple[Path, int, tuple[Any, ...]]]:
     """File, row in it and cells of one row after the other; of the names of a wanted column, the first that is there.
 
-    Only what is asked for is read: a few samples of a large file come at once.
+    Only the requested rows are read: a few samples of a large file load at once.
     """
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
@@ -299,7 +299,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; 256 pads, 257 stands between two sentences, 258 ends a text or pair."""
+    """Ids 0 to 255 are the bytes of UTF-8; 256 pads, 257 separates two sentences, 258 ends a text or pair."""
 
     name = "bytes"
     vocabulary = 259
@@ -335,7 +335,7 @@ class FolderTokenizer:
 
         try:
             self._own: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # transformers raises of every kind
+        except Exception as error:  # transformers raises errors of every type
             raise ConfigError(f"{folder}: no tokenizer that transformers can load ({shorten_error(error)})") from error
         self.name = Path(folder).name
         self.vocabulary = len(self._own)
@@ -358,7 +358,7 @@ def load_tokenizer(choice: str, model_folder: str | None) -> Tokenizer:
 
 
 def load_text(files: Sequence[Path], split: str, tokenizer: Tokenizer, context: int) -> Ids:
-    """The ids of a split in a row, each file ended by the end's id; at least context + 1 of them.
+    """The concatenated ids of a split, with the end id after each file; at least context + 1 of them.
 
     The last tenth of each file, by bytes, is the test split: a folder's files may differ, and both splits see all.
     """

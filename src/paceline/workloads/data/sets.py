@@ -63,7 +63,7 @@ class DataSet:
         return found
 
     def first(self, num_samples: int) -> Self:
-        """The first so many samples, or all where there are fewer."""
+        """The first `num_samples` samples, or all where there are fewer."""
         rows: dict[str, Any] = {name: value[:num_samples] for name, value in vars(self).items() if name in _ROWS}
         return dataclasses.replace(self, **rows)
 
@@ -85,7 +85,7 @@ class DataSet:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenData(DataSet):
-    """Blocks of context + 1 ids in a row; each id is the target of the one before. `targets` is not used."""
+    """Blocks of context + 1 consecutive ids; each id is the target of the one before. `targets` is not used."""
 
     def take(self, indices: torch.Tensor) -> Batch:
         blocks = _select(self.inputs, indices)
@@ -98,7 +98,7 @@ class TokenData(DataSet):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PairData(DataSet):
-    """Sequences padded behind, of which `lengths`, on the host, says how many ids count."""
+    """Sequences padded at the end; `lengths`, on the host, says how many ids of each count."""
 
     lengths: torch.Tensor
 
@@ -197,8 +197,8 @@ def _select(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the host on the device, without waiting for it: from pageable memory `to` would make the host
-    wait until the GPU is done with all that was asked of it before, a whole step, which would look like data."""
+    """A small host tensor on the device, without waiting: from pageable memory `to` would make the host wait for all
+    queued work of the GPU, a whole step, and the metrics would show it as time for data."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -350,7 +350,7 @@ def load_data(
 ) -> DataSet:
     """A split of a data set, `train` or `test`.
 
-    `form` is what the model would like: the kind and shape of a synthetic set, the context of text. `device` is where a
+    `form` is what suits the model: the kind and shape of a synthetic set, the context of text. `device` is where a
     synthetic set is made; others stay on the host. `model_folder` may hold the model's own tokenizer.
     """
     if split not in SPLITS:
@@ -364,16 +364,16 @@ def load_data(
     if request.name in _PICTURES:
         return _load_pictures(request, split, found, labelled)
     tokenizer = load_tokenizer(request.tokenizer, model_folder)
-    wished = form.shape[0] if form and form.kind in ("pairs", "tokens") else None
+    preferred = form.shape[0] if form and form.kind in ("pairs", "tokens") else None
     labelled["source"] += f", tokens by {tokenizer.name}"
     if request.name == "text":
-        return _load_blocks(request, split, found, labelled, tokenizer, request.context or wished or _TEXT_CONTEXT)
+        return _load_blocks(request, split, found, labelled, tokenizer, request.context or preferred or _TEXT_CONTEXT)
     context = request.context or tokenizer.pair_context
     return _load_pairs(request, split, found, labelled, tokenizer, context)
 
 
 def _limit(request: DataRequest, split: str, available: int) -> int:
-    """How many samples of a split are used: the first so many of training, all of the test."""
+    """How many samples of a split are used: `request.samples` of training, all of the test."""
     if split != "train" or request.samples is None:
         return available
     if request.samples > available:

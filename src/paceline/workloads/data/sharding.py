@@ -1,6 +1,6 @@
 """Who takes which sample: the order of an epoch, its global batches, and the share of each rank.
 
-Everything follows from its arguments alone, so ranks agree without a word. Reading samples is in `sets`.
+Everything follows from its arguments alone, so ranks agree without communication. Samples are in `sets`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class EpochOrder:
         missing = end - start - len(found)
         if self.tail != "pad" or missing == 0:
             return found
-        # An epoch shorter than the batch goes round more than once.
+        # An epoch shorter than the batch is repeated more than once.
         return torch.cat([found, self._order[torch.arange(missing) % self.num_samples]])
 
 
@@ -99,7 +99,7 @@ class EpochOrder:
 class MicroBatch:
     """What one rank computes at once. The first `num_counted` samples count in the loss: all of them, or none.
 
-    One that counts for nothing still holds a sample, so that its forward and backward meet those of other ranks.
+    One that does not count still holds a sample, so that its forward and backward match those of other ranks.
     """
 
     indices: torch.Tensor
@@ -133,9 +133,9 @@ def _cut(whole: range, number: int, count: int) -> range:
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """A seed for one purpose: equal for equal numbers, and without relation to that of neighbouring ones.
+    """A seed for one purpose: equal for equal numbers, and unrelated to that of neighbouring ones.
 
-    torch's generator on the CPU looks at the low 32 bits alone, so that sums such as seed + epoch would collide.
+    torch's generator on the CPU uses the low 32 bits only, so sums such as seed + epoch would collide.
     """
     text = ":".join([purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

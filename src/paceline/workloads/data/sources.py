@@ -132,7 +132,7 @@ _TIMEOUT_S = 5.0
 
 
 def explain_source(name: str) -> str:
-    """Why a set without a path cannot be fetched, and what to do instead; empty where it can be tried."""
+    """Why a set without a path cannot be fetched, and what to do instead; empty where it can be fetched."""
     if name not in _SOURCES:
         return f"{name} needs a path: give {name}:PATH, a file or a folder of .txt files"
     lacking = [module for module in ("huggingface_hub", "pyarrow") if find_spec(module) is None]
@@ -156,7 +156,7 @@ def load_from_hub(name: str) -> Path:
             find_files(name, copy, split)
         return copy
     except (OSError, ValueError):
-        pass  # no copy, or the half of one (the library's own errors are both): fetch it
+        pass  # no copy, or an incomplete one: fetch it
     try:
         _check_reachable(ENDPOINT)
         return Path(snapshot_download(**wanted)) / folder
@@ -165,18 +165,18 @@ def load_from_hub(name: str) -> Path:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise if a server does not answer soon: the hub's own library waits for minutes on one that is silent."""
+    """Raise if a server does not answer soon: the hub's library waits minutes for one that does not."""
     troubles: list[Exception] = []
 
     def ask() -> None:
         try:
             urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_TIMEOUT_S).close()
         except urllib.error.HTTPError:
-            pass  # whatever it says, it is there
+            pass  # any answer shows that it is there
         except Exception as error:
             troubles.append(error)
 
-    # In a thread, for looking up a name has no timeout.
+    # In a thread, because a DNS lookup has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(2 * _TIMEOUT_S)
@@ -199,9 +199,9 @@ class DataRequest:
     """Which data set, from where, and in what shape.
 
     `path` of None means the hub's copy. `context` is tokens per sequence, None: what fits. `tokenizer` is `auto` (the
-    model's own, else bytes), `bytes`, or a folder. `samples` takes the first so many of the training split, or says how
-    many to make. `augment` of None means: as is usual for the set; `cutout` is the side of the
-    square that augmentation hides, in pixels.
+    model's own, else bytes), `bytes`, or a folder. `samples` takes the first ones of the training split, or is the
+    number of synthetic ones. `augment` of None means the default of the set; `cutout` is the side of the square that
+    augmentation hides, in pixels.
     """
 
     name: str
@@ -227,15 +227,15 @@ def parse_data(text: str) -> tuple[str, str | None]:
 
 
 def check_request(request: DataRequest) -> None:
-    """Refuse what cannot be: contradictions, and files that are not there."""
+    """Refuse contradictions and missing files."""
     name = request.name
     if parse_data(name) != (name, None):
-        raise ConfigError(f"data {name!r} is no name: give the path apart from it")
+        raise ConfigError(f"data {name!r} is not a name: give the path separately")
     for what, value in (("context", request.context), ("samples", request.samples)):
         if value is not None and value < 1:
             raise ConfigError(f"{what} is {value}: needed is at least 1")
     if name not in _SEQUENCES and (request.context is not None or request.tokenizer != "auto"):
-        raise ConfigError(f"{name} is no text: leave out context and tokenizer")
+        raise ConfigError(f"{name} is not text: leave out context and tokenizer")
     if request.augment and name not in _IMAGES:
         raise ConfigError(f"{name} cannot be augmented: that is for {', '.join(_IMAGES)}")
     if request.cutout and (
@@ -246,7 +246,7 @@ def check_request(request: DataRequest) -> None:
         )
     if name.startswith("synthetic"):
         if request.path is not None or request.tokenizer != "auto":
-            raise ConfigError(f"{name} is made, not read: leave out path and tokenizer")
+            raise ConfigError(f"{name} data is generated: leave out path and tokenizer")
         return
     _check_tokenizer(request.tokenizer)
     if request.path is not None:
@@ -260,6 +260,6 @@ def _check_tokenizer(tokenizer: str) -> None:
     if tokenizer in ("auto", "bytes"):
         return
     if not Path(tokenizer).is_dir():
-        raise ConfigError(f"tokenizer {tokenizer!r} is no folder: needed is auto, bytes, or a tokenizer's folder")
+        raise ConfigError(f"tokenizer {tokenizer!r} is not a folder: needed is auto, bytes, or a tokenizer's folder")
     if find_spec("transformers") is None:
         raise ConfigError(f"tokenizer {tokenizer!r} needs transformers, which is not installed: install paceline[hf]")

@@ -16,8 +16,6 @@ from paceline.errors import RecordError
 from paceline.records.kinds import KINDS, LayerSizeRecord, LayerTimeRecord, Record
 from paceline.records.samples import Samples, quantile
 
-__all__ = ["OUTSIDE", "BlockTimes", "CostRatio", "LayerProfileRecord", "ParameterTimes"]
-
 # What lies in no block: parameters of the model itself, and the time between blocks.
 OUTSIDE = "outside"
 

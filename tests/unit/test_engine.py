@@ -4,8 +4,8 @@ import gc
 
 import pytest
 
-from paceline.measure import rounds
-from paceline.measure.rounds import Pace, no_garbage_collection, run_rounds
+from paceline.measure import engine
+from paceline.measure.engine import Pace, no_garbage_collection, run_rounds
 
 PACE = Pace(budget_s=2.0, min_iters=5, max_iters=100, warmup=3, warmup_s=2.0)
 
@@ -13,7 +13,7 @@ PACE = Pace(budget_s=2.0, min_iters=5, max_iters=100, warmup=3, warmup_s=2.0)
 @pytest.fixture
 def count(monkeypatch):
     """`count(seconds, ...)`: the warm-ups and repetitions of rounds that say they took so long, the last forever."""
-    monkeypatch.setattr(rounds, "agree_on_max", lambda value, control: value)
+    monkeypatch.setattr(engine, "agree_on_max", lambda value, control: value)
 
     def count(*seconds, pace=PACE, **asked):
         seen, warm = [], []
@@ -57,9 +57,9 @@ def test_without_a_time_for_them_all_warm_ups_are_run(count):
 
 
 def test_progress_is_told_as_a_share_that_ends_at_1(count, monkeypatch):
-    monkeypatch.setattr(rounds, "_TELL_S", -1.0)
+    monkeypatch.setattr(engine, "_REPORT_S", -1.0)
     told = []
-    count(0.1, iters=4, tell=told.append)
+    count(0.1, iters=4, report=told.append)
     assert told == [0.25, 0.5, 0.75, 1.0]
 
 

@@ -1,0 +1,651 @@
+"""The step bench: variants of one job take steps in turns, in several kinds, and become step records.
+
+One timed step is `StepBench._take`. The job is one of ours, built from settings (`TrainingJob`), or a user's own module
+and step function (`OwnJob`). Which variants there are belongs to the question: wrappers, phases, plans, ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.errors import ConfigError, MeasurementError
+from paceline.measure.engine import Pace, build_samples, choose_control_backend, run_rounds, synchronize
+from paceline.parallel import DDP
+from paceline.parallel.backward import find_tensors
+from paceline.parallel.channel import Sent
+from paceline.parallel.ddp import only_computing
+from paceline.plan import Gradient, Plan
+from paceline.records import Samples, StepRecord
+from paceline.runtime.world import World
+from paceline.training.build import Job, build_learner
+from paceline.training.loader import Window, load_windows
+from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, take_step
+from paceline.units import MIB
+
+# The kinds of steps. Each is taken in every round by every variant that has it.
+#   plain    the step as it is
+#   marked   its phases are marked
+#   no_comm  communication is off
+#   timed    its messages are timed
+#   messages single messages are timed, which a probe sends (`role` disturbed)
+KINDS = ("plain", "marked", "no_comm", "timed", "messages")
+PHASES = ("forward", "backward", "optimizer")
+# Ranks outside a variant's world wait for the others' steps.
+PATIENCE = timedelta(hours=24)
+_ONE_PROCESS = ("none", "dp")  # variants that one process runs, without messages
+# Steps after a wrapper is put around a module that others used before: torch's makes its final buckets in the second.
+_SETTLING_STEPS = 2
+
+Wrap = Callable[[nn.Module], nn.Module]
+OwnStep = Callable[[nn.Module], Any]
+
+
+# -- what takes steps -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Replica:
+    """A model that takes training steps on this rank: `load` gets the next input, `run(input, phases)` steps with it.
+
+    `activate` is called before each step, while ranks still wait for each other.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    device: torch.device
+    run: Callable[[Any, Phases], Any]
+    load: Callable[[], Any] = lambda: None
+    activate: Callable[[], None] = lambda: None
+    finish: Callable[[], None] = lambda: None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [param for param in self.module.parameters() if param.requires_grad]
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """Backward passes inside stay on this rank."""
+        manager = getattr(self.model, "no_sync", None)
+        return manager() if manager is not None else contextlib.nullcontext()
+
+    def close(self) -> None:
+        self.finish()
+        if isinstance(self.model, DDP):
+            self.model.stop()
+
+
+def wrap(
+    module: nn.Module,
+    wrapper: str,
+    group: dist.ProcessGroup | None = None,
+    *,
+    plan: Plan | None = None,
+    cap_bytes: int = 0,
+    **options: Any,
+) -> nn.Module:
+    """The module in a data-parallel wrapper: `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults."""
+    cap: dict[str, Any] = {"bucket_cap_mb": cap_bytes / MIB} if cap_bytes else {}
+    if wrapper == "paceline":
+        return DDP(module, process_group=group, plan=plan, **cap, **options)
+    return DistributedDataParallel(
+        module, process_group=group, **(plan.as_torch_kwargs() if plan is not None else cap), **options
+    )
+
+
+def read_buckets(model: nn.Module) -> tuple[int, ...]:
+    """The bytes of each bucket in launch order, as the wrapper reports them; none for a bare model."""
+    if isinstance(model, DDP):
+        return model.plan.bucket_bytes if model.plan is not None else ()
+    if isinstance(model, DistributedDataParallel):
+        data = model._get_ddp_logging_data()
+        # Where a parameter may be unused, torch never rebuilds them.
+        listed = str(data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or "")
+        return tuple(int(size) for size in listed.split(",") if size.strip())
+    return ()
+
+
+class MeasuredJob:
+    """What is measured: labels for records, and replicas on demand. `close` leaves the job as it was."""
+
+    module: nn.Module  # bare: its parameters in the order of their definition
+    labels: dict[str, Any]  # model, data, precision, batch_size, accumulate
+
+    def build(self, world: World, wrap: Wrap | None = None) -> Replica:
+        """A replica, bare or in a wrapper. Collective where the wrapper is."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def gradients(self) -> tuple[Gradient, ...]:
+        """In the order of the model's definition, as a plan names them."""
+        return tuple(
+            Gradient(name, p.nbytes, p.element_size(), str(p.dtype).removeprefix("torch."), p.device.type)
+            for name, p in self.module.named_parameters()
+            if p.requires_grad
+        )
+
+
+class TrainingJob(MeasuredJob):
+    """A job of our own, built from settings. Its steps learn at `rate`: 0 where replicas must not drift apart."""
+
+    def __init__(self, job: Job, rate: float = 0.0) -> None:
+        self.job, self._rate, self.module = job, rate, job.learner.module
+        check_whole(job, job.batches.global_batch_size)
+        self.labels = {
+            "model": job.settings.model,
+            "data": job.train.name,
+            "precision": job.settings.precision,
+            "batch_size": job.batches.batch_size,
+            "accumulate": job.batches.accumulate,
+        }
+
+    def build(self, world: World, wrap: Wrap | None = None) -> Replica:
+        learner = build_learner(
+            dataclasses.replace(self.job.settings, wrapper="none"), world, self.job.train, like=self.module
+        )
+        return self.as_replica(learner if wrap is None else dataclasses.replace(learner, model=wrap(learner.module)))
+
+    def as_replica(self, learner: Learner, windows: Generator[Window, None, None] | None = None) -> Replica:
+        """A learner that takes steps of whole global batches."""
+        learner.model.train()
+        windows = cycle_windows(self.job) if windows is None else windows
+
+        def run(window: Window, phases: Phases) -> None:
+            num_targets = window.num_samples * learner.form.targets_per_sample
+            take_step(learner, window.batches, num_targets, self._rate, phases)
+
+        return Replica(learner.model, learner.module, learner.device, run, lambda: next(windows), finish=windows.close)
+
+
+class OwnJob(MeasuredJob):
+    """A user's own module and step: `step(model)` runs one forward and backward, and may update, with any inputs.
+
+    With a factory, each replica is a new pair of (model, step). With one pair, replicas share the module: each is put
+    around it when its turn comes, and takes a few steps before it is timed. The module's values are restored at the
+    end; an optimizer that `step` uses keeps what it learned.
+    """
+
+    def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None, name: str = "") -> None:
+        if isinstance(model, nn.Module):
+            if step is None or not callable(step):
+                raise ConfigError("a module needs a step: pass a function step(model) that runs forward and backward")
+            if isinstance(model, DDP | DistributedDataParallel):
+                raise ConfigError(f"the module is wrapped in {type(model).__name__}: pass the bare module")
+            self._pair, self._factory = (model, step), None
+        else:
+            self._factory = model
+            self._pair = self._make()
+        self.module = self._pair[0]
+        if not any(param.requires_grad for param in self.module.parameters()):
+            raise ConfigError("the module has no parameter that requires a gradient: nothing to measure")
+        self._is_taken = False
+        self._active: Replica | None = None
+        self._saved = {key: value.detach().clone() for key, value in self.module.state_dict().items()}
+        self._device = next(param.device for param in self.module.parameters() if param.requires_grad)
+        self._was_training = self.module.training
+        dtype = next(param.dtype for param in self.module.parameters() if param.requires_grad)
+        self.labels = {
+            "model": name or type(self.module).__name__,
+            "data": "own",
+            "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32"),
+            "batch_size": self._count_samples(),
+        }
+
+    def _make(self) -> tuple[nn.Module, OwnStep]:
+        assert self._factory is not None
+        made = self._factory()
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+            raise ConfigError(f"the factory must return (model, step), and returned {type(made).__name__}")
+        return made
+
+    def _count_samples(self) -> int:
+        """Take one bare step and read the batch size from the inputs of its first forward."""
+        found: list[int] = []
+
+        def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+            found.extend(tensor.size(0) for tensor in find_tensors((args, kwargs)) if tensor.dim())
+
+        handle = self.module.register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            self._pair[1](self.module)
+        finally:
+            handle.remove()
+        self._clear(self.module)
+        return max(1, found[0]) if found else 1
+
+    def build(self, world: World, wrap: Wrap | None = None) -> Replica:
+        is_shared = self._factory is None
+        if is_shared or not self._is_taken:
+            (module, step), self._is_taken = self._pair, True
+        else:
+            module, step = self._make()
+        replica = Replica(module, module, self._device, lambda _, phases: None)
+
+        def run(_: Any, phases: Phases) -> None:
+            with mark_phases(replica.model, phases):
+                step(replica.model)
+            self._clear(module)
+
+        def activate() -> None:
+            if self._active is replica:
+                return
+            if self._active is not None:
+                self._active.close()
+                self._active.model = module
+                gc.collect()  # torch's wrapper removes its hooks when it is freed
+            self._active = replica
+            replica.model = module if wrap is None else wrap(module)
+            for _ in range(_SETTLING_STEPS if wrap is not None else 1):
+                run(None, NoPhases())
+
+        replica.run = run
+        if is_shared:
+            replica.activate = activate
+        elif wrap is not None:
+            replica.model = wrap(module)
+        return replica
+
+    @staticmethod
+    def _clear(module: nn.Module) -> None:
+        """A step that does not update leaves gradients, which would accumulate."""
+        for param in module.parameters():
+            param.grad = None
+
+    def close(self) -> None:
+        if self._active is not None:
+            self._active.close()
+        self.module.load_state_dict(self._saved)
+        self.module.train(self._was_training)
+
+
+@contextlib.contextmanager
+def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
+    """Mark the phases of a step that does not mark its own: forward with its loss, backward, and the rest.
+
+    By the model's forward, `torch.autograd.backward` and the steps of optimizers. What comes before is `data_wait`.
+    """
+    if isinstance(phases, NoPhases):
+        yield
+        return
+    phases.enter("data_wait")
+    backward = torch.autograd.backward
+    handles = [
+        model.register_forward_pre_hook(lambda *_: phases.enter("forward")),
+        register_optimizer_step_pre_hook(lambda *_: phases.enter("optimizer")),
+    ]
+
+    @functools.wraps(backward)
+    def run_backward(*args: Any, **kwargs: Any) -> None:
+        phases.enter("backward")
+        backward(*args, **kwargs)
+        phases.enter("optimizer")
+
+    torch.autograd.backward = run_backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+        for handle in handles:
+            handle.remove()
+
+
+def check_whole(job: Job, size: int) -> None:
+    if len(job.train) < size:
+        raise ConfigError(
+            f"{job.train.describe()}: less than one global batch of {size}; use a smaller --batch-size, or more samples"
+        )
+    if job.settings.batch_growth:
+        raise ConfigError("--batch-growth: steps are measured at one batch size; leave it out")
+
+
+def cycle_windows(job: Job) -> Generator[Window, None, None]:
+    """Whole global batches, epoch after epoch: a smaller tail would be another step."""
+    world, epoch, size = job.world, 0, job.batches.global_batch_size
+    while True:
+        order = job.order(epoch)
+        windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
+        yield from (window for window in windows if window.num_samples == size)
+        epoch += 1
+
+
+# -- messages that are timed ------------------------------------------------------------------------------------------
+
+
+class _TorchMessages:
+    """A communication hook for torch's wrapper that does what it does without one, and notes from when to when."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, self._world_size = group, dist.get_world_size(group)
+        self.spans: list[tuple[float, float]] = []
+        self.sent = Sent(0, 0)
+
+    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        begin_s = time.perf_counter()
+        buffer = bucket.buffer().div_(self._world_size)
+        self.sent = Sent(self.sent.num_messages + 1, self.sent.num_bytes + buffer.nbytes)
+        future = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
+
+        def note(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            self.spans.append((begin_s, time.perf_counter()))
+            return done.value()[0]
+
+        timed: torch.futures.Future[torch.Tensor] = future.then(note)
+        return timed
+
+    def take_busy_s(self) -> float:
+        """How long at least one message was in flight since the last call."""
+        spans, self.spans = sorted(self.spans), []
+        busy_s, until_s = 0.0, 0.0
+        for begin_s, end_s in spans:
+            busy_s += max(0.0, end_s - max(begin_s, until_s))
+            until_s = max(until_s, end_s)
+        return busy_s
+
+
+class TimedMessages:
+    """A replica whose messages can be timed: `begin` before a step, `read` after it.
+
+    torch's wrapper takes a hook only before its first step, so `build` makes another replica in the same wrapper. On a
+    GPU torch's messages cannot be timed this way, and `read` returns None.
+    """
+
+    def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
+        self.replica, self._owns = replica, False
+        self._messages: _TorchMessages | None = None
+        self._before: Sent | None = None
+        if isinstance(replica.model, DistributedDataParallel) and replica.device.type == "cpu":
+            self.replica, self._owns = build(), True
+            messages = self._messages = _TorchMessages(group)
+            assert isinstance(self.replica.model, DistributedDataParallel)
+            # torch compares annotations with types, and ours are strings: a lambda has none.
+            self.replica.model.register_comm_hook(None, lambda state, bucket: messages.send(bucket))
+
+    def begin(self) -> None:
+        if isinstance(self.replica.model, DDP):
+            self.replica.model.time_next_step()
+        self._before = self._count()
+
+    def read(self) -> tuple[float, Sent] | None:
+        """Seconds in which at least one message of the last step was in flight, and the gradients that were sent.
+
+        Gradients alone count, not what travels with them (control words, BatchNorm's statistics, torch's map of used
+        parameters), which no plan of buckets knows.
+        """
+        before, now = self._before, self._count()
+        if before is None or now is None:
+            return None
+        sent = Sent(now.num_messages - before.num_messages, now.num_bytes - before.num_bytes)
+        if self._messages is not None:
+            return self._messages.take_busy_s(), sent
+        times = self.replica.model.report().times if isinstance(self.replica.model, DDP) else None
+        return 0.0 if times is None else times.busy_s, sent
+
+    def _count(self) -> Sent | None:
+        if self._messages is not None:
+            return self._messages.sent
+        model = self.replica.model
+        return model.count_sent() if isinstance(model, DDP) else None
+
+    def close(self) -> None:
+        if self._owns:
+            self.replica.close()
+
+
+def agree_on_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) -> Sent:
+    """What every rank sent in every step, which must be equal and as planned; `planned` where nothing was counted."""
+    for number, step in enumerate(zip(*by_rank, strict=True), start=1):
+        for rank, sent in enumerate(step):
+            other, of_whom = (step[0], "rank 0 sent") if sent != step[0] else (planned, "the plan has")
+            if sent != other:
+                raise MeasurementError(
+                    f"{who}: in step {number} rank {rank} sent {sent.num_bytes} bytes of gradients in "
+                    f"{sent.num_messages} messages and {of_whom} {other.num_bytes} in {other.num_messages}: messages "
+                    "are counted or sent wrongly, and no bandwidth follows from them; report this as a bug",
+                    code="mismatch",
+                )
+    counted = [sent for steps in by_rank for sent in steps]
+    return counted[0] if counted else planned
+
+
+# -- the bench --------------------------------------------------------------------------------------------------------
+
+
+class Probe:
+    """Something that looks into a variant's steps: `begin` before ranks meet, `end` when the step is over."""
+
+    def begin(self, kind: str) -> Phases | None:
+        """Phases of its own, or None for the usual ones."""
+        return None
+
+    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
+        """`end_s` is the moment at which the step was over, on this process's clock."""
+
+
+@dataclass
+class Variant:
+    """One variant of the job and its times on this rank; no `replica` on a rank outside its world.
+
+    `labels` are fields of its record. `times` holds, by field of the record, one value per round.
+    """
+
+    labels: dict[str, Any]
+    replica: Replica | None
+    kinds: tuple[str, ...] = ("plain",)
+    timed: TimedMessages | None = None
+    probe: Probe | None = None
+    times: dict[str, list[float]] = field(default_factory=dict)
+    starts_s: list[float] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+
+    def note(self, name: str, seconds: float) -> None:
+        self.times.setdefault(name, []).append(seconds)
+
+    def close(self) -> None:
+        if self.timed is not None:
+            self.timed.close()
+        if self.replica is not None:
+            self.replica.close()
+
+
+class StepBench:
+    """Variants that take steps in turns on all ranks of a world. Collective throughout: all ranks make the same calls.
+
+    `loads_inside`: the wait for data is part of the step.
+    """
+
+    def __init__(self, world: World, labels: dict[str, Any], loads_inside: bool = False) -> None:
+        self.world, self._labels, self._loads_inside = world, labels, loads_inside
+        self.meeting = dist.new_group(backend=choose_control_backend(world), timeout=PATIENCE)
+        self.variants: list[Variant] = []
+        self.num_warmup = 0
+
+    def add(self, variant: Variant) -> Variant:
+        self.variants.append(variant)
+        return variant
+
+    def add_wrapped(
+        self,
+        job: MeasuredJob,
+        wrap_by: Wrap | None,
+        kinds: tuple[str, ...],
+        group: dist.ProcessGroup | None = None,
+        **labels: Any,
+    ) -> Variant:
+        """A variant on all ranks, built from the job."""
+
+        def build() -> Replica:
+            return job.build(self.world, wrap_by)
+
+        replica = build()
+        timed = TimedMessages(replica, build, group) if "timed" in kinds else None
+        return self.add(Variant(labels, replica, kinds, timed))
+
+    def clear(self) -> None:
+        for variant in self.variants:
+            variant.close()
+        self.variants.clear()
+        gc.collect()  # a wrapped module is full of cycles
+
+    def run(
+        self,
+        pace: Pace,
+        iters: int | None = None,
+        warmup: int | None = None,
+        tell: Callable[[float], None] | None = None,
+        *,
+        after: Callable[[int, int, int], None] | None = None,
+        end_warmup: Callable[[], None] | None = None,
+    ) -> None:
+        """All rounds. In each, every variant takes one step of each of its kinds, in an order that changes.
+
+        `after(place, num_places, round)` is called after each step; `end_warmup` after the warm-ups.
+        """
+        steps = [(variant, kind) for variant in self.variants for kind in variant.kinds]
+
+        def run_round(repetition: int) -> float:
+            begin_s = time.perf_counter()
+            for place, index in enumerate(order_turns(len(steps), repetition)):
+                self._take(*steps[index])
+                if after is not None:
+                    after(place, len(steps), repetition)
+            return time.perf_counter() - begin_s
+
+        def note_warmup(number: int) -> None:
+            self.num_warmup = number
+            if end_warmup is not None:
+                end_warmup()
+
+        run_rounds(run_round, self.meeting, pace, iters, warmup, tell, note_warmup)
+
+    def _take(self, variant: Variant, kind: str) -> None:
+        """One step, begun by its ranks together and timed to its end; other ranks wait at the next one."""
+        device = self.world.device
+        timed = variant.timed if kind == "timed" else None
+        replica = timed.replica if timed is not None else variant.replica
+        phases: Phases | None = None
+        given, waited_s = None, 0.0
+        if replica is not None:
+            replica.activate()
+            if not self._loads_inside:
+                given = replica.load()
+            if variant.probe is not None:
+                phases = variant.probe.begin(kind)
+            if timed is not None:
+                timed.begin()
+        if phases is None:
+            phases = PhaseClock(device) if kind in ("marked", "no_comm", "messages") else NoPhases()
+        synchronize(device)
+        dist.barrier(group=self.meeting)
+        if replica is None:
+            return
+        begin_s = time.perf_counter()
+        if self._loads_inside:
+            given = replica.load()
+            waited_s = time.perf_counter() - begin_s
+        with replica.no_sync() if kind == "no_comm" else contextlib.nullcontext():
+            replica.run(given, phases)
+        marked = phases.end()
+        synchronize(device)
+        end_s = time.perf_counter()
+        parts_s = marked.read()
+        if variant.probe is not None:
+            variant.probe.end(kind, end_s, parts_s)
+        if kind in ("plain", "marked", "no_comm"):
+            variant.note(kind, end_s - begin_s)
+        if kind == variant.kinds[0]:
+            variant.starts_s.append(begin_s)
+        if kind == "marked":
+            parts_s["data_wait"] = waited_s + parts_s.get("data_wait", 0.0)
+            for name in ("data_wait", *PHASES):
+                variant.note(name, parts_s.get(name, 0.0))
+        elif kind == "no_comm":
+            variant.note("no_comm_backward", parts_s.get("backward", 0.0))
+        elif timed is not None and (found := timed.read()) is not None:
+            variant.note("busy", found[0])
+            variant.sent.append(found[1])
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def build_record(self, variant: Variant, **more: Any) -> StepRecord:
+        """Collective: every rank must call this, and every rank gets the record."""
+        is_in, warm = variant.replica is not None, self.num_warmup
+        mine = (variant.times, variant.starts_s, variant.sent) if is_in else None
+        everyone = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
+        buckets = self.world.share(read_buckets(variant.replica.model) if variant.replica else ())[0]
+        labels = self._labels | variant.labels | more
+
+        def samples(name: str) -> Samples | None:
+            by_rank = [times.get(name, []) for times, _, _ in everyone]
+            if not all(len(row) > warm for row in by_rank):
+                return None
+            found = build_samples(by_rank, warm)
+            if name != variant.kinds[0] or not self.world.shares_clock:
+                return found
+            starts = zip(*(starts for _, starts, _ in everyone), strict=True)
+            arrivals = tuple(tuple(start - min(row) for start in row) for row in starts)
+            return dataclasses.replace(found, arrivals_s=arrivals[warm:])
+
+        names = ("marked", "data_wait", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped")
+        found: dict[str, Any] = {name: samples(name) for name in names}
+        timing = samples("plain")
+        if timing is None:
+            timing, found["marked"] = found["marked"], None
+        assert timing is not None, variant.kinds
+        if not self._loads_inside and labels.get("data") != "own":
+            found["data_wait"] = None
+        sent = agree_on_sent(
+            [sent[warm:] for _, _, sent in everyone],  # in a warm-up a wrapper may still have other buckets
+            Sent(sum(size > 0 for size in buckets), sum(buckets)),
+            f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
+        )
+        defaults: dict[str, Any] = {
+            "device": self.world.device.type,
+            "world_size": self.world.world_size,
+            "backend": self.world.backend,
+            "num_bytes": sent.num_bytes,
+            "num_messages": sent.num_messages,
+            "bucket_bytes": buckets,
+        }
+        return StepRecord(timing=timing, **found, **(defaults | labels))
+
+
+def order_turns(count: int, repetition: int) -> list[int]:
+    """The order of the turns in one round: over many, each follows every other one equally often.
+
+    A Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition; every second time round it is reversed, which
+    also balances an odd number.
+    """
+    zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
+    order = [(place + repetition) % count for place in zigzag]
+    return order[::-1] if (repetition // count) % 2 else order
+
+
+def build_scaled(job: Job, world: World, wrapper: str, group: dist.ProcessGroup | None, world_size: int) -> Learner:
+    """A learner on the first `world_size` ranks of the world, or in one process (`none`, `dp`)."""
+    learner = build_learner(
+        dataclasses.replace(job.settings, wrapper="none"), world, job.train, like=job.learner.module
+    )
+    if wrapper == "dp":
+        model: nn.Module = nn.DataParallel(learner.module, device_ids=list(range(world_size)))
+    elif wrapper in _ONE_PROCESS:
+        model = learner.module
+    else:
+        with only_computing(world_size):
+            model = wrap(learner.module, wrapper, group)
+    # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
+    return dataclasses.replace(learner, model=model, world_size=1 if wrapper in _ONE_PROCESS else world_size)

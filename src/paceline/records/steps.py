@@ -1,0 +1,475 @@
+"""Steps of a training job: one record for every question that is answered by timing steps, and what follows from it.
+
+Which steps take turns is decided in `measure.steps`. Nothing here measures or prints.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paceline.errors import MeasurementError, RecordError
+from paceline.records.kinds import KINDS, UPGRADES, CollectiveRecord, Record, bus_factor
+from paceline.records.samples import Ratio, Samples, compare_times
+from paceline.units import format_rate
+
+PHASES = ("data_wait", "forward", "backward", "optimizer")
+MODES = ("weak", "strong")
+# Roles that a prediction may learn from: steps that send nothing, and steps whose messages are not the job's own.
+CALIBRATING = ("plain", "local", "disturbed")
+ROLES = (*CALIBRATING, "job")
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+# A rank is disturbed if it is the slowest in more than this share of steps, by more than this share of others' time.
+_MOST_STEPS, _FAR_BEHIND = 2 / 3, 0.1
+# Bytes over seconds, computed in two ways, differ by at most this share.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(Record):
+    """Steps of one variant of a job. Repetitions with the same number are neighbours in time in all variants of a cell,
+    so that they can be compared pair by pair.
+
+    `timing` are whole steps as they are. Further kinds of steps of the same variant, taken in turns with them:
+    `marked` with their phases marked, `no_comm` with communication off (`no_comm_backward` is their backward), and
+    steps in which messages are timed: `busy` is how long at least one message was in flight. The phases (`data_wait`,
+    `forward`, `backward` with what it waits for, `optimizer`) belong to `marked`, or to `timing` where there is none.
+    None stands for what was not measured.
+
+    `role`: `job` is the job itself; `plain` the bare model; `local` the wrapper in a world of one rank; `disturbed` the
+    bare model while `num_messages` messages of `message_bytes` are sent during backward: `under_way` is then the mean
+    time of a message and `overlapped` the part of it before the end of backward. `bucket_bytes` are the wrapper's
+    buckets in launch order, `cap_bytes` the cap that they were made by (0 if none), `num_bytes` what a rank hands to
+    all-reduce in a step, gradients alone, in `num_messages`.
+    `mode` and `cell_size` place a step in a scaling study: samples per rank (weak) or over all ranks (strong).
+    `num_parameters` counts tensors. `num_wrong` counts the parameters that differed between ranks, or from torch's, out
+    of `num_checked`. `held_bytes` is what the replica and its wrapper hold between steps, `peak_step_bytes` what a step
+    adds at its peak, each on the rank with the most; 0 where it was not counted.
+    """
+
+    kind: ClassVar[str] = "step"
+    model: str
+    wrapper: str
+    backend: str
+    device: str
+    world_size: int
+    batch_size: int
+    timing: Samples
+    data: str = ""
+    precision: str = "fp32"
+    accumulate: int = 1
+    threads: int = 0
+    configuration: str = ""
+    role: str = "job"
+    label: str = ""
+    mode: str = ""
+    cell_size: int = 0
+    cap_bytes: int = 0
+    bucket_bytes: tuple[int, ...] = ()
+    message_bytes: int = 0
+    num_bytes: int = 0
+    num_messages: int = 0
+    num_parameters: int = 0
+    marked: Samples | None = None
+    data_wait: Samples | None = None
+    forward: Samples | None = None
+    backward: Samples | None = None
+    optimizer: Samples | None = None
+    no_comm: Samples | None = None
+    no_comm_backward: Samples | None = None
+    busy: Samples | None = None
+    under_way: Samples | None = None
+    overlapped: Samples | None = None
+    num_wrong: int | None = None
+    num_checked: int | None = None
+    held_bytes: int = 0
+    peak_step_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "bucket_bytes", tuple(self.bucket_bytes))  # JSON has lists
+        if self.role not in ROLES:
+            raise RecordError(f"unknown role {self.role!r} of a step: known are {', '.join(ROLES)}")
+        if self.mode not in ("", *MODES):
+            raise RecordError(f"unknown mode of scaling {self.mode!r}: known are {', '.join(MODES)}")
+        if min(self.world_size, self.batch_size, self.accumulate) < 1 or self.timing.median_s <= 0:
+            raise RecordError(
+                f"{self.place}: {self.batch_size} x {self.accumulate} samples per rank in {self.timing.median_s} s are "
+                "not valid: all must be positive"
+            )
+        counts = (self.cap_bytes, self.num_bytes, self.num_messages, self.num_parameters, self.threads)
+        if min(*counts, *self.bucket_bytes) < 0:
+            raise RecordError(f"{self.place}: a number of bytes, messages, parameters or threads is negative")
+        samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
+        if self.mode and self.threads < 1:
+            raise RecordError(f"{self.place}: {self.threads} threads per rank in a scaling study: at least 1 is needed")
+        if self.mode and samples != self.cell_size:
+            raise RecordError(f"{self.place}: {samples} samples in a cell of {self.cell_size} ({self.mode})")
+        for name in (
+            "marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped",
+        ):  # fmt: skip
+            found: Samples | None = getattr(self, name)
+            if found is not None and (found.count, found.num_ranks) != (self.timing.count, self.timing.num_ranks):
+                raise RecordError(f"{self.place}: {name} has other repetitions or ranks than the steps")
+        counted = (self.message_bytes > 0, self.under_way is not None, self.overlapped is not None)
+        if set(counted) != {self.role == "disturbed"} or (self.role == "disturbed" and self.num_messages < 1):
+            raise RecordError(f"{self.place}: single messages are timed in disturbed steps, and only there")
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def variant(self) -> str:
+        """The wrapper and the backend that carries its messages."""
+        return self.wrapper if self.wrapper in ("none", "dp") else f"{self.wrapper} on {self.backend}"
+
+    @property
+    def place(self) -> str:
+        """The record in words, for errors."""
+        label = f", {self.label}" if self.label else ""
+        return f"{self.model}, {self.variant}, {self.world_size} ranks{label}"
+
+    @property
+    def job(self) -> tuple[str, str, str, str]:
+        """The work of a step."""
+        return self.model, self.data, self.device, self.precision
+
+    @property
+    def cell(self) -> tuple[Any, ...]:
+        """What two records must share, besides the job, so that their repetitions are neighbours in time."""
+        return (self.mode, self.cell_size) if self.mode else (self.world_size, self.batch_size)
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.bucket_bytes)
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.world_size * self.batch_size * self.accumulate
+
+    # -- computing and communication ----------------------------------------------------------------------------------
+
+    @property
+    def samples_per_s(self) -> float:
+        """Over all ranks."""
+        return self.global_batch_size / self.timing.median_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Step time minus the time of the same step with communication off; 0 where noise makes it negative."""
+        if self.world_size == 1 or self.no_comm is None:
+            return 0.0
+        pairs = zip(self.timing.reduced_s, self.no_comm.reduced_s, strict=True)
+        return max(0.0, statistics.median(here - there for here, there in pairs))
+
+    @property
+    def compute_s(self) -> float:
+        """The step with communication off."""
+        return self.timing.median_s if self.world_size == 1 or self.no_comm is None else self.no_comm.median_s
+
+    @property
+    def overhead(self) -> float:
+        """Exposed communication as a share of the step: the "communication overhead" of a training run."""
+        return self.exposed_s / (self.exposed_s + self.compute_s)
+
+    @property
+    def exposed_noise_s(self) -> float | None:
+        """Half the 95 % interval of the exposed seconds; None where there are too few ranks or repetitions."""
+        if self.world_size == 1 or self.no_comm is None:
+            return None
+        ratio = compare_times(self.timing.reduced_s, self.no_comm.reduced_s)
+        return None if ratio.noise is None else ratio.noise * self.no_comm.median_s
+
+    @property
+    def busy_s(self) -> float | None:
+        return None if self.busy is None else self.busy.median_s
+
+    @property
+    def overlap(self) -> float | None:
+        """1 - exposed / busy: the share of communication that backward hid."""
+        return None if not self.busy_s else 1 - self.exposed_s / self.busy_s
+
+    @property
+    def busbw_bytes_per_s(self) -> float | None:
+        """The bus bandwidth while messages were in flight, from the bytes that were sent."""
+        if not self.busy_s or self.world_size == 1:
+            return None
+        return self.num_bytes / self.busy_s * bus_factor("all_reduce", self.world_size)
+
+    # -- phases -------------------------------------------------------------------------------------------------------
+
+    def phase(self, name: str) -> Samples:
+        """The samples of a phase or kind of steps that must have been measured."""
+        found: Samples | None = getattr(self, name)
+        if found is None:
+            raise RecordError(f"{self.place}: {name} was not measured")
+        return found
+
+    @property
+    def gap_s(self) -> float:
+        """What is left of a marked step outside its phases: the host's own work between them."""
+        parts = [part for name in PHASES if (part := getattr(self, name)) is not None]
+        rows = zip((self.marked or self.timing).seconds, *(part.seconds for part in parts), strict=True)
+        gaps = [max(0.0, max(step) - max(sum(rank) for rank in zip(*rest, strict=True))) for step, *rest in rows]
+        return float(statistics.median(gaps))
+
+    @property
+    def cost(self) -> Ratio:
+        """What marking the phases does to a step: marked over plain, in the same repetition."""
+        return Ratio(1.0, 0.0) if self.marked is None else compare_times(self.marked.reduced_s, self.timing.reduced_s)
+
+
+KINDS[StepRecord.kind] = StepRecord
+
+
+# -- records of versions 1 and 2 --------------------------------------------------------------------------------------
+
+
+def _rename(values: dict[str, Any], **names: str) -> dict[str, Any]:
+    """The values with some under new names, given as new=old."""
+    return {**{new: values.pop(old, None) for new, old in names.items()}, **values}
+
+
+def _upgrade_wrapper(values: dict[str, Any]) -> dict[str, Any]:
+    dtype = str(values.pop("dtype"))
+    return {"precision": PRECISIONS.get(dtype, dtype), **values}
+
+
+def _upgrade_phases(values: dict[str, Any]) -> dict[str, Any]:
+    values = _rename(values, marked="samples", no_comm="silent", no_comm_backward="silent_backward")
+    return _rename(values, samples="plain")
+
+
+def _upgrade_scale(values: dict[str, Any]) -> dict[str, Any]:
+    return _rename(values, no_comm="silent")
+
+
+def _upgrade_tune(values: dict[str, Any]) -> dict[str, Any]:
+    return values | {"role": "job" if values.get("role") == "plan" else values.get("role")}
+
+
+UPGRADES |= {
+    "wrapper": (StepRecord.kind, _upgrade_wrapper),
+    "phases": (StepRecord.kind, _upgrade_phases),
+    "scale": (StepRecord.kind, _upgrade_scale),
+    "tune_step": (StepRecord.kind, _upgrade_tune),
+}
+
+
+# -- variants compared with each other --------------------------------------------------------------------------------
+
+
+def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
+    """Step time over the reference's in the same repetition: neighbours in time, so a slow spell hits both."""
+    if record is reference:
+        return Ratio(1.0, 0.0)
+    here, there = ((r.cell, r.job, r.timing.count) for r in (record, reference))
+    if here != there:
+        raise RecordError(f"{record.place} and {reference.place} were not timed in turns: {here} and {there}")
+    return compare_times(record.timing.reduced_s, reference.timing.reduced_s)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A wrapper compared with torch's, with torch's tuned and with the bare module on the same backend, and with
+    torch's on gloo, which is the default without Paceline; None where one was not measured."""
+
+    record: StepRecord
+    torch: StepRecord | None
+    tuned: StepRecord | None
+    bare: StepRecord | None
+    torch_on_gloo: StepRecord | None = None
+
+    @property
+    def to_torch(self) -> Ratio | None:
+        return compare_steps(self.record, self.torch) if self.torch else None
+
+    @property
+    def to_tuned(self) -> Ratio | None:
+        return compare_steps(self.record, self.tuned) if self.tuned else None
+
+    @property
+    def to_bare(self) -> Ratio | None:
+        return compare_steps(self.record, self.bare) if self.bare else None
+
+    @property
+    def to_torch_on_gloo(self) -> Ratio | None:
+        return compare_steps(self.record, self.torch_on_gloo) if self.torch_on_gloo else None
+
+    @property
+    def added_s(self) -> float | None:
+        """The median of what the wrapper adds to the bare module's step of the same repetition."""
+        if self.bare is None:
+            return None
+        pairs = zip(self.record.timing.reduced_s, self.bare.timing.reduced_s, strict=True)
+        return statistics.median(here - there for here, there in pairs)
+
+    @property
+    def host_s_per_parameter(self) -> float | None:
+        """The host time that the wrapper adds per parameter, where it can be known: beyond the noise, and on one rank
+        on CPU, where nothing is sent and nothing is hidden behind a device."""
+        alone = self.record.world_size == 1 and self.record.device == "cpu"
+        if not alone or self.added_s is None or self.to_bare is None or not self.to_bare.is_clear:
+            return None
+        return self.added_s / self.record.num_parameters if self.record.num_parameters else None
+
+    @property
+    def added_bytes(self) -> int | None:
+        """What the wrapper adds to the bare module's memory at the peak of a step; None where it was not counted."""
+        if self.bare is None or not self.record.held_bytes:
+            return None
+        here, there = self.record, self.bare
+        return here.held_bytes + here.peak_step_bytes - there.held_bytes - there.peak_step_bytes
+
+
+def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
+    """Each record of a run, in the given order, with those that it is compared with."""
+    known = {(record.wrapper, record.backend, record.job, record.cell): record for record in records}
+
+    def find(record: StepRecord, wrapper: str, backend: str | None = None) -> StepRecord | None:
+        return known.get((wrapper, backend or record.backend, record.job, record.cell))
+
+    return [
+        Standing(r, find(r, "torch"), find(r, "torch-tuned"), find(r, "bare"), find(r, "torch", "gloo"))
+        for r in records
+    ]
+
+
+# -- scaling ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScalePoint:
+    """A number of ranks compared with one rank without a wrapper, in the same cell.
+
+    Weak-scaling efficiency is T(1)/T(n) at equal samples per rank; strong-scaling speed-up is T(1)/T(n) at equal
+    samples over all ranks, and its efficiency is that divided by n.
+    """
+
+    record: StepRecord
+    alone: StepRecord
+
+    def __post_init__(self) -> None:
+        here, alone = self.record, self.alone
+        if (here.cell, here.job, here.timing.count) != (alone.cell, alone.job, alone.timing.count):
+            raise RecordError(f"{here.cell} of {here.job} and {alone.cell} of {alone.job} were not timed in turns")
+        if alone.world_size != 1:
+            raise RecordError(f"{here.cell}: compared with {alone.world_size} ranks, and one rank is needed")
+
+    @property
+    def ratio(self) -> Ratio:
+        """T(1)/T(n), repetition by repetition."""
+        if self.record is self.alone:
+            return Ratio(1.0, 0.0)
+        return compare_times(self.alone.timing.reduced_s, self.record.timing.reduced_s)
+
+    @property
+    def speedup(self) -> float:
+        """How many times the samples per second of one rank."""
+        return self.ratio.value * (self.record.world_size if self.record.mode == "weak" else 1)
+
+    @property
+    def efficiency(self) -> float:
+        """The speed-up as a share of the ideal one."""
+        return self.speedup / self.record.world_size
+
+    @property
+    def efficiency_noise(self) -> float | None:
+        """Half the 95 % interval of the efficiency."""
+        if self.ratio.noise is None:
+            return None
+        return self.ratio.noise / (1 if self.record.mode == "weak" else self.record.world_size)
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a rank computes when the others compute too: T without communication over T(1), or over one
+        rank's share of T(1) in strong scaling."""
+        share = 1 if self.record.mode == "weak" else self.record.world_size
+        return self.record.compute_s / (self.alone.timing.median_s / share)
+
+
+def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
+    """Each record with one rank of its cell, in the given order; cells without one rank are left out."""
+    alone = {(r.cell, r.job): r for r in records if r.world_size == 1 and r.wrapper == "none"}
+    return [ScalePoint(r, alone[r.cell, r.job]) for r in records if (r.cell, r.job) in alone]
+
+
+def compare_points(mine: ScalePoint, theirs: ScalePoint) -> Ratio:
+    """My efficiency over theirs, which is their step over mine, repetition by repetition."""
+    if mine.record.world_size != theirs.record.world_size:
+        raise RecordError(f"{mine.record.place} and {theirs.record.place} are compared at equal ranks only")
+    return compare_steps(theirs.record, mine.record)
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """The bandwidth of a step's messages compared with the best that an all-reduce alone reached on the same ranks."""
+
+    busbw_bytes_per_s: float
+    peak_bytes_per_s: float
+
+    @property
+    def share(self) -> float:
+        return self.busbw_bytes_per_s / self.peak_bytes_per_s
+
+
+def find_peak(collectives: Sequence[CollectiveRecord], backend: str, world_size: int) -> float | None:
+    """The largest bus bandwidth of an all-reduce on this backend and number of ranks; None if not measured.
+
+    By the fastest repetition of each size: the peak is what the machine can do, not what it does on average.
+    """
+    rates = []
+    for record in collectives:
+        if (record.collective, record.backend, record.world_size) == ("all_reduce", backend, world_size):
+            times_s = [time_s for time_s in getattr(record.timing, "reduced_s", ()) if time_s > 0]
+            rates.append(record.busbw_bytes_per_s * record.time_s / min(times_s, default=record.time_s))
+    return max(rates, default=None)
+
+
+def find_use(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> Utilisation | None:
+    """The bandwidth that a step used; None where it was not measured, or its peak was not, on the same kind of device
+    and from the same source.
+
+    MeasurementError with code "above-peak" where it is above the peak: bytes or seconds were then counted wrongly.
+    """
+    alike = [c for c in collectives if (c.device, c.source) == (record.device, record.source)]
+    rate, peak = record.busbw_bytes_per_s, find_peak(alike, record.backend, record.world_size)
+    if rate is None or peak is None:
+        return None
+    if rate > peak * (1 + _ROUNDING):
+        raise MeasurementError(
+            f"{record.variant}, {record.world_size} ranks, batch size {record.batch_size}: {format_rate(rate)} GB/s "
+            f"({record.num_bytes} bytes in {record.num_messages} messages) is above the peak of "
+            f"{format_rate(peak)} GB/s that an all-reduce alone reached here: the bookkeeping is wrong; report a bug",
+            code="above-peak",
+        )
+    return Utilisation(rate, peak)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that was the slowest again and again, far behind the others: another process used its core."""
+
+    record: StepRecord
+    rank: int
+    share: float
+    excess: float
+
+
+def find_straggler(record: StepRecord) -> Straggler | None:
+    """The rank that disturbs a record, by its steps without communication; None where the slowest changes, or is near.
+
+    Ranks that compute alike take turns at being the slowest. A rank that is the slowest in most steps, and well behind
+    the others, determines every time of the record.
+    """
+    if record.no_comm is None or record.world_size < 2 or record.no_comm.num_ranks < 2:
+        return None
+    rows = record.no_comm.seconds
+    slowest = [max(range(len(row)), key=row.__getitem__) for row in rows]
+    rank = statistics.mode(slowest)
+    share = slowest.count(rank) / len(rows)
+    middles = [statistics.median(row[number] for row in rows) for number in range(len(rows[0]))]
+    others = statistics.median(middle for number, middle in enumerate(middles) if number != rank)
+    excess = middles[rank] / others - 1
+    return Straggler(record, rank, share, excess) if share > _MOST_STEPS and excess > _FAR_BEHIND else None

@@ -1,0 +1,477 @@
+"""Training runs as records: epochs at one batch size, runs of a large-batch study, the gradient noise scale, epochs.
+
+What follows from them (spread over seeds, the knee of a batch sweep, averages of an epoch) is derived here and never
+stored. Nothing here trains or prints.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+from paceline.errors import RecordError
+from paceline.records.kinds import KINDS, Record
+from paceline.records.samples import Samples
+
+BUDGETS = ("epochs", "updates")
+# The knee: the smallest batch size with this share of the best throughput.
+KNEE = 0.9
+# A mean is never longer than its parts, except for rounding.
+_ROUNDING = 1e-3
+# Fewer probes than this do not show how much they scatter.
+_MIN_PROBES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRecord(Record):
+    """Epochs on one rank at one batch size. `timing` has a repetition for each epoch: the seconds of its steps alone,
+    warm-up epochs apart; `data_wait` what the steps waited for data beside that.
+
+    Where the batch does not fit, `failure` says so and there are no times. `peak_bytes` is the most memory that the
+    process (on CUDA: its tensors) held; 0 where nobody could tell.
+    """
+
+    kind: ClassVar[str] = "batch"
+    model: str
+    data: str
+    device: str
+    precision: str
+    threads: int
+    batch_size: int
+    num_samples: int
+    num_steps: int
+    timing: Samples | None = None
+    data_wait: Samples | None = None
+    peak_bytes: int = 0
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.batch_size, self.num_samples, self.num_steps) < 1:
+            raise RecordError(
+                f"{self.num_samples} samples in {self.num_steps} steps of {self.batch_size}: at least 1 of each"
+            )
+        if (self.timing is None) != bool(self.failure):
+            raise RecordError(f"batch size {self.batch_size}: either times or a failure is needed")
+
+    @property
+    def epoch_s(self) -> float | None:
+        return None if self.timing is None else self.timing.median_s
+
+    @property
+    def step_s(self) -> float | None:
+        """A full batch's share of the epoch, whose last one may be smaller."""
+        return None if self.epoch_s is None else self.epoch_s * self.batch_size / self.num_samples
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return None if not self.epoch_s else self.num_samples / self.epoch_s
+
+    @property
+    def data_wait_s(self) -> float | None:
+        return None if self.data_wait is None else self.data_wait.median_s
+
+
+def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
+    """The smallest batch size that reaches nine tenths of the best throughput; None where none was measured."""
+    found = [(record.samples_per_s, record) for record in records if record.samples_per_s is not None]
+    if not found:
+        return None
+    best = max(rate for rate, _ in found)
+    return min((record for rate, record in found if rate >= KNEE * best), key=lambda record: record.batch_size)
+
+
+# -- large batches -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """An evaluation on the way: after so many updates and samples. The training loss is the mean since the last."""
+
+    update: int
+    num_samples: int
+    train_loss: float
+    test_loss: float
+    test_accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeBatchRecord(Record):
+    """One training run of a large-batch study. `recipe` names what was switched on, `configuration` says it in full.
+
+    `budget` is what runs of one study share: `epochs` (then updates follow) or `updates`, which may end within an
+    epoch: `epochs` is then no whole number. `batch_size` is what one rank computes at once, `largest_batch_size` the
+    global batch at the end where it grew. A run whose loss was no longer a number has a `failure`, and its curve ends
+    there.
+    """
+
+    kind: ClassVar[str] = "large_batch"
+    parts: ClassVar[dict[str, type]] = {"curve": CurvePoint}
+    model: str
+    data: str
+    device: str
+    precision: str
+    world_size: int
+    batch_size: int
+    global_batch_size: int
+    largest_batch_size: int
+    recipe: str
+    configuration: str
+    budget: str
+    epochs: float
+    num_updates: int
+    num_samples: int
+    seed: int
+    lr: float
+    seconds: float
+    curve: tuple[CurvePoint, ...]
+    failure: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget not in BUDGETS:
+            raise RecordError(f"unknown budget {self.budget!r}: known are {', '.join(BUDGETS)}")
+        if not self.curve and not self.failure:
+            raise RecordError(f"{self.recipe} at {self.global_batch_size}, seed {self.seed}: nothing was evaluated")
+        for point in self.curve:
+            if not all(map(math.isfinite, (point.train_loss, point.test_loss, point.test_accuracy))):
+                raise RecordError(f"{self.recipe} at {self.global_batch_size}: an evaluation that is no number")
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """At the end of the run; None for one that failed."""
+        return None if self.failure else self.curve[-1].test_accuracy
+
+    @property
+    def test_loss(self) -> float | None:
+        return None if self.failure else self.curve[-1].test_loss
+
+    @property
+    def train_loss(self) -> float | None:
+        return None if self.failure else self.curve[-1].train_loss
+
+    @property
+    def cell(self) -> tuple[str, int, str]:
+        """What runs that differ in their seed alone share."""
+        return self.budget, self.global_batch_size, self.recipe
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and standard deviation (of a sample) over seeds; None for the deviation of one seed."""
+
+    mean: float
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
+
+
+@dataclass(frozen=True)
+class RecipeSummary:
+    """All seeds of one recipe at one global batch size. `baseline` is the summary that it is held against."""
+
+    runs: tuple[LargeBatchRecord, ...]
+    baseline: RecipeSummary | None = None
+
+    def __post_init__(self) -> None:
+        if len({run.cell for run in self.runs}) != 1:
+            raise RecordError("runs of several cells in one summary")
+        if len({run.seed for run in self.runs}) != len(self.runs):
+            raise RecordError(f"{self.first.recipe} at {self.first.global_batch_size}: a seed is there twice")
+
+    @property
+    def first(self) -> LargeBatchRecord:
+        return self.runs[0]
+
+    @property
+    def finished(self) -> list[LargeBatchRecord]:
+        return [run for run in self.runs if not run.failure]
+
+    @property
+    def num_failed(self) -> int:
+        return len(self.runs) - len(self.finished)
+
+    @property
+    def accuracy(self) -> Spread | None:
+        return self._spread("test_accuracy")
+
+    @property
+    def test_loss(self) -> Spread | None:
+        return self._spread("test_loss")
+
+    @property
+    def train_loss(self) -> Spread | None:
+        return self._spread("train_loss")
+
+    def _spread(self, name: str) -> Spread | None:
+        values = [getattr(run, name) for run in self.finished]
+        return Spread.of(values) if values else None
+
+    @property
+    def gap(self) -> float | None:
+        """The baseline's mean test accuracy minus this one's: what the batch size costs, in shares of 1."""
+        if self.baseline is None or self.baseline.accuracy is None or self.accuracy is None:
+            return None
+        return self.baseline.accuracy.mean - self.accuracy.mean
+
+
+def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary]:
+    """A summary for each cell, in the order of first appearance; the baseline of a budget is its smallest batch without
+    a recipe."""
+    cells: dict[tuple[str, int, str], list[LargeBatchRecord]] = {}
+    for record in records:
+        cells.setdefault(record.cell, []).append(record)
+    found = {cell: RecipeSummary(tuple(runs)) for cell, runs in cells.items()}
+    summaries = []
+    for (budget, size, recipe), summary in found.items():
+        plain = [key for key in found if key[0] == budget and key[2] == "none"]
+        base = min(plain, key=lambda key: key[1], default=None)
+        is_base = base is None or base == (budget, size, recipe)
+        summaries.append(summary if is_base else RecipeSummary(summary.runs, found[base]))  # type: ignore[index]
+    return summaries
+
+
+# -- the gradient noise scale (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training") -------------------
+
+
+@dataclass(frozen=True)
+class NoiseProbe:
+    """Squared norms of the gradients of small batches, all of one size and of all ranks, and of their mean.
+
+    The mean is the gradient of the big batch that the small ones make together.
+    """
+
+    small_squares: tuple[float, ...]
+    big_square: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.small_squares, list | tuple) or len(self.small_squares) < 2:
+            raise RecordError(f"a probe has the small gradients {self.small_squares!r:.60}: at least 2 are needed")
+        object.__setattr__(self, "small_squares", tuple(self.small_squares))  # JSON has lists
+        for value in (*self.small_squares, self.big_square):
+            if type(value) not in (float, int) or not 0 <= value < math.inf:
+                raise RecordError(f"a probe has the squared norm {value!r}: a finite number from 0 is needed")
+        if self.big_square > self.mean_small_square * (1 + _ROUNDING):
+            raise RecordError(
+                f"a probe's mean gradient has the squared norm {self.big_square:g} and its parts have "
+                f"{self.mean_small_square:g} on average: a mean cannot be longer, so one of them is wrong"
+            )
+
+    @property
+    def num_small(self) -> int:
+        return len(self.small_squares)
+
+    @property
+    def mean_small_square(self) -> float:
+        return statistics.fmean(self.small_squares)
+
+
+@dataclass(frozen=True)
+class NoiseEstimate:
+    """What probes say: the squared norm of the true gradient, and the trace of the covariance of one sample's gradient.
+
+    Both are unbiased, so the first can come out below 0 where noise drowns it. `interval` holds the noise scale with a
+    confidence of 90 %; its upper end is infinite where the probes give a lower bound alone, and it is None where there
+    are too few of them to tell.
+    """
+
+    gradient_square: float
+    noise_trace: float
+    interval: tuple[float, float] | None
+
+    @property
+    def noise_scale(self) -> float | None:
+        """In samples. None where the estimate of the gradient is not positive: the noise scale is then only bounded
+        from below."""
+        return self.noise_trace / self.gradient_square if self.gradient_square > 0 else None
+
+
+def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) -> NoiseEstimate:
+    """The noise scale from probes whose small batches have this many samples.
+
+    With |g_n|^2 = |G|^2 + tr(Sigma) / n on average, two batch sizes tell both. They are averaged over probes before
+    their ratio is taken, since the ratio of one probe is far off and biased.
+    """
+    if not probes or small_batch_size < 1:
+        raise RecordError(f"{len(probes)} probes of batches of {small_batch_size}: at least 1 of each is needed")
+    signals, noises = [], []
+    for probe in probes:
+        b, big = small_batch_size, small_batch_size * probe.num_small
+        signals.append((big * probe.big_square - b * probe.mean_small_square) / (big - b))
+        noises.append((probe.mean_small_square - probe.big_square) / (1 / b - 1 / big))
+    signal, noise = statistics.fmean(signals), max(0.0, statistics.fmean(noises))
+    return NoiseEstimate(signal, noise, _enclose_ratio(noises, signals))
+
+
+def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[float, float] | None:
+    """Fieller's 90 % interval of mean(noises) / mean(signals): all r for which mean(noises - r * signals) may be 0.
+
+    Unlike quantiles of resampled ratios it stays right for few probes, and where the mean of the signals may be 0 it
+    has no upper end. The true mean of the signals is a square: an estimate below 0 counts as 0.
+    """
+    count = len(signals)
+    if count < _MIN_PROBES:
+        return None
+    noise, signal, t = statistics.fmean(noises), max(0.0, statistics.fmean(signals)), _student_t95(count - 1)
+    scale = t * t / count
+    var_noise, var_signal = statistics.variance(noises), statistics.variance(signals)
+    # The r between, or beyond, the roots of a*r^2 - 2*h*r + c.
+    a = signal**2 - scale * var_signal
+    h = noise * signal - scale * statistics.covariance(noises, signals)
+    c = noise**2 - scale * var_noise
+    root = math.sqrt(max(0.0, h * h - a * c))
+    if a > 0:
+        return max(0.0, (h - root) / a), max(0.0, (h + root) / a)
+    if c <= 0:
+        return 0.0, math.inf
+    # a <= 0 < c: one root on either side of 0. Written so that it holds at a = 0, too.
+    return (c / (h + root) if h + root > 0 else math.inf), math.inf
+
+
+def _student_t95(freedom: int) -> float:
+    """The 95 % quantile of Student's t, by the expansion about the normal one; within 1.3 % from 2 degrees on."""
+    z = statistics.NormalDist().inv_cdf(0.95)
+    return (
+        z
+        + (z**3 + z) / (4 * freedom)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseRecord(Record):
+    """Probes of one training job after `step` steps; nothing was learnt from them.
+
+    `epoch` counts those that were trained, in parts too. `seed` is the job's, from which the samples of the probes
+    follow. `small_batch_size` counts samples (for tokens: blocks), and so do the noise scale and all batch sizes here.
+    """
+
+    kind: ClassVar[str] = "noise_scale"
+    parts: ClassVar[dict[str, type]] = {"probes": NoiseProbe}
+    model: str
+    data: str
+    device: str
+    world_size: int
+    precision: str
+    step: int
+    epoch: float
+    seed: int
+    small_batch_size: int
+    probes: tuple[NoiseProbe, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.world_size, self.small_batch_size) < 1 or self.step < 0:
+            raise RecordError(
+                f"{self.model}: probes of batches of {self.small_batch_size} on {self.world_size} ranks after "
+                f"{self.step} steps cannot be"
+            )
+        if type(self.epoch) not in (float, int) or not 0 <= self.epoch < math.inf:
+            raise RecordError(f"{self.model}: the epoch is {self.epoch!r}, and must be a finite number from 0")
+        if len({probe.num_small for probe in self.probes}) != 1:
+            raise RecordError(
+                f"{self.model}: {len(self.probes)} probes of {sorted({p.num_small for p in self.probes})} small "
+                "gradients: at least one probe is needed, and as many gradients in each"
+            )
+
+    @property
+    def big_batch_size(self) -> int:
+        return self.small_batch_size * self.probes[0].num_small
+
+    @cached_property
+    def estimate(self) -> NoiseEstimate:
+        return estimate_noise_scale(self.probes, self.small_batch_size)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """tr(Sigma) / |G|^2, in samples; None where it is only bounded from below (`estimate.interval`)."""
+        return self.estimate.noise_scale
+
+    @property
+    def critical_batch_size(self) -> float | None:
+        """The global batch at which a target costs twice the fewest steps and twice the fewest samples."""
+        return self.noise_scale
+
+    def steps_factor(self, batch_size: float) -> float | None:
+        """Predicted steps to a target at this global batch, as a multiple of the fewest, which a huge batch needs."""
+        scale = self.noise_scale
+        return None if scale is None else 1 + scale / batch_size
+
+    def samples_factor(self, batch_size: float) -> float | None:
+        """Predicted samples to a target at this global batch, as a multiple of the fewest, which a tiny batch needs."""
+        scale = self.noise_scale
+        if scale is None:
+            return None
+        return 1 + batch_size / scale if scale > 0 else math.inf
+
+
+# -- epochs of a training run ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EpochSummary:
+    """One epoch of training. Averages weigh every sample alike; `None` is what was not measured."""
+
+    epoch: int
+    num_steps: int
+    num_samples: int
+    loss: float
+    accuracy: float | None
+    test_loss: float | None
+    test_accuracy: float | None
+    seconds: float
+    exposed_comm_s: float | None
+    data_wait_s: float
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.num_samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def exposed_share(self) -> float | None:
+        """Exposed communication as a share of the epoch's steps."""
+        return None if self.exposed_comm_s is None or not self.seconds else self.exposed_comm_s / self.seconds
+
+    @property
+    def data_wait_share(self) -> float:
+        return self.data_wait_s / self.seconds if self.seconds else 0.0
+
+
+def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
+    """The epochs that the rows belong to, in order; `loss` is the average of the steps, weighted by samples."""
+    by_epoch: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_epoch.setdefault(row["epoch"], []).append(row)
+    return [_summarize(epoch, found) for epoch, found in sorted(by_epoch.items())]
+
+
+def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
+    samples = sum(row["samples"] for row in rows)
+    # A wrapper does not know it of its first step, in which it makes its plan.
+    exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
+    last = rows[-1]
+    return EpochSummary(
+        epoch=epoch,
+        num_steps=len(rows),
+        num_samples=samples,
+        loss=sum((float("nan") if row["loss"] is None else row["loss"]) * row["samples"] for row in rows) / samples,
+        accuracy=None
+        if any(row.get("accuracy") is None for row in rows)
+        else sum(row["accuracy"] * row["samples"] for row in rows) / samples,
+        test_loss=last.get("test_loss"),
+        test_accuracy=last.get("test_accuracy"),
+        seconds=sum(row["step_s"] for row in rows),
+        exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
+        data_wait_s=sum(row["data_wait_s"] for row in rows),
+    )
+
+
+for _kind in (BatchRecord, LargeBatchRecord, NoiseRecord):
+    KINDS[_kind.kind] = _kind

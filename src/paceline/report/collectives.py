@@ -1,0 +1,414 @@
+"""`bench allreduce` and `bench chunks` as results: their tables, their figures and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.predict.costs import AlphaBeta, fit_collectives
+from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
+from paceline.records.exchange import export_allreduce_times
+from paceline.records.kinds import MemoryBounds
+from paceline.records.samples import Samples
+from paceline.records.store import Run
+from paceline.report.plots import COLORS, MARKERS, label_sizes, label_times, new_figure, place_legend
+from paceline.report.result import Result
+from paceline.report.table import Column, Table
+from paceline.units import GB, format_bytes, format_duration, format_number_of, format_rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MAX_IMPORTED = 6  # imported curves in one chart, before nobody can tell them apart
+_ALONE = "1 rank: nothing is sent, so busbw is 0 and the time is what the call itself costs."
+
+Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
+
+
+class CollectiveResult(Result):
+    """`bench allreduce`: one row per backend, memory, number of ranks and size, and a line fitted to each curve.
+
+    `compared` are rows of another run or table to compare with, and `differences` what makes them incomparable.
+    """
+
+    verbs = ("bench allreduce",)
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path | None = None,
+        compared: Sequence[CollectiveRecord] = (),
+        differences: Sequence[str] = (),
+    ) -> None:
+        super().__init__(run, folder)
+        self.compared, self._differences = compared, differences
+        self.bounds = MemoryBounds.of(run.records)
+        self.rows = [record for record in run.records if isinstance(record, CollectiveRecord)]
+
+    @property
+    def fits(self) -> list[tuple[CollectiveRecord, AlphaBeta]]:
+        """For each curve, one of its records and the line `time = alpha + size / beta`."""
+        return fit_collectives(self.rows)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return (*self.run.warnings, *(f"compared with another {difference}" for difference in self._differences))
+
+    @property
+    def answer(self) -> str:
+        if not self.rows:
+            return "No size was measured."
+        most = max(record.world_size for record in self.rows)
+        size = max(record.num_bytes for record in self.rows if record.world_size == most)
+        last = [record for record in self.rows if (record.world_size, record.num_bytes) == (most, size)]
+        parts = [
+            f"{format_duration(record.time_s)} on {_name_backend(record)}"
+            + (f" (busbw {format_rate(record.busbw_bytes_per_s)} GB/s)" if most > 1 else "")
+            for record in sorted(last, key=lambda record: record.time_s)
+        ]
+        where = f"{format_bytes(size)} on {format_number_of(most, 'rank')}"
+        wrong = sum(record.num_wrong or 0 for record in self.rows)
+        checked = f" {wrong} elements were WRONG." if wrong else " Every element was correct."
+        return f"{self.rows[0].collective} of {where} takes {', '.join(parts)}.{checked}"
+
+    @property
+    def findings(self) -> list[str]:
+        alone = [_ALONE] if any(record.world_size == 1 for record in self.rows) else []
+        return [_describe_fit(record, fit) for record, fit in self.fits] + alone
+
+    def tables(self) -> list[Table]:
+        if not self.rows:
+            return []
+        tables = [
+            Table("table", self.rows[0].collective, build_columns(self.rows, self.bounds), self.rows, key="rows"),
+        ]
+        if self.compared:
+            tables.append(Table("comparison", "compared with the other table", COMPARISON, self.pairs))
+        return tables
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Rows here and in the other table that measure the same thing."""
+        return pair_up(self.rows, self.compared)
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        if not self.rows:
+            return {}
+        subtitle = f"{self.run.environment.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
+        drawn = [*self.rows, *_choose_drawn(self.rows, self.compared)]
+        return {
+            "time": lambda: plot_time(drawn, subtitle, self.bounds.records),
+            "bandwidth": lambda: plot_bandwidth(drawn, subtitle),
+        }
+
+    def files(self) -> dict[str, str | bytes]:
+        if not self.rows or self.rows[0].collective != "all_reduce":
+            return {}
+        return {"allreduce-times.csv": export_allreduce_times(self.rows)}
+
+    @property
+    def next_steps(self) -> list[str]:
+        if not self.rows:
+            return []
+        n = max(record.world_size for record in self.rows)
+        backends = {record.backend for record in self.rows}
+        on_cpu = all(record.device == "cpu" for record in self.rows)
+        if len(backends) == 1 and on_cpu and n > 1:
+            return [f"paceline bench allreduce --backend gloo,shm --ranks {n}"]
+        return [f"paceline bench chunks --ranks {n}", f"paceline tune --ranks {n}"]
+
+    def to_json(self) -> dict[str, Any]:
+        document = super().to_json() | {"fits": [_fit_row(record, fit) for record, fit in self.fits]}
+        if self.compared:
+            columns = build_columns(self.rows, self.bounds)
+            document["comparison"] = [
+                {"here": here and _row_json(columns, here), "there": there and _row_json(columns, there)}
+                for here, there in self.pairs
+            ]
+        return document
+
+
+class ChunksResult(Result):
+    """`bench chunks`: the total time of one size, cut into messages of many sizes."""
+
+    verbs = ("bench chunks",)
+
+    def __init__(self, run: Run, folder: Path | None = None) -> None:
+        super().__init__(run, folder)
+        self.rows = [record for record in run.records if isinstance(record, ChunksRecord)]
+
+    @property
+    def answer(self) -> str:
+        if not self.rows:
+            return "No chunk size was measured."
+        parts = []
+        for backend, n in dict.fromkeys((record.backend, record.world_size) for record in self.rows):
+            mine = [record for record in self.rows if (record.backend, record.world_size) == (backend, n)]
+            best, worst = min(mine, key=lambda r: r.time_s), max(mine, key=lambda r: r.time_s)
+            fastest, slowest = (
+                f"{format_number_of(record.num_messages, 'message')} of {format_bytes(record.chunk_bytes)} "
+                f"({format_duration(record.time_s)})"
+                for record in (best, worst)
+            )
+            parts.append(f"{backend}, {format_number_of(n, 'rank')}: fastest in {fastest}, slowest in {slowest}.")
+        return f"{format_bytes(self.rows[0].total_bytes)} in chunks. {' '.join(parts)}"
+
+    @property
+    def findings(self) -> list[str]:
+        return [_ALONE] if any(record.world_size == 1 for record in self.rows) else []
+
+    def tables(self) -> list[Table]:
+        if not self.rows:
+            return []
+        return [Table("table", f"{format_bytes(self.rows[0].total_bytes)} in chunks", CHUNKS, self.rows, key="rows")]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        if not self.rows:
+            return {}
+        subtitle = f"{self.run.environment.machine}; {self.rows[0].dtype}, sum"
+        return {"chunks": lambda: plot_chunks(self.rows, subtitle)}
+
+    @property
+    def next_steps(self) -> list[str]:
+        n = max((record.world_size for record in self.rows), default=2)
+        return [f"paceline tune --ranks {n}"]
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _name_backend(record: CollectiveRecord) -> str:
+    return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
+
+
+# What every timed row ends with. `statistic` is `mean` where an imported table has no median, and `median_s` then holds
+# that mean.
+_MEASURED = (
+    Column("#wrong", lambda r: r.num_wrong, "number", "nwrong"),
+    Column("iters", lambda r: r.timing.count, "number", "iters", priority=-2),
+    Column(None, lambda r: r.timing.statistic, key="statistic"),
+    Column(None, lambda r: r.timing.skew_s if isinstance(r.timing, Samples) else None, key="skew_s"),
+    Column("source", lambda r: r.source, key="source"),
+)
+
+
+def build_columns(records: Sequence[CollectiveRecord], bounds: MemoryBounds) -> list[Column]:
+    """The columns of these records, named as in nccl-tests where it has them. The memory is a column where not all is
+    ordinary."""
+    is_plain = all(record.memory == "ordinary" for record in records)
+    return [
+        Column(None, lambda r: r.collective, key="collective"),
+        Column("backend", lambda r: r.backend, key="backend", is_key=True),
+        Column(None if is_plain else "memory", lambda r: r.memory, key="memory", is_key=True),
+        Column("device", lambda r: r.device, key="device", is_key=True),
+        Column("ranks", lambda r: r.world_size, "number", "world_size", is_key=True),
+        Column("size", lambda r: r.num_bytes, "bytes", "num_bytes", is_key=True),
+        Column("count", lambda r: r.num_elements, "count", priority=-3),
+        Column("type", lambda r: r.dtype, key="dtype"),
+        Column("redop", lambda r: r.op, key="op"),
+        Column("time", lambda r: r.time_s, "ms", "median_s", priority=3),
+        Column("p10", lambda r: r.timing.p10_s, "ms", "p10_s", priority=-2),
+        Column("p90", lambda r: r.timing.p90_s, "ms", "p90_s", priority=-2),
+        Column("algbw", lambda r: r.algbw_bytes_per_s, "GB/s", "algbw_gbps", priority=1),
+        Column("busbw", lambda r: r.busbw_bytes_per_s, "GB/s", "busbw_gbps", priority=2),
+        Column("bound", lambda r: bounds.bound_s(r), "ms", "memory_bound_s", priority=-1),
+        Column("of memory", lambda r: bounds.fraction_of(r), "percent", "fraction_of_memory", priority=1),
+        *_MEASURED,
+    ]
+
+
+CHUNKS = (
+    Column("backend", lambda r: r.backend, key="backend", is_key=True),
+    Column("device", lambda r: r.device, key="device", is_key=True),
+    Column("ranks", lambda r: r.world_size, "number", "world_size", is_key=True),
+    Column(None, lambda r: r.total_bytes, key="total_bytes"),
+    Column("elements", lambda r: r.chunk_elements, "count", priority=1),
+    Column("chunk", lambda r: r.chunk_bytes, "bytes", "chunk_bytes", is_key=True),
+    Column("messages", lambda r: r.num_messages, "count", "num_messages", priority=2),
+    Column(None, lambda r: r.dtype, key="dtype"),
+    Column("total time", lambda r: r.time_s, "ms", "median_s", priority=3),
+    Column("p10", lambda r: r.timing.p10_s, "ms", "p10_s", priority=-2),
+    Column("p90", lambda r: r.timing.p90_s, "ms", "p90_s", priority=-2),
+    Column("algbw", lambda r: r.algbw_bytes_per_s, "GB/s", "algbw_gbps", priority=1),
+    Column(None, lambda r: r.busbw_bytes_per_s, "GB/s", "busbw_gbps"),
+    *_MEASURED,
+)
+
+COMPARISON = (
+    Column("backend", lambda p: _name_backend(p[0] or p[1]), key="backend", is_key=True),
+    Column("ranks", lambda p: (p[0] or p[1]).world_size, "number", "world_size", is_key=True),
+    Column("size", lambda p: (p[0] or p[1]).num_bytes, "bytes", "num_bytes", is_key=True),
+    Column("here", lambda p: p[0] and p[0].time_s, "ms", "here_s", priority=2),
+    Column("there", lambda p: p[1] and p[1].time_s, "ms", "there_s", priority=2),
+    Column(
+        "here / there", lambda p: p[0].time_s / p[1].time_s if p[0] and p[1] else None, "ratio", "ratio", priority=3
+    ),
+    Column("here busbw", lambda p: p[0] and p[0].busbw_bytes_per_s, "GB/s", "here_busbw_gbps"),
+    Column("there busbw", lambda p: p[1] and p[1].busbw_bytes_per_s, "GB/s", "there_busbw_gbps"),
+    Column("there is", lambda p: f"{p[1].source}, {p[1].timing.statistic}" if p[1] else None, key="there_is"),
+    Column("from", lambda p: p[1].note if p[1] else None, key="from", priority=-1),
+)
+
+
+def _row_json(columns: Sequence[Column], record: CollectiveRecord) -> dict[str, Any]:
+    return Table("", "", columns, [record]).rows_json()[0]
+
+
+def _fit_row(record: CollectiveRecord, fit: AlphaBeta) -> dict[str, Any]:
+    return {
+        "collective": record.collective,
+        "backend": record.backend,
+        "memory": record.memory,
+        "device": record.device,
+        "world_size": record.world_size,
+        "alpha_s": fit.alpha_s,
+        "beta_bytes_per_s": fit.beta_bytes_per_s,
+        "max_rel_residual": fit.max_rel_residual,
+        "min_bytes": fit.min_bytes,
+        "max_bytes": fit.max_bytes,
+        "residuals": list(fit.residuals),
+    }
+
+
+def _describe_fit(record: CollectiveRecord, fit: AlphaBeta) -> str:
+    backend = record.backend if record.memory == "ordinary" else f"{record.backend} in {record.memory} memory"
+    check = f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "of two sizes, so unchecked,"
+    return (
+        f"fit: {backend}, {format_number_of(record.world_size, 'rank')}: time = {format_duration(fit.alpha_s)} + "
+        f"size / {format_rate(fit.beta_bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to "
+        f"{format_bytes(fit.max_bytes)}"
+    )
+
+
+def pair_up(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]) -> list[Pair]:
+    """Rows of two tables that measure the same thing side by side; a row of one table alone has an empty other side."""
+
+    def is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
+        # What an imported table does not say ("unknown") is taken to agree.
+        same_type = here.dtype == there.dtype or "unknown" in (here.dtype, there.dtype)
+        exact = ("collective", "backend", "memory", "device", "world_size", "num_bytes", "op")
+        return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
+
+    pairs: list[Pair] = []
+    for here in ours:
+        matches = [there for there in theirs if is_same(here, there)]
+        pairs += [(here, there) for there in matches] or [(here, None)]
+    pairs += [(None, there) for there in theirs if not any(is_same(here, there) for here in ours)]
+
+    def place(pair: Pair) -> tuple[str, str, int, int]:
+        record = pair[0] or pair[1]
+        assert record is not None
+        return record.backend, record.memory, record.world_size, record.num_bytes
+
+    return sorted(pairs, key=place)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def _choose_drawn(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:
+    """The imported curves that a chart can hold: all of a few, else those of a backend and ranks that we measured."""
+    curves = {(record.backend, record.memory, record.device, record.world_size, record.note) for record in theirs}
+    if len(curves) <= _MAX_IMPORTED:
+        return theirs
+    known = {(record.backend, record.world_size) for record in ours}
+    return [record for record in theirs if (record.backend, record.world_size) in known]
+
+
+def _memory(record: Any) -> str:
+    return getattr(record, "memory", "ordinary")
+
+
+def _series(records: Sequence[Any]) -> dict[tuple[str, str, str, int, str, str], list[Any]]:
+    series: dict[tuple[str, str, str, int, str, str], list[Any]] = {}
+    for r in records:
+        series.setdefault((r.backend, r.device, _memory(r), r.world_size, r.source, r.note), []).append(r)
+    return series
+
+
+def _draw(
+    axes: Axes,
+    records: Sequence[Any],
+    x: Callable[[Any], float],
+    y: Callable[[Any, float], float],
+) -> None:
+    """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples."""
+    backends = list(dict.fromkeys((r.backend, r.device, _memory(r), r.note) for r in records))
+    counts = sorted({r.world_size for r in records})
+    for (backend, device, memory, n, source, note), rows in sorted(_series(records).items()):
+        rows = sorted(rows, key=x)
+        # One backend alone: colours tell the ranks apart; several: colours are backends, and markers the ranks.
+        index = counts.index(n) if len(backends) == 1 else backends.index((backend, device, memory, note))
+        color, marker = COLORS[index % len(COLORS)], MARKERS[counts.index(n) % len(MARKERS)]
+        kin = [(d, m) for b, d, m, _ in backends if b == backend]
+        where = f" {device}" if len({d for d, _ in kin}) > 1 else ""
+        where += f", {memory} memory" if any(m != "ordinary" for _, m in kin) else ""
+        kind = source if rows[0].timing.statistic == "median" else f"{source}, {rows[0].timing.statistic}"
+        label = f"{backend}{where}, {format_number_of(n, 'rank')} ({kind}{': ' + note if note else ''})"
+        style = "-" if source == "measured" else "--"
+        xs = [x(r) for r in rows]
+        axes.plot(xs, [y(r, r.time_s) for r in rows], style, color=color, marker=marker, ms=5, lw=1.6, label=label)
+        if all(r.timing.p10_s is not None for r in rows):
+            low, high = [y(r, r.timing.p10_s) for r in rows], [y(r, r.timing.p90_s) for r in rows]
+            axes.fill_between(xs, low, high, color=color, alpha=0.15, lw=0)
+
+
+def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequence[MemoryRecord] = ()) -> Figure:
+    """Time against size, both on log axes, grouped by backend, memory and ranks; `bounds` are what memory allows."""
+    figure, axes = new_figure(f"{records[0].collective}: time", subtitle)
+    _draw(axes, records, lambda r: r.num_bytes, lambda r, seconds: seconds * 1e3)
+    counts, places = sorted({r.world_size for r in records}), sorted({(r.device, r.world_size) for r in bounds})
+    for device, n in places:
+        rows = sorted((r for r in bounds if (r.device, r.world_size) == (device, n)), key=lambda r: r.num_bytes)
+        where = f" {device}" if len({device for device, _ in places}) > 1 else ""
+        axes.plot(
+            [r.num_bytes for r in rows],
+            [r.time_s * 1e3 for r in rows],
+            ":",
+            color="#000000",
+            marker=MARKERS[counts.index(n) % len(MARKERS)],
+            ms=3.5,
+            lw=1.4,
+            label=f"memory bound{where}, {format_number_of(n, 'rank')} ({rows[0].source})",
+        )
+    place_legend(figure, axes)
+    times = [r.time_s for r in records] + [r.time_s for r in bounds]
+    label_times(axes, max(times), min(times))
+    axes.set_ylabel("time (ms), median, band p10 to p90")
+    axes.set_xlabel("size")
+    label_sizes(axes, [r.num_bytes for r in records])
+    return figure
+
+
+def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure:
+    """Bus bandwidth against size, grouped by backend and ranks; algorithm bandwidth for one rank, which has no bus."""
+    alone = all(r.world_size == 1 for r in records)
+    name = "algbw" if alone else "busbw"
+    figure, axes = new_figure(f"{records[0].collective}: {name}", subtitle)
+
+    def rate(record: CollectiveRecord, seconds: float) -> float:
+        bus = record.busbw_bytes_per_s / record.algbw_bytes_per_s
+        return record.num_bytes / seconds * (1.0 if alone else bus) / GB
+
+    _draw(axes, records, lambda r: r.num_bytes, rate)
+    place_legend(figure, axes)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel(f"{name} (GB/s)")
+    axes.set_xlabel("size")
+    label_sizes(axes, [r.num_bytes for r in records])
+    return figure
+
+
+def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
+    """Total time against elements per all-reduce, both on log axes, per backend."""
+    total = format_bytes(records[0].total_bytes)
+    figure, axes = new_figure(f"{total} all-reduced in chunks", subtitle)
+    _draw(axes, records, lambda r: r.chunk_elements, lambda r, seconds: seconds * 1e3)
+    place_legend(figure, axes)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("elements per all-reduce")
+    axes.set_ylabel("total time (ms), median, band p10 to p90")
+    return figure

@@ -1,0 +1,257 @@
+"""The result of a command: a view of one run, for people and for programs, that needs neither torch nor the ranks."""
+
+from __future__ import annotations
+
+import base64
+import html
+import importlib
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paceline.errors import RecordError
+from paceline.records.environment import NOISY, Doubt, find_doubts
+from paceline.records.kinds import CheckRecord, Record
+from paceline.records.store import RUN_FILE, Run, load_run, save_run, write_new
+from paceline.report.table import Column, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# The module with the result of each verb. It is imported when a run of that verb is shown.
+_MODULES = {
+    "bench allreduce": "collectives",
+    "bench chunks": "collectives",
+}
+_CLASSES: dict[str, type[Result]] = {}
+
+
+class Result:
+    """What a verb returns. A subclass names its verbs and says what its records mean.
+
+    Everything is derived from `run`, so a run folder, however old, gives the same result again (`load_result`).
+    `folder` is where the run was saved, None where it was not.
+    """
+
+    verbs: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        _CLASSES.update(dict.fromkeys(cls.verbs, cls))
+
+    def __init__(self, run: Run, folder: Path | None = None) -> None:
+        self.run, self.folder = run, folder
+
+    # -- what a subclass says ------------------------------------------------------------------------------------------
+
+    @property
+    def answer(self) -> str:
+        """The answer in one or two sentences: the first thing that is printed."""
+        return f"{len(self.records)} records of `paceline {self.run.verb}`."
+
+    @property
+    def findings(self) -> Sequence[str]:
+        """What else the records say, a sentence each."""
+        return ()
+
+    def tables(self) -> list[Table]:
+        """All tables; the first is the main one."""
+        return []
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        """What can be drawn, by file name; nothing is drawn before it is called."""
+        return {}
+
+    def files(self) -> dict[str, str | bytes]:
+        """Further files of the run folder, by name."""
+        return {}
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        """Commands to try next."""
+        return ()
+
+    @property
+    def failure(self) -> str:
+        """Why the result is a failure, for which a command exits with 1; empty where it is none."""
+        return next((doubt.text for doubt in self.doubts if doubt.kind == "wrong"), "")
+
+    # -- what all results share ----------------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        return self.run.records
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.run.config
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Reasons to doubt the result."""
+        return self.run.warnings
+
+    @property
+    def doubts(self) -> list[Doubt]:
+        """Reasons to doubt the measurement that follow from its records, each with its kind."""
+        return find_doubts(self.records, self.run.environment)
+
+    @property
+    def noise(self) -> list[str]:
+        """The doubts for which `--strict` fails: another run may give another answer."""
+        return [doubt.text for doubt in self.doubts if doubt.kind in NOISY]
+
+    def table(self, name: str | None = None) -> Table:
+        """A table by its name; the main one without a name."""
+        found: Table = _pick({table.name: table for table in self.tables()}, name, "table")
+        return found
+
+    def figure(self, name: str | None = None) -> Figure:
+        """A matplotlib figure by its name; the main one without a name."""
+        drawn: Figure = _pick(self.figures(), name, "figure")()
+        return drawn
+
+    def to_json(self) -> dict[str, Any]:
+        """One JSON document: the answer, the rows of every table, the warnings, and the run's folder."""
+        return {
+            "verb": self.run.verb,
+            "answer": self.answer,
+            "findings": list(self.findings),
+            **{table.json_key: table.rows_json() for table in self.tables()},
+            "warnings": list(self.warnings),
+            "run": None if self.folder is None else str(self.folder),
+        }
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the run, its tables and its figures into a folder, and return it.
+
+        The records of another run are never overwritten. Tables and figures follow from the records, and are replaced.
+        """
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordError(f"cannot write {folder}: {error.strerror}") from None
+        if not (folder / RUN_FILE).exists():
+            save_run(self.run, folder / RUN_FILE)
+        elif load_run(folder).created != self.run.created or load_run(folder).verb != self.run.verb:
+            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
+        self.folder = self.folder or folder
+        for name, content in self._render_files().items():
+            for old in (folder / name, *folder.glob(f".{name}.*")):  # of an earlier call, or of one that was killed
+                old.unlink(missing_ok=True)
+            write_new(folder / name, content() if callable(content) else content)
+        return folder
+
+    def _render_files(self) -> dict[str, str | bytes | Callable[[], str | bytes]]:
+        from paceline.report.plots import render_png, render_svg
+
+        files: dict[str, str | bytes | Callable[[], str | bytes]] = {}
+        for table in self.tables():
+            files |= {f"{table.name}.md": table.markdown(), f"{table.name}.csv": table.csv()}
+        for name, draw in self.figures().items():
+            figure = draw()
+            files |= {f"{name}.png": render_png(figure), f"{name}.svg": render_svg(figure)}
+        return files | self.files()
+
+    def text(self, width: int | None = 80) -> str:
+        """What a terminal of this width shows; None is as wide as needed, with every column of every table."""
+        blocks = [_fill(self.answer, width)]
+        blocks += [table.terminal(width) for table in self.tables()]
+        blocks.append("\n".join(_fill(line, width) for line in self.findings))
+        blocks.append("\n".join(_fill(f"warning: {warning}", width, "  ") for warning in self.warnings))
+        last = [] if self.folder is None else [f"run: {self.folder}"]
+        last += [f"next: {command}" for command in self.next_steps]
+        blocks.append("\n".join(last))
+        return "\n\n".join(block for block in blocks if block)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of `paceline {self.run.verb}`: {len(self.records)} records>"
+
+    def _repr_html_(self) -> str:
+        from paceline.report.plots import render_png
+
+        parts = [f"<p><b>{html.escape(self.answer)}</b></p>", *(table.html() for table in self.tables())]
+        parts += [f"<p>{html.escape(line)}</p>" for line in self.findings]
+        parts += [f"<p>warning: {html.escape(line)}</p>" for line in self.warnings]
+        for name, draw in self.figures().items():
+            data = base64.b64encode(render_png(draw())).decode()
+            parts.append(f'<img alt="{html.escape(name)}" style="max-width:760px" src="data:image/png;base64,{data}">')
+        return "\n".join(parts)
+
+
+class DoctorResult(Result):
+    """`paceline doctor`: one record for each check."""
+
+    verbs = ("doctor",)
+
+    @property
+    def checks(self) -> list[CheckRecord]:
+        return [record for record in self.records if isinstance(record, CheckRecord)]
+
+    @property
+    def failure(self) -> str:
+        failed = [check.name for check in self.checks if check.status == "fail"]
+        return ", ".join(failed)
+
+    @property
+    def answer(self) -> str:
+        if self.failure:
+            return f"This machine is not ready to train. Failed: {self.failure}. The table says how to fix it."
+        proven = any(check.name == "2-rank all-reduce" and check.status == "ok" for check in self.checks)
+        warned = [check.name for check in self.checks if check.status == "warn"]
+        note = f" Look at: {', '.join(warned)}." if warned else ""
+        if not proven:
+            return f"Nothing failed, but no rank was started.{note}"
+        return f"This machine is ready to train: ranks start, connect and reduce correctly.{note}"
+
+    def tables(self) -> list[Table]:
+        columns = (
+            Column("", lambda check: check.status, str, "status", is_key=True),
+            Column("check", lambda check: check.name, "text", "name", is_key=True),
+            Column(None, lambda check: check.found, "text", "found"),
+            Column(None, lambda check: check.advice, "text", "advice"),
+            Column("found", lambda check: check.found + (f" -> {check.advice}" if check.advice else ""), "words"),
+        )
+        return [Table("checks", "", columns, self.checks)]
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        return ("paceline doctor",) if self.failure else ("paceline bench allreduce --ranks 2",)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ok": not self.failure} | super().to_json()
+
+
+def _pick(named: dict[str, Any], name: str | None, what: str) -> Any:
+    if not named:
+        raise KeyError(f"this result has no {what}")
+    if name is None:
+        return next(iter(named.values()))
+    if name not in named:
+        raise KeyError(f"no {what} {name!r}: there are {', '.join(named)}")
+    return named[name]
+
+
+def _fill(text: str, width: int | None, indent: str = "") -> str:
+    """The text in lines of this width, broken between words only."""
+    if width is None or len(text) <= width:
+        return text
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def build_result(run: Run, folder: Path | None = None) -> Result:
+    """The result of a run, of the class of its verb."""
+    module = _MODULES.get(run.verb)
+    if run.verb not in _CLASSES and module is not None:
+        importlib.import_module(f"paceline.report.{module}")
+    return _CLASSES.get(run.verb, Result)(run, folder)
+
+
+def load_result(path: str | Path) -> Result:
+    """The result of a run from its folder or its `run.json`, as the command or call that made it returned it."""
+    path = Path(path)
+    return build_result(load_run(path), path if path.is_dir() else path.parent)

@@ -1,0 +1,27 @@
+"""`paceline.doctor`: is this machine ready to train?"""
+
+from __future__ import annotations
+
+from paceline.measure.health import check_health
+from paceline.records.environment import capture_environment
+from paceline.records.kinds import CheckRecord
+from paceline.records.store import Run
+from paceline.report.result import DoctorResult
+from paceline.runtime.session import Progress, ProgressDisplay
+
+_ABOUT = 15  # checks, for the progress bar
+
+
+def doctor(*, progress: bool | None = None) -> DoctorResult:
+    """Check everything that ranks need, then run a real all-reduce on two of them.
+
+    `result.failure` names what failed, and is empty on a machine that is ready.
+    """
+    # Without a session: a set-up in which none can be opened must still be reported.
+    environment = capture_environment()
+    checks: list[CheckRecord] = []
+    with ProgressDisplay("doctor", progress) as display:
+        for check in check_health():
+            checks.append(check)
+            display.hear("", Progress(min(len(checks), _ABOUT), _ABOUT, f"{check.name}: {check.status}"))
+    return DoctorResult(Run("doctor", {}, environment, tuple(checks)))

@@ -1,0 +1,126 @@
+"""What follows from a layer profile, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.errors import RecordError
+from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Samples
+from paceline.records.kinds import record_from_json, record_to_json
+
+
+def build_times(*times_s):
+    return Samples(seconds=tuple((time_s,) for time_s in times_s))
+
+
+def build_profile(**changes):
+    """Two repetitions: a head whose gradient is ready early, a tied embedding that is ready last, one without any."""
+    fields = {
+        "model": "toy", "device": "cpu", "dtype": "float32", "batch_size": 2,
+        "parameters": (
+            ParameterTimes("head.bias", 8, 2, "float32", "head", (0.1, 0.3)),
+            ParameterTimes("scale", 4, 1, "float32", "", (0.2, 0.4)),
+            ParameterTimes("embed.weight", 40, 10, "float32", "embed", (0.9, 0.9), ("head.weight",)),
+            ParameterTimes("spare", 16, 4, "float32", "embed", (None, None)),
+        ),
+        "blocks": (BlockTimes("embed", (0.1, 0.1), (0.5, 0.7)), BlockTimes("head", (0.2, 0.2), (0.2, 0.1))),
+        "timing": build_times(1.0, 2.0), "forward": build_times(0.3, 0.3), "backward": build_times(0.5, 1.0),
+        "optimizer": build_times(0.1, 0.3), "profiled_step": build_times(1.1, 2.6),
+        "profiled_forward": build_times(0.5, 0.5), "profiled_backward": build_times(1.0, 1.0),
+    }  # fmt: skip
+    return LayerProfileRecord(**{**fields, **changes})
+
+
+def test_the_timeline_adds_up_bytes_in_ready_order():
+    record = build_profile()
+    assert record.timeline == ((pytest.approx(0.2), 8), (pytest.approx(0.3), 12), (0.9, 52))
+    assert record.num_bytes == 68
+    assert [p.name for p in record.unused] == ["spare"]
+    assert record.ready_of("embed") == 0.9
+    assert record.ready_of("outside") == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("ready_s", "is_stable"), [((0.2, 0.4), True), ((0.3, 0.2), False), ((0.3, None), False), ((0.1, 0.3), True)]
+)
+def test_an_order_is_stable_if_every_repetition_has_it(ready_s, is_stable):
+    record = build_profile()
+    moved = replace(record.parameters[1], ready_s=ready_s)
+    assert build_profile(parameters=(record.parameters[0], moved, *record.parameters[2:])).is_order_stable == is_stable
+
+
+def test_what_is_in_no_block_is_the_rest():
+    outside = build_profile().outside
+    assert outside.forward_s == pytest.approx((0.2, 0.2))
+    assert outside.backward_s == pytest.approx((0.3, 0.2))
+
+
+def test_the_cost_of_profiling_is_told_with_its_spread():
+    record = build_profile()
+    cost = record.step_cost
+    assert (cost.value, cost.p10, cost.p90) == (pytest.approx(1.2), pytest.approx(1.12), pytest.approx(1.28))
+    assert cost.is_clear
+    assert record.backward_cost.value == pytest.approx(1.5)
+    assert not build_profile(profiled_step=build_times(0.9, 2.2)).step_cost.is_clear
+
+
+def test_sizes_and_times_for_the_files_of_others():
+    record = build_profile()
+    assert [(r.layer, r.num_params) for r in record.layer_sizes] == [("embed", 14), ("head", 2), ("outside", 1)]
+    times = {r.layer: r.timing.reduced_s for r in record.layer_times}
+    assert list(times) == ["backward", "embed grad", "head grad", "forward", "step"]
+    assert times["embed grad"] == (0.5, 0.7)
+    assert times["backward"] == pytest.approx((0.3, 0.2))
+    assert times["step"] == (0.1, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"parameters": ()}, "toy with 0 trained parameters"),
+        ({"batch_size": 0}, "0 samples"),
+        ({"blocks": (BlockTimes("a", (0.1,) * 2, (0.1,) * 2),) * 2}, "the blocks a, a need names of their own"),
+        ({"blocks": (BlockTimes("outside", (0.1,) * 2, (0.1,) * 2),)}, "not 'outside'"),
+        ({"blocks": ()}, "head.bias is in the block 'head', which is not there"),
+        ({"optimizer": build_times(0.1)}, "optimizer has other repetitions"),
+        ({"forward": Samples(seconds=((0.1, 0.1),) * 2)}, "several ranks"),
+        ({"profiled_backward": build_times(1.0, 0.85)}, "embed.weight is at 0.9 s, after the end at 0.85 s"),
+        ({"profiled_forward": build_times(0.5, 0.2)}, "sum of all blocks' forward"),
+        ({"parameters": build_profile().parameters[::-1]}, "not in the order in which they become ready"),
+        ({"parameters": (ParameterTimes("a", 4, 1, "float32", "", (0.1,)),)}, "a has 1 repetitions, and the step 2"),
+    ],
+)
+def test_an_impossible_profile_is_refused(changes, reason):
+    with pytest.raises(RecordError, match=reason):
+        build_profile(**changes)
+
+
+FIRST = record_to_json(build_profile())["parameters"][0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("blocks", 3, "blocks is a list of JSON objects, not 3"),
+        ("blocks", [["a"]], "blocks is a list of JSON objects"),
+        ("blocks", [{"name": "a"}], "forward_s"),
+        ("parameters", [{"name": "a", "colour": "red"}], "ParameterTimes has no field colour"),
+        ("parameters", [{**FIRST, "num_bytes": "8"}], "must be int"),
+        (
+            "parameters",
+            [{**FIRST, "ready_s": ["soon", 1]}],
+            "the time 'soon'",
+        ),
+        ("parameters", [{**FIRST, "ready_s": [-1.0, 1]}], "the time -1.0"),
+        ("parameters", [{**FIRST, "ready_s": 1.0}], "ParameterTimes"),
+    ],
+)
+def test_a_broken_profile_is_refused(field, value, reason):
+    with pytest.raises(RecordError, match=reason):
+        record_from_json({**record_to_json(build_profile()), field: value})
+
+
+def test_derived_numbers_are_not_stored():
+    document = record_to_json(build_profile())
+    assert document["parameters"][2]["ready_s"] == (0.9, 0.9)
+    assert not {"timeline", "num_bytes", "step_cost", "outside", "index", "parts"} & set(document)

@@ -1,0 +1,142 @@
+"""One list of columns, written once: what people read, what programs read, and that no width cuts a key or a number."""
+
+import csv
+import io
+import json
+import re
+from dataclasses import dataclass
+
+import pytest
+
+from paceline.report.table import Column, Table
+
+
+@dataclass
+class Row:
+    name: str = "alpha"
+    kind: str = "cpu"
+    size: int = 2**20
+    time_s: float | None = 0.0123456
+    rate: float | None = 2.5e9
+    words: str = "some text that explains the row at length, so that it must be wrapped on a narrow terminal"
+
+
+COLUMNS = (
+    Column("name", lambda r: r.name, key="name", is_key=True),
+    Column("kind", lambda r: r.kind, key="kind"),
+    Column("size", lambda r: r.size, "bytes", "num_bytes", is_key=True),
+    Column("count", lambda r: r.size // 4, "count", priority=-2),
+    Column("time", lambda r: r.time_s, "ms", "time_s", priority=2),
+    Column("rate", lambda r: r.rate, "GB/s", "rate_gbps", priority=1),
+    Column("share", lambda r: None if r.time_s is None else 0.25, "percent", "share"),
+    Column(None, lambda r: r.time_s and r.time_s * 2, key="double_s"),
+    Column("nothing", lambda r: None, "ms", "nothing_s"),
+)
+
+
+def build(*rows, **fields):
+    return Table("table", "title", COLUMNS, rows, **fields)
+
+
+def test_json_and_csv_hold_the_raw_values_under_their_keys():
+    table = build(Row(), Row(time_s=None))
+    rows = table.rows_json()
+    assert rows[0] == {
+        "name": "alpha", "kind": "cpu", "num_bytes": 2**20, "time_s": 0.0123456, "rate_gbps": 2.5, "share": 0.25,
+        "double_s": 0.0246912, "nothing_s": None,
+    }  # fmt: skip
+    assert rows[1]["time_s"] is None and rows[1]["double_s"] is None
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    lines = list(csv.DictReader(io.StringIO(table.csv())))
+    assert list(lines[0]) == list(rows[0])
+    assert (float(lines[0]["time_s"]), lines[1]["time_s"]) == (0.0123456, "")
+
+
+def test_what_is_not_finite_is_null_for_programs_and_empty_for_people():
+    table = build(Row(time_s=float("inf")), Row(time_s=float("nan")), Row())
+    assert [row["time_s"] for row in table.rows_json()] == [None, None, 0.0123456]
+    assert "inf" not in table.markdown() and "nan" not in table.terminal()
+
+
+def test_markdown_has_every_column_for_people_that_holds_anything():
+    header, rule, row = build(Row(name="a|b")).markdown().splitlines()
+    assert header == "| name | kind | size | count | time (ms) | rate (GB/s) | share |"
+    assert rule == "|---|---|--:|--:|--:|--:|--:|"
+    assert row == "| a\\|b | cpu | 1 MiB | 262 144 | 12.35 | 2.50 | 25% |"
+
+
+def test_html_escapes_what_it_shows():
+    text = build(Row(name="<b>")).html()
+    assert "&lt;b&gt;" in text and "<b>" not in text and "12.35" in text
+
+
+def find_header(text):
+    return re.split(r"\s{2,}", text.splitlines()[1].strip())
+
+
+def test_a_word_that_is_the_same_in_every_row_is_said_in_the_title():
+    text = build(Row("one"), Row("two")).terminal(None)
+    assert text.splitlines()[0] == "title (cpu)" and "kind" not in text
+    text = build(Row("one"), Row("two", kind="cuda")).terminal(None)
+    assert text.splitlines()[0] == "title" and "kind" in find_header(text)
+
+
+def test_a_narrow_terminal_drops_columns_by_priority_and_says_which_and_how_to_see_them():
+    rows = [Row("one"), Row("two")]
+    everything = find_header(build(*rows).terminal(None))
+    assert everything == ["name", "size", "count", "time (ms)", "rate (GB/s)", "share"]
+    seen = []
+    for width in range(80, 20, -1):
+        text = build(*rows).terminal(width)
+        header = find_header(text)
+        assert {"name", "size"} <= set(header)
+        dropped = [name for name in everything if name not in header]
+        if dropped and dropped not in seen:
+            seen.append(dropped)
+        note = text[text.index("(not shown") :].replace("\n", " ") if dropped else ""
+        assert all(name.split(" (")[0] in note for name in dropped) and ("--wide" in note or not dropped)
+    assert seen == [["count"], ["count", "share"], ["count", "rate (GB/s)", "share"],
+                    ["count", "time (ms)", "rate (GB/s)", "share"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120, 60, 40, 20])
+def test_no_line_is_wider_than_the_terminal_and_no_key_or_number_is_cut(width):
+    rows = [Row("a rather long name of a row", time_s=1234.5), Row("b", size=3 * 2**40, rate=1e12)]
+    text = build(*rows).terminal(width)
+    assert all(len(line) <= width for line in text.splitlines())
+    for row in rows:
+        for column in (COLUMNS[0], COLUMNS[2]):
+            words = column.cell(row).split() if width < 40 else [column.cell(row)]
+            assert all(word in text for word in words)
+    assert "…" not in text
+
+
+def test_keys_that_do_not_fit_side_by_side_are_stacked_with_everything_else():
+    rows = [Row("a name of forty characters, or even more"), Row("b", kind="cuda")]
+    text = build(*rows).terminal(40)
+    assert "size: 1 MiB" in text and "time (ms): 12.35" in text and "kind: cuda" in text and "--wide" not in text
+
+
+def test_words_are_wrapped_under_their_column_and_never_dropped_before_they_must():
+    columns = (*COLUMNS[:1], Column("found", lambda r: r.words, "words"))
+    text = Table("t", "", columns, [Row("a"), Row("b", words="short")]).terminal(50)
+    assert max(map(len, text.splitlines())) <= 50
+    starts = {line.index(word) for word in ("found", "some", "short") for line in text.splitlines() if word in line}
+    assert len(starts) == 1
+    assert " ".join(text.split()).count("wrapped on a narrow terminal") == 1
+
+
+def test_rows_that_are_not_shown_are_in_the_files_alone():
+    table = build(Row("one"), Row("two"), shown=[])
+    assert table.terminal() == "" and len(table.rows_json()) == 2 and "two" in table.markdown()
+    assert "two" not in build(Row("one"), Row("two"), shown=[Row("one")]).terminal()
+
+
+def test_a_note_is_below_the_table():
+    assert build(Row(), note="± is 95 %").terminal().splitlines()[-1] == "± is 95 %"
+
+
+def test_a_table_without_rows_has_a_header_in_files():
+    table = build()
+    assert table.terminal() == "" and table.rows_json() == [] and len(table.markdown().splitlines()) == 2
+    assert table.csv().startswith("name,kind,")
