@@ -106,6 +106,7 @@ def _read(
 
 def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool) -> None:
     from paceline.predict.search import enumerate_caps
+    from paceline.predict.simulate import simulate
     from paceline.records import StepRecord
     from paceline.report import tuning as report
     from paceline.report.simulated_timeline import render_timeline
@@ -118,7 +119,9 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
     verdict = report.say_verdict(tuning, f"{title}, {backend}")
     plan_path = run.folder.write("plan.json", tuning.plan.to_json())
     doubts = report.describe_doubts(tuning.model.estimate_doubts(choice.estimate.cuts))
-    notes = [*report.describe_errors(judgement), doubts, *_describe_torch(tuning), verdict]
+    notes = [
+        *report.describe_errors(judgement), doubts, *tuning.model.assumptions, *_describe_torch(tuning), verdict,
+    ]  # fmt: skip
     more = {
         "network": None if settings.network is None else settings.network.name,
         "network_ranks": settings.network_ranks if settings.network else None,
@@ -130,13 +133,13 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
     step = choice.estimate.step
     buckets = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
     rows = [{**dataclasses.asdict(bucket), "bucket": number} for number, bucket, _ in buckets]
-    rows = [{key: value for key, value in row.items() if key not in ("work_s", "rates")} for row in rows]
     run.write_table("buckets", report.bucket_table, buckets, rows)
     default = tuning.model.estimate(tuning.model.cut_like(tuning.default_plan.bucket_bytes)).step
     steps = {"the default": default} | ({} if choice.is_default else {"the plan predicted best": step})
     run.folder.write("simulated-timeline.json", render_timeline(steps))
-    sizes = tuning.model.job.sizes
-    caps = [(i.low_bytes, i.high_bytes, tuning.model.job.simulate(i.cuts).step_s) for i in enumerate_caps(sizes)]
+    model = tuning.model
+    intervals = enumerate_caps(model.job.sizes)
+    caps = [(i.low_bytes, i.high_bytes, simulate(model.job, i.cuts, model.costs).step_s) for i in intervals]
     figure = report.plot_tuning(tuning, f"Step time against bucket size: {title}", run.machine, caps)
     picture = run.write_figure("tuning", figure)
     if json:
