@@ -206,10 +206,13 @@ def _die_with_parent(by_main_thread: bool) -> None:
 # `multiprocessing` would send to a spawned process.
 
 
+_JOB_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+
+
 def serve_forks(control_fd: int, launcher_pid: int) -> None:
     """Fork a process for each request of the launcher, and report the exit code of each, until the launcher ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # A signal to all processes of a job is for the launcher and the ranks to handle: without this one they would die.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_JOB_SIGNALS})
     try:
         launcher_fd = os.pidfd_open(launcher_pid)
     except OSError:  # it is gone; or the kernel has no such call, and it will spawn ranks instead
@@ -297,6 +300,7 @@ def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launch
     for standard, descriptor in zip((1, 2), descriptors[1:], strict=True):  # the launcher's, as they are now
         os.dup2(descriptor, standard)
         os.close(descriptor)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
     rank, variables, mask, preparation = pickle.loads(link.recv_bytes())
     os.environ.clear()
     os.environ.update(variables)
