@@ -340,7 +340,8 @@ def test_a_killed_rank_is_named_and_ends_the_command(start, tmp_path):
 @pytest.mark.parametrize("after_s", [0.0, 0.4, 0.8, 1.2, 1.6])
 def test_ctrl_c_while_the_ranks_start_ends_everything(start, tmp_path, after_s):
     job = start("-m", "paceline", "bench", "allreduce", "--sizes", "256MiB", "--iters", "1000")
-    wait_until(lambda: descendants(job.pid), 60)  # the server that imports torch, and then forks the ranks
+    # The server that imports torch, and then forks the ranks.
+    wait_until(lambda: any("serve_forks" in " ".join(child.cmdline()) for child in descendants(job.pid)), 60)
     time.sleep(after_s)
     os.killpg(job.pid, signal.SIGINT)
     _, err = job.communicate(timeout=20)

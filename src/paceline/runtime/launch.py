@@ -156,13 +156,14 @@ class _Forked:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        if self.exitcode is None and self.pid is not None:
+        if self.exitcode is None and self._pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self._pid, number)
 
     def join(self, timeout_s: float | None = None) -> None:
+        """Wait for its end, but not for one that the server has not forked yet: without its link it ends at once."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self.exitcode is None:
+        while self.exitcode is None and self._pid is not None:
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return

@@ -301,7 +301,10 @@ def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launch
         os.dup2(descriptor, standard)
         os.close(descriptor)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
-    rank, variables, mask, preparation = pickle.loads(link.recv_bytes())
+    try:
+        rank, variables, mask, preparation = pickle.loads(link.recv_bytes())
+    except (EOFError, OSError):  # the launcher has given up meanwhile
+        return 0
     os.environ.clear()
     os.environ.update(variables)
     os.umask(mask)
