@@ -412,7 +412,9 @@ WITHOUT_TORCH = """
 import os, sys
 import paceline
 if __name__ == "__main__":
-    assert len(set(paceline.run_ranks(os.getpid, 2, timeout_s=60))) == 2
+    with paceline.RankPool(2) as pool:
+        assert len(set(pool.run(os.getpid, timeout_s=60))) == 2
+        assert pool.run("torch:is_grad_enabled", timeout_s=60) == [True, True]
     print("torch" in sys.modules)
 """
 

@@ -231,7 +231,7 @@ class RankPool:
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., Any] | str,
         args: Sequence[Any] = (),
         *,
         num_ranks: int | None = None,
@@ -240,6 +240,7 @@ class RankPool:
     ) -> list[Any]:
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
+        `fn` may be given as "package.module:name", which only the ranks import: the launcher then needs no torch.
         The function opens its own world (`paceline.init()`). `on_message(rank, message)` gets what ranks `post`.
         Raises LaunchError naming the rank that failed first, with its traceback; a PacelineError that a rank
         raised is raised here as itself.
@@ -519,9 +520,12 @@ def _error_of(failure: Failure, num_ranks: int) -> PacelineError:
     return LaunchError(message, failure.rank, failure.trace)
 
 
-def _pickle_job(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
     if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ConfigError(f"{fn.__qualname__} is typed in, and ranks cannot import it: put it into a file")
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise ConfigError(
+            f"{name} is defined in an interactive session, and ranks cannot import it: put it into a file"
+        )
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

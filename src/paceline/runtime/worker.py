@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -140,6 +141,9 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
         os.environ.update(variables)
         try:
             fn, args = pickle.loads(job)
+            if isinstance(fn, str):
+                module, _, name = fn.partition(":")
+                fn = getattr(importlib.import_module(module), name)
             value = fn(*args)
             _close_groups()
             _answer("value", value)
@@ -222,7 +226,10 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
 
     gc.collect()
     gc.freeze()  # collections in ranks then write to fewer shared pages
-    control.send(b"ready" if _has_one_thread() else b"threads")
+    try:
+        control.send(b"ready" if _has_one_thread() else b"threads")
+    except OSError:  # the launcher is gone
+        os._exit(1)
     poller = select.poll()
     poller.register(launcher_fd, select.POLLIN)
     poller.register(control_fd, select.POLLIN)
