@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
+# A small batch: buckets matter where there is little arithmetic to hide them.
 _BATCH_SIZE, _NETWORK_RANKS = 4, 8
 
 
-@takes_job
+@takes_job(leave_out=("plan",), defaults={"batch_size": str(_BATCH_SIZE)})
 def tune(
     job: dict[str, Any],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer bucket sizes and rounds: about a minute.")] = False,
@@ -45,7 +46,7 @@ def tune(
 ) -> None:
     """Find the best buckets: measure this machine and model, predict every plan, confirm, and write the plan.
 
-    The batch size is 4 per rank unless asked otherwise. With --network nothing is sent: one rank computes, and its
+    With --network nothing is sent: one rank computes, and its
     buckets take as long as that network would.
     """
     settings = _read(job, quick, no_confirm, caps, network, network_ranks, iters)
@@ -89,9 +90,7 @@ def _read(
     ranks = read_world(job["ranks"], 2 if network is None else 1)
     if len(ranks) != 1:
         raise ConfigError(f"--ranks {job['ranks']}: a job is tuned on one number of ranks")
-    # Small, unless asked: buckets matter where there is little arithmetic to hide them.
-    batch_size = read_one(job["batch_size"], "--batch-size") or _BATCH_SIZE
-    train = build_settings(job, ranks[0], batch_size)
+    train = build_settings(job, ranks[0], read_one(job["batch_size"], "--batch-size"))
     return TuneSettings(
         job=train,
         effort=QUICK if quick else FULL,
