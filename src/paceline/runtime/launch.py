@@ -524,7 +524,7 @@ def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
     if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         name = getattr(fn, "__qualname__", repr(fn))
         raise ConfigError(
-            f"{name} is defined in an interactive session, and ranks cannot import it: put it into a file"
+            f"{name} is defined interactively, and ranks cannot import it: put it into a file"
         )
     try:
         return pickle.dumps((fn, tuple(args)))
