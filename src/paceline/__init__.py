@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
-    from paceline.training.optimizers import LAMB, LARS
+    from paceline.training.optimizers import LAMB, LARS, split_parameters
+    from paceline.training.schedules import BatchSchedule, Schedule
     from paceline.verbs import bench
     from paceline.verbs.doctor import doctor
+    from paceline.workloads.data.sharding import EpochOrder
 
 __version__ = "0.1.0"
 
@@ -43,7 +45,9 @@ _HOMES = {
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
-    "paceline.training.optimizers": ("LAMB", "LARS"),
+    "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
+    "paceline.training.schedules": ("BatchSchedule", "Schedule"),
+    "paceline.workloads.data.sharding": ("EpochOrder",),
     "paceline.verbs": ("bench",),
     "paceline.verbs.doctor": ("doctor",),
 }  # fmt: skip
@@ -53,9 +57,11 @@ __all__ = [
     "DDP",
     "LAMB",
     "LARS",
+    "BatchSchedule",
     "CollectiveError",
     "ConfigError",
     "DataParallel",
+    "EpochOrder",
     "GhostBatchNorm",
     "LaunchError",
     "MeasurementError",
@@ -66,6 +72,7 @@ __all__ = [
     "RecordError",
     "Result",
     "Run",
+    "Schedule",
     "SyncBatchNorm",
     "World",
     "__version__",
@@ -80,6 +87,7 @@ __all__ = [
     "run_ranks",
     "set_seed",
     "shutdown",
+    "split_parameters",
 ]
 
 
