@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         MeasurementError,
         PacelineError,
         RecordError,
+        TrainingError,
     )
     from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm
     from paceline.plan import Plan
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "paceline.errors": (
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
+        "TrainingError",
     ),
     "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
     "paceline.plan": ("Plan",),
@@ -74,6 +76,7 @@ __all__ = [
     "Run",
     "Schedule",
     "SyncBatchNorm",
+    "TrainingError",
     "World",
     "__version__",
     "bench",
