@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         MeasurementError,
         PacelineError,
         RecordError,
+        TrainingError,
     )
     from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm
     from paceline.plan import Plan
@@ -25,15 +26,18 @@ if TYPE_CHECKING:
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
-    from paceline.training.optimizers import LAMB, LARS
+    from paceline.training.optimizers import LAMB, LARS, split_parameters
+    from paceline.training.schedules import BatchSchedule, Schedule
     from paceline.verbs import bench
     from paceline.verbs.doctor import doctor
+    from paceline.workloads.data.sharding import EpochOrder
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "paceline.errors": (
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
+        "TrainingError",
     ),
     "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
     "paceline.plan": ("Plan",),
@@ -43,7 +47,9 @@ _HOMES = {
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
-    "paceline.training.optimizers": ("LAMB", "LARS"),
+    "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
+    "paceline.training.schedules": ("BatchSchedule", "Schedule"),
+    "paceline.workloads.data.sharding": ("EpochOrder",),
     "paceline.verbs": ("bench",),
     "paceline.verbs.doctor": ("doctor",),
 }  # fmt: skip
@@ -53,9 +59,11 @@ __all__ = [
     "DDP",
     "LAMB",
     "LARS",
+    "BatchSchedule",
     "CollectiveError",
     "ConfigError",
     "DataParallel",
+    "EpochOrder",
     "GhostBatchNorm",
     "LaunchError",
     "MeasurementError",
@@ -66,7 +74,9 @@ __all__ = [
     "RecordError",
     "Result",
     "Run",
+    "Schedule",
     "SyncBatchNorm",
+    "TrainingError",
     "World",
     "__version__",
     "bench",
@@ -80,6 +90,7 @@ __all__ = [
     "run_ranks",
     "set_seed",
     "shutdown",
+    "split_parameters",
 ]
 
 
