@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.training.optimizers import LAMB, LARS
     from paceline.verbs import bench
     from paceline.verbs.doctor import doctor
+    from paceline.verbs.profile import comm_table, compare, profile, trace
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ _HOMES = {
     "paceline.training.optimizers": ("LAMB", "LARS"),
     "paceline.verbs": ("bench",),
     "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -70,16 +72,20 @@ __all__ = [
     "World",
     "__version__",
     "bench",
+    "comm_table",
+    "compare",
     "doctor",
     "get",
     "init",
     "is_launched",
     "load_result",
     "load_run",
+    "profile",
     "ranks",
     "run_ranks",
     "set_seed",
     "shutdown",
+    "trace",
 ]
 
 

@@ -19,7 +19,7 @@ from paceline.report.tables import render_csv, render_markdown
 
 from .made_scaling import (
     SEEDS,
-    MadePrediction,
+    PredictedPoint,
     interval,
     make_batches,
     make_cell,
@@ -291,7 +291,7 @@ def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
 
 
 def test_the_bands_of_a_prediction_hold_its_value():
-    line = predicted_tables.PredictedLine(MadePrediction("x", "strong", 64, 4, 2.0, 1.0, 4.0, 4.0), None)
+    line = predicted_tables.PredictedLine(PredictedPoint("x", "strong", 64, 4, 2.0, 1.0, 4.0, 4.0), None)
     assert (line.speedup_band, line.efficiency_band) == ((1.0, 4.0), (0.25, 1.0))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.measure.wrapper_settings import DEFAULT_MODELS
+from paceline.measure.settings import DEFAULT_MODELS
 from paceline.measure.wrappers import build_module
 from paceline.workloads.registry import WORKLOADS
 

@@ -294,7 +294,7 @@ def _take_step(
     for phase in ("forward", "backward"):
         if not phases.spans(phase):
             raise MeasurementError(
-                f"the step of {model} ran no {phase}: it must call the model that it is given, and backward() on a loss",
+                f"the step of {model} ran no {phase}: it must call the model that it gets, and backward() on a loss",
                 code="no-phase",
             )
     whole_s = at_s[phases.marks[-1][1]] - at_s[phases.marks[0][1]]
@@ -426,15 +426,27 @@ def measure_job_layers(settings: TrainSettings, iters: int, warmup: int) -> Laye
         replica = job.as_replica(job.job.learner)
         try:
             tell = _follow(world, "layers")
-            return measure_layers(replica, job.labels, find_blocks(job.module), iters=iters, warmup=warmup, tell=tell)
+            blocks = find_blocks(job.module)
+            record = measure_layers(replica, job.labels, blocks, iters=iters, warmup=warmup, tell=tell)
+            first: LayerProfileRecord = world.share(record)[0]
+            return first
         finally:
             replica.close()
 
 
 def measure_phases(
-    settings: TrainSettings, batch_sizes: tuple[int, ...], iters: int | None, warmup: int | None
+    settings: TrainSettings,
+    batch_sizes: tuple[int, ...],
+    iters: int | None,
+    warmup: int | None,
+    before: int = 0,
+    after: int = 0,
 ) -> list[StepRecord]:
-    """The phases of a job of ours at each batch size per rank. Collective: every rank must call this."""
+    """The phases of a job of ours at each batch size per rank. Collective: every rank must call this.
+
+    `before` and `after` count the cells of other numbers of ranks, for the progress.
+    """
+    total = before + len(batch_sizes) + after
     records: list[StepRecord] = []
     with open_world(settings) as world:
         for number, batch_size in enumerate(batch_sizes):
@@ -443,10 +455,10 @@ def measure_phases(
             # Before the first is measured: the largest would end the run, and lose what was measured.
             check_whole(job.job, dataclasses.replace(job.job.batches, batch_size=max(batch_sizes)).global_batch_size)
             label = f"{format_number_of(world.world_size, 'rank')}, batch {batch_size}"
-            tell = _follow(world, label, number, len(batch_sizes))
+            tell = _follow(world, label, before + number, total)
             records.append(_measure_job_phases(world, job, iters, warmup, tell))
             if world.rank == 0:
-                post(Progress(number + 1, len(batch_sizes), label, (records[-1],)))
+                post(Progress(before + number + 1, total, label, (records[-1],)))
     return records
 
 

@@ -1,4 +1,4 @@
-"""Recording: some steps of this rank under torch's profiler, as a `RankTrace`. What it says is in `predict.overview`."""
+"""Recording: steps of each rank under torch's profiler, as a `RankTrace`. What they say is in `predict.overview`."""
 
 from __future__ import annotations
 

@@ -1,62 +1,27 @@
-"""Predicted steps on more ranks beside the measured ones, as a table. The predictions are simulated, and say so.
-
-Points are those of `predict.scaling`; report and predict do not import each other.
-"""
+"""Predicted steps on more ranks next to the measured ones, as a table. The predictions are simulated, and say so."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from paceline.predict.scaling import PredictedPoint
 from paceline.records.steps import ScalePoint
 from paceline.report.tables import Column
 from paceline.units import format_ms
-
-__all__ = ["Predicted", "PredictedLine", "match_predictions", "predicted_row", "predicted_table"]
-
-
-class Predicted(Protocol):
-    """What a prediction tells: the step of a contestant in a cell, its interval, and one rank's step by itself."""
-
-    @property
-    def contestant(self) -> str: ...
-    @property
-    def mode(self) -> str: ...
-    @property
-    def cell_size(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def step_s(self) -> float: ...
-    @property
-    def low_s(self) -> float: ...
-    @property
-    def high_s(self) -> float: ...
-    @property
-    def alone_s(self) -> float: ...
-    @property
-    def doubt(self) -> str: ...
-    @property
-    def network(self) -> str: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def efficiency(self) -> float: ...
-    @property
-    def speedup(self) -> float: ...
 
 
 @dataclass(frozen=True)
 class PredictedLine:
     """A prediction, and the point that was measured there, where one was."""
 
-    predicted: Predicted
+    predicted: PredictedPoint
     point: ScalePoint | None
 
     @property
     def error(self) -> float | None:
-        """Predicted step over the measured, minus 1."""
+        """PredictedPoint step over the measured, minus 1."""
         if self.point is None:
             return None
         return self.predicted.step_s / self.point.record.timing.median_s - 1
@@ -80,7 +45,7 @@ class PredictedLine:
         return low * self.predicted.world_size, high * self.predicted.world_size
 
 
-def match_predictions(predicted: Sequence[Predicted], points: Sequence[ScalePoint]) -> list[PredictedLine]:
+def match_predictions(predicted: Sequence[PredictedPoint], points: Sequence[ScalePoint]) -> list[PredictedLine]:
     """Each prediction in the given order, with what was measured for the same contestant, cell and ranks."""
     known = {(p.record.variant, p.record.cell, p.record.world_size): p for p in points}
     return [PredictedLine(p, known.get((p.contestant, (p.mode, p.cell_size), p.world_size))) for p in predicted]

@@ -1,4 +1,4 @@
-"""`profile layers`, `trace`, `comm-table`, `--compare` and `paceline.profile` as results: tables, figures, sentences."""
+"""`paceline.profile`, `profile layers`, `trace`, `comm-table` and `--compare` as results: tables, figures, text."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.advice import Advice, StepFacts
-from paceline.predict.comm_table import CommRow, build_comm_table, build_model_step
-from paceline.predict.networks import MeasuredNetwork, find_networks
+from paceline.predict.networks import MeasuredFabric, find_networks
 from paceline.predict.overview import (
     ComparedRow,
     Overview,
     StepLane,
+    build_lanes,
     compare_overviews,
     overview_from_json,
     overview_to_json,
 )
+from paceline.predict.traces import RankTrace, merge_traces, render_trace
+from paceline.predict.whatif import CommRow, build_comm_table
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
@@ -149,6 +151,10 @@ class _Parameter:
     def names(self) -> str:
         return " = ".join((self.parameter.name, *self.parameter.aliases))
 
+    @property
+    def ready(self) -> str:
+        return "never" if self.parameter.median_s is None else format_ms(self.parameter.median_s)
+
 
 def list_blocks(profile: LayerProfileRecord) -> list[_Block]:
     """The blocks in the order of the model's definition, and the rest, so that the columns add up."""
@@ -183,7 +189,8 @@ PARAMETERS = (
     Column(None, lambda line: line.parameter.block or None, key="block"),
     Column("type", lambda line: line.parameter.dtype, key="dtype"),
     Column("bytes", lambda line: line.parameter.num_bytes, "bytes", "num_bytes"),
-    Column("ready (ms)", lambda line: line.parameter.median_s, format_ms, "ready_s", priority=1),
+    Column(None, lambda line: line.parameter.median_s, key="ready_s"),
+    Column("ready (ms)", lambda line: line.ready, lambda text: text, priority=1),
     Column("ready so far", lambda line: line.ready_bytes, "bytes", "ready_bytes"),
     Column("source", lambda line: line.profile.source, key="source"),
 )
@@ -199,7 +206,8 @@ def describe_layers(profile: LayerProfileRecord) -> list[str]:
     lines = [
         f"plain step {format_ms(profile.timing.median_s)} ms: forward {format_ms(profile.forward.median_s)}, backward "
         f"{format_ms(profile.backward.median_s)}, optimizer {format_ms(profile.optimizer.median_s)}",
-        f"profiling costs {_format_cost(profile.step_cost)} of a step, {_format_cost(profile.backward_cost)} of backward",
+        f"profiling costs {_format_cost(profile.step_cost)} of a step, {_format_cost(profile.backward_cost)} of "
+        "backward",
         "gradients became ready in the same order in every step"
         if profile.is_order_stable
         else "the order in which gradients became ready changed between steps: it is that of the medians",
@@ -282,8 +290,8 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
 class TraceResult(Result):
     """`profile trace`: what each rank did in a step, what takes the time, and what would make steps faster.
 
-    A run has no records of its traces: they come from the ranks or, of a saved run, from `overview.json` in its folder.
-    `trace` is the merged trace as a compressed file for Perfetto, and `lanes` are what the timeline shows.
+    A run has no records of its traces: `document` comes from the ranks or, of a saved run, from `overview.json` in its
+    folder. `traces` are those of the ranks, None of a saved run; `plot` draws one step of them.
     """
 
     verbs = ("profile trace",)
@@ -293,12 +301,12 @@ class TraceResult(Result):
         run: Run,
         folder: Path | None = None,
         document: dict[str, Any] | None = None,
-        trace: bytes = b"",
-        lanes: Sequence[StepLane] = (),
+        traces: Sequence[RankTrace] = (),
+        plot: bool = True,
     ) -> None:
         super().__init__(run, folder)
         self.document = _load_overview(folder) if document is None else document
-        self.trace, self.lanes = trace, lanes
+        self.traces, self._plot = traces, plot and 1 <= len(traces) <= MAX_RANKS
         try:
             self.overviews = [overview_from_json(one) for one in self.document["overviews"]]
             self.facts = StepFacts(**self.document["facts"])
@@ -363,19 +371,15 @@ class TraceResult(Result):
         return tables
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        if not 1 <= len(self.lanes) <= MAX_RANKS:
+        if not self._plot:
             return {}
-        wrapper = self.config.get("wrapper", "")
-        title = f"One step of {self.config.get('model', 'the model')} on {format_number_of(len(self.lanes), 'rank')}"
-        return {
-            "timeline": lambda: plot_timeline(
-                self.lanes, f"{title} ({wrapper})" if wrapper else title, self.run.environment.machine
-            )
-        }
+        model, wrapper = self.config.get("model", "the model"), self.config.get("wrapper", "unknown wrapper")
+        title = f"One step of {model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
+        return {"timeline": lambda: plot_timeline(build_lanes(self.traces), title, self.run.environment.machine)}
 
     def files(self) -> dict[str, str | bytes]:
         files: dict[str, str | bytes] = {OVERVIEW: json.dumps(self.document, indent=1) + "\n"}
-        return files | ({"trace.json.gz": self.trace} if self.trace else {})
+        return files | ({"trace.json.gz": render_trace(merge_traces(self.traces))} if self.traces else {})
 
     @property
     def next_steps(self) -> list[str]:
@@ -585,29 +589,28 @@ def _place_legend(figure: Figure, lanes: Sequence[StepLane]) -> None:
 class CommTableResult(Result):
     """`profile comm-table`: the measured step of one rank, and its gradients on assumed and measured networks.
 
-    `curves` are measured networks; those of a saved run are in the runs that `--curve` named.
+    `sweeps` are networks that were measured; those of a saved run are in the runs that `--curve` named.
     """
 
     verbs = ("profile comm-table",)
 
-    def __init__(self, run: Run, folder: Path | None = None, curves: Sequence[MeasuredNetwork] = ()) -> None:
+    def __init__(self, run: Run, folder: Path | None = None, sweeps: Sequence[MeasuredFabric] = ()) -> None:
         super().__init__(run, folder)
         profile = next((record for record in run.records if isinstance(record, LayerProfileRecord)), None)
-        networks = [*find_networks(self.config["networks"]), *curves] if profile else []
-        self.rows: list[CommRow] = (
-            build_comm_table([build_model_step(profile)], networks, self.config["ranks"]) if profile else []
-        )
+        self.rows: list[CommRow] = []
+        if profile is not None:
+            self.rows = build_comm_table(profile, find_networks(self.config["networks"]), sweeps, self.config["ranks"])
 
     @property
     def answer(self) -> str:
         if not self.rows:
             return "No step was measured."
-        best, worst = (pick(self.rows, key=lambda row: row.overhead) for pick in (min, max))
+        best, worst = (pick(self.rows, key=lambda row: row.step.exposed_share) for pick in (min, max))
+        where = [f"{row.step.network} with {format_number_of(row.step.world_size, 'rank')}" for row in (best, worst)]
         return (
-            f"A step of {best.step.model} computes for {format_duration(best.step.compute_s)} and has "
-            f"{format_bytes(best.step.gradient_bytes)} of gradients. Sent at once after backward, they take "
-            f"{best.overhead:.1%} of a step on {best.network} with {format_number_of(best.world_size, 'rank')}, and "
-            f"{worst.overhead:.1%} on {worst.network} with {worst.world_size}."
+            f"A step of {best.model} computes for {format_duration(best.step.local_s)} and sends "
+            f"{format_bytes(best.num_bytes)} of gradients. Predicted exposed communication, with the best bucket size: "
+            f"{best.step.exposed_share:.1%} of a step on {where[0]}, {worst.step.exposed_share:.1%} on {where[1]}."
         )
 
     @property
@@ -615,9 +618,9 @@ class CommTableResult(Result):
         if not self.rows:
             return []
         return [
-            *dict.fromkeys(f"{row.network}: {row.assumption}" for row in self.rows),
-            "overhead: all gradients in one message after backward; exposed at best: all of backward hides "
-            "communication",
+            *dict.fromkeys(row.assumption for row in self.rows),
+            "overhead: all gradients in one message after backward; step and exposed: the best bucket size, as "
+            "`predict` finds it",
         ]
 
     @property
@@ -627,7 +630,7 @@ class CommTableResult(Result):
     def tables(self) -> list[Table]:
         if not self.rows:
             return []
-        title = f"{self.rows[0].step.model}: communication against computation"
+        title = f"{self.rows[0].model}: communication against computation"
         return [Table("table", title, COMM, self.rows, key="rows")]
 
     @property
@@ -636,20 +639,25 @@ class CommTableResult(Result):
 
 
 COMM = (
-    Column("model", lambda r: r.step.model, key="model"),
-    Column("gradients", lambda r: r.step.gradient_bytes, "bytes", "gradient_bytes", priority=-1),
-    Column("network", lambda r: r.network, key="network", is_key=True),
-    Column("ranks", lambda r: r.world_size, "number", "world_size", is_key=True),
-    Column("compute", lambda r: r.step.compute_s, "ms", "compute_s", priority=1),
-    Column(None, lambda r: r.step.backward_s, key="backward_s"),
-    Column(None, lambda r: r.step.source, key="compute_source"),
-    Column("comm", lambda r: r.comm_s, "ms", "comm_s", priority=2),
-    Column("overhead", lambda r: r.overhead, "percent.1", "overhead", priority=3),
-    Column(None, lambda r: r.exposed_s, key="exposed_s"),
-    Column("exposed at best", lambda r: r.exposed_overhead, "percent.1", "exposed_overhead", priority=2),
+    Column("model", lambda r: r.model, key="model"),
+    Column("gradients", lambda r: r.num_bytes, "bytes", "gradient_bytes", priority=-1),
+    Column("network", lambda r: r.step.network, str, "network", is_key=True),
+    Column("ranks", lambda r: r.step.world_size, "number", "world_size", is_key=True),
+    Column("compute", lambda r: r.step.local_s, "ms", "compute_s", priority=1),
+    Column(None, lambda r: r.backward_s, key="backward_s"),
+    Column(None, lambda r: r.compute_source, key="compute_source"),
+    Column("comm", lambda r: r.message_s, "ms", "comm_s", priority=1),
+    Column("overhead", lambda r: r.overhead, "percent.1", "overhead", priority=2),
+    Column(None, lambda r: r.step.algorithm, key="algorithm"),
+    Column("step", lambda r: r.step.step_s, "ms", "step_s", priority=3),
+    Column(None, lambda r: r.step.low_s, key="low_s"),
+    Column(None, lambda r: r.step.high_s, key="high_s"),
+    Column(None, lambda r: r.step.exposed_s, key="exposed_s"),
+    Column("exposed", lambda r: r.step.exposed_share, "percent.1", "exposed_overhead", priority=3),
+    Column(None, lambda r: r.step.best_cap_bytes, key="best_cap_bytes"),
     Column(None, lambda r: r.assumption, key="assumption"),
-    Column(None, lambda r: r.source, key="source"),
-    Column("source", lambda r: f"compute {r.step.source}, comm {r.source}", priority=-2),
+    Column(None, lambda r: r.step.source, key="source"),
+    Column("source", lambda r: f"compute {r.compute_source}, comm {r.step.source}", priority=-2),
 )
 
 
@@ -669,16 +677,17 @@ class ComparisonResult(Result):
         """Compare two profiles. They were not taken in turns: the machine may have changed between them."""
         names = [str(one.folder or f"a run of {one.run.verb}") for one in (first, second)]
         if isinstance(first, TraceResult) and isinstance(second, TraceResult):
-            rows, may_differ = _compare_traces(first, second), ()
+            rows = _compare_traces(first, second)
         elif isinstance(first, StepResult) and isinstance(second, StepResult) and first.steps and second.steps:
-            rows, may_differ = _compare_phases(first.steps, second.steps, *names), _MAY_DIFFER
+            rows = _compare_phases(first.steps, second.steps, *names)
         else:
             raise ConfigError(
-                f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`: give two of `profile "
-                "trace`, or two of `profile phases`; `paceline profile trace` and `paceline profile phases` make them",
+                f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`: give two of "
+                "`paceline profile trace`, or two of `paceline profile phases`",
                 code="mismatch",
             )
         here, there = first.config, second.config
+        may_differ = () if isinstance(first, TraceResult) else _MAY_DIFFER
         unlike = {
             name: [here[name], there.get(name)]
             for name in here

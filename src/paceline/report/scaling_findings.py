@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.predict.scaling import PredictedPoint
 from paceline.records.steps import ScalePoint, StepRecord, Straggler, find_straggler
 from paceline.records.training import BatchRecord, LargeBatchRecord, RecipeSummary, Spread, find_knee
-from paceline.report.predicted_tables import Predicted, PredictedLine
+from paceline.report.predicted_tables import PredictedLine
 from paceline.report.scaling_tables import BandwidthLine, ScaleLine, is_split, pick_run
 from paceline.units import format_ms, format_number_of, format_rate, format_speed
 
@@ -49,7 +50,7 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     return lines + [f"batch size {r.batch_size} does not fit: {r.failure}" for r in records if r.failure]
 
 
-def _cell(record: StepRecord | Predicted) -> str:
+def _cell(record: StepRecord | PredictedPoint) -> str:
     return f"batch size {record.cell_size} {'per rank' if record.mode == 'weak' else 'over all ranks'}"
 
 

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
+from paceline.predict.scaling import PredictedPoint
 from paceline.records.steps import ScalePoint, StepRecord
 from paceline.records.training import BatchRecord, LargeBatchRecord, RecipeSummary, find_knee
 from paceline.report.plots import COLORS, new_figure
-from paceline.report.predicted_tables import Predicted, PredictedLine, match_predictions
+from paceline.report.predicted_tables import PredictedLine, match_predictions
 from paceline.report.scaling_tables import is_split
 from paceline.units import MIB
 
@@ -170,7 +171,7 @@ def _draw_ranks(
 
 def _plot_ranks(
     points: Sequence[ScalePoint],
-    predicted: Sequence[Predicted],
+    predicted: Sequence[PredictedPoint],
     mode: str,
     texts: tuple[str, str, str],
     draw: Callable[[Axes, Sequence[ScalePoint], Sequence[PredictedLine], Sequence[str], Sequence[int]], None],
@@ -194,7 +195,7 @@ def _plot_ranks(
     return figure
 
 
-def plot_weak(points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[Predicted] = ()) -> Figure:
+def plot_weak(points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[PredictedPoint] = ()) -> Figure:
     """Weak-scaling efficiency against ranks, a panel for each batch size, with the ideal line and predictions."""
 
     def draw(
@@ -217,7 +218,7 @@ def plot_weak(points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[P
     return _plot_ranks(points, predicted, "weak", texts, draw)
 
 
-def plot_strong(points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[Predicted] = ()) -> Figure:
+def plot_strong(points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[PredictedPoint] = ()) -> Figure:
     """Strong-scaling speed-up against ranks, both on log axes, a panel for each global batch size."""
 
     def draw(

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.predict.scaling import PredictedPoint
 from paceline.records.environment import Environment
 from paceline.records.kinds import CollectiveRecord, Record
 from paceline.records.steps import ScalePoint, StepRecord, list_points
 from paceline.records.training import BatchRecord, LargeBatchRecord, summarize_recipes
 from paceline.report import predicted_tables, scaling_findings, scaling_matrices, scaling_tables
-from paceline.report.predicted_tables import Predicted, match_predictions
+from paceline.report.predicted_tables import match_predictions
 from paceline.report.tables import render_markdown
 from paceline.units import format_memory
 
@@ -126,7 +127,7 @@ def recipe_section(records: Sequence[LargeBatchRecord], figures: Figures = ()) -
 
 
 def predicted_section(
-    predicted: Sequence[Predicted], points: Sequence[ScalePoint] = (), figures: Figures = ()
+    predicted: Sequence[PredictedPoint], points: Sequence[ScalePoint] = (), figures: Figures = ()
 ) -> Section:
     """Predictions, beside what was measured of them."""
     lines = match_predictions(predicted, points)
@@ -142,7 +143,7 @@ def predicted_section(
     )
 
 
-def _is_leading(one: Predicted, predicted: Sequence[Predicted]) -> bool:
+def _is_leading(one: PredictedPoint, predicted: Sequence[PredictedPoint]) -> bool:
     """Whether it is of the largest cell of its mode, and of the contestant that is best there."""
     beyond = [p for p in predicted if p.network and p.mode == one.mode]
     if not one.network or one.cell_size != max(p.cell_size for p in beyond):

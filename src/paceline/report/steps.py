@@ -151,12 +151,8 @@ class WrappersResult(StepResult):
     def answer(self) -> str:
         ours = [s for s in self.standings if s.record.wrapper == "paceline" and s.torch is not None]
         if not ours:
-            fastest = min(self.steps, key=lambda record: record.timing.median_s, default=None)
-            return (
-                "No step was measured."
-                if fastest is None
-                else f"{format_number_of(len(self.steps), 'row')}; torch's wrapper and Paceline's were not both measured."
-            )
+            count = format_number_of(len(self.steps), "row")
+            return f"{count}: torch's wrapper and Paceline's were not measured together." if self.steps else "No step."
         if len(ours) == 1:
             (one,) = ours
             where = f"{one.record.model} on {format_number_of(one.record.world_size, 'rank')} ({one.record.backend})"
@@ -170,8 +166,8 @@ class WrappersResult(StepResult):
         faster = sum(ratio.is_clear and ratio.value < 1 for ratio in ratios)
         slower = sum(ratio.is_clear and ratio.value > 1 for ratio in ratios)
         return (
-            f"Paceline's wrapper is faster than torch's in {faster} of {len(ratios)} cells, slower in {slower}, and not "
-            f"shown to differ in {len(ratios) - faster - slower}."
+            f"Paceline's wrapper is faster than torch's in {faster} of {len(ratios)} cells, slower in {slower}, and "
+            f"not shown to differ in {len(ratios) - faster - slower}."
         )
 
     @property

@@ -81,7 +81,8 @@ class Task:
 class Session:
     """One run under way. In a launched world every rank has one, and only rank 0 (`is_leader`) writes and shows.
 
-    `place` is None where the ranks are started here, or where this process alone is measured (`here`). `folder` is the run's folder, None where nothing is to be written;
+    `place` is None where the ranks are started here, or where this process alone is measured (`here`).
+    `folder` is the run's folder, None where nothing is to be written;
     in a launched world the others than rank 0 have one only to read from, when a run is resumed.
     `config` is the resolved request. `is_finished` says that a resumed run has all of its records already.
     `warnings` are reasons to doubt that the verb adds. `saved` may be set by a verb that saves in its own way: it
@@ -333,18 +334,20 @@ class Session:
         self,
         records: Sequence[Record],
         details: dict[str, Any] | None = None,
-        warnings: Sequence[str] = (),
+        doubts: Sequence[str] | None = None,
         complete: bool = True,
     ) -> Run:
         """The finished run, saved as `run.json` where this session writes. Its warnings are the reasons to doubt it.
 
-        `details` is what only a rank knows of the environment. A resumed run that was finished is the saved one.
+        `details` is what only a rank knows of the environment. `doubts` are those that follow from the records: by
+        default those that `find_doubts` finds. A resumed run that was finished is the saved one.
         """
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
         environment = self.environment if details is None else dataclasses.replace(self.environment, details=details)
-        doubts = [doubt.text for doubt in find_doubts(records, environment)]
-        found = (*self.warnings, *warnings, *self._find_machine_warnings(), *doubts)
+        if doubts is None:
+            doubts = [doubt.text for doubt in find_doubts(records, environment)]
+        found = (*self.warnings, *self._find_machine_warnings(), *doubts)
         run = Run(self.verb, self.config, environment, tuple(records), found, complete)
         if self.folder is not None and self.is_leader:
             RunFolder(self.folder).save(run)
