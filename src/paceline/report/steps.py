@@ -15,7 +15,7 @@ from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS
 from paceline.report.result import Result
 from paceline.report.table import Column, Table
-from paceline.units import format_bytes, format_duration, format_ms, format_number_of
+from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,7 +107,7 @@ PHASES = (
     Column("overlap", lambda r: r.overlap, "percent.1", "overlap", priority=-1),
     Column("comm overhead", lambda r: r.overhead, "percent.1", "comm_overhead", priority=4),
     Column("busbw", lambda r: r.busbw_bytes_per_s, "GB/s", "busbw_gbps", priority=-1),
-    Column("samples/s", lambda r: r.samples_per_s, "samples/s", "samples_per_s", priority=1),
+    Column("samples/s", lambda r: r.samples_per_s, format_speed, "samples_per_s", priority=1),
     Column(None, lambda r: r.cost.value - 1, key="profiling_cost"),
     Column(None, lambda r: r.cost.noise, key="profiling_cost_noise"),
     Column("source", lambda r: r.source, key="source", priority=-3),
