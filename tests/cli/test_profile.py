@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from paceline import load_run
-from paceline.predict.traces import check_trace
 from paceline.records.exchange import load_layer_sizes, load_layer_times
 from paceline.records.steps import StepRecord
 from tests.cli.test_train import TINY, TORCHRUN, type_alone, type_command
 from tests.conftest import Answer
+from tests.unit.made_traces import check_trace
 
 SMALL = (*TINY, "--samples", "64")
 PHASES = ("profile", "phases", *SMALL, "--iters", "3", "--warmup", "1")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from paceline.errors import ConfigError, MeasurementError, RecordError
+from paceline.machine import canonical_backend
 from paceline.predict.curves import (
     ContinuedCurve,
     CostCurve,
@@ -201,7 +202,7 @@ class Sweep:
 class MeasuredFabric:
     """Sweeps of one backend: on their own ranks as measured, on others scaled from the nearest as the fits say.
 
-    `what` is the name with device and dtype. `shift` moves the times on other ranks by so many standard deviations of
+    `what` is the name with device and dtype. `shift` moves the times on other ranks by that many standard deviations of
     what is known of them.
     """
 
@@ -247,7 +248,7 @@ class MeasuredFabric:
 
     @property
     def is_continued(self) -> bool:
-        """Whether ranks share what carries their messages, and two or more sweeps show how they fare with that."""
+        """Whether ranks share what carries their messages, and two or more sweeps show what that costs."""
         return len(self.ranks) > 1 and self.fits[0].algorithm in ("gloo", "shared")
 
     def build_continued_curve(self, world_size: int) -> CostCurve:
@@ -297,7 +298,8 @@ def build_measured_fabric(
         raise RecordError("no all-reduce on two or more ranks is in the run: measure one with `bench allreduce`")
     if backend is not None:
         there = sorted({record.backend for record in records})
-        records = [record for record in records if record.backend == backend]
+        wanted = canonical_backend(backend)
+        records = [record for record in records if canonical_backend(record.backend) == wanted]
         if not records:
             raise ConfigError(f"no all-reduce on the backend {backend} is in the run: there is {', '.join(there)}")
     if len({record.backend for record in records}) == 1 and any(record.memory == "shared" for record in records):
@@ -305,7 +307,7 @@ def build_measured_fabric(
     kinds = sorted({_describe(record) for record in records})
     if len(kinds) > 1:
         raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): choose one with --backend")
-    own = {"gloo": ("gloo",), "shm": ("shared",), "paceline": ("shared",)}.get(records[0].backend, ("ring", "tree"))
+    own = {"gloo": ("gloo",), "shm": ("shared",)}.get(canonical_backend(records[0].backend), ("ring", "tree"))
     points = [(record.num_bytes, record.world_size, statistics.median(_seconds(record))) for record in records]
     try:
         fits = tuple(fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))
@@ -315,7 +317,7 @@ def build_measured_fabric(
 
 
 def _seconds(record: CollectiveRecord) -> tuple[float, ...]:
-    """Times without the wait for a late rank, where the clock can tell; one time where a table has no more."""
+    """Times without the wait for a late rank, where the clock shows it; one time where a table has no more."""
     if isinstance(record.timing, Samples):
         return record.timing.from_last_arrival_s or record.timing.reduced_s
     return (record.time_s,)
