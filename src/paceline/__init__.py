@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from paceline.verbs import bench
     from paceline.verbs.doctor import doctor
     from paceline.workloads.data.sharding import EpochOrder
+    from paceline.verbs.profile import comm_table, compare, profile, trace
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ _HOMES = {
     "paceline.workloads.data.sharding": ("EpochOrder",),
     "paceline.verbs": ("bench",),
     "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -80,17 +82,21 @@ __all__ = [
     "World",
     "__version__",
     "bench",
+    "comm_table",
+    "compare",
     "doctor",
     "get",
     "init",
     "is_launched",
     "load_result",
     "load_run",
+    "profile",
     "ranks",
     "run_ranks",
     "set_seed",
     "shutdown",
     "split_parameters",
+    "trace",
 ]
 
 

@@ -12,7 +12,6 @@ from .reading import PACKAGE, STARRED, expect_none, imports, modules, room, run_
 LATE = (
     "paceline.cli.main",
     "paceline.measure.settings",
-    "paceline.measure.wrapper_settings",
     "paceline.runtime.environment",
     "paceline.runtime.launch",
     "paceline.runtime.worker",

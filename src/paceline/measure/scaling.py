@@ -14,10 +14,10 @@ import torch.distributed as dist
 from paceline.errors import ConfigError
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import Pace
+from paceline.measure.profiles import measure_job_layers
 from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
 from paceline.measure.settings import CollectiveSettings
 from paceline.measure.steps import PATIENCE, Replica, StepBench, TimedMessages, TrainingJob, Variant, build_scaled
-from paceline.measure.training_traces import measure_job_layers
 from paceline.records import Record
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post

@@ -19,8 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from paceline.measure.emulation import EmulatedNetwork
 from paceline.measure.engine import Pace
-from paceline.measure.layer_moments import LayerHooks, Moments
-from paceline.measure.layers import order_by_ready
+from paceline.measure.profiles import LayerHooks, Moments, order_by_ready
 from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, wrap
 from paceline.measure.sweeps import SMALLEST_BYTES, Sweep
 from paceline.measure.tune_settings import TuneSettings

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 _MODULES = {
     "bench allreduce": "collectives",
     "bench chunks": "collectives",
+    "bench wrappers": "steps",
+    "profile": "profiles",
+    "profile layers": "profiles",
+    "profile phases": "steps",
+    "profile trace": "profiles",
+    "profile comm-table": "profiles",
+    "profile --compare": "profiles",
 }
 _CLASSES: dict[str, type[Result]] = {}
 
