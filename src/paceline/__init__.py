@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline.training.optimizers import LAMB, LARS
     from paceline.verbs import bench
     from paceline.verbs.doctor import doctor
+    from paceline.verbs.train import train
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ _HOMES = {
     "paceline.training.optimizers": ("LAMB", "LARS"),
     "paceline.verbs": ("bench",),
     "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.train": ("train",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -80,6 +82,7 @@ __all__ = [
     "run_ranks",
     "set_seed",
     "shutdown",
+    "train",
 ]
 
 

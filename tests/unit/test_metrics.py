@@ -8,7 +8,8 @@ import math
 import pytest
 
 from paceline.errors import ConfigError, RecordError
-from paceline.training.journal import EventsLog, MetricsLog, load_metrics
+from paceline.records.training import MetricsLog, load_metrics
+from paceline.training.journal import EventsLog
 
 
 def write(path, *steps):
