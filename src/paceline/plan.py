@@ -61,7 +61,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All gradients (in the model's order) and the buckets they travel in, in the order of their launch.
+    """All gradients (in the model's order) and the buckets they are sent in, in the order of their launch.
 
     Every byte of every gradient is in exactly one bucket; `rule` says in words how the plan was made.
     """
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def is_split(self) -> bool:
-        """Whether some gradient travels in several pieces."""
+        """Whether some gradient is sent in several pieces."""
         return sum(len(bucket.pieces) for bucket in self.buckets) > len(self.gradients)
 
     @property
@@ -171,7 +171,7 @@ def plan_like_torch(
     """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order.
 
     For each dtype and device: append, and close when the size has reached the cap, so a bucket overshoots by up to one
-    gradient and none is ever split. Each family goes through the caps by itself; the last cap serves from then on.
+    gradient and none is ever split. Each family goes through the caps on its own; the last cap serves from then on.
     Buckets stand in the order in which they closed, those left open last.
     """
     if not caps_bytes or min(caps_bytes) < 1:

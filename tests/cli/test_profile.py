@@ -12,11 +12,11 @@ import pytest
 import rich.console
 
 from paceline import load_run
-from paceline.predict.traces import check_trace
 from paceline.records.exchange import load_layer_sizes, load_layer_times
 from paceline.records.steps import StepRecord
 from tests.cli.test_train import TINY, TORCHRUN, type_alone, type_command
 from tests.conftest import Answer
+from tests.unit.made_traces import check_trace
 
 SMALL = (*TINY, "--samples", "64")
 PHASES = ("profile", "phases", *SMALL, "--iters", "3", "--warmup", "1")
@@ -27,7 +27,7 @@ TABLE = ("profile", "comm-table", *SMALL, "--iters", "2", "--warmup", "1")
 
 def find_run(answer: Answer) -> Path:
     assert answer.code == 0, answer.err
-    return Path(answer.out.rsplit("run: ", 1)[1].strip())
+    return Path(answer.out.rsplit("run: ", 1)[1].splitlines()[0].strip())
 
 
 @pytest.fixture(scope="module")

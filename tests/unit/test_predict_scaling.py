@@ -451,7 +451,7 @@ def test_evidence_is_sorted_out_of_a_study():
     found = ScalingEvidence.sort([*records, strong], "torch", "gloo", ("weak", 8), 64)
     assert [record.world_size for record in found.records] == [1, 2, 4]
     assert set(found.one_rank_s) == {8, 64}
-    assert found.contestant == "torch on gloo"
+    assert found.variant == "torch on gloo"
     assert {record.backend for record in found.shared} == {"gloo"}
     with pytest.raises(RecordError, match="one rank"):
         ScalingEvidence.sort(records, "torch", "gloo", ("weak", 16), 64)

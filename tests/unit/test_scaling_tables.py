@@ -262,7 +262,7 @@ def test_rows_of_predictions_follow_from_predicted_and_measured_steps(rng):
             "efficiency_high": ideal_s / p.low_s, "speedup": p.world_size * ideal_s / p.step_s,
         }  # fmt: skip
         assert {name: float(row[name]) for name in expected} == pytest.approx(expected)
-        record = known.get((p.contestant, (p.mode, p.cell_size), p.world_size))
+        record = known.get((p.variant, (p.mode, p.cell_size), p.world_size))
         if record is None:
             assert not any(row[name] for name in ("measured_step_s", "measured_efficiency", "error", "is_covered"))
             continue
@@ -282,7 +282,7 @@ def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
     lines = predicted_tables.match_predictions(make_predictions(), points)
     rows = cells(predicted_tables.predicted_table, lines)
     assert [row["source"] for row in rows] == [
-        "simulated", "simulated beside measured", "simulated beside measured", "simulated", "simulated",
+        "simulated", "simulated and measured", "simulated and measured", "simulated", "simulated",
         "simulated, doubtful",
     ]  # fmt: skip
     step_s = next(p.record.timing.median_s for p in points if p.record.variant == "paceline on gloo")

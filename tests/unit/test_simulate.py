@@ -14,9 +14,9 @@ from paceline.plan import Gradient, plan_like_torch
 from paceline.predict.curves import MeasuredCurve
 from paceline.predict.job import Job
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
-from paceline.predict.traces import check_trace
 from paceline.report.simulated_timeline import render_timeline
 from tests.unit.made_jobs import line, make_job
+from tests.unit.made_traces import check_trace
 
 positive = st.floats(1e-6, 1.0)
 rates = st.floats(0.05, 1.0)

@@ -9,7 +9,6 @@ import pytest
 from paceline.errors import RecordError
 from paceline.predict.overview import find_lateness
 from paceline.predict.traces import (
-    check_trace,
     find_messages,
     find_steps,
     is_collective,
@@ -20,7 +19,7 @@ from paceline.predict.traces import (
     save_trace,
 )
 from paceline.predict.traces import uses_tensor_cores as on_tensor_cores
-from tests.unit.made_traces import NCCL, MadeTrace
+from tests.unit.made_traces import NCCL, MadeTrace, check_trace
 
 BASE = 1_790_857_026_000_000_000
 

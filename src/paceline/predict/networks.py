@@ -201,7 +201,7 @@ class Sweep:
 class MeasuredFabric:
     """Sweeps of one backend: on their own ranks as measured, on others scaled from the nearest as the fits say.
 
-    `what` is the name with device and dtype. `shift` moves the times on other ranks by so many standard deviations of
+    `what` is the name with device and dtype. `shift` moves the times on other ranks by that many standard deviations of
     what is known of them.
     """
 
@@ -247,7 +247,7 @@ class MeasuredFabric:
 
     @property
     def is_continued(self) -> bool:
-        """Whether ranks share what carries their messages, and two or more sweeps show how they fare with that."""
+        """Whether ranks share what carries their messages, and two or more sweeps show what that costs."""
         return len(self.ranks) > 1 and self.fits[0].algorithm in ("gloo", "shared")
 
     def build_continued_curve(self, world_size: int) -> CostCurve:
@@ -315,7 +315,7 @@ def build_measured_fabric(
 
 
 def _seconds(record: CollectiveRecord) -> tuple[float, ...]:
-    """Times without the wait for a late rank, where the clock can tell; one time where a table has no more."""
+    """Times without the wait for a late rank, where the clock shows it; one time where a table has no more."""
     if isinstance(record.timing, Samples):
         return record.timing.from_last_arrival_s or record.timing.reduced_s
     return (record.time_s,)

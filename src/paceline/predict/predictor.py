@@ -293,8 +293,8 @@ def _estimate_noise(timing: Samples) -> float:
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One cap: what was predicted for it and, where the job was run, what it took. `same_layout`: the wrapper's buckets
-    are those that were simulated."""
+    """One cap: what was predicted for it and, where the job was run, what it took. `same_layout`: the wrapper's
+    buckets are the simulated ones."""
 
     cap_bytes: int
     estimate: Estimate
@@ -326,7 +326,7 @@ class GridPoint:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A sweep of caps and, where it was confirmed, the recommended plan beside the default. Errors are fractions.
+    """A sweep of caps and, where it was confirmed, the recommended plan and the default. Errors are fractions.
 
     `noise` is the half-width of the 95 % interval of a median here. `regret` is of the recommendation.
     """

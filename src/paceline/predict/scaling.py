@@ -1,4 +1,4 @@
-"""The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that are not at hand. Pure.
+"""The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that were not measured. Pure.
 
 Top to bottom: what a curve may learn from, how things grow with the ranks of a host, the curve itself, its points.
 Measured efficiency and speed-up are in `records.steps`.
@@ -43,7 +43,7 @@ _HALVINGS = 20
 _MEDIAN_NOISE = 1.25
 # Less than this share of a step is no difference.
 _NOTHING = 1e-3
-# The standard deviation of a continued slow-down for each doubling of the ranks, beside half of what it grew by.
+# The standard deviation of a continued slow-down for each doubling of the ranks, on top of half of what it grew by.
 SLOWDOWN_ERROR = 0.03
 _GROWTH_ERROR = 0.5
 # And of one rank alone, which says nothing of its neighbours: they only ever slow it.
@@ -99,12 +99,12 @@ def estimate_spread(seconds: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class ScalingEvidence:
-    """What is known of one wrapper on one backend in one cell: `records` has one rank by itself, and any more ranks.
+    """What is known of one wrapper on one backend in one cell: `records` has one rank alone, and any more ranks.
 
     `profiles` are of the job on one rank, at one or more batch sizes; `collectives` the sweeps of all-reduce.
     `ranks_at_hand` is how many ranks this host has cores (or devices) for. `one_rank_s` has the seconds of a step on
     one rank by its samples, for strong scaling. `layouts` has the wrapper's buckets by ranks, which follow from its
-    planner and not from times; `bucket_bytes` is used where nothing tells them, and `wrapper_s`, what the wrapper costs
+    planner and not from times; `bucket_bytes` is used where they are unknown, and `wrapper_s`, what the wrapper costs
     on one rank, where no steps on several ranks do.
     """
 
@@ -145,9 +145,9 @@ class ScalingEvidence:
         ranks_at_hand: int,
         bucket_bytes: Sequence[int] = (),
     ) -> ScalingEvidence:
-        """Take what bears on one contestant and one cell (mode, size) out of the records of a study.
+        """Take what concerns one wrapper on one backend and one cell (mode, size) out of the records of a study.
 
-        Steps with communication off are the same in every wrapper, so those of all contestants count.
+        Steps with communication off are the same in every wrapper, so those of all of them count.
         """
         steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
         alone = [record for record in steps if record.world_size == 1]
@@ -166,7 +166,7 @@ class ScalingEvidence:
         )
 
     def calibrated_up_to(self, world_size: int) -> ScalingEvidence:
-        """What so many ranks tell, and nothing of more. One rank sends nothing: with it goes the smallest sweep."""
+        """The evidence of at most this many ranks. One rank sends nothing, so the smallest sweep stays with it."""
         least = min((r.world_size for r in self.collectives), default=0)
         return replace(
             self,
@@ -192,14 +192,14 @@ class ScalingEvidence:
         return min(_MOST_SPREAD, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
 
     def estimate_wait(self, world_size: int) -> float:
-        """How many times as long the slowest of so many ranks computes as the slowest of this host."""
+        """How many times as long the slowest of `world_size` ranks computes as the slowest of this host."""
         if world_size <= self.most_on_host or not self.spread:
             return 1.0
         here, there = (1 + estimate_wait(self.spread, count) for count in (self.most_on_host, world_size))
         return there / here
 
     @property
-    def contestant(self) -> str:
+    def variant(self) -> str:
         return replace(self.alone, wrapper=self.wrapper, backend=self.backend).variant
 
     @property
@@ -225,11 +225,10 @@ class ScalingEvidence:
         return build_measured_fabric(found, self.backend) if found else None
 
     def list_buckets(self, world_size: int) -> tuple[int, ...]:
-        """The wrapper's buckets on so many ranks, or on the nearest number that is told; then those that were given,
-        then torch's default."""
-        told = {r.world_size: r.bucket_bytes for r in self.shared if r.bucket_bytes} | dict(self.layouts)
-        if told:
-            return told[min(told, key=lambda count: (abs(math.log(count / world_size)), -count))]
+        """The wrapper's buckets on these ranks or the nearest known ones; else those given, else torch's default."""
+        known = {r.world_size: r.bucket_bytes for r in self.shared if r.bucket_bytes} | dict(self.layouts)
+        if known:
+            return known[min(known, key=lambda count: (abs(math.log(count / world_size)), -count))]
         if self.bucket_bytes:
             return self.bucket_bytes
         gradients = build_job_from_profile(self.profiles[0]).gradients
@@ -237,16 +236,18 @@ class ScalingEvidence:
 
 
 def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord:
-    """The record with the silent steps of all contestants of its cell and ranks: of each repetition the median of the
-    slowest ranks, and the others as far behind it as in the median."""
+    """The record with the steps without communication of all wrappers of its cell and ranks.
+
+    Of each repetition the median of the slowest ranks, and the others as far behind it as in the median.
+    """
     alike = [r for r in steps if (r.job, r.cell, r.world_size) == (record.job, record.cell, record.world_size)]
-    told = [r.no_comm for r in alike if r.no_comm is not None and r.no_comm.count == record.timing.count]
-    if record.no_comm is None or len(told) < 2:
+    found = [r.no_comm for r in alike if r.no_comm is not None and r.no_comm.count == record.timing.count]
+    if record.no_comm is None or len(found) < 2:
         return record
     joined = []
     for number in range(record.timing.count):
-        slowest_s = statistics.median(silent.reduced_s[number] for silent in told)
-        row = [statistics.median(times) for times in zip(*(silent.seconds[number] for silent in told), strict=True)]
+        slowest_s = statistics.median(samples.reduced_s[number] for samples in found)
+        row = [statistics.median(times) for times in zip(*(samples.seconds[number] for samples in found), strict=True)]
         joined.append(tuple(time_s / max(row) * slowest_s for time_s in row))
     return replace(record, no_comm=replace(record.no_comm, seconds=tuple(joined)))
 
@@ -270,10 +271,10 @@ def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> flo
 
 @dataclass(frozen=True)
 class Slowdown:
-    """How much longer a rank computes beside others: (ranks, factor), one rank first. On measured ranks as measured.
+    """How much longer a rank computes next to others: (ranks, factor), one rank first. On measured ranks as measured.
 
     Beyond them a straight line through the last two: what ranks share, they share with one more each. It never falls,
-    and never grows faster than the ranks. `shift` moves what is continued by so many standard deviations.
+    and never grows faster than the ranks. `shift` is how many standard deviations off the continued part is.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -304,13 +305,13 @@ class Slowdown:
 
 @dataclass(frozen=True)
 class PredictedPoint:
-    """A step on so many ranks; a measured one of it should lie between `low_s` and `high_s` in 90 % of cases.
+    """A step on `world_size` ranks; a measured one should lie between `low_s` and `high_s` in 90 % of cases.
 
-    `alone_s` is the step of one rank by itself, `network` what joins the hosts (empty: all ranks are on this one),
+    `alone_s` is the step of one rank alone, `network` what joins the hosts (empty: all ranks are on this one),
     `calibrated` the numbers of ranks whose steps it learnt from, and `doubt` why not to trust it.
     """
 
-    contestant: str
+    variant: str
     mode: str
     cell_size: int
     world_size: int
@@ -357,7 +358,7 @@ def simulate_scaling(
             times = [draw.simulate_s(world_size, place) * own for draw, own in zip(draws, noises, strict=True)]
             points.append(
                 PredictedPoint(
-                    contestant=evidence.contestant,
+                    variant=evidence.variant,
                     mode=evidence.alone.mode,
                     cell_size=evidence.alone.cell_size,
                     world_size=world_size,
@@ -474,7 +475,7 @@ class _ScalingCurve:
         if here == 1:
             return self.networks[place].build_curve(nodes)
         if self.fabric is None:
-            raise RecordError(f"no all-reduce on {evidence.backend} is at hand: measure one with `bench allreduce`")
+            raise RecordError(f"no all-reduce on {evidence.backend} was measured: measure one with `bench allreduce`")
         inside = self.fabric.build_continued_curve(min(world_size, here))
         return inside if nodes == 1 else TwoLevelCurve(inside, self.networks[place].build_curve(nodes))
 
@@ -555,18 +556,20 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
     """What every point of the curve takes for granted, one line each."""
     curve = _fit_curve(evidence, networks, Resample())
     counts = ", ".join(str(record.world_size) for record in [evidence.alone, *evidence.shared])
-    lines = [f"{evidence.contestant}: calibrated on steps of {counts} ranks; more ranks than that are simulated"]
+    lines = [f"{evidence.variant}: calibrated on steps of {counts} ranks; more ranks than that are simulated"]
     if curve.corrections:
         factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowdown.points[1:])
         lines.append(
-            f"without communication a rank takes so many times the step of one alone, its wrapper included: {factors}; "
+            f"without communication a rank takes a multiple of the step of one alone, its wrapper included: {factors}; "
             "on more it grows along the line through the last two"
         )
         found = ", ".join(
             f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")
             for count, (factor, extra_s) in curve.corrections.items()
         )
-        lines.append(f"messages of a step take so many times those of the sweep, or seconds beside: {found}")
+        lines.append(
+            f"messages of a step take a multiple of those of the sweep, plus seconds that it does not explain: {found}"
+        )
     else:
         lines.append("no steps on several ranks: neighbours do not slow a rank, and messages take what the sweep's do")
     lines.append(f"contention: {curve.find_contention(2).basis}")

@@ -105,10 +105,6 @@ class CapCurve:
             last += 1
         return self.points[first].low_bytes, self.points[last].high_bytes
 
-    def at(self, cap_bytes: int) -> CapPoint:
-        """The point that a cap falls into; above the largest, one bucket."""
-        return next((point for point in self.points if cap_bytes <= point.high_bytes), self.points[-1])
-
 
 def estimate_caps(job: Job, costs: MachineCosts) -> CapCurve:
     """Simulate every partition that one cap can make."""

@@ -1,4 +1,4 @@
-"""Tables and pictures of backward time against bucket size. The numbers are simulated, and say so."""
+"""Tables and pictures of backward time against bucket size. The numbers are simulated, and marked so."""
 
 from __future__ import annotations
 

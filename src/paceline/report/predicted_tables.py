@@ -1,4 +1,4 @@
-"""Predicted steps on more ranks next to the measured ones, as a table. The predictions are simulated, and say so."""
+"""Predicted steps on more ranks next to the measured ones, as a table. The predictions are simulated, and marked so."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class PredictedLine:
 
 
 def match_predictions(predicted: Sequence[PredictedPoint], points: Sequence[ScalePoint]) -> list[PredictedLine]:
-    """Each prediction in the given order, with what was measured for the same contestant, cell and ranks."""
+    """Each prediction in the given order, with what was measured for the same variant, cell and ranks."""
     known = {(p.record.variant, p.record.cell, p.record.world_size): p for p in points}
-    return [PredictedLine(p, known.get((p.contestant, (p.mode, p.cell_size), p.world_size))) for p in predicted]
+    return [PredictedLine(p, known.get((p.variant, (p.mode, p.cell_size), p.world_size))) for p in predicted]
 
 
 def _measured(line: PredictedLine) -> str:
@@ -56,12 +56,12 @@ def _measured(line: PredictedLine) -> str:
 
 
 def _sources(line: PredictedLine) -> str:
-    measured = "" if line.point is None else f" beside {line.point.record.source}"
+    measured = "" if line.point is None else f" and {line.point.record.source}"
     return f"{line.predicted.source}{measured}{', doubtful' if line.predicted.doubt else ''}"
 
 
 predicted_table: Sequence[Column] = (
-    Column("wrapper", lambda p: p.predicted.contestant, False),
+    Column("wrapper", lambda p: p.predicted.variant, False),
     Column("network", lambda p: p.predicted.network, False),
     Column("mode", lambda p: p.predicted.mode, False),
     Column("samples", lambda p: str(p.predicted.cell_size)),
@@ -83,7 +83,7 @@ def predicted_row(line: PredictedLine) -> dict[str, Any]:
     predicted, point = line.predicted, line.point
     low, high = line.efficiency_band
     return {
-        "contestant": predicted.contestant,
+        "contestant": predicted.variant,
         "network": predicted.network,
         "mode": predicted.mode,
         "cell_size": predicted.cell_size,

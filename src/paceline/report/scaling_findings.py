@@ -302,7 +302,7 @@ def describe_errors(lines: Sequence[PredictedLine]) -> list[str]:
     ranks = ", ".join(str(n) for n in sorted({line.predicted.world_size for _, line in known}))
     return [
         f"predicted from half as many ranks, {format_number_of(len(known), 'step')} on {ranks} ranks are off by "
-        f"{mean:.1%} on average and by {worst:.1%} at most ({line.predicted.contestant} at {_cell(line.predicted)}); "
+        f"{mean:.1%} on average and by {worst:.1%} at most ({line.predicted.variant} at {_cell(line.predicted)}); "
         f"{near} by at most {_NEAR:.0%}, and {inside} lie in the 90 % of their predictions"
     ]
 
@@ -312,12 +312,12 @@ def describe_predictions(lines: Sequence[PredictedLine]) -> list[str]:
     groups: dict[tuple[str, str, int, str], list[PredictedLine]] = {}
     for line in lines:
         p = line.predicted
-        groups.setdefault((p.contestant, p.mode, p.cell_size, p.network), []).append(line)
+        groups.setdefault((p.variant, p.mode, p.cell_size, p.network), []).append(line)
     texts = []
     for group in groups.values():
         group.sort(key=lambda line: line.predicted.world_size)
         p = group[0].predicted
-        place = f"{p.contestant} at {_cell(p)}" + (f" ({p.network})" if p.network else "")
+        place = f"{p.variant} at {_cell(p)}" + (f" ({p.network})" if p.network else "")
         beyond = [line for line in group if line.point is None]
         if not beyond:
             continue

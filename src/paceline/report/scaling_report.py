@@ -151,7 +151,7 @@ def _is_leading(one: PredictedPoint, predicted: Sequence[PredictedPoint]) -> boo
     rivals = [p for p in beyond if (p.cell_size, p.network) == (one.cell_size, one.network)]
     most = max(p.world_size for p in rivals)
     best = max((p for p in rivals if p.world_size == most), key=lambda p: p.efficiency)
-    return one.contestant == best.contestant
+    return one.variant == best.variant
 
 
 def describe_machine(environment: Environment) -> str:

@@ -1,4 +1,4 @@
-"""The table and the picture of steps on other networks and numbers of ranks. The numbers are simulated, and say so."""
+"""The table and the picture of steps on other networks and numbers of ranks. All numbers are simulated."""
 
 from __future__ import annotations
 
