@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.verbs.doctor import doctor
     from paceline.workloads.data.sharding import EpochOrder
     from paceline.verbs.profile import comm_table, compare, profile, trace
+    from paceline.verbs.train import train
 
 __version__ = "0.1.0"
 
@@ -54,6 +55,7 @@ _HOMES = {
     "paceline.verbs": ("bench",),
     "paceline.verbs.doctor": ("doctor",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
+    "paceline.verbs.train": ("train",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -97,6 +99,7 @@ __all__ = [
     "shutdown",
     "split_parameters",
     "trace",
+    "train",
 ]
 
 
