@@ -20,18 +20,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.measure.tune_settings import FULL, TuneSettings
 from paceline.plan import Plan, plan_like_torch
-from paceline.predict.calibrate import CalibratedJob
-from paceline.predict.costs import fit_alpha_beta
-from paceline.predict.curves import LineCurve, MeasuredCurve
+from paceline.predict.curves import MeasuredCurve, fit_alpha_beta
+from paceline.predict.job import Job
 from paceline.predict.networks import find_network
 from paceline.predict.search import enumerate_caps
-from paceline.predict.simulate import Backward, Contention
+from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.records import LayerProfileRecord, load_run
 from paceline.training.settings import TrainSettings
 from paceline.tune import Tuning, judge_tuning
@@ -154,35 +153,39 @@ def render_cases(cases: list[Case]) -> str:
     return render(head, rows)
 
 
-Change = Callable[[CalibratedJob], CalibratedJob]
+# What a change of the model makes of a job and its costs.
+Change = Callable[[Job, MachineCosts], tuple[Job, MachineCosts]]
 
 
-def _line(job: CalibratedJob) -> CalibratedJob:
-    curve = job.costs.curve
+def _line(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
+    curve = costs.curve
     if not isinstance(curve, MeasuredCurve):
-        return job
-    line = fit_alpha_beta(list(zip(curve.sizes, curve.seconds, strict=True)))
-    return replace(job, costs=replace(job.costs, curve=LineCurve(line)))
+        return job, costs
+    return job, replace(costs, curve=fit_alpha_beta(list(zip(curve.sizes, curve.seconds, strict=True))))
 
 
-def _even(job: CalibratedJob) -> CalibratedJob:
+def _even(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
     """Gradients ready in proportion to their bytes, as where no layer was timed."""
-    done, total = list(itertools.accumulate(job.sizes)), sum(job.sizes)
-    ready = tuple(job.backward.total_s * part / total for part in done)
-    backward = Backward(ready, job.backward.total_s, job.backward.before_s, job.backward.after_s)
-    return replace(job, ready_s=ready, backward=backward)
+    return replace(job, ready_s=tuple(job.backward_s * part / job.num_bytes for part in job.totals[1:])), costs
 
 
 ABLATIONS: dict[str, Change] = {
-    "the whole model": lambda job: job,
-    "without contention": lambda job: replace(job, costs=replace(job.costs, contention=Contention())),
-    "one message at a time": lambda job: replace(job, costs=replace(job.costs, servers=1)),
-    "no cost of a bucket": lambda job: replace(job, costs=replace(job.costs, launch_s=0.0)),
-    "no copies": lambda job: replace(job, costs=replace(job.costs, gather_s_per_byte=0.0)),
+    "the whole model": lambda job, costs: (job, costs),
+    "without contention": lambda job, costs: (job, replace(costs, contention=Contention())),
+    "contention as assumed": lambda job, costs: (job, _assume(job, costs)),
+    "one message at a time": lambda job, costs: (job, replace(costs, servers=1)),
+    "no cost of a bucket": lambda job, costs: (job, replace(costs, launch_s=0.0)),
+    "no copies": lambda job, costs: (job, replace(costs, gather_s_per_byte=0.0)),
     "a line for the curve": _line,
     "ready by bytes": _even,
-    "nothing after the last bucket": lambda job: replace(job, costs=replace(job.costs, finish_s=0.0)),
+    "nothing after the last bucket": lambda job, costs: (job, replace(costs, finish_s=0.0)),
 }
+
+
+def _assume(job: Job, costs: MachineCosts) -> MachineCosts:
+    """Half a core for a message, as `predict` and `scale` take it; an emulated network still takes none."""
+    is_fitted = len(costs.contention.sizes) > 1
+    return replace(costs, contention=Contention.assume(job.device, is_on_host=True)) if is_fitted else costs
 
 
 def render_ablation(cases: list[Case]) -> str:
@@ -192,9 +195,9 @@ def render_ablation(cases: list[Case]) -> str:
         for is_emulated in (False, True):
             errors, added = [], []
             for case in (c for c in cases if c.is_emulated == is_emulated):
-                job = change(case.tuning.model.job)
+                job, costs = change(case.tuning.model.job, case.tuning.model.costs)
                 for point in case.tuning.judgement.measured:
-                    step_s = job.simulate(job.cut(point.cap_bytes)).step_s
+                    step_s = simulate(job, job.cut(point.cap_bytes), costs).step_s
                     errors.append(abs(step_s / (point.measured_s or math.nan) - 1))
                     added.append((abs(step_s - (point.measured_s or 0.0)), abs(point.exposed_s or 0.0)))
             cells += ["", "", ""] if not errors else [
@@ -209,40 +212,43 @@ def render_ablation(cases: list[Case]) -> str:
     return render(head, rows)
 
 
-def _greedy(job: CalibratedJob) -> tuple[int, ...]:
+def _greedy(job: Job, costs: MachineCosts) -> tuple[int, ...]:
     """MG-WFBP's idea: wait for the next gradient if it comes before the latency of a message of its own is paid."""
-    alpha_s = job.costs.curve.estimate_s(1)
+    alpha_s = costs.curve.estimate_s(1)
     cuts: list[int] = []
     free_s, first = 0.0, 0
     for index in range(len(job.sizes)):
         start_s = max(free_s, job.ready_s[index])
         if index + 1 < len(job.sizes) and job.ready_s[index + 1] < start_s + alpha_s:
             continue
-        free_s = start_s + job.costs.curve.estimate_s(sum(job.sizes[first : index + 1]))
+        free_s = start_s + costs.curve.estimate_s(sum(job.sizes[first : index + 1]))
         cuts.append(index + 1)
         first = index + 1
     return tuple(cuts)
 
 
-def _square_root(job: CalibratedJob) -> tuple[int, ...]:
-    alpha_s, total = job.costs.curve.estimate_s(1), sum(job.sizes)
-    return job.cut(max(1, round(total * math.sqrt(alpha_s / job.backward.total_s))))
+def _square_root(job: Job, costs: MachineCosts) -> tuple[int, ...]:
+    return job.cut(max(1, round(job.num_bytes * math.sqrt(costs.curve.estimate_s(1) / job.backward_s))))
 
 
-def _random(job: CalibratedJob) -> tuple[int, ...]:
-    source, total = random.Random(1), sum(job.sizes)
-    tried = [job.cut(max(1, round(total * 0.01 ** source.random()))) for _ in range(20)]
-    return min(tried, key=lambda cuts: job.simulate(cuts).step_s)
+def _find_quickest(job: Job, costs: MachineCosts, tried: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return min(tried, key=lambda cuts: simulate(job, cuts, costs).step_s)
 
 
-BASELINES: dict[str, Callable[[CalibratedJob], tuple[int, ...]]] = {
-    "25 MiB": lambda job: job.cut(25 * MIB),
-    "100 MB": lambda job: job.cut(100_000_000),
-    "Megatron's rule, 40 M elements": lambda job: job.cut(160_000_000),
+def _random(job: Job, costs: MachineCosts) -> tuple[int, ...]:
+    source = random.Random(1)
+    tried = [job.cut(max(1, round(job.num_bytes * 0.01 ** source.random()))) for _ in range(20)]
+    return _find_quickest(job, costs, tried)
+
+
+BASELINES: dict[str, Callable[[Job, MachineCosts], tuple[int, ...]]] = {
+    "25 MiB": lambda job, costs: job.cut(25 * MIB),
+    "100 MB": lambda job, costs: job.cut(100_000_000),
+    "Megatron's rule, 40 M elements": lambda job, costs: job.cut(160_000_000),
     "the square-root formula": _square_root,
     "MG-WFBP's greedy merge": _greedy,
     "the best of 20 random caps": _random,
-    "the best cap": lambda job: min((i.cuts for i in enumerate_caps(job.sizes)), key=lambda c: job.simulate(c).step_s),
+    "the best cap": lambda job, costs: _find_quickest(job, costs, (i.cuts for i in enumerate_caps(job.sizes))),
 }
 
 
@@ -250,9 +256,10 @@ def render_baselines(cases: list[Case]) -> str:
     """Steps under other rules over steps under the recommended plan, all simulated on the same calibration."""
     rows = []
     for case in cases:
-        job = case.tuning.model.job
+        job, costs = case.tuning.model.job, case.tuning.model.costs
         ours = case.tuning.choice.estimate.step_s
-        cells = [f"{job.simulate(rule(job)).step_s / ours - 1:+.1%}" for rule in BASELINES.values()]
+        steps = [simulate(job, rule(job, costs), costs).step_s for rule in BASELINES.values()]
+        cells = [f"{step_s / ours - 1:+.1%}" for step_s in steps]
         rows.append([case.name, *cells])
     return render(["case", *BASELINES], rows)
 

@@ -7,7 +7,7 @@ python examples/read_a_run.py runs/TIME-bench-allreduce
 import sys
 
 import paceline
-from paceline.predict.costs import fit_collectives
+from paceline.predict.curves import fit_collectives
 
 run = paceline.load_run(sys.argv[1])
 print(f"{run.verb} on {run.environment.cores} cores, torch {run.environment.versions['torch']}")

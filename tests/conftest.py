@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -33,6 +34,10 @@ ASKED_BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "")
 assert ASKED_BACKEND in ("", "gloo", "shm"), f"PACELINE_TEST_BACKEND={ASKED_BACKEND}: gloo or shm"
 # What several ranks on the CPU of this host get that ask for none.
 BACKEND = ASKED_BACKEND or ("gloo" if why_not() else "shm")
+
+# A deadline for each example would fail tests on a machine that is busy with something else.
+hypothesis.settings.register_profile("paceline", deadline=None)
+hypothesis.settings.load_profile("paceline")
 
 
 @pytest.fixture(scope="session")

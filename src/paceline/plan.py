@@ -5,28 +5,15 @@ The wrapper that reduces gradients and the simulator that predicts it use the sa
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.errors import ConfigError, RecordError
 from paceline.units import MIB, format_bytes
-
-__all__ = [
-    "TORCH_CAP_BYTES",
-    "TORCH_FIRST_CAP_BYTES",
-    "Bucket",
-    "Gradient",
-    "Piece",
-    "Plan",
-    "plan_by_cap",
-    "plan_like_torch",
-    "plan_shaped",
-    "plan_torch_start",
-]
 
 # torch's DistributedDataParallel without `bucket_cap_mb`; an explicit cap is the first bucket's cap, too.
 TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES = 25 * MIB, MIB
@@ -74,7 +61,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All gradients (in the model's order) and the buckets they travel in, in the order of their launch.
+    """All gradients (in the model's order) and the buckets they are sent in, in the order of their launch.
 
     Every byte of every gradient is in exactly one bucket; `rule` says in words how the plan was made.
     """
@@ -118,7 +105,7 @@ class Plan:
 
     @property
     def is_split(self) -> bool:
-        """Whether some gradient travels in several pieces."""
+        """Whether some gradient is sent in several pieces."""
         return sum(len(bucket.pieces) for bucket in self.buckets) > len(self.gradients)
 
     @property
@@ -184,7 +171,7 @@ def plan_like_torch(
     """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order.
 
     For each dtype and device: append, and close when the size has reached the cap, so a bucket overshoots by up to one
-    gradient and none is ever split. Each family goes through the caps by itself; the last cap serves from then on.
+    gradient and none is ever split. Each family goes through the caps on its own; the last cap serves from then on.
     Buckets stand in the order in which they closed, those left open last.
     """
     if not caps_bytes or min(caps_bytes) < 1:
@@ -215,63 +202,28 @@ def plan_torch_start(gradients: Sequence[Gradient]) -> Plan:
     return Plan(tuple(gradients), buckets, "torch's first iteration: one bucket per dtype")
 
 
-def _pack(gradients: Sequence[Gradient], pieces: Iterable[Piece], cap_bytes: int) -> list[Bucket]:
-    """Fill buckets in order, one per family at a time, closing each before it would exceed the cap."""
-    open_: dict[tuple[str, str], list[Piece]] = {}
-    closed: list[Bucket] = []
-    for piece in pieces:
-        family = gradients[piece.gradient].family
-        waiting = open_.get(family, [])
-        if waiting and sum(p.num_bytes for p in waiting) + piece.num_bytes > cap_bytes:
-            closed.append(Bucket(tuple(waiting)))
-            del open_[family]
-        open_.setdefault(family, []).append(piece)
-    return closed + [Bucket(tuple(waiting)) for waiting in open_.values()]
+def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
+    """Where torch's rule ends buckets: each closes with the gradient at which its size reaches the cap.
 
-
-def plan_by_cap(gradients: Sequence[Gradient], ready_order: Iterable[int], cap_bytes: int) -> Plan:
-    """Buckets of at most `cap_bytes`, in ready order; a gradient larger than that has a bucket of its own."""
-    if cap_bytes < 1:
-        raise ConfigError(f"a bucket cap of {cap_bytes} bytes: at least 1")
-    pieces = [_whole(gradients, index) for index in _check_order(gradients, ready_order)]
-    buckets = _pack(gradients, pieces, cap_bytes)
-    return Plan(tuple(gradients), tuple(buckets), f"at most {format_bytes(cap_bytes)}")
-
-
-def plan_shaped(
-    gradients: Sequence[Gradient],
-    ready_order: Iterable[int],
-    cap_bytes: int = TORCH_CAP_BYTES,
-    tail_bytes: int = TORCH_FIRST_CAP_BYTES,
-) -> Plan:
-    """Large buckets early and a small one at the end, where nothing is left to hide its transfer behind.
-
-    Gradients larger than the cap are split into equal parts. The tail holds the last gradients of each family, up to
-    `tail_bytes`; what comes before is packed up to `cap_bytes`.
+    `totals[k]` are the bytes of the first k gradients in ready order; the answer counts gradients.
     """
-    if cap_bytes < 1 or tail_bytes < 0:
-        raise ConfigError(f"a shaped plan with a cap of {cap_bytes} and a tail of {tail_bytes} bytes")
-    pieces = [p for index in _check_order(gradients, ready_order) for p in _split(gradients[index], index, cap_bytes)]
-    tails: dict[tuple[str, str], list[Piece]] = {}
-    body: list[Piece] = []
-    full: set[tuple[str, str]] = set()
-    for piece in reversed(pieces):
-        family = gradients[piece.gradient].family
-        tail = tails.setdefault(family, [])
-        if family in full or sum(p.num_bytes for p in tail) + piece.num_bytes > tail_bytes:
-            full.add(family)
-            body.append(piece)
-        else:
-            tail.append(piece)
-    buckets = _pack(gradients, reversed(body), cap_bytes)
-    buckets += [Bucket(tuple(reversed(tail))) for tail in tails.values() if tail]
-    rule = f"at most {format_bytes(cap_bytes)}, tail {format_bytes(tail_bytes)}"
+    cuts, place, count = [], 0, len(totals) - 1
+    while place < count:
+        place = min(count, bisect.bisect_left(totals, totals[place] + cap_bytes, lo=place + 1))
+        cuts.append(place)
+    return tuple(cuts)
+
+
+def plan_by_cuts(gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str) -> Plan:
+    """The plan whose buckets end after the gradients at these places of the ready order (the last one included)."""
+    pieces = [_whole(gradients, index) for index in ready_order]
+    edges = [0, *sorted(set(cuts) | {len(pieces)})]
+    buckets: list[Bucket] = []
+    for start, end in itertools.pairwise(edges):
+        # Gradients of several dtypes cannot share a bucket: a cut makes one bucket for each.
+        families = dict.fromkeys(gradients[piece.gradient].family for piece in pieces[start:end])
+        buckets += [
+            Bucket(tuple(piece for piece in pieces[start:end] if gradients[piece.gradient].family == family))
+            for family in families
+        ]
     return Plan(tuple(gradients), tuple(buckets), rule)
-
-
-def _split(gradient: Gradient, index: int, cap_bytes: int) -> list[Piece]:
-    """The gradient in the fewest parts of at most the cap, as equal as its elements allow."""
-    elements = gradient.num_bytes // gradient.item_bytes
-    parts = max(1, math.ceil(elements / max(1, cap_bytes // gradient.item_bytes)))
-    edges = [elements * part // parts * gradient.item_bytes for part in range(parts + 1)]
-    return [Piece(index, start, end) for start, end in itertools.pairwise(edges)]

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import PacelineError
 from paceline.measure.tune_settings import TuneSettings
 from paceline.plan import Gradient, Plan
-from paceline.predict.calibrate import Evidence
-from paceline.predict.judgement import GridPoint, Judgement, judge
-from paceline.predict.plans import Choice, PlanModel
+from paceline.predict.predictor import Choice, Evidence, GridPoint, Judgement, Predictor, judge
 from paceline.predict.search import choose_caps
 from paceline.records import Record, StepRecord
 from paceline.units import format_bytes
@@ -32,7 +30,7 @@ class Tuning:
     """All of it: the records, the model fitted to those that may calibrate it, what it chose, and how right it was."""
 
     records: tuple[Record, ...]
-    model: PlanModel
+    model: Predictor
     choice: Choice
     default_plan: Plan
     recommended_plan: Plan
@@ -58,9 +56,9 @@ class Tuning:
 
 def find_plan(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
-) -> tuple[PlanModel, Choice, Plan]:
+) -> tuple[Predictor, Choice, Plan]:
     """The plan that the model recommends, from the records that may calibrate it. Pure."""
-    model = PlanModel(Evidence.sort(records), settings.build_curve())
+    model = Predictor(Evidence.sort(records), settings.build_curve())
     choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
     if choice.is_default:
         return model, choice, default_plan

@@ -144,7 +144,7 @@ def test_each_option_does_what_it_says(predict, words, change):
         (["--allreduce", "{gloo}", "--ranks-per-node", "8"], "shape a --network"),
         (["--allreduce", "{both}"], "gloo on cpu in float32; paceline on cpu in float32"),
         (["--allreduce", "{both}", "--backend", "nccl"], "there is gloo, paceline"),
-        (["--allreduce", "{both}", "--backend", "paceline"], "in one host's memory cannot be"),
+        (["--allreduce", "{both}", "--backend", "paceline"], "1,024 ranks do not fit"),
         (["--allreduce", "{profile}"], "no all-reduce on two or more ranks"),
         (["--allreduce", "{gloo}/none"], "does not exist"),
         (["--network", "hdr", "--csv", "{gloo}"], "give one of them"),

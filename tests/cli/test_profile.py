@@ -12,11 +12,11 @@ import pytest
 import rich.console
 
 from paceline import load_run
-from paceline.predict.traces import check_trace
 from paceline.records.exchange import load_layer_sizes, load_layer_times
 from paceline.records.steps import StepRecord
 from tests.cli.test_train import TINY, TORCHRUN, type_alone, type_command
 from tests.conftest import Answer
+from tests.unit.made_traces import check_trace
 
 SMALL = (*TINY, "--samples", "64")
 PHASES = ("profile", "phases", *SMALL, "--iters", "3", "--warmup", "1")
@@ -27,7 +27,7 @@ TABLE = ("profile", "comm-table", *SMALL, "--iters", "2", "--warmup", "1")
 
 def find_run(answer: Answer) -> Path:
     assert answer.code == 0, answer.err
-    return Path(answer.out.rsplit("run: ", 1)[1].strip())
+    return Path(answer.out.rsplit("run: ", 1)[1].splitlines()[0].strip())
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +155,26 @@ def test_gradients_on_assumed_and_measured_networks(out, curve):
     assert answer.code == 0, answer.err
     rows = json.loads(answer.out)["rows"]
     assert [(row["network"], row["world_size"]) for row in rows] == [
-        ("nvlink", 2), ("nvlink", 8), ("10Gb/s,50us", 2), ("10Gb/s,50us", 8), ("gloo cpu", 2),
+        ("nvlink", 2), ("nvlink", 8), ("10Gb/s,50us", 2), ("10Gb/s,50us", 8), ("gloo", 2),
     ]  # fmt: skip
     for row in rows:
         assert row["gradient_bytes"] == 4 * 18_954
         assert row["overhead"] == pytest.approx(row["comm_s"] / (row["comm_s"] + row["compute_s"]))
     # A ring of two: each byte goes once over the wire, after two latencies.
     assert rows[2]["comm_s"] == pytest.approx(2 * 50e-6 + 4 * 18_954 / 1.25e9)
-    assert "measured all-reduces on 2 ranks" in rows[4]["assumption"]
+    assert "all-reduce as measured on 2 ranks" in rows[4]["assumption"]
+
+
+def test_the_comm_table_and_predict_agree(out, curve, command):
+    """The profile that comm-table saved, the same networks and ranks: the same step and the same exposed time."""
+    answer = type_alone(*TABLE, "--network", "10gbe,1gbe", "--ranks", "2", "--curve", curve, "--json", "--out", out)
+    table = json.loads(answer.out)
+    asked = ("--network", "10gbe,1gbe", "--allreduce", curve, "--ranks", "2", "--json", "--out", out)
+    predicted = json.loads(command("predict", "--model-profile", table["run"], *asked).out)
+    for row, other in zip(table["rows"], predicted["rows"], strict=True):
+        for key in ("network", "world_size", "step_s", "low_s", "high_s", "exposed_s", "algorithm", "best_cap_bytes"):
+            assert row[key] == other[key]
+        assert row["compute_s"] == other["local_step_s"]
 
 
 def test_a_curve_of_other_ranks_is_refused(command, curve, tmp_path):

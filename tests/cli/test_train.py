@@ -207,7 +207,7 @@ def test_a_run_of_steps_ends_inside_an_epoch_and_goes_on_for_more(mnist, tmp_pat
     there = load_rows(Path(json.loads(whole.out)["run"]))
     assert [row["loss"] for row in load_rows(run)] == [row["loss"] for row in there]
     back = type_alone("train", "--resume", str(run), "--steps", "12")
-    assert back.code == 2 and "--steps 12 is over after step 12, and the run is at step 18 already" in back.err
+    assert back.code == 2 and "--steps 12 ends after step 12, and the run is already at step 18" in back.err
 
 
 def test_a_batch_grows_as_it_was_typed(mnist, tmp_path):

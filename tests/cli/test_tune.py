@@ -166,7 +166,6 @@ def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
         (("--wrapper", "none", "--ranks", "1"), "--wrapper none has no buckets to tune: use paceline or torch"),
         (("--wrapper", "dp"), "--wrapper dp has no buckets to tune"),
         (("--accumulate", "2"), "--accumulate 2: gradients travel behind the last micro-batch alone"),
-        (("--plan", "plan.json"), "--plan plan.json: a plan is what is looked for here; leave it out"),
         (("--network", "10gb"), "unknown network '10gb': did you mean 10gbe?"),
         (("--network", "10gbe", "--ranks", "2"), "--network 10gbe with --ranks 2"),
         (("--network", "10gbe", "--network-ranks", "1"), "use --ranks 1 and --network-ranks 2 or more"),

@@ -15,8 +15,8 @@ from torch import nn
 import paceline
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import read_replica
-from paceline.plan import plan_by_cap, plan_shaped
 from paceline.transport import why_not
+from tests.unit.made_plans import plan_by_cap, plan_in_pieces
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no shared memory between ranks: {why_not()}")
 
@@ -45,8 +45,8 @@ def list_plans(module: nn.Module) -> dict[str, dict[str, Any]]:
     caps: dict[str, Any] = {f"cap of {cap} bytes": {"bucket_cap_mb": cap / 2**20} for cap in CAPS_BYTES}
     return caps | {
         "default": {},
-        "in 7 KB": {"plan": plan_shaped(gradients, backwards, cap_bytes=7000, tail_bytes=20)},
-        "in 50 KB": {"plan": plan_shaped(gradients, backwards, cap_bytes=50_000, tail_bytes=5000)},
+        "in 7 KB": {"plan": plan_in_pieces(gradients, backwards, cap_bytes=7000, tail_bytes=20)},
+        "in 50 KB": {"plan": plan_in_pieces(gradients, backwards, cap_bytes=50_000, tail_bytes=5000)},
         "in forward order": {"plan": plan_by_cap(gradients, range(len(gradients)), cap_bytes=20_000)},
         "per parameter": {"reducer": "per_parameter"},
         "flat": {"reducer": "flat"},

@@ -18,9 +18,10 @@ from torch import nn
 
 import paceline
 from paceline.parallel.replicas import read_replica
-from paceline.plan import Plan, plan_by_cap, plan_shaped
+from paceline.plan import Plan
 from tests.conftest import ASKED_BACKEND, BACKEND
 from tests.dist.parity_models import CASES, Batch, Case, measure_loss
+from tests.unit.made_plans import plan_by_cap, plan_in_pieces
 
 BACKENDS = [ASKED_BACKEND] if ASKED_BACKEND else sorted({"gloo", BACKEND})
 Record = dict[str, torch.Tensor | None]
@@ -33,7 +34,7 @@ TOLERANCES = {
 def plan_split(module: nn.Module) -> Plan:
     """Most gradients travel in several buckets; some pieces have one to themselves, others share it."""
     gradients = read_replica(module).gradients
-    return plan_shaped(gradients, reversed(range(len(gradients))), cap_bytes=90, tail_bytes=20)
+    return plan_in_pieces(gradients, reversed(range(len(gradients))), cap_bytes=90, tail_bytes=20)
 
 
 def plan_backwards(module: nn.Module) -> Plan:

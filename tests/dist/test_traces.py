@@ -16,7 +16,6 @@ from paceline.measure.traces import record_trace
 from paceline.predict.overview import CATEGORIES, build_lanes, build_overview, find_lateness
 from paceline.predict.traces import (
     RankTrace,
-    check_trace,
     find_messages,
     find_steps,
     load_trace,
@@ -24,6 +23,7 @@ from paceline.predict.traces import (
     save_trace,
 )
 from tests.conftest import BACKEND
+from tests.unit.made_traces import check_trace
 
 ACTIVE = 2
 LATE_S = 0.2

@@ -2,11 +2,11 @@
 
 import math
 import random
-from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
 
+from paceline.predict.scaling import PredictedPoint
 from paceline.records import BatchRecord, CollectiveRecord, CurvePoint, LargeBatchRecord, Samples, StepRecord
 
 JOB = {"model": "cnn", "data": "synthetic", "device": "cpu", "precision": "fp32"}
@@ -56,7 +56,7 @@ CONTESTANTS = (("torch", "gloo", 1.0), ("paceline", "gloo", 0.9), ("paceline", "
 
 
 def make_cell(rng, mode, cell_size, counts=(2, 4)):
-    """One rank by itself and three contestants on several numbers of ranks."""
+    """One rank by itself and three wrappers on several numbers of ranks."""
     alone_s = 1e-3 + 2e-4 * cell_size
     records = [make_scale(rng, 1, alone_s, mode=mode, cell_size=cell_size)]
     for ranks in counts:
@@ -120,37 +120,12 @@ def make_runs(rng, seeds=3):
     return [*runs, make_run(1024, "linear", seeds, failure="loss is nan after 3 updates", curve=(), epochs=10)]
 
 
-@dataclass(frozen=True)
-class MadePrediction:
-    """What `predict.scaling.PredictedPoint` is."""
-
-    contestant: str
-    mode: str
-    cell_size: int
-    world_size: int
-    step_s: float
-    low_s: float
-    high_s: float
-    alone_s: float
-    doubt: str = ""
-    network: str = "this host"
-    source: str = "simulated"
-
-    @property
-    def efficiency(self):
-        return self.speedup / self.world_size
-
-    @property
-    def speedup(self):
-        return self.alone_s / self.step_s * (self.world_size if self.mode == "weak" else 1)
-
-
-def make_predictions(contestant="paceline on gloo", mode="weak", cell_size=32, counts=(1, 2, 4, 8, 64, 1024)):
+def make_predictions(variant="paceline on gloo", mode="weak", cell_size=32, counts=(1, 2, 4, 8, 64, 1024)):
     alone_s = 1e-3 + 2e-4 * cell_size
-    cost_s = 1.5e-3 if contestant.endswith("gloo") else 5e-4
+    cost_s = 1.5e-3 if variant.endswith("gloo") else 5e-4
     steps = {n: (alone_s if mode == "weak" else alone_s / n) + cost_s * n**0.5 * (n > 1) for n in counts}
     return [
-        MadePrediction(contestant, mode, cell_size, n, s, 0.9 * s, 1.15 * s, alone_s, "far" if n > 64 else "")
+        PredictedPoint(variant, mode, cell_size, n, s, 0.9 * s, 1.15 * s, alone_s, "this host", "far" if n > 64 else "")
         for n, s in steps.items()
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paceline.predict.traces import Event, RankTrace
@@ -47,3 +49,55 @@ class MadeTrace:
     def build(self) -> RankTrace:
         device = "cuda" if any(event.get("cat") == "kernel" for event in self.events) else "cpu"
         return RankTrace(self.rank, 2, device, "box", round(self.origin_ms * 1e6), self.events, self.properties)
+
+
+_PHASES = frozenset("BEXiIsftbneCM")
+_METADATA = frozenset({"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"})
+
+
+def check_trace(document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a Chrome trace, one line each, worded as found; empty where a viewer can show it."""
+    events = document.get("traceEvents")
+    if not isinstance(events, list):
+        return ['no list "traceEvents"']
+    found: Counter[str] = Counter()
+    named = {e.get("pid") for e in events if isinstance(e, dict) and e.get("name") == "process_name"}
+    opened: dict[tuple[Any, Any], list[Any]] = {}
+    flows: dict[Any, list[int]] = {}
+    for event in events:
+        if not isinstance(event, dict):
+            found[f"an event that is a {type(event).__name__}"] += 1
+            continue
+        phase, place = event.get("ph"), (event.get("pid"), event.get("tid"))
+        if phase not in _PHASES:
+            found[f"unknown phase {phase!r}"] += 1
+        elif phase == "M":
+            found.update(_check_metadata(event))
+            continue
+        found.update(_check_times(event))
+        if event.get("pid") not in named:
+            found[f"process {event.get('pid')!r} has no name"] += 1
+        if phase == "B":
+            opened.setdefault(place, []).append(event.get("name"))
+        elif phase == "E" and not (opened.get(place) and opened[place].pop()):
+            found[f"an end without a begin on thread {place[1]!r}"] += 1
+        elif phase in ("s", "f"):
+            flows.setdefault((event.get("cat"), event.get("id")), [0, 0])["sf".index(phase)] += 1
+    for (_, tid), names in opened.items():
+        found.update(f"{name!r} begins and never ends on thread {tid!r}" for name in names)
+    found.update(f"{count[0]} flows begin with one id" for count in flows.values() if count[0] > 1)
+    return [line if count == 1 else f"{line} ({count} times)" for line, count in found.items()]
+
+
+def _check_metadata(event: Event) -> Iterator[str]:
+    if event.get("name") not in _METADATA:
+        yield f"unknown metadata {event.get('name')!r}"
+    elif not isinstance(event.get("args"), dict):
+        yield f"metadata {event['name']} says nothing"
+
+
+def _check_times(event: Event) -> Iterator[str]:
+    for key in ("ts", "dur") if event.get("ph") == "X" else ("ts",):
+        value = event.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+            yield f"{key} is {value!r} in {event.get('name')!r}"

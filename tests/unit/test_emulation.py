@@ -15,10 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.measure.emulation import EmulatedNetwork
 from paceline.parallel import DataParallel
-from paceline.predict.costs import AlphaBeta
-from paceline.predict.curves import LineCurve
+from paceline.predict.curves import AlphaBeta
 
-CURVE = LineCurve(AlphaBeta(0.004, 1e6, 1, 10**9, (0.0,)))
+CURVE = AlphaBeta(0.004, 1e6, 1, 10**9, (0.0,))
 
 
 @pytest.fixture

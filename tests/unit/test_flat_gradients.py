@@ -9,7 +9,8 @@ from torch import nn
 from paceline.errors import ConfigError
 from paceline.parallel.reducers import FlatGradients
 from paceline.parallel.replicas import read_replica
-from paceline.plan import Bucket, Piece, Plan, plan_by_cap, plan_shaped
+from paceline.plan import Bucket, Piece, Plan
+from tests.unit.made_plans import plan_by_cap, plan_in_pieces
 
 
 class Model(nn.Module):
@@ -28,7 +29,7 @@ ORDER = list(reversed(range(len(REPLICA.params))))
 
 @pytest.mark.parametrize("cap", [16, 64, 10_000])
 def test_every_element_has_a_place_of_its_own_inside_its_bucket(cap):
-    plan = plan_shaped(REPLICA.gradients, ORDER, cap, 8)
+    plan = plan_in_pieces(REPLICA.gradients, ORDER, cap, 8)
     flat = FlatGradients(REPLICA, plan, num_words=7)
     for index, view in flat.views.items():
         param = REPLICA.params[index]
@@ -52,8 +53,8 @@ def test_buckets_and_large_gradients_begin_at_a_vector_of_the_processor():
 @pytest.mark.parametrize(
     ("plan", "separate", "has_gaps"),
     [
-        (plan_shaped(REPLICA.gradients, ORDER, 16, 8), (), False),
-        (plan_shaped(REPLICA.gradients, ORDER, 64, 8), (0, 1, 4), False),
+        (plan_in_pieces(REPLICA.gradients, ORDER, 16, 8), (), False),
+        (plan_in_pieces(REPLICA.gradients, ORDER, 64, 8), (0, 1, 4), False),
         (plan_by_cap(REPLICA.gradients, ORDER, 10_000), (), False),
         (plan_by_cap(REPLICA.gradients, ORDER, 10_000), (0, 1, 4), True),
     ],

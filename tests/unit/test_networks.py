@@ -1,57 +1,28 @@
-"""Networks by name, all-reduces on them, and the table of communication against computation."""
+"""Networks by name and sweeps that were measured, for any number of ranks."""
+
+from __future__ import annotations
+
+import math
+import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from paceline.errors import ConfigError
-from paceline.predict.comm_table import CommRow, ModelStep, build_comm_table, build_model_step
+from paceline.errors import ConfigError, RecordError
+from paceline.predict.curves import FamilyCurve
 from paceline.predict.networks import (
     NETWORKS,
-    MeasuredNetwork,
+    AssumedFabric,
     Network,
-    build_measured_networks,
-    estimate_allreduce,
+    build_measured_fabric,
     find_network,
+    find_networks,
 )
-from paceline.report.comm_tables import comm_row, comm_table, describe_assumptions
-from paceline.report.tables import render_markdown
-
-from .test_layer_profile import build as build_profile
-
-TEN = Network("ten", 1e-3, 1e9, "a round one")
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "ranks", "seconds"),
-    [
-        (10**9, 1, 0.0),
-        (0, 8, 0.0),
-        (10**9, 2, 2e-3 + 1.0),
-        (10**9, 4, 6e-3 + 1.5),
-        (4 * 10**6, 8, 14e-3 + 7e-3),
-    ],
-)
-def test_a_ring_takes_its_latencies_and_its_bytes(num_bytes, ranks, seconds):
-    assert estimate_allreduce(num_bytes, ranks, TEN) == pytest.approx(seconds)
-
-
-def test_gpt2_on_ten_gigabit():
-    # 4 MB on 8 ranks at 1.25 GB/s: 7/4 of 3.2 ms, and 14 latencies of 30 µs.
-    assert estimate_allreduce(4 * 10**6, 8, find_network("10gbe")) == pytest.approx(5.6e-3 + 0.42e-3)
-
-
-@pytest.mark.parametrize(("num_bytes", "ranks"), [(-1, 2), (4, 0)])
-def test_an_impossible_allreduce_is_refused(num_bytes, ranks):
-    with pytest.raises(ConfigError, match=f"{num_bytes} bytes on {ranks} ranks"):
-        estimate_allreduce(num_bytes, ranks, TEN)
 
 
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.name)
 def test_every_network_is_found_by_its_name_and_says_what_it_assumes(network):
     assert find_network(f" {network.name.upper()}") is network
-    assert network.note in network.assumption
-    assert network.assumption.startswith("ring")
+    assert network.note in AssumedFabric(network, network).assumptions[0]
 
 
 def test_infiniband_is_in_bits():
@@ -90,85 +61,134 @@ def test_an_unknown_network_is_refused(text, reason):
         find_network(text)
 
 
-@pytest.fixture
-def measured(build_collective, build_samples):
-    records = [
-        build_collective(world_size=4, num_bytes=size, timing=build_samples(1e-3 + size / 1e9, ranks=4))
-        for size in (10**6, 10**7, 10**8)
-    ]
-    (network,) = build_measured_networks([*records, build_collective(collective="broadcast")])
-    return network
+OUT = Network("out", 1e-5, 1e9, "slow")
+IN = Network("in", 1e-6, 1e11, "quick")
+SIZES = (1000, 10**6, 10**8)
 
 
-def test_measured_allreduces_are_a_network_for_their_ranks(measured):
-    assert isinstance(measured, MeasuredNetwork)
-    assert (measured.name, measured.world_size) == ("gloo cpu", 4)
-    assert estimate_allreduce(5 * 10**7, 4, measured) == pytest.approx(0.051)
-    assert "3 measured all-reduces on 4 ranks" in measured.assumption
-    with pytest.raises(ConfigError, match="measured on 4 ranks and is asked for 8"):
-        estimate_allreduce(5 * 10**7, 8, measured)
+def test_networks_are_listed_by_commas_each_once():
+    assert [network.name for network in find_networks("hdr, 10Gb/s,50us ,10GBE,hdr")] == ["hdr", "10Gb/s,50us", "10gbe"]
+    with pytest.raises(ConfigError, match="names none"):
+        find_networks(" , ")
 
 
-STEP = ModelStep("toy", 10**9, 3.0, 1.0)
+def test_one_rank_per_node_knows_no_inside():
+    curve = AssumedFabric(OUT, IN).build_curve(8)
+    ring, tree = (FamilyCurve(name, 8, 1e-5, 1e9) for name in ("ring", "tree"))
+    for size in SIZES:
+        assert curve.estimate_s(size) == min(ring.estimate_s(size), tree.estimate_s(size))
 
 
-def test_the_table_has_a_row_for_each_model_network_and_number_of_ranks(measured):
-    rows = build_comm_table([STEP, STEP], [TEN, measured], [2, 4])
-    assert [(row.network, row.world_size) for row in rows] == [("ten", 2), ("ten", 4), ("gloo cpu", 4)] * 2
-    with pytest.raises(ConfigError, match="measured on 4 ranks, not on 2, 8"):
-        build_comm_table([STEP], [measured], [2, 8])
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "tree", "two-level", "gloo"])
+@pytest.mark.parametrize("world_size", [1, 2, 8, 9, 64, 16384])
+def test_auto_is_never_slower_than_an_algorithm_that_it_may_take(algorithm, world_size):
+    auto = AssumedFabric(OUT, IN, 8).build_curve(world_size)
+    other = AssumedFabric(OUT, IN, 8, algorithm).build_curve(world_size)
+    for size in SIZES:
+        assert auto.estimate_s(size) <= other.estimate_s(size)
+    assert (auto.estimate_s(10**6) == 0) == (world_size == 1)
+
+
+def test_a_node_that_holds_all_ranks_uses_its_inside():
+    full, beyond = (AssumedFabric(OUT, IN, 8).build_curve(count) for count in (8, 9))
+    assert full.name_algorithm(10**8) == "ring inside"
+    assert beyond.estimate_s(10**8) > 10 * full.estimate_s(10**8)
+
+
+def test_a_flat_algorithm_is_as_slow_as_the_slower_of_two_networks():
+    curve = AssumedFabric(IN, OUT, 8, "ring").build_curve(64)
+    assert curve.estimate_s(10**8) == FamilyCurve("ring", 64, 1e-5, 1e9).estimate_s(10**8)
 
 
 @pytest.mark.parametrize(
-    ("comm_s", "backward_s", "overhead", "exposed_s", "exposed"),
+    ("arguments", "words"),
     [
-        (1.0, 1.0, 0.25, 0.0, 0.0),
-        (3.0, 1.0, 0.5, 2.0, 0.4),
-        (3.0, 0.0, 0.5, 3.0, 0.5),
-        (0.0, 1.0, 0.0, 0.0, 0.0),
-        (1.0, None, 0.25, None, None),
+        ((8, "shared"), "shared memory is no network"),
+        ((1, "two-level"), "one level"),
+        ((0, "auto"), "0 ranks per node"),
     ],
 )
-def test_overhead_is_a_share_of_the_step_with_and_without_overlap(comm_s, backward_s, overhead, exposed_s, exposed):
-    row = CommRow(ModelStep("toy", 4, 3.0, backward_s), "ten", 2, comm_s, "")
-    assert row.overhead == pytest.approx(overhead)
-    assert row.exposed_s == exposed_s
-    assert row.exposed_overhead == (None if exposed is None else pytest.approx(exposed))
-    assert row.source == "simulated"
+def test_contradictions_are_refused(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        AssumedFabric(OUT, IN, *arguments)
 
 
-@given(
-    st.integers(1, 2**40), st.integers(0, 2**40), st.integers(1, 500), st.integers(0, 500),
-    st.sampled_from(NETWORKS), st.floats(1e-6, 1e3), st.floats(0, 1),
+@pytest.fixture
+def sweep(build_collective, build_samples):
+    """All-reduces that take exactly what gloo's family says, with a spread of 1 % over the repetitions."""
+
+    def build(worlds=(2, 4), algorithm="gloo", **changes):
+        records = []
+        for world in worlds:
+            for size in SIZES:
+                seconds = FamilyCurve(algorithm, world, 1e-4, 1e9).estimate_s(size)
+                timing = build_samples(*(seconds * factor for factor in (0.99, 1.0, 1.01)), ranks=world)
+                records.append(build_collective(world_size=world, num_bytes=size, timing=timing, **changes))
+        return records
+
+    return build
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "gloo"])
+def test_a_sweep_serves_its_own_ranks_and_others_by_its_family(sweep, algorithm):
+    fabric = build_measured_fabric(sweep(), None, algorithm)
+    assert (fabric.name, fabric.ranks, fabric.servers) == ("gloo", (2, 4), 2)
+    for world in (2, 4, 16, 1024):
+        for size in SIZES:
+            expected = FamilyCurve("gloo", world, 1e-4, 1e9).estimate_s(size)
+            assert fabric.build_curve(world).estimate_s(size) == pytest.approx(expected, rel=1e-6)
+    assert fabric.build_curve(4).name_algorithm(10**6) == "measured"
+    assert fabric.build_curve(1024).name_algorithm(10**6) == "gloo, measured on 4"
+    assert fabric.build_curve(4).describe_doubt(10**6) == "" != fabric.build_curve(1024).describe_doubt(10**6)
+    assert fabric.build_curve(1).estimate_s(10**6) == 0
+
+
+def test_a_size_is_doubted_by_what_was_measured_on_those_ranks(sweep):
+    curve = build_measured_fabric([*sweep((2,)), *sweep((4,))[:2]], None).build_curve(4)
+    assert curve.describe_doubt(2 * 10**6) == "" and "largest measured size" in curve.describe_doubt(10**7)
+
+
+@pytest.mark.parametrize(
+    ("backend", "families"), [("gloo", ["gloo"]), ("paceline", ["shared"]), ("nccl", ["ring", "tree"])]
+)
+def test_each_backend_follows_its_own_family(sweep, backend, families):
+    fabric = build_measured_fabric(sweep(backend=backend), backend)
+    assert [fit.algorithm for fit in fabric.fits] == families
+
+
+def test_the_further_away_the_less_is_known(sweep):
+    fabric = build_measured_fabric(sweep(), None)
+    source = random.Random(3)
+    draws = [fabric.draw(source) for _ in range(100)]
+
+    def width(world: int) -> float:
+        times = sorted(math.log(draw.build_curve(world).estimate_s(10**6)) for draw in draws)
+        return times[94] - times[5]
+
+    assert 0 < width(4) < 0.05 < width(8) < width(64) < width(1024)
+
+
+def test_shared_memory_is_preferred_for_the_backend_that_has_it(sweep):
+    ordinary, shared = sweep(backend="paceline"), sweep(backend="paceline", algorithm="shared", memory="shared")
+    fabric = build_measured_fabric([*ordinary, *shared, *sweep()], "paceline")
+    assert fabric.name == "paceline (shared)"
+    assert fabric.build_curve(4).estimate_s(10**6) == pytest.approx(4e-4 + 8e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "backend", "algorithm", "error", "words"),
+    [
+        (lambda s: [*s(), *s(backend="nccl")], None, "auto", ConfigError, "gloo on cpu in float32; nccl on cpu"),
+        (lambda s: [*s(), *s(dtype="bfloat16")], "gloo", "auto", ConfigError, "several curves"),
+        (lambda s: s(), "nccl", "auto", ConfigError, "there is gloo"),
+        (lambda s: s(), None, "two-level", ConfigError, "cannot be fitted to one sweep"),
+        (lambda s: s(collective="broadcast"), None, "auto", RecordError, "no all-reduce"),
+        (lambda s: [], None, "auto", RecordError, "no all-reduce"),
+        (lambda s: s()[:1], None, "auto", RecordError, "two or more sizes"),
+        (lambda s: [s()[0], s()[4]], None, "auto", RecordError, "one size for each number of ranks"),
+        (lambda s: s(), None, "rnig", ConfigError, "did you mean ring"),
+    ],
 )  # fmt: skip
-def test_more_bytes_and_more_ranks_never_cost_less(num_bytes, more, ranks, others, network, compute_s, share):
-    steps = [ModelStep("toy", size, compute_s, share * compute_s) for size in (num_bytes, num_bytes + more)]
-    counts = (ranks, ranks + others)
-    small, wide, large, both = build_comm_table(steps, [network], counts)
-    for less, row in ((small, wide), (small, large), (wide, both), (large, both)):
-        assert less.comm_s <= row.comm_s * (1 + 1e-12)
-        assert less.overhead <= row.overhead + 1e-12
-        assert less.exposed_overhead <= row.exposed_overhead + 1e-12
-        assert 0 <= row.exposed_overhead <= row.overhead + 1e-12 < 1 + 1e-9
-
-
-def test_a_profile_gives_the_step_of_its_model():
-    step = build_model_step(build_profile())
-    assert step == ModelStep("toy", 68, 1.5, 0.75, "measured")
-
-
-@pytest.mark.parametrize("values", [(0, 1.0, 0.5), (4, 0.0, 0.0), (4, 1.0, 2.0), (4, 1.0, -1.0)])
-def test_an_impossible_step_is_refused(values):
-    with pytest.raises(ConfigError, match="toy with"):
-        ModelStep("toy", *values)
-
-
-def test_the_table_prints_what_is_simulated_and_from_what():
-    rows = build_comm_table([STEP, ModelStep("bare", 2**20, 1.0)], [TEN], [2])
-    text = render_markdown(comm_table, rows)
-    assert "| toy | 953.67 MiB | ten | 2 | 3000 | 1002 | 25.0% | 0.1% | compute given, comm simulated |" in text
-    assert "| bare | 1 MiB | ten | 2 | 1000 | 3.0486 | 0.3% |  |" in text
-    assert comm_row(rows[0])["assumption"] == TEN.assumption
-    lines = describe_assumptions(rows)
-    assert lines[0] == "ten: ring, 1.00 GB/s and 1 ms between neighbours (a round one)"
-    assert len(lines) == 2
+def test_a_sweep_that_cannot_serve_is_refused(sweep, make, backend, algorithm, error, words):
+    with pytest.raises(error, match=words):
+        build_measured_fabric(make(sweep), backend, algorithm)

@@ -1,8 +1,9 @@
-"""Plans: torch's rule to the letter, caps that hold, shapes, and every byte in exactly one bucket."""
+"""Plans: torch's rule to the letter, cuts of the ready order, and every byte in exactly one bucket."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -18,12 +19,13 @@ from paceline.plan import (
     Gradient,
     Piece,
     Plan,
-    plan_by_cap,
+    cut_by_cap,
+    plan_by_cuts,
     plan_like_torch,
-    plan_shaped,
     plan_torch_start,
 )
 from paceline.units import MIB
+from tests.unit.made_plans import plan_in_pieces
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 
@@ -103,40 +105,23 @@ def test_torchs_first_iteration_has_one_bucket_per_dtype():
     assert as_sets(plan_torch_start(gradients).partition) == [(0, 2), (1,)]
 
 
-@given(models(), st.integers(1, 3000))
-def test_a_cap_holds_unless_one_gradient_alone_is_larger(model, cap):
-    plan = plan_by_cap(*model, cap)
-    for bucket in plan.buckets:
-        assert bucket.num_bytes <= cap or len(bucket.pieces) == 1
-    assert not plan.is_split
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=12), st.integers(1, 15_000))
+def test_a_cap_cuts_as_torch_does(sizes, cap):
+    gradients = [Gradient(str(index), 4 * size) for index, size in enumerate(sizes)]
+    plan = plan_like_torch(gradients, range(len(sizes)), [cap])
+    cuts = cut_by_cap([0, *itertools.accumulate(g.num_bytes for g in gradients)], cap)
+    assert plan_by_cuts(gradients, range(len(sizes)), cuts, "").partition == plan.partition
 
 
-@given(models(dtypes=("float32",)), st.integers(1, 3000))
-def test_neighbours_are_merged_as_far_as_the_cap_allows(model, cap):
-    plan = plan_by_cap(*model, cap)
-    order = [index for indices in plan.partition for index in indices]
-    assert order == list(model[1])  # one dtype: launched in ready order
-    for bucket, following in zip(plan.buckets, plan.buckets[1:], strict=False):
-        assert bucket.num_bytes + following.pieces[0].num_bytes > cap
-
-
-@given(models(), st.integers(8, 3000), st.integers(0, 1000))
-def test_a_shaped_plan_keeps_its_cap_by_splitting_and_its_tail_small(model, cap, tail):
-    plan = plan_shaped(*model, cap, tail)
-    assert all(bucket.num_bytes <= max(cap, tail) for bucket in plan.buckets)
-
-
-def test_a_shaped_plan_puts_the_small_bucket_at_the_end():
-    gradients = [Gradient("stem", 400), Gradient("one", 4000), Gradient("two", 9000), Gradient("head", 6000)]
-    plan = plan_shaped(gradients, [3, 2, 1, 0], cap_bytes=8000, tail_bytes=500)
-    # The largest gradient is cut in two equal parts; torch would instead begin with the small bucket.
-    assert plan.bucket_bytes == (6000, 4500, 4500, 4000, 400)
-    assert plan.partition[-1] == (0,) and plan.is_split
+def test_dtypes_do_not_share_a_bucket():
+    gradients = [Gradient("a", 8), Gradient("b", 8, 2, "bfloat16"), Gradient("c", 8)]
+    plan = plan_by_cuts(gradients, [0, 1, 2], [3], "all at once")
+    assert plan.partition == ((0, 2), (1,))
 
 
 @given(models(), st.integers(8, 3000), st.integers(0, 1000))
 def test_a_plan_survives_json(model, cap, tail):
-    plan = plan_shaped(*model, cap, tail)
+    plan = plan_in_pieces(*model, cap, tail)
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -149,7 +134,7 @@ def test_a_text_that_is_no_plan_is_refused(text):
 
 
 def test_a_plan_with_an_unknown_field_is_refused():
-    document = json.loads(plan_by_cap([Gradient("a", 8)], [0], 8).to_json())
+    document = json.loads(plan_like_torch([Gradient("a", 8)], [0], [8]).to_json())
     document["gradients"][0]["colour"] = "red"
     with pytest.raises(RecordError, match="colour"):
         Plan.from_json(json.dumps(document))
@@ -178,20 +163,16 @@ def test_a_plan_that_loses_a_byte_cannot_be_made(buckets, words):
 
 @pytest.mark.parametrize("order", [[0], [0, 0], [0, 1, 2], [0, 5]])
 def test_a_ready_order_must_name_every_gradient_once(order):
-    for planner in (plan_by_cap, plan_shaped):
-        with pytest.raises(ConfigError, match="name each of the 2 gradients once"):
-            planner([A, A], order, 100)
+    with pytest.raises(ConfigError, match="name each of the 2 gradients once"):
+        plan_like_torch([A, A], order, [100])
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: plan_by_cap([A], [0], 0),
-        lambda: plan_shaped([A], [0], 0),
-        lambda: plan_shaped([A], [0], 8, -1),
         lambda: plan_like_torch([A], [0], []),
         lambda: plan_like_torch([A], [0], [0]),
-        lambda: plan_by_cap([dataclasses.replace(A, num_bytes=7)], [0], 8),
+        lambda: plan_like_torch([dataclasses.replace(A, num_bytes=7)], [0], [8]),
     ],
 )
 def test_an_impossible_cap_or_size_is_refused(make):
@@ -217,4 +198,4 @@ def test_one_cap_is_preferred_and_torchs_default_needs_a_list():
 
 def test_what_torch_cannot_do_is_said():
     with pytest.raises(ConfigError, match="cannot split"):
-        plan_shaped([Gradient("a", 100)], [0], 40).as_torch_kwargs()
+        plan_in_pieces([Gradient("a", 100)], [0], 40).as_torch_kwargs()

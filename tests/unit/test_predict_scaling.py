@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,19 +14,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, RecordError
-from paceline.predict.families import FamilyCurve
-from paceline.predict.growth import Slowdown, build_continued_curve, interpolate_logs
+from paceline.predict.curves import FamilyCurve
+from paceline.predict.job import Job
 from paceline.predict.networks import find_network
 from paceline.predict.scaling import (
     ScalingEvidence,
+    Slowdown,
     describe_assumptions,
+    estimate_maximum,
+    estimate_spread,
+    estimate_wait,
+    interpolate_logs,
     simulate_scaling,
 )
-from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
-from paceline.predict.stragglers import estimate_wait
+from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
 from paceline.records import CollectiveRecord, LayerProfileRecord, ParameterTimes, Samples, StepRecord
 from paceline.records.kinds import record_from_json, record_to_json
 from paceline.units import MIB
+from tests.unit.made_jobs import make_job
 
 SWEPT = [4096 << power for power in range(15)]  # 4 KiB to 64 MiB
 
@@ -63,10 +70,10 @@ class MadeWorld:
     def samples(self, ranks: int) -> int:
         return self.cell_size if self.mode == "weak" else self.cell_size // ranks
 
-    def backward(self, step_s: float, after_s: float) -> Backward:
+    def job(self, step_s: float, after_s: float) -> Job:
         rest_s = step_s - after_s
         ready = tuple(rest_s * 0.6 * (place + 1) / len(self.sizes) for place in range(len(self.sizes)))
-        return Backward(ready, rest_s * 0.6, rest_s * 0.4, after_s)
+        return make_job(self.sizes, ready, rest_s * 0.6, rest_s * 0.4, after_s)
 
     def message(self, ranks: int) -> FamilyCurve:
         algorithm = "shared" if self.backend == "paceline" else "gloo"
@@ -78,7 +85,7 @@ class MadeWorld:
         compute_s = self.one_rank_s(self.samples(ranks)) * slowed
         if ranks == 1:
             return compute_s, compute_s
-        backward = self.backward(compute_s, self.fixed_s * slowed)
+        job = self.job(compute_s, self.fixed_s * slowed)
         curve = FamilyCurve(
             self.message(ranks).algorithm, ranks, self.alpha_s * self.factor, self.bytes_per_s / self.factor
         )
@@ -86,8 +93,8 @@ class MadeWorld:
         rate = (1 + min(1.0, max(0.0, self.cores / ranks - 1))) / 2
         costs = MachineCosts(curve, servers, pair_rate=1 / servers, contention=Contention.uniform(rate, rate))
         ends = [sum(self.buckets[: place + 1]) for place in range(len(self.buckets))]
-        ready = [backward.ready_s[-(-end // self.sizes[0]) - 1] for end in ends]
-        return simulate_buckets(self.buckets, ready, backward, costs).step_s, compute_s
+        ready = tuple(job.ready_s[-(-end // self.sizes[0]) - 1] for end in ends)
+        return simulate(job, Layout(self.buckets, ready), costs).step_s, compute_s
 
     def record(self, ranks: int) -> StepRecord:
         step_s, silent_s = self.step_s(ranks)
@@ -102,13 +109,13 @@ class MadeWorld:
 
     def profile(self, batch_size: int) -> LayerProfileRecord:
         step_s = self.one_rank_s(batch_size)
-        backward = self.backward(step_s, self.fixed_s)
+        job = self.job(step_s, self.fixed_s)
         parameters = tuple(
-            ParameterTimes(f"layer{place}", size, size // 4, "float32", "", (backward.ready_s[place],) * 9)
+            ParameterTimes(f"layer{place}", size, size // 4, "float32", "", (job.ready_s[place],) * 9)
             for place, size in enumerate(self.sizes)
         )
         step, forward, back, after = (
-            spread(seconds, 1) for seconds in (step_s, backward.before_s, backward.total_s, self.fixed_s)
+            spread(seconds, 1) for seconds in (step_s, job.before_s, job.backward_s, self.fixed_s)
         )
         return LayerProfileRecord(
             model="made", device="cpu", dtype="fp32", batch_size=batch_size, parameters=parameters, blocks=(),
@@ -404,19 +411,19 @@ def test_the_slow_down_goes_on_along_a_line():
 def test_a_sweep_goes_on_half_way_to_a_line_where_that_is_more_than_its_family():
     size, shared, gloo = 8 * MIB, MadeWorld(backend="paceline"), MadeWorld()
     own = shared.evidence(1, 2, 4).build_fabric()
-    assert build_continued_curve(own, 8).estimate_s(size) == pytest.approx(shared.message(8).estimate_s(size))
+    assert own.build_continued_curve(8).estimate_s(size) == pytest.approx(shared.message(8).estimate_s(size))
     fabric = gloo.evidence(1, 2, 4).build_fabric()
     two, four, eight = (fabric.build_curve(count).estimate_s(size) for count in (2, 4, 8))
     expected_s = (eight + four + 2 * (four - two)) / 2
     assert expected_s > eight
-    assert build_continued_curve(fabric, 8).estimate_s(size) == pytest.approx(expected_s)
-    assert build_continued_curve(replace(fabric, shift=1.0), 8).estimate_s(size) > 1.2 * expected_s
+    assert fabric.build_continued_curve(8).estimate_s(size) == pytest.approx(expected_s)
+    assert replace(fabric, shift=1.0).build_continued_curve(8).estimate_s(size) > 1.2 * expected_s
     for count in (2, 3, 4):
-        assert build_continued_curve(fabric, count).estimate_s(size) == fabric.build_curve(count).estimate_s(size)
+        assert fabric.build_continued_curve(count).estimate_s(size) == fabric.build_curve(count).estimate_s(size)
     # One sweep has no line, and on a device ranks do bring links.
     ring = replace(fabric, fits=tuple(replace(fit, algorithm="ring") for fit in fabric.fits))
     for other in (gloo.evidence(1, 2).build_fabric(), ring):
-        assert build_continued_curve(other, 8).estimate_s(size) == other.build_curve(8).estimate_s(size)
+        assert other.build_continued_curve(8).estimate_s(size) == other.build_curve(8).estimate_s(size)
 
 
 def test_doubts_and_assumptions_are_told():
@@ -444,7 +451,7 @@ def test_evidence_is_sorted_out_of_a_study():
     found = ScalingEvidence.sort([*records, strong], "torch", "gloo", ("weak", 8), 64)
     assert [record.world_size for record in found.records] == [1, 2, 4]
     assert set(found.one_rank_s) == {8, 64}
-    assert found.contestant == "torch on gloo"
+    assert found.variant == "torch on gloo"
     assert {record.backend for record in found.shared} == {"gloo"}
     with pytest.raises(RecordError, match="one rank"):
         ScalingEvidence.sort(records, "torch", "gloo", ("weak", 16), 64)
@@ -492,3 +499,40 @@ def test_ranks_with_a_gap_are_predicted_from_the_smallest_sweep():
     known = MadeWorld().evidence(1, 3, sweeps=(3,))
     [point] = simulate_scaling(known.calibrated_up_to(1), [3])
     assert point.calibrated == (1,) and point.step_s > 0
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 1000, 16384])
+def test_the_largest_of_uniform_and_of_exponential_values(count):
+    assert estimate_maximum(lambda p: p, count) == pytest.approx(count / (count + 1), rel=1e-3)
+    harmonic = math.fsum(1 / number for number in range(1, count + 1))
+    assert estimate_maximum(lambda p: -math.log1p(-p), count) == pytest.approx(harmonic, rel=2e-3)
+
+
+def test_a_lognormal_wait_is_what_drawing_it_gives():
+    sigma = 0.05
+    spread = math.sqrt((math.exp(sigma**2) - 1) * math.exp(sigma**2))
+    source = random.Random(1)
+    drawn = [max(source.lognormvariate(0, sigma) for _ in range(32)) for _ in range(4000)]
+    expected = statistics.fmean(drawn) - math.exp(sigma**2 / 2)
+    assert estimate_wait(spread, 32) == pytest.approx(expected, rel=0.02)
+
+
+@given(st.floats(0, 0.5), st.floats(0, 0.4), st.integers(1, 5000), st.integers(0, 5000))
+def test_a_wait_grows_with_the_spread_and_with_the_ranks(spread, more, count, others):
+    wait = estimate_wait(spread, count)
+    assert wait >= 0 and estimate_wait(spread, 1) == 0 == estimate_wait(0.0, count)
+    assert wait <= estimate_wait(spread, count + others) + 1e-12
+    assert wait <= estimate_wait(spread + more, count) + 1e-12
+
+
+@pytest.mark.parametrize(("call", "words"), [((0.1, 0), "largest of 0"), ((-0.1, 2), "-10%"), ((1.0, 2), "100%")])
+def test_an_impossible_spread_is_refused(call, words):
+    with pytest.raises(ConfigError, match=words):
+        estimate_wait(*call)
+
+
+def test_a_spread_comes_from_repetitions_and_not_from_one_outlier():
+    source = random.Random(2)
+    times = [source.gauss(1.0, 0.02) for _ in range(4000)]
+    assert estimate_spread(times) == pytest.approx(0.02, rel=0.1)
+    assert estimate_spread([*times, 100.0]) == pytest.approx(0.02, rel=0.1)

@@ -79,15 +79,15 @@ def test_sizes_and_times_for_the_files_of_others():
     [
         ({"parameters": ()}, "toy with 0 trained parameters"),
         ({"batch_size": 0}, "0 samples"),
-        ({"blocks": (BlockTimes("a", (0.1,) * 2, (0.1,) * 2),) * 2}, "the blocks a, a need names of their own"),
-        ({"blocks": (BlockTimes("outside", (0.1,) * 2, (0.1,) * 2),)}, "not 'outside'"),
-        ({"blocks": ()}, "head.bias is in the block 'head', which is not there"),
+        ({"blocks": (BlockTimes("a", (0.1,) * 2, (0.1,) * 2),) * 2}, "a, a"),
+        ({"blocks": (BlockTimes("outside", (0.1,) * 2, (0.1,) * 2),)}, "'outside'"),
+        ({"blocks": ()}, "head.bias is in the block 'head'"),
         ({"optimizer": build_times(0.1)}, "optimizer has other repetitions"),
         ({"forward": Samples(seconds=((0.1, 0.1),) * 2)}, "several ranks"),
         ({"profiled_backward": build_times(1.0, 0.85)}, "embed.weight is at 0.9 s, after the end at 0.85 s"),
         ({"profiled_forward": build_times(0.5, 0.2)}, "sum of all blocks' forward"),
-        ({"parameters": build_profile().parameters[::-1]}, "not in the order in which they become ready"),
-        ({"parameters": (ParameterTimes("a", 4, 1, "float32", "", (0.1,)),)}, "a has 1 repetitions, and the step 2"),
+        ({"parameters": build_profile().parameters[::-1]}, "ready order"),
+        ({"parameters": (ParameterTimes("a", 4, 1, "float32", "", (0.1,)),)}, "a has 1 repetitions .* 2"),
     ],
 )
 def test_an_impossible_profile_is_refused(changes, reason):
@@ -101,8 +101,8 @@ FIRST = record_to_json(build_profile())["parameters"][0]
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("blocks", 3, "blocks is a list of JSON objects, not 3"),
-        ("blocks", [["a"]], "blocks is a list of JSON objects"),
+        ("blocks", 3, "blocks .* not 3"),
+        ("blocks", [["a"]], "blocks .* not"),
         ("blocks", [{"name": "a"}], "forward_s"),
         ("parameters", [{"name": "a", "colour": "red"}], "ParameterTimes has no field colour"),
         ("parameters", [{**FIRST, "num_bytes": "8"}], "must be int"),

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.measure.tune_settings import TuneSettings
-from paceline.plan import plan_by_cap
 from paceline.predict.networks import find_network
 from paceline.predict.search import enumerate_caps
+from paceline.predict.simulate import simulate
 from paceline.report.plots import render_png, render_svg
 from paceline.report.tables import render_markdown
 from paceline.report.tuning import (
@@ -25,14 +25,15 @@ from paceline.report.tuning import (
 from paceline.training.settings import TrainSettings
 from paceline.tune import find_plan, judge_tuning
 from paceline.units import MIB
+from tests.unit.made_plans import plan_by_cap
 from tests.unit.made_tuning import MadeJob
 
 SETTINGS = TuneSettings(TrainSettings(ranks=2))
 ORDER = range(7, -1, -1)
 CAPS = (MIB, 4 * MIB, 8 * MIB)
 # Latency makes a bucket for each gradient slow; messages that cost nothing make all plans equal.
-SLOW = MadeJob(alpha_s=0.010, backend="paceline", disturbed=())
-FREE = MadeJob(alpha_s=1e-6, bytes_per_s=1e12, launch_s=0.0, gather_s=0.0, disturbed=())
+SLOW = MadeJob(alpha_s=0.010, backend="paceline", disturbed=((2**20, 1.0, 1.0),))
+FREE = MadeJob(alpha_s=1e-6, bytes_per_s=1e12, launch_s=0.0, gather_s=0.0, disturbed=((2**20, 1.0, 1.0),))
 NOISY, CALM = (0.97, 1.0, 1.03, 0.98, 1.02), (0.999, 1.0, 1.001, 1.0, 1.0)
 JSON_KEYS = {
     "model", "wrapper", "backend", "world_size", "grid", "mape", "max_error", "exposed_error", "kendall_tau", "flat",
@@ -149,7 +150,9 @@ def test_tables_show_every_point_and_every_bucket():
 def test_the_picture_has_predicted_and_measured(grid_s):
     tuning = tune(SLOW, grid_s)
     intervals = enumerate_caps(tuning.model.job.sizes)
-    caps = [(i.low_bytes, i.high_bytes, tuning.model.job.simulate(i.cuts).step_s) for i in intervals]
+    caps = [
+        (i.low_bytes, i.high_bytes, simulate(tuning.model.job, i.cuts, tuning.model.costs).step_s) for i in intervals
+    ]
     figure = plot_tuning(tuning, "Step time against bucket size", "a box", caps)
     labels = set(figure.axes[0].get_legend_handles_labels()[1])
     drawn = {"predicted, every bucket size", "90 % interval", "best predicted", "without communication"}

@@ -102,7 +102,7 @@ def test_lines_of_ranks_start_at_one_rank_and_follow_the_seconds(mode, size, num
 
 def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
     best = make_predictions(counts=(4, 64, 1024))
-    slow = [replace(p, contestant="torch on gloo", step_s=2 * p.step_s) for p in best]
+    slow = [replace(p, variant="torch on gloo", step_s=2 * p.step_s) for p in best]
     panel = scaling_plots.plot_weak(POINTS, "box", [*best, *slow]).axes[0]
     handles = dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
     [name] = [label for label in handles if "simulated" in label and "half" not in label]

@@ -19,7 +19,7 @@ from paceline.report.tables import render_csv, render_markdown
 
 from .made_scaling import (
     SEEDS,
-    MadePrediction,
+    PredictedPoint,
     interval,
     make_batches,
     make_cell,
@@ -262,7 +262,7 @@ def test_rows_of_predictions_follow_from_predicted_and_measured_steps(rng):
             "efficiency_high": ideal_s / p.low_s, "speedup": p.world_size * ideal_s / p.step_s,
         }  # fmt: skip
         assert {name: float(row[name]) for name in expected} == pytest.approx(expected)
-        record = known.get((p.contestant, (p.mode, p.cell_size), p.world_size))
+        record = known.get((p.variant, (p.mode, p.cell_size), p.world_size))
         if record is None:
             assert not any(row[name] for name in ("measured_step_s", "measured_efficiency", "error", "is_covered"))
             continue
@@ -282,7 +282,7 @@ def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
     lines = predicted_tables.match_predictions(make_predictions(), points)
     rows = cells(predicted_tables.predicted_table, lines)
     assert [row["source"] for row in rows] == [
-        "simulated", "simulated beside measured", "simulated beside measured", "simulated", "simulated",
+        "simulated", "simulated and measured", "simulated and measured", "simulated", "simulated",
         "simulated, doubtful",
     ]  # fmt: skip
     step_s = next(p.record.timing.median_s for p in points if p.record.variant == "paceline on gloo")
@@ -291,7 +291,7 @@ def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
 
 
 def test_the_bands_of_a_prediction_hold_its_value():
-    line = predicted_tables.PredictedLine(MadePrediction("x", "strong", 64, 4, 2.0, 1.0, 4.0, 4.0), None)
+    line = predicted_tables.PredictedLine(PredictedPoint("x", "strong", 64, 4, 2.0, 1.0, 4.0, 4.0), None)
     assert (line.speedup_band, line.efficiency_band) == ((1.0, 4.0), (0.25, 1.0))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given
@@ -10,21 +11,19 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient, plan_like_torch
-from paceline.predict.costs import AlphaBeta
-from paceline.predict.curves import LineCurve, MeasuredCurve
-from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_backward, simulate_buckets
-
-
-def line(alpha_s: float, bytes_per_s: float) -> LineCurve:
-    return LineCurve(AlphaBeta(alpha_s, bytes_per_s, 1, 10**9, (0.0,)))
-
+from paceline.predict.curves import MeasuredCurve
+from paceline.predict.job import Job
+from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
+from paceline.report.simulated_timeline import render_timeline
+from tests.unit.made_jobs import line, make_job
+from tests.unit.made_traces import check_trace
 
 positive = st.floats(1e-6, 1.0)
 rates = st.floats(0.05, 1.0)
 
 
 @st.composite
-def passes(draw: st.DrawFn) -> tuple[list[int], list[float], Backward, MachineCosts]:
+def steps(draw: st.DrawFn) -> tuple[Job, MachineCosts]:
     count = draw(st.integers(1, 8))
     sizes = draw(st.lists(st.integers(1, 10**7), min_size=count, max_size=count))
     ready = sorted(draw(st.lists(st.floats(0, 0.1), min_size=count, max_size=count)))
@@ -34,24 +33,27 @@ def passes(draw: st.DrawFn) -> tuple[list[int], list[float], Backward, MachineCo
         servers=draw(st.integers(1, 3)),
         launch_s=draw(st.floats(0, 1e-3)),
         gather_s_per_byte=draw(st.floats(0, 1e-10)),
-        scatter_s_per_byte=draw(st.floats(0, 1e-10)),
         contention=Contention.uniform(draw(rates), draw(rates)),
         pair_rate=draw(rates),
-        late_s=draw(st.floats(0, 1e-3)),
         finish_s=draw(st.floats(0, 1e-3)),
     )
-    return sizes, ready, Backward(tuple(ready), total_s), costs
+    return make_job(sizes, ready, total_s), costs
 
 
-@given(passes())
+def each(job: Job) -> range:
+    """A bucket for each gradient."""
+    return range(1, len(job.sizes) + 1)
+
+
+@given(steps())
 def test_a_step_is_never_shorter_than_its_parts(case):
-    sizes, ready, backward, costs = case
-    step = simulate_buckets(sizes, ready, backward, costs)
+    job, costs = case
+    step = simulate(job, each(job), costs)
     near = 1e-9
-    assert step.over_s >= backward.total_s - near
-    assert step.backward_s >= backward.total_s - near
+    assert step.over_s >= job.backward_s - near
+    assert step.backward_s >= job.backward_s - near
     if costs.servers == 1:
-        assert step.over_s >= ready[0] + sum(costs.curve.estimate_s(size) for size in sizes) - near
+        assert step.over_s >= job.ready_s[0] + sum(map(costs.curve.estimate_s, job.sizes)) - near
     for bucket in step.buckets:
         assert bucket.ready_s <= bucket.launch_s <= bucket.start_s + near <= bucket.done_s + 2 * near
         assert bucket.done_s <= step.over_s + near
@@ -62,88 +64,87 @@ def test_a_step_is_never_shorter_than_its_parts(case):
         assert sum(start <= moment + near and moment < done - near for start, done in under_way) <= costs.servers
 
 
-@given(passes(), st.floats(1.0, 10.0))
+@given(steps(), st.floats(1.0, 10.0))
 def test_slower_messages_never_make_a_step_shorter(case, factor):
-    sizes, ready, backward, costs = case
-    if costs.contention.rates(1)[0] < 1 or costs.servers > 1:
-        costs = MachineCosts(curve=costs.curve, launch_s=costs.launch_s, late_s=costs.late_s)
-    slow = line(costs.curve.line.alpha_s * factor, costs.curve.line.beta_bytes_per_s / factor)
-    slower = MachineCosts(curve=slow, launch_s=costs.launch_s, late_s=costs.late_s)
-    quick = MachineCosts(curve=costs.curve, launch_s=costs.launch_s, late_s=costs.late_s)
-    assert (
-        simulate_buckets(sizes, ready, backward, slower).over_s
-        >= simulate_buckets(sizes, ready, backward, quick).over_s - 1e-9
-    )
+    job, costs = case
+    quick = MachineCosts(curve=costs.curve, launch_s=costs.launch_s)
+    slow = line(costs.curve.alpha_s * factor, costs.curve.beta_bytes_per_s / factor)
+    slower = MachineCosts(curve=slow, launch_s=costs.launch_s)
+    assert simulate(job, each(job), slower).over_s >= simulate(job, each(job), quick).over_s - 1e-9
 
 
-@given(passes())
+@given(steps())
 def test_with_a_network_that_takes_no_time_the_backward_is_the_local_one(case):
-    sizes, ready, backward, _ = case
-    costs = MachineCosts(curve=line(0.0, 1e30))
-    assert simulate_buckets(sizes, ready, backward, costs).over_s == pytest.approx(backward.total_s, abs=1e-9)
+    job, _ = case
+    step = simulate(job, each(job), MachineCosts(curve=line(0.0, 1e30)))
+    assert step.over_s == pytest.approx(job.backward_s, abs=1e-9)
 
 
-@given(passes())
-def test_one_bucket_is_the_local_backward_and_its_message(case):
-    sizes, ready, backward, costs = case
-    alone = MachineCosts(curve=costs.curve)
-    step = simulate_buckets([sum(sizes)], [backward.total_s], backward, alone)
-    assert step.over_s == pytest.approx(backward.total_s + costs.curve.estimate_s(sum(sizes)), rel=1e-9)
-    assert ready[-1] <= backward.total_s
+@given(steps())
+def test_one_bucket_is_complete_with_the_last_gradient_and_followed_by_its_message(case):
+    job, costs = case
+    step = simulate(job, [len(job.sizes)], MachineCosts(curve=costs.curve))
+    message_s = costs.curve.estimate_s(job.num_bytes)
+    assert step.over_s == pytest.approx(max(job.backward_s, job.ready_s[-1] + message_s), rel=1e-9)
+
+
+@given(steps(), st.data())
+def test_cuts_a_plan_and_a_layout_are_the_same_step(case, data):
+    job, costs = case
+    count = len(job.sizes)
+    cuts = sorted({*data.draw(st.sets(st.integers(1, count))), count})
+    caps = [sum(job.sizes[start:end]) for start, end in itertools.pairwise([0, *cuts])]
+    # torch's rule makes these cuts from the sizes of the buckets; the plan may list gradients in any order.
+    back = list(reversed(job.gradients))
+    plan = plan_like_torch(back, reversed(range(count)), caps)
+    layout = Layout(tuple(caps), tuple(job.ready_s[cut - 1] for cut in cuts))
+    by_cuts = simulate(job, cuts, costs)
+    assert by_cuts == simulate(job, plan, costs) == simulate(job, layout, costs)
 
 
 def test_a_timeline_by_hand():
     """Two buckets, 1 s of transfer each; the first ready at 1 s, the second at 1.5 s, backward over at 2 s."""
-    backward = Backward((1.0, 1.5), 2.0)
-    one = simulate_buckets([10, 10], [1.0, 1.5], backward, MachineCosts(curve=line(0.0, 10.0)))
+    job = make_job([10, 10], [1.0, 1.5], 2.0)
+    one = simulate(job, [1, 2], MachineCosts(curve=line(0.0, 10.0)))
     assert [(b.start_s, b.done_s) for b in one.buckets] == [(1.0, 2.0), (2.0, 3.0)]
     assert (one.backward_s, one.over_s, one.exposed_s) == (2.0, 3.0, 1.0)
     assert one.buckets[1].queue_s == 0.5
-    two = simulate_buckets([10, 10], [1.0, 1.5], backward, MachineCosts(curve=line(0.0, 10.0), servers=2))
+    two = simulate(job, [1, 2], MachineCosts(curve=line(0.0, 10.0), servers=2))
     assert [(b.start_s, b.done_s) for b in two.buckets] == [(1.0, 2.0), (1.5, 2.5)]
 
 
 def test_contention_by_hand():
     """While a message is under way the rank computes at half its speed, and the message moves at half of its own."""
-    backward = Backward((1.0,), 2.0)
     costs = MachineCosts(curve=line(0.0, 10.0), contention=Contention.uniform(0.5, 0.5))
-    step = simulate_buckets([10], [1.0], backward, costs)
+    step = simulate(make_job([10], [1.0], 2.0), [1], costs)
     # From 1 s on: the second that is left takes 2 s, and the message of 1 s takes 2 s as well.
     assert (step.backward_s, step.over_s) == (3.0, 3.0)
 
 
 def test_copies_launches_and_the_end_by_hand():
-    backward = Backward((1.0,), 1.0, before_s=5.0, after_s=7.0)
-    costs = MachineCosts(
-        curve=line(0.25, 10.0),
-        launch_s=0.5,
-        gather_s_per_byte=0.01,
-        scatter_s_per_byte=0.02,
-        late_s=0.125,
-        finish_s=2.0,
-    )
-    step = simulate_buckets([10], [1.0], backward, costs)
+    costs = MachineCosts(curve=line(0.25, 10.0), launch_s=0.5, gather_s_per_byte=0.01, finish_s=2.0)
+    step = simulate(make_job([10], [1.0], 1.0, before_s=5.0, after_s=7.0), [1], costs)
     assert step.buckets[0].launch_s == pytest.approx(1.6)
-    assert step.buckets[0].done_s == pytest.approx(1.6 + 0.25 + 1.0 + 0.125)
-    assert step.over_s == pytest.approx(2.975 + 0.2 + 2.0)
+    assert step.buckets[0].done_s == pytest.approx(1.6 + 0.25 + 1.0)
+    assert step.over_s == pytest.approx(2.85 + 2.0)
     assert step.step_s == pytest.approx(5.0 + step.over_s + 7.0)
 
 
 def test_a_bucket_waits_for_the_ones_in_front_of_it():
-    step = simulate_buckets([1, 1], [2.0, 1.0], Backward((2.0, 1.0), 2.0), MachineCosts(curve=line(0.0, 1e9)))
+    step = simulate(make_job([1, 1], [2.0, 1.0], 2.0), [1, 2], MachineCosts(curve=line(0.0, 1e9)))
     assert step.buckets[1].ready_s == 2.0
 
 
 def test_a_plan_is_simulated_by_its_gradients():
     gradients = [Gradient("a", 40), Gradient("b", 80), Gradient("c", 120)]
     plan = plan_like_torch(gradients, [2, 1, 0], [120])
-    backward = Backward((3.0, 2.0, 1.0), 3.0)
-    step = simulate_backward(plan, backward, MachineCosts(curve=line(0.0, 120.0)))
+    job = Job(tuple(gradients), (3.0, 2.0, 1.0), 3.0)
+    step = simulate(job, plan, MachineCosts(curve=line(0.0, 120.0)))
     assert [b.num_bytes for b in step.buckets] == [120, 120]
     assert [b.ready_s for b in step.buckets] == [1.0, 3.0]
     assert step.over_s == 4.0
-    with pytest.raises(ConfigError, match="2 ready times for 3 gradients"):
-        simulate_backward(plan, Backward((1.0, 2.0), 3.0), MachineCosts(curve=line(0.0, 1.0)))
+    with pytest.raises(ConfigError, match="1 gradients that the job lacks, such as 'a'"):
+        simulate(Job(tuple(gradients[1:]), (1.0, 2.0), 3.0), plan, MachineCosts(curve=line(0.0, 1.0)))
 
 
 @pytest.mark.parametrize("broken", [{"servers": 0}, {"pair_rate": -1.0}])
@@ -152,9 +153,21 @@ def test_costs_that_cannot_be_are_refused(broken):
         MachineCosts(curve=line(0.0, 1.0), **broken)
 
 
-def test_a_gradient_after_the_end_of_backward_is_refused():
-    with pytest.raises(ConfigError, match="outside backward"):
-        Backward((2.0,), 1.0)
+@pytest.mark.parametrize(("ready_s", "words"), [((2.0,), "outside backward"), ((1.0, 1.0), "2 ready times for 1")])
+def test_a_job_that_cannot_be_is_refused(ready_s, words):
+    with pytest.raises(ConfigError, match=words):
+        make_job([1], ready_s, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "is_on_host", "spare_cores", "rate"),
+    [("cpu", True, 0.0, 0.5), ("cpu", True, 0.5, 0.75), ("cpu", True, 3.0, 1.0), ("cpu", False, 0.0, 1.0),
+     ("cuda", True, 0.0, 1.0), ("", True, 0.0, 1.0)],
+)  # fmt: skip
+def test_what_is_assumed_of_contention(device, is_on_host, spare_cores, rate):
+    assumed = Contention.assume(device, is_on_host, spare_cores)
+    assert assumed.rates(10) == (rate, rate) and assumed.basis.startswith("assumed: ")
+    assert ("half of its rank's core" in assumed.basis) == (device == "cpu" and is_on_host)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2**40), positive), min_size=2, max_size=10, unique_by=lambda p: p[0]))
@@ -184,3 +197,19 @@ def test_contention_is_interpolated_on_a_log_axis_and_constant_beyond(size, rate
 def test_contention_that_cannot_be_is_refused(broken):
     with pytest.raises(ConfigError):
         Contention(*broken)
+
+
+def test_a_simulated_step_is_a_trace_whose_spans_add_up():
+    step = simulate(
+        make_job([1000, 3000], [0.01, 0.02], 0.02, 0.005, 0.003), [1, 2], MachineCosts(line(1e-3, 1e6), launch_s=1e-3)
+    )
+    trace = json.loads(render_timeline({"one": step, "two": step}))
+    assert check_trace(trace) == []
+    own = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
+    phases = {e["name"]: (e["ts"], e["dur"]) for e in own if e["tid"] == 1}
+    assert list(phases) == ["data and forward", "backward", "exposed communication", "optimizer"]
+    assert sum(length for _, length in phases.values()) == pytest.approx(step.step_s * 1e6)
+    for number, bucket in enumerate(step.buckets):
+        lane = [e for e in own if e["tid"] == 2 + number]
+        assert lane[0]["ts"] == pytest.approx((step.before_s + bucket.ready_s) * 1e6, abs=0.01)
+        assert lane[-1]["ts"] + lane[-1]["dur"] == pytest.approx((step.before_s + bucket.done_s) * 1e6, abs=0.01)

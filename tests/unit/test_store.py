@@ -201,10 +201,12 @@ def test_a_place_that_cannot_hold_a_folder_is_refused_before_the_work(tmp_path, 
         pytest.fail("the work has begun")
 
 
-RESULTS = sorted((Path(__file__).parents[2] / "results").glob("**/run.json"))
+RESULTS = Path(__file__).parents[2] / "results"
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: "/".join(path.parts[path.parts.index("results") + 1 : -1]))
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.rglob("run.json")), ids=lambda path: str(path.parent.relative_to(RESULTS))
+)
 def test_the_published_runs_can_be_read_whatever_their_version(path):
     document, run = json.loads(path.read_text()), load_run(path)
     assert len(run.records) == len(document["records"])

@@ -84,7 +84,7 @@ def build_own(num_micro_batches=1, num_optimizers=1):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     return OwnStep(module, step)
 

@@ -105,7 +105,7 @@ def test_a_schedule_sets_the_rate_of_all_groups():
         ({"shape": "cosine"}, "schedule cosine with drops"),
         ({"drops": (0.5, 0.4)}, "drops 0.5,0.4: increasing shares"),
         ({"drops": (0.0,)}, "drops 0.0: increasing shares"),
-        ({"warmup_steps": 6}, "a drop at 0.5 of 10 steps, inside of the warm-up of 6"),
+        ({"warmup_steps": 6}, "a drop at 0.5 of 10 steps, inside the warm-up of 6"),
     ],
 )
 def test_what_cannot_be_is_refused(changes, words):

@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient
-from paceline.predict.fabrics import AssumedFabric
-from paceline.predict.layerwise import LayerwiseModel
-from paceline.predict.networks import Network
-from paceline.predict.simulate import Backward
-from paceline.predict.stragglers import estimate_wait
-from paceline.predict.whatif import Scenario, accumulate, describe_scenario, simulate_what_if
+from paceline.predict.job import Job, build_job_from_profile, draw_jobs
+from paceline.predict.networks import AssumedFabric, Network, build_measured_fabric, find_network
+from paceline.predict.scaling import estimate_wait
+from paceline.predict.whatif import DRAWS as NUM_DRAWS
+from paceline.predict.whatif import Scenario, build_comm_table, build_sweeps, describe_scenario, simulate_what_if
+from paceline.report.comm_tables import comm_row, comm_table, describe_assumptions
 from paceline.report.plots import render_png
 from paceline.report.tables import render_csv, render_markdown
 from paceline.report.whatif_tables import describe_doubts, plot_efficiency, whatif_row, whatif_table
 
+from .test_records_layers import build_profile
+
 MIB = 2**20
 READY = (0.2, 0.4, 0.6, 0.8)
-MODEL = LayerwiseModel(
-    tuple(Gradient(f"layer {number}", 40 * MIB) for number in range(4)), READY, Backward(READY, 0.8, 0.3, 0.1), ()
-)
-DRAWS = [replace(MODEL.backward, before_s=before_s) for before_s in (0.29, 0.3, 0.31)]
+JOB = Job(tuple(Gradient(f"layer {number}", 40 * MIB) for number in range(4)), READY, 0.8, 0.3, 0.1)
+DRAWS = [replace(JOB, before_s=before_s) for before_s in (0.29, 0.3, 0.31)]
 
 
 def join(latency_s: float = 0.0, rate: float = 1e30, **options) -> AssumedFabric:
@@ -36,8 +36,9 @@ def join(latency_s: float = 0.0, rate: float = 1e30, **options) -> AssumedFabric
     return AssumedFabric(network, network, **options)
 
 
-def simulate(fabric, ranks, scenario=None, model=MODEL):
-    return simulate_what_if(model, DRAWS, [fabric], ranks, scenario or Scenario())
+def simulate(fabric, ranks, scenario=None, job=JOB):
+    draws = [replace(draw, gradients=job.gradients) for draw in DRAWS]
+    return simulate_what_if(job, draws, [fabric], ranks, scenario or Scenario())
 
 
 @settings(deadline=None, max_examples=30)
@@ -55,7 +56,7 @@ def test_accumulation_adds_local_passes_and_nothing_else():
         assert several.step_s - once.step_s == pytest.approx((count - 1) * (0.3 + 0.8))
         assert several.exposed_s == pytest.approx(once.exposed_s)
         assert several.efficiency > once.efficiency
-    assert accumulate(MODEL.backward, 1) == MODEL.backward
+    assert JOB.accumulate(1) == JOB
 
 
 @settings(deadline=None, max_examples=25)
@@ -90,8 +91,8 @@ def test_large_latencies_ask_for_larger_buckets_than_the_default():
 
 
 def test_half_the_bytes_are_sent_in_half_the_time():
-    half = replace(MODEL, gradients=tuple(Gradient(g.name, g.num_bytes // 2, 2) for g in MODEL.gradients))
-    (whole,), (less,) = simulate(join(rate=1e8), [8]), simulate(join(rate=1e8), [8], model=half)
+    half = replace(JOB, gradients=tuple(Gradient(g.name, g.num_bytes // 2, 2) for g in JOB.gradients))
+    (whole,), (less,) = simulate(join(rate=1e8), [8]), simulate(join(rate=1e8), [8], job=half)
     assert less.exposed_s + 0.6 == pytest.approx((whole.exposed_s + 0.6) / 2)
 
 
@@ -133,11 +134,85 @@ def test_the_table_says_what_is_simulated_and_why_not_to_trust_it():
 @pytest.mark.parametrize(
     ("scenario", "options", "words"),
     [
-        (Scenario(), {}, "all ranks equally fast"),
+        (Scenario(), {}, "all ranks are equally fast"),
         (Scenario(spread=0.03), {}, "varies by 3.0%"),
         (Scenario(accumulate=4), {}, "4 micro-batches"),
         (Scenario(), {"algorithm": "gloo"}, "two at a time"),
     ],
 )
 def test_what_is_assumed_is_said(scenario, options, words):
-    assert words in "\n".join(describe_scenario(scenario, [join(**options)]))
+    assert words in "\n".join(describe_scenario(JOB, [join(**options)], scenario))
+
+
+# -- the table of communication against computation --------------------------------------------------------------------
+
+
+TEN = Network("ten", 1e-3, 1e3, "a round one")
+
+
+@pytest.fixture
+def sweep(build_collective, build_samples):
+    records = [
+        build_collective(world_size=4, num_bytes=size, timing=build_samples(1e-3 + size / 1e9, ranks=4))
+        for size in (10**6, 10**7, 10**8)
+    ]
+    alone = build_collective(backend="nccl", world_size=4, num_bytes=4)  # one size has no curve
+    (found,) = build_sweeps([*records, alone, build_collective(collective="broadcast")])
+    return found
+
+
+def test_the_comm_table_has_a_row_for_each_network_and_number_of_ranks(sweep):
+    rows = build_comm_table(build_profile(), [TEN], [sweep], [2, 4])
+    assert [(row.step.network, row.step.world_size) for row in rows] == [("ten", 2), ("ten", 4), ("gloo", 4)]
+    with pytest.raises(ConfigError, match="gloo was not measured on 2, 8 ranks"):
+        build_comm_table(build_profile(), [], [sweep], [2, 8])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 64])
+def test_the_comm_table_agrees_with_predict(device, world_size, build_collective, build_samples):
+    """The same profile, network and ranks: the same step, exposed time and interval."""
+    profile = build_profile(device=device)
+    sweep = (
+        build_measured_fabric(
+            [
+                build_collective(
+                    world_size=world_size, num_bytes=size, timing=build_samples(0.01 * size, ranks=world_size)
+                )
+                for size in (10, 40, 80)
+            ],
+            None,
+        )
+        if world_size > 1
+        else None
+    )
+    rows = build_comm_table(profile, [TEN, find_network("1gbe")], [sweep] if sweep else [], [world_size])
+    job = build_job_from_profile(profile)
+    fabrics = [*(AssumedFabric(network, find_network("nvlink")) for network in (TEN, find_network("1gbe")))]
+    predicted = simulate_what_if(
+        job, draw_jobs(profile, job, NUM_DRAWS), [*fabrics, *([sweep] if sweep else [])], [world_size]
+    )
+    assert [row.step for row in rows] == predicted
+    if world_size > 1:
+        assert all(row.step.exposed_s > 0 for row in rows)
+    for row, fabric in zip(rows, [*fabrics, *([sweep] if sweep else [])], strict=True):
+        assert row.message_s == fabric.build_curve(world_size).estimate_s(68)
+        assert row.overhead == pytest.approx(row.message_s / (row.message_s + job.local_s))
+
+
+def test_contention_is_that_of_cores_on_a_host_and_none_on_a_link(sweep):
+    job = replace(JOB, device="cpu")
+    lines = "\n".join(describe_scenario(job, [join(), sweep]))
+    assert "contention on net: assumed: messages and computing do not slow" in lines
+    assert "contention on gloo: assumed: a message between ranks of a full CPU host takes half" in lines
+    (here,), (free,) = (simulate_what_if(one, [], [sweep], [4]) for one in (job, replace(JOB, device="cuda")))
+    assert here.step_s > free.step_s * 1.02 and here.local_s == free.local_s
+
+
+def test_the_comm_table_prints_what_is_simulated_and_from_what():
+    rows = build_comm_table(build_profile(), [TEN], [], [2])
+    text = render_markdown(comm_table, rows)
+    assert "| toy | 68 B | ten | 2 | 1500 | 70.00 | 4.5% |" in text and "compute measured, comm simulated |" in text
+    assert comm_row(rows[0])["exposed_s"] == rows[0].step.exposed_s
+    lines = describe_assumptions(rows)
+    assert lines[0] == "ten: 0.0000 GB/s and 1 ms out of each rank (a round one)" and len(lines) == 2

@@ -12,9 +12,10 @@ from paceline.errors import ConfigError
 from paceline.measure.steps import order_turns
 from paceline.measure.wrapper_settings import DEFAULT_MODELS, MAX_CANDIDATES, WRAPPERS, WrapperSettings
 from paceline.measure.wrappers import build_candidates
-from paceline.plan import Gradient, plan_by_cap, plan_shaped
+from paceline.plan import Gradient
 from paceline.units import MIB
 from paceline.workloads.registry import WORKLOADS
+from tests.unit.made_plans import plan_by_cap, plan_in_pieces
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,6 @@ def test_our_plan_is_tried_where_torch_can_cut_so_and_does_not_already():
     order = list(reversed(range(8)))
     assert _names(module, plan_by_cap(gradients, order, 3 * MIB))[-1] == "Paceline's plan"
     assert "Paceline's plan" not in _names(module, plan_by_cap(gradients, order, MIB))
-    split = plan_shaped(gradients, order, cap_bytes=MIB // 2)
+    split = plan_in_pieces(gradients, order, cap_bytes=MIB // 2)
     assert split.is_split and "Paceline's plan" not in _names(module, split)
     assert len(build_candidates(module, plan_by_cap(gradients, order, 3 * MIB))) <= MAX_CANDIDATES

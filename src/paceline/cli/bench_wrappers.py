@@ -10,8 +10,8 @@ import typer
 
 from paceline.cli.jobs import read_one
 from paceline.cli.options import (
+    JOB,
     MODEL_HELP,
-    WRAPPER_HELP,
     Backend,
     BatchSize,
     Device,
@@ -37,11 +37,11 @@ __all__ = ["wrappers"]
 def wrappers(
     model: Annotated[
         list[str] | None,
-        typer.Option("--model", help=MODEL_HELP),
+        typer.Option("--model", help=f"{MODEL_HELP}; several: mlp,cnn", rich_help_panel=JOB),
     ] = None,
     wrapper: Annotated[
         list[str] | None,
-        typer.Option("--wrapper", help=WRAPPER_HELP),
+        typer.Option("--wrapper", help="In turns: bare,torch,torch-tuned,paceline,dp", rich_help_panel=JOB),
     ] = None,
     backend: Backend = "gloo",
     ranks: Ranks = None,

@@ -17,22 +17,19 @@ if TYPE_CHECKING:
     from paceline.report.result import Result
 
 # Panels of the help, in this order.
-JOB, MEASUREMENT, OUTPUT = "Job", "Measurement", "Output"
+PANELS = JOB, DATA, MODEL, LEARNING, MEASUREMENT, OUTPUT = "Job", "Data", "Model", "Learning", "Measurement", "Output"
 
 BACKEND_HELP = "gloo, shm (shared memory) or nccl; several are measured in turns: gloo,shm"
 NETWORK_HELP = "Networks: nvlink,pcie4,hdr,100gbe,10gbe,1gbe, or bandwidth and latency such as 10Gb/s,50us."
-STEPS_HELP = "Optimizer steps: of a training run, instead of --epochs; of a trace, those that are recorded."
 COMPARE_HELP = "Compare with other runs: bench with one (or a table: CSV, Markdown), profile two of a kind."
-# A benchmark takes a list, training one of them.
-MODEL_HELP = "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME or FILE.py:FUNCTION; a benchmark takes several names: mlp,cnn"
-WRAPPER_HELP = "paceline, torch, none or dp; a benchmark takes several, in turns: bare,torch,torch-tuned,paceline"
+MODEL_HELP = "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION"
 
 Backend = Annotated[str, typer.Option("--backend", help=BACKEND_HELP, rich_help_panel=JOB)]
 Ranks = Annotated[
     str | None,
     typer.Option(
         "--ranks",
-        help="Number of ranks; a benchmark takes several: 2,4,6. Default: the launched world's, else 2 (train: 1).",
+        help="Numbers of ranks: 2,4,6. Default: the launched world's, else 2.",
         rich_help_panel=JOB,
     ),
 ]
@@ -42,7 +39,7 @@ BatchSize = Annotated[
     str | None,
     typer.Option(
         "--batch-size",
-        help="Samples per rank in a micro-batch; a profile takes several: 32,128. Default: 32, or the model's.",
+        help="Samples per rank. Default: the model's.",
         rich_help_panel=JOB,
     ),
 ]

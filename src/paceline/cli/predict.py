@@ -13,7 +13,7 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.predict.curves import MeasuredCurve
-    from paceline.predict.layerwise import LayerwiseModel
+    from paceline.predict.job import Job
 
 __all__ = ["predict"]
 
@@ -95,9 +95,9 @@ def predict(
         raise ConfigError(f"{names} with --csv, whose tables are all it uses: give --model-profile instead")
     from paceline.records.store import RunFolder
 
-    model, curve = _load(csv)
+    job, curve = _load(csv)
     with RunFolder.create(out, "predict") as folder:
-        _report(folder, csv, model, curve, json)
+        _report(folder, csv, job, curve, json)
 
 
 def _find(folder: Path, stem: str) -> Path:
@@ -110,9 +110,9 @@ def _find(folder: Path, stem: str) -> Path:
     return found[0]
 
 
-def _load(folder: Path) -> tuple[LayerwiseModel, MeasuredCurve]:
+def _load(folder: Path) -> tuple[Job, MeasuredCurve]:
     from paceline.predict.curves import fit_curve
-    from paceline.predict.layerwise import build_layerwise_model
+    from paceline.predict.job import build_job_from_tables
     from paceline.records.exchange import load_layer_sizes, load_layer_times, load_table
 
     sizes = load_layer_sizes(_find(folder, "layer-sizes"))
@@ -122,13 +122,12 @@ def _load(folder: Path) -> tuple[LayerwiseModel, MeasuredCurve]:
     if len(worlds) != 1:
         raise ConfigError(f"--csv {folder}: all-reduce of {len(worlds)} backends or numbers of ranks; one is needed")
     curve = fit_curve((record.num_bytes, record.time_s) for record in records)
-    return build_layerwise_model(sizes, times), curve
+    return build_job_from_tables(sizes, times), curve
 
 
-def _report(folder: object, csv: Path, model: LayerwiseModel, curve: MeasuredCurve, json: bool) -> None:
+def _report(folder: object, csv: Path, job: Job, curve: MeasuredCurve, json: bool) -> None:
     from paceline.cli.session import print_json, stdout
-    from paceline.predict.caps import estimate_caps, estimate_sensitivity
-    from paceline.predict.search import find_best_cuts
+    from paceline.predict.search import estimate_caps, estimate_sensitivity, find_best_cuts
     from paceline.predict.simulate import MachineCosts
     from paceline.records.store import RunFolder
     from paceline.report import cap_tables, plots, tables
@@ -136,17 +135,17 @@ def _report(folder: object, csv: Path, model: LayerwiseModel, curve: MeasuredCur
 
     assert isinstance(folder, RunFolder)
     costs = MachineCosts(curve=curve)
-    caps = estimate_caps(model.sizes, model.ready_s, model.backward, costs)
-    changes = estimate_sensitivity(model.sizes, model.ready_s, model.backward, costs, curve)
-    cuts, free = find_best_cuts(model.sizes, model.ready_s, model.backward, costs)
+    caps = estimate_caps(job, costs)
+    changes = estimate_sensitivity(job, costs, curve)
+    cuts, free = find_best_cuts(job, costs)
     low, high = caps.plateau
-    floor_s = curve.estimate_s(model.sizes[-1])
+    floor_s = curve.estimate_s(job.sizes[-1])
     notes = [
-        *model.notes,
+        *job.notes,
         f"best bucket size: {format_bytes(low)} to {format_bytes(high)}, all within 1 % of "
         f"{format_ms(caps.best.backward_s)} ms; "
         f"the best free plan, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
-        f"the last gradient ({model.gradients[-1].name}, {format_bytes(model.sizes[-1])}) is ready only at the end: "
+        f"the last gradient ({job.gradients[-1].name}, {format_bytes(job.sizes[-1])}) is ready only at the end: "
         f"{format_ms(floor_s)} ms stay exposed whatever the bucket size",
         "assumed: one message at a time, no copies, no contention; the times include what ranks waited for each other",
     ]

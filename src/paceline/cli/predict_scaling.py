@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import ConfigError, RecordError
 
 if TYPE_CHECKING:
-    from paceline.predict.fabrics import Fabric
+    from paceline.predict.networks import Fabric
     from paceline.predict.whatif import Scenario, WhatIfRow
     from paceline.records import LayerProfileRecord
     from paceline.records.store import RunFolder
@@ -40,7 +40,7 @@ class WhatIf:
 
 def report_what_if(asked: WhatIf, out: Path, json: bool) -> None:
     """Everything is read and refused before the run's folder is made."""
-    from paceline.predict.profiled import build_backward, draw_backwards
+    from paceline.predict.job import build_job_from_profile, draw_jobs
     from paceline.predict.whatif import DRAWS, describe_scenario, simulate_what_if
     from paceline.records.store import RunFolder
     from paceline.report.whatif_tables import describe_doubts
@@ -50,10 +50,10 @@ def report_what_if(asked: WhatIf, out: Path, json: bool) -> None:
     fabrics = _build_fabrics(asked)
     record = _load_profile(asked.model_profile)
     scenario = _read_scenario(asked, record)
-    model = build_backward(record, asked.gradients)
-    rows = simulate_what_if(model, draw_backwards(record, model, DRAWS), fabrics, ranks, scenario)
+    job = build_job_from_profile(record, asked.gradients)
+    rows = simulate_what_if(job, draw_jobs(record, job, DRAWS), fabrics, ranks, scenario)
     told = dict.fromkeys(line for fabric in fabrics for line in fabric.assumptions)
-    assumptions = [*model.notes, *told, *describe_scenario(scenario, fabrics), *describe_doubts(rows)]
+    assumptions = [*job.notes, *told, *describe_scenario(job, fabrics, scenario), *describe_doubts(rows)]
     with RunFolder.create(out, "predict") as folder:
         _report(folder, record.model, rows, assumptions, json)
 
@@ -72,9 +72,8 @@ def _load_profile(path: Path) -> LayerProfileRecord:
 
 
 def _build_fabrics(asked: WhatIf) -> list[Fabric]:
-    from paceline.predict.fabrics import AssumedFabric, build_measured_fabric
-    from paceline.predict.families import check_algorithm
-    from paceline.predict.networks import find_network, find_networks
+    from paceline.predict.curves import check_algorithm
+    from paceline.predict.networks import AssumedFabric, build_measured_fabric, find_network, find_networks
     from paceline.records import CollectiveRecord, load_run
 
     check_algorithm(asked.algorithm)
@@ -103,7 +102,7 @@ def _build_fabrics(asked: WhatIf) -> list[Fabric]:
 
 
 def _read_scenario(asked: WhatIf, record: LayerProfileRecord) -> Scenario:
-    from paceline.predict.stragglers import estimate_spread
+    from paceline.predict.scaling import estimate_spread
     from paceline.predict.whatif import Scenario
 
     if asked.straggler == "profile":

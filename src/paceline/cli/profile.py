@@ -17,7 +17,7 @@ from paceline.cli.jobs import (
     read_world,
     takes_job,
 )
-from paceline.cli.options import COMPARE_HELP, NETWORK_HELP, STEPS_HELP, Iters, Json, Out, Warmup
+from paceline.cli.options import COMPARE_HELP, NETWORK_HELP, Iters, Json, Out, Warmup
 from paceline.errors import ConfigError
 from paceline.units import parse_counts
 
@@ -51,7 +51,12 @@ def _profile(
 
 
 @app.command("phases")
-@takes_job
+@takes_job(
+    help={
+        "ranks": "Numbers of ranks: 1,2,4. Default: the launched world's, else 2.",
+        "batch_size": "Samples per rank in a micro-batch: 32,128. Default: 32.",
+    }
+)
 def phases(
     job: dict[str, Any], iters: Iters = None, warmup: Warmup = None, out: Out = Path("runs"), json: Json = False
 ) -> None:
@@ -148,7 +153,7 @@ def layers(
 @takes_job
 def trace(
     job: dict[str, Any],
-    steps: Annotated[int, typer.Option("--steps", help=STEPS_HELP)] = 3,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that are recorded.")] = 3,
     warmup: Warmup = None,
     memory: Annotated[bool, typer.Option("--memory-use", help="Record allocations, too.")] = False,
     shapes: Annotated[bool, typer.Option("--shapes", help="Record the shapes of operators' inputs, too.")] = False,

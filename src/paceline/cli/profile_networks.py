@@ -10,20 +10,20 @@ from paceline.cli.profiling import open_run, run_on_ranks, show_share
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.predict.networks import MeasuredNetwork, Network
+    from paceline.predict.networks import MeasuredFabric
     from paceline.training.settings import TrainSettings
 
 __all__ = ["report_networks"]
 
 
-def _read_curves(paths: Sequence[Path], ranks: Sequence[int]) -> list[MeasuredNetwork]:
-    from paceline.predict.networks import build_measured_networks
+def _read_curves(paths: Sequence[Path], ranks: Sequence[int]) -> list[MeasuredFabric]:
+    from paceline.predict.whatif import build_sweeps
     from paceline.records import CollectiveRecord, load_run
 
-    curves: list[MeasuredNetwork] = []
+    curves: list[MeasuredFabric] = []
     for path in paths:
         records = [record for record in load_run(path).records if isinstance(record, CollectiveRecord)]
-        found = [curve for curve in build_measured_networks(records) if curve.world_size in ranks]
+        found = [sweep for sweep in build_sweeps(records) if set(sweep.ranks) & set(ranks)]
         if not found:
             raise ConfigError(f"--curve {path}: no measured all-reduce of {', '.join(map(str, ranks))} ranks is in it")
         curves += found
@@ -42,7 +42,7 @@ def report_networks(
 ) -> None:
     from paceline.predict.networks import find_networks
 
-    networks: list[Network | MeasuredNetwork] = [*find_networks(network), *_read_curves(curves, ranks)]
+    networks, sweeps = find_networks(network), _read_curves(curves, ranks)
     with open_run("profile comm-table", settings, out) as run:
 
         def load() -> Callable[..., Any]:
@@ -53,10 +53,10 @@ def report_networks(
         with show_share("profile comm-table") as show:
             profile = run_on_ranks(settings, load, (settings, iters, warmup), show)
         assert run is not None
-        from paceline.predict.comm_table import build_comm_table, build_model_step
+        from paceline.predict.whatif import build_comm_table
         from paceline.report.comm_tables import comm_row, comm_table, describe_assumptions
 
-        rows = build_comm_table([build_model_step(profile)], networks, ranks)
+        rows = build_comm_table(profile, networks, sweeps, ranks)
         notes = describe_assumptions(rows)
         run.save([profile], notes, {"networks": network, "ranks": list(ranks)})
         run.write_table("table", comm_table, rows, [comm_row(row) for row in rows])

@@ -12,24 +12,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline import machine
-from paceline.cli.jobs import build_settings, check_job, list_defaults, takes_job
-from paceline.cli.learning import (
-    GLOBAL_BATCH_HELP,
-    RESUME_HELP,
+from paceline.cli.jobs import (
     Augment,
     Cutout,
     Epochs,
     Lr,
     LrDrops,
     Momentum,
+    Resume,
     ScheduleName,
     Tail,
     TestSamples,
     WeightDecay,
-    read_asked,
+    build_settings,
+    check_job,
+    list_defaults,
     read_drops,
+    read_given,
+    takes_job,
 )
-from paceline.cli.options import NETWORK_HELP, Iters, Json, Out, split_names
+from paceline.cli.options import JOB, NETWORK_HELP, Iters, Json, Out, split_names
 from paceline.errors import ConfigError
 from paceline.units import parse_counts
 
@@ -42,8 +44,10 @@ __all__ = ["app"]
 
 app = typer.Typer(help="Does it scale? Batch size, ranks, large batches.", no_args_is_help=True)
 
-Resume = Annotated[Path | None, typer.Option("--resume", help=RESUME_HELP)]
-GlobalBatchSizes = Annotated[str | None, typer.Option("--global-batch-size", help=GLOBAL_BATCH_HELP)]
+GlobalBatchSizes = Annotated[
+    str | None,
+    typer.Option("--global-batch-size", help="Samples of one step over all ranks: 1024,8192", rich_help_panel=JOB),
+]
 # What a study that goes on may be told anew.
 _ALWAYS = ("resume", "json", "at_once")
 _BATCH_SIZES = (32, 128, 512, 2048)
@@ -57,7 +61,7 @@ _NORM_RECIPES = ",linear+warmup+ghost"
 
 
 def _check_resume(context: typer.Context, resume: Path | None) -> list[str]:
-    asked = read_asked(context)
+    asked = read_given(context)
     changed = [name for name in asked if name not in _ALWAYS]
     if resume is not None and changed:
         raise ConfigError(

@@ -15,24 +15,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.jobs import build_settings, check_job, read_one, read_world, takes_job
-from paceline.cli.learning import (
-    GLOBAL_BATCH_HELP,
-    RESUME_HELP,
+from paceline.cli.jobs import (
     Augment,
     Cutout,
     Epochs,
     Lr,
     LrDrops,
     Momentum,
+    Resume,
     ScheduleName,
     Tail,
     TestSamples,
     WeightDecay,
-    read_asked,
+    build_settings,
+    check_job,
     read_drops,
+    read_given,
+    read_one,
+    read_world,
+    takes_job,
 )
-from paceline.cli.options import STEPS_HELP, Json, Out
+from paceline.cli.options import JOB, LEARNING, Json, Out
 from paceline.errors import ConfigError
 from paceline.training.schedules import format_growths, parse_growths
 
@@ -52,13 +55,17 @@ _CHANGEABLE = (
 )  # fmt: skip
 
 
-@takes_job
+@takes_job(help={"ranks": "Number of ranks. Default: the launched world's, else 1."})
 def train(
     context_: typer.Context,
     job: dict[str, Any],
     epochs: Epochs = 1,
-    steps: Annotated[int | None, typer.Option("--steps", help=STEPS_HELP)] = None,
-    global_batch_size: Annotated[int | None, typer.Option("--global-batch-size", help=GLOBAL_BATCH_HELP)] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Optimizer steps, instead of --epochs.", rich_help_panel=LEARNING)
+    ] = None,
+    global_batch_size: Annotated[
+        int | None, typer.Option("--global-batch-size", help="Samples of one step over all ranks.", rich_help_panel=JOB)
+    ] = None,
     batch_growth: Annotated[
         str | None,
         typer.Option(
@@ -91,7 +98,7 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help="Note forward, backward and optimizer of each step.")
     ] = False,
-    resume: Annotated[Path | None, typer.Option("--resume", help=RESUME_HELP)] = None,
+    resume: Resume = None,
     save_every: Annotated[
         str, typer.Option("--save-every", help="When a checkpoint is due: epoch, 10s, 5min or 100steps")
     ] = "60s",
@@ -114,7 +121,7 @@ def train(
         trust_coefficient=trust_coefficient, lr_drops=read_drops(lr_drops), ghost_batchnorm=ghost_batchnorm,
         test_samples=test_samples, save_every=save_every, keep=keep, tensorboard=tensorboard,
     )  # fmt: skip
-    asked = read_asked(context_)
+    asked = read_given(context_)
     if steps is not None and "epochs" in asked:
         raise ConfigError(f"--steps {steps} beside --epochs {epochs}: a run ends by one of them; leave the other out")
     if "momentum" in asked and typed.optimizer not in ("sgd", "lars"):

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
+# A small batch: buckets matter where there is little arithmetic to hide them.
 _BATCH_SIZE, _NETWORK_RANKS = 4, 8
 
 
-@takes_job
+@takes_job(leave_out=("plan",), defaults={"batch_size": str(_BATCH_SIZE)})
 def tune(
     job: dict[str, Any],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer bucket sizes and rounds: about a minute.")] = False,
@@ -45,7 +46,7 @@ def tune(
 ) -> None:
     """Find the best buckets: measure this machine and model, predict every plan, confirm, and write the plan.
 
-    The batch size is 4 per rank unless asked otherwise. With --network nothing is sent: one rank computes, and its
+    With --network nothing is sent: one rank computes, and its
     buckets take as long as that network would.
     """
     settings = _read(job, quick, no_confirm, caps, network, network_ranks, iters)
@@ -89,9 +90,7 @@ def _read(
     ranks = read_world(job["ranks"], 2 if network is None else 1)
     if len(ranks) != 1:
         raise ConfigError(f"--ranks {job['ranks']}: a job is tuned on one number of ranks")
-    # Small, unless asked: buckets matter where there is little arithmetic to hide them.
-    batch_size = read_one(job["batch_size"], "--batch-size") or _BATCH_SIZE
-    train = build_settings(job, ranks[0], batch_size)
+    train = build_settings(job, ranks[0], read_one(job["batch_size"], "--batch-size"))
     return TuneSettings(
         job=train,
         effort=QUICK if quick else FULL,
@@ -106,6 +105,7 @@ def _read(
 
 def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool) -> None:
     from paceline.predict.search import enumerate_caps
+    from paceline.predict.simulate import simulate
     from paceline.records import StepRecord
     from paceline.report import tuning as report
     from paceline.report.simulated_timeline import render_timeline
@@ -118,7 +118,9 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
     verdict = report.say_verdict(tuning, f"{title}, {backend}")
     plan_path = run.folder.write("plan.json", tuning.plan.to_json())
     doubts = report.describe_doubts(tuning.model.estimate_doubts(choice.estimate.cuts))
-    notes = [*report.describe_errors(judgement), doubts, *_describe_torch(tuning), verdict]
+    notes = [
+        *report.describe_errors(judgement), doubts, *tuning.model.assumptions, *_describe_torch(tuning), verdict,
+    ]  # fmt: skip
     more = {
         "network": None if settings.network is None else settings.network.name,
         "network_ranks": settings.network_ranks if settings.network else None,
@@ -130,13 +132,13 @@ def _report(run: ProfileRun, settings: TuneSettings, tuning: Tuning, json: bool)
     step = choice.estimate.step
     buckets = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
     rows = [{**dataclasses.asdict(bucket), "bucket": number} for number, bucket, _ in buckets]
-    rows = [{key: value for key, value in row.items() if key not in ("work_s", "rates")} for row in rows]
     run.write_table("buckets", report.bucket_table, buckets, rows)
     default = tuning.model.estimate(tuning.model.cut_like(tuning.default_plan.bucket_bytes)).step
     steps = {"the default": default} | ({} if choice.is_default else {"the plan predicted best": step})
     run.folder.write("simulated-timeline.json", render_timeline(steps))
-    sizes = tuning.model.job.sizes
-    caps = [(i.low_bytes, i.high_bytes, tuning.model.job.simulate(i.cuts).step_s) for i in enumerate_caps(sizes)]
+    model = tuning.model
+    intervals = enumerate_caps(model.job.sizes)
+    caps = [(i.low_bytes, i.high_bytes, simulate(model.job, i.cuts, model.costs).step_s) for i in intervals]
     figure = report.plot_tuning(tuning, f"Step time against bucket size: {title}", run.machine, caps)
     picture = run.write_figure("tuning", figure)
     if json:

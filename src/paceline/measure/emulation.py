@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.parallel import DDP
-from paceline.predict.curves import Curve
+from paceline.predict.curves import CostCurve
 
 __all__ = ["EmulatedNetwork"]
 
@@ -29,7 +29,7 @@ _CYCLES = 50_000_000
 class EmulatedNetwork:
     """First in, first out, one message at a time, each taking as long as the curve says; no curve: no time at all."""
 
-    def __init__(self, curve: Curve | None) -> None:
+    def __init__(self, curve: CostCurve | None) -> None:
         self._curve = curve
         self._free_s = 0.0
         self._pending: queue.SimpleQueue[tuple[float, Any, torch.Tensor] | None] = queue.SimpleQueue()

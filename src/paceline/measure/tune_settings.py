@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.predict.curves import Curve
-from paceline.predict.fabrics import AssumedFabric
-from paceline.predict.networks import Network
+from paceline.predict.curves import CostCurve
+from paceline.predict.networks import AssumedFabric, Network
 from paceline.training.settings import TrainSettings
 from paceline.units import MIB
 
@@ -55,7 +54,7 @@ class TuneSettings:
         """The wrapper whose buckets are tuned."""
         return self.own_wrapper if self.job is None else self.job.wrapper
 
-    def build_curve(self) -> Curve | None:
+    def build_curve(self) -> CostCurve | None:
         """What messages cost on the emulated network; None where they are measured."""
         if self.network is None:
             return None

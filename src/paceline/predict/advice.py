@@ -32,7 +32,7 @@ _WITHOUT_BF16 = re.compile(r"V100|T4\b|TITAN V|RTX 20\d\d|Quadro RTX", re.I)
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the trace does not tell of its step. `accumulate` counts micro-batches of one optimizer step."""
+    """What the trace does not say about its step. `accumulate` counts micro-batches of one optimizer step."""
 
     batch_size: int
     accumulate: int = 1

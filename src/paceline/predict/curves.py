@@ -1,60 +1,177 @@
-"""What an all-reduce costs as a function of its size: the measured curve, and what is known of it beyond.
+"""What an all-reduce costs as a function of its bytes: one interface with its implementations, one fit, one bootstrap.
 
-The line through the points, for people, is in `costs`; curves for other numbers of ranks are in `families`.
+A `CostCurve` holds for a fixed number of ranks. Which curve serves a network on n ranks is chosen in `networks`.
 """
 
 from __future__ import annotations
 
 import bisect
+import difflib
 import math
+import random
+import statistics
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from paceline.errors import MeasurementError
-from paceline.predict.costs import AlphaBeta
-from paceline.units import format_bytes
+from paceline.errors import ConfigError, MeasurementError
+from paceline.records import CollectiveRecord
+from paceline.records.samples import Samples
+from paceline.units import MIB, format_bytes
 
-__all__ = ["Curve", "LineCurve", "MeasuredCurve", "fit_curve"]
-
-# Beyond this many times the largest measured size an estimate is a guess.
-_REACH = 2.0
-
-
-class Curve(Protocol):
-    """Seconds of an all-reduce of so many bytes, and whether that is known or guessed."""
-
-    def estimate_s(self, num_bytes: float) -> float: ...
-
-    def describe_doubt(self, num_bytes: float) -> str:
-        """Why an estimate of this size is not to be trusted; empty where it is."""
-        ...
+ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
+# Beyond this many times what was measured, in bytes or in ranks, an estimate is a guess.
+_REACH = 2
+# A host with more ranks than this is not one that anybody has.
+_MOST_ON_ONE_HOST = 512
 
 
-@dataclass(frozen=True)
-class LineCurve:
-    """`alpha + x / beta`, as a curve: for closed forms and for networks that nobody has measured."""
+class CostCurve(ABC):
+    """Seconds of an all-reduce of a number of bytes, and how far that can be trusted."""
 
-    line: AlphaBeta
-
+    @abstractmethod
     def estimate_s(self, num_bytes: float) -> float:
-        return self.line.estimate_s(num_bytes)
+        """Seconds of a message of this size; 0 for an empty one."""
 
     def describe_doubt(self, num_bytes: float) -> str:
+        """Why an estimate of this size should not be trusted; empty where it can be."""
         return ""
 
+    def name_algorithm(self, num_bytes: float) -> str:
+        """The algorithm that a message of this size takes."""
+        return "measured"
+
+
+# -- repetitions drawn again -------------------------------------------------------------------------------------------
+
+
+class Resample:
+    """Which repetitions a fit uses: all of them, or with a source those that a bootstrap draws with replacement.
+
+    Series with the same number of repetitions were measured in turns, so they share one draw: a slow spell is in all of
+    them.
+    """
+
+    def __init__(self, source: random.Random | None = None) -> None:
+        self.source = source
+        self._drawn: dict[int, Sequence[int]] = {}
+
+    def pick(self, count: int) -> Sequence[int]:
+        """The repetitions to use, of `count`."""
+        if count not in self._drawn:
+            numbers = range(count)
+            self._drawn[count] = self.source.choices(numbers, k=count) if self.source else numbers
+        return self._drawn[count]
+
+    def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        return tuple(seconds[number] for number in self.pick(len(seconds)))
+
+    def median(self, samples: Samples) -> float:
+        return statistics.median(self.take(samples.reduced_s))
+
+    def gauss(self) -> float:
+        """How many standard deviations an assumption is off: 0 where nothing is drawn."""
+        return self.source.gauss(0, 1) if self.source else 0.0
+
+
+# -- the fit -----------------------------------------------------------------------------------------------------------
+
+
+def _fit_latency_and_rate(
+    points: Sequence[tuple[float, float, float]], what: str
+) -> tuple[float, float, tuple[float, ...]]:
+    """Fit `t = latencies * alpha + bytes / rate` to (latencies, bytes, seconds): alpha, rate and the residuals.
+
+    Minimises the squared *relative* errors, with alpha >= 0. Relative, because sizes span decades: with absolute errors
+    the largest message would be the whole fit.
+    """
+    if any(not 0 < seconds < math.inf for _, _, seconds in points):
+        raise MeasurementError("a time of 0 s cannot be fitted by relative error")
+    # Columns relative to the measured time, and scaled to about 1 to keep the sums well conditioned.
+    scale = max(num_bytes for _, num_bytes, _ in points)
+    u = [latencies / seconds for latencies, _, seconds in points]
+    v = [num_bytes / scale / seconds for _, num_bytes, seconds in points]
+    uu, vv = math.fsum(a * a for a in u), math.fsum(b * b for b in v)
+    uv, u1, v1 = math.fsum(a * b for a, b in zip(u, v, strict=True)), math.fsum(u), math.fsum(v)
+    determinant = uu * vv - uv * uv
+    alpha = (u1 * vv - v1 * uv) / determinant if determinant > 1e-12 * uu * vv else 0.0
+    slope = (v1 - alpha * uv) / vv
+    if alpha < 0:  # noise on nearly proportional data; the best line through the origin instead
+        alpha, slope = 0.0, v1 / vv
+    if slope <= 1e-9 * (alpha + slope):  # rounding of equal times leaves a slope of either sign
+        raise MeasurementError(
+            f"the times do not grow with the size{what}, so they have no bandwidth: measure larger messages"
+        )
+    residuals = tuple(alpha * a + slope * b - 1 for a, b in zip(u, v, strict=True))
+    return alpha, scale / slope, residuals
+
 
 @dataclass(frozen=True)
-class MeasuredCurve:
+class AlphaBeta(CostCurve):
+    """The straight line `alpha_s + x / beta_bytes_per_s`: the summary for people.
+
+    It was fitted from `min_bytes` to `max_bytes`. `residuals` are (fitted - measured) / measured, one per point, in
+    increasing order of size.
+    """
+
+    alpha_s: float
+    beta_bytes_per_s: float
+    min_bytes: int = 1
+    max_bytes: int = 1
+    residuals: tuple[float, ...] = ()
+
+    @property
+    def max_rel_residual(self) -> float:
+        return max((abs(residual) for residual in self.residuals), default=0.0)
+
+    def estimate_s(self, num_bytes: float) -> float:
+        return self.alpha_s + num_bytes / self.beta_bytes_per_s
+
+    def name_algorithm(self, num_bytes: float) -> str:
+        return "line"
+
+
+def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> AlphaBeta:
+    """The line through (bytes, seconds)."""
+    points = sorted(points)
+    sizes = sorted({size for size, _ in points})
+    if len(sizes) < 2:
+        raise MeasurementError(f"a line needs at least two sizes, got {len(sizes)}")
+    alpha_s, rate, residuals = _fit_latency_and_rate([(1, size, seconds) for size, seconds in points], "")
+    return AlphaBeta(alpha_s, rate, sizes[0], sizes[-1], residuals)
+
+
+def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, AlphaBeta]]:
+    """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels.
+
+    A curve of one size, or one whose times do not grow, has no line and is left out; so is a world of one rank, in
+    which nothing is sent.
+    """
+    curves: dict[object, list[CollectiveRecord]] = {}
+    for record in (record for record in records if record.world_size > 1):
+        curves.setdefault(record.key, []).append(record)
+    fits = []
+    for curve in curves.values():
+        try:
+            fits.append((curve[0], fit_alpha_beta([(r.num_bytes, r.time_s) for r in curve])))
+        except MeasurementError:
+            continue
+    return fits
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeasuredCurve(CostCurve):
     """Straight lines on log axes between measured points: curves are neither convex nor monotone, and stay so.
 
     Below the smallest size the time is that of the smallest; above the largest it grows with the bandwidth of the
-    last two points. `spread` is the median of (p90 - p10) / median over the points, where that is known.
+    last two points.
     """
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
-    spread: float = 0.0
     _logs: tuple[tuple[float, float], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +194,7 @@ class MeasuredCurve:
         return math.exp(t0 + (t1 - t0) * (math.log(num_bytes) - x0) / (x1 - x0))
 
     def _last_slope(self) -> float:
-        """Seconds per byte beyond the largest size: never less than a point's own average would leave, nor negative."""
+        """Seconds per byte beyond the largest size: the average of the largest where times fall towards it."""
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
         return slope if slope > 0 else self.seconds[-1] / self.sizes[-1]
 
@@ -88,16 +205,257 @@ class MeasuredCurve:
             )
         return ""
 
-    def scaled(self, factors: Sequence[float]) -> MeasuredCurve:
-        """The curve with each point's time multiplied: what a bootstrap draws."""
-        times = tuple(t * f for t, f in zip(self.seconds, factors, strict=True))
-        return MeasuredCurve(self.sizes, times, self.spread)
+    def multiplied(self, factor: float) -> MeasuredCurve:
+        return MeasuredCurve(self.sizes, tuple(seconds * factor for seconds in self.seconds))
 
 
-def fit_curve(points: Iterable[tuple[int, float]], reduce: Callable[[Sequence[float]], float] = min) -> MeasuredCurve:
-    """The curve through (bytes, seconds); where a size has several times, `reduce` makes one of them."""
-    by_size: dict[int, list[float]] = {}
+def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
+    """The curve through (bytes, seconds); where a size has several times, the shortest."""
+    by_size: dict[int, float] = {}
     for size, seconds in points:
-        by_size.setdefault(size, []).append(seconds)
+        by_size[size] = min(float(seconds), by_size.get(size, math.inf))
     sizes = sorted(by_size)
-    return MeasuredCurve(tuple(sizes), tuple(float(reduce(by_size[size])) for size in sizes))
+    return MeasuredCurve(tuple(sizes), tuple(by_size[size] for size in sizes))
+
+
+# -- by algorithm ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one all-reduce needs: latencies one after the other, and bytes through the narrowest place."""
+
+    latencies: float
+    bytes: float
+
+
+def _ring(num_bytes: float, world_size: int) -> Work:
+    """P-1 steps that reduce and P-1 that gather, each with 1/P of the bytes."""
+    steps = 2 * (world_size - 1)
+    return Work(steps, steps / world_size * num_bytes)
+
+
+def _tree(num_bytes: float, world_size: int) -> Work:
+    """Two binary trees with half of the bytes each, up and down again.
+
+    A rank is a leaf of one tree and a branch of the other. It sends 1/2 + 1/2 of the bytes up and 2 x 1/2 down. Of two
+    ranks each is once the root with one child: 1/2 up and 1/2 down.
+    """
+    depth = math.ceil(math.log2(world_size))
+    return Work(2 * depth, num_bytes if world_size == 2 else 2 * num_bytes)
+
+
+def _gloo(num_bytes: float, world_size: int) -> Work:
+    """A ring whose parts go in segments of at most 1 MiB, at least two to a part; two of them are under way at once."""
+    segments = max(2, math.ceil(num_bytes / world_size / MIB))
+    return Work((world_size - 1) * segments, _ring(num_bytes, world_size).bytes)
+
+
+def _shared(num_bytes: float, world_size: int) -> Work:
+    """Every rank reads 1/P of all P vectors and writes it to all: two passes for each rank over a memory they share.
+
+    A barrier has a flag for each rank.
+    """
+    return Work(world_size, 2 * world_size * num_bytes)
+
+
+FAMILIES: dict[str, Callable[[float, int], Work]] = {
+    "ring": _ring,
+    "tree": _tree,
+    "gloo": _gloo,
+    "shared": _shared,
+}
+
+
+def check_algorithm(name: str) -> None:
+    """Refuse a name that is none of `ALGORITHMS`, with the nearest one."""
+    if name not in ALGORITHMS:
+        near = difflib.get_close_matches(name, ALGORITHMS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"unknown algorithm {name!r}: {hint}known are {', '.join(ALGORITHMS)}")
+
+
+@dataclass(frozen=True)
+class FamilyCurve(CostCurve):
+    """`latencies * alpha_s + bytes / bytes_per_s` with the work of one algorithm on `world_size` ranks.
+
+    `most_bytes` and `most_ranks` are the largest that the two numbers were fitted to; None where they are assumed.
+    """
+
+    algorithm: str
+    world_size: int
+    alpha_s: float
+    bytes_per_s: float
+    most_bytes: int | None = None
+    most_ranks: int | None = None
+    place: str = ""
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(f"an all-reduce on {self.world_size} ranks: at least 1 is needed")
+        if self.algorithm == "shared" and self.world_size > _MOST_ON_ONE_HOST:
+            raise ConfigError(
+                f"{self.world_size:,} ranks do not fit in the memory of one host; the limit is {_MOST_ON_ONE_HOST}: "
+                "use fewer --ranks, or name a --network"
+            )
+
+    def estimate_s(self, num_bytes: float) -> float:
+        if self.world_size == 1 or num_bytes <= 0:
+            return 0.0
+        work = FAMILIES[self.algorithm](num_bytes, self.world_size)
+        return work.latencies * self.alpha_s + work.bytes / self.bytes_per_s
+
+    def describe_doubt(self, num_bytes: float) -> str:
+        doubts = []
+        if self.most_ranks is not None and self.world_size > _REACH * self.most_ranks:
+            doubts.append(f"{self.world_size:,} ranks are beyond twice the most that were measured, {self.most_ranks}")
+        if self.most_bytes is not None and num_bytes > _REACH * self.most_bytes:
+            most = format_bytes(self.most_bytes)
+            doubts.append(f"{format_bytes(num_bytes)} is beyond twice the largest measured size, {most}")
+        return "; ".join(doubts)
+
+    def name_algorithm(self, num_bytes: float) -> str:
+        return f"{self.algorithm} {self.place}".strip()
+
+
+@dataclass(frozen=True)
+class FamilyFit:
+    """The latency and the bandwidth of one algorithm, from points of all numbers of ranks at once.
+
+    `residuals` are (fitted - measured) / measured, in the order of the points.
+    """
+
+    algorithm: str
+    alpha_s: float
+    bytes_per_s: float
+    most_bytes: int
+    most_ranks: int
+    residuals: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """The root of the mean square of the residuals."""
+        return math.sqrt(math.fsum(r * r for r in self.residuals) / len(self.residuals))
+
+    def build_curve(self, world_size: int) -> FamilyCurve:
+        return FamilyCurve(self.algorithm, world_size, self.alpha_s, self.bytes_per_s, self.most_bytes, self.most_ranks)
+
+
+def fit_family(points: Sequence[tuple[int, int, float]], algorithm: str) -> FamilyFit:
+    """Fit (bytes, ranks, seconds) of one algorithm."""
+    if algorithm not in FAMILIES:
+        raise ConfigError(f"{algorithm} cannot be fitted to one sweep: choose one of {', '.join(FAMILIES)}")
+    points = [point for point in points if point[1] > 1]
+    work = [FAMILIES[algorithm](num_bytes, ranks) for num_bytes, ranks, _ in points]
+    if len({(w.latencies, w.bytes) for w in work}) < 2:
+        raise MeasurementError(f"a fit needs two or more sizes on two or more ranks, got {len(points)} points")
+    rows = [(w.latencies, w.bytes, seconds) for w, (_, _, seconds) in zip(work, points, strict=True)]
+    alpha_s, rate, residuals = _fit_latency_and_rate(rows, f" as {algorithm} would")
+    most_bytes, most_ranks = max(point[0] for point in points), max(point[1] for point in points)
+    return FamilyFit(algorithm, alpha_s, rate, most_bytes, most_ranks, residuals)
+
+
+# -- made of other curves ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TwoLevelCurve(CostCurve):
+    """Reduce-scatter inside each node, all-reduce between the nodes, all-gather inside: one after the other.
+
+    Inside, that is as much as a ring. Between, the ranks of a node send 1/m each and share the node's link, so that all
+    bytes pass it; `between` is a curve over nodes.
+    """
+
+    inside: CostCurve
+    between: CostCurve
+
+    def estimate_s(self, num_bytes: float) -> float:
+        return self.inside.estimate_s(num_bytes) + self.between.estimate_s(num_bytes)
+
+    def describe_doubt(self, num_bytes: float) -> str:
+        return self.inside.describe_doubt(num_bytes) or self.between.describe_doubt(num_bytes)
+
+    def name_algorithm(self, num_bytes: float) -> str:
+        return f"two-level ({self.between.name_algorithm(num_bytes)})"
+
+
+@dataclass(frozen=True)
+class BestCurve(CostCurve):
+    """For each message the algorithm that is quickest for its size."""
+
+    curves: tuple[CostCurve, ...]
+
+    def estimate_s(self, num_bytes: float) -> float:
+        return min(curve.estimate_s(num_bytes) for curve in self.curves)
+
+    def _best(self, num_bytes: float) -> CostCurve:
+        return min(self.curves, key=lambda curve: curve.estimate_s(num_bytes))
+
+    def describe_doubt(self, num_bytes: float) -> str:
+        return self._best(num_bytes).describe_doubt(num_bytes)
+
+    def name_algorithm(self, num_bytes: float) -> str:
+        return self._best(num_bytes).name_algorithm(num_bytes)
+
+
+def choose_best(curves: Iterable[CostCurve]) -> CostCurve:
+    found = tuple(curves)
+    return found[0] if len(found) == 1 else BestCurve(found)
+
+
+@dataclass(frozen=True)
+class ScaledCurve(CostCurve):
+    """A measured curve on other ranks: each time grows as the family does from the measured ranks to those.
+
+    So its bends stay, and on the measured ranks themselves it is the measured curve.
+    """
+
+    measured: MeasuredCurve
+    there: FamilyCurve
+    here: FamilyCurve
+
+    def estimate_s(self, num_bytes: float) -> float:
+        if num_bytes <= 0 or self.here.world_size == 1:
+            return 0.0
+        # Below the smallest measured size the curve is flat, and so must be what it is multiplied by.
+        size = max(num_bytes, self.measured.sizes[0])
+        return self.measured.estimate_s(size) * self.here.estimate_s(size) / self.there.estimate_s(size)
+
+    def describe_doubt(self, num_bytes: float) -> str:
+        # The sizes are those of this curve: the fit may have seen larger ones on other ranks.
+        return "; ".join(filter(None, (self.here.describe_doubt(0), self.measured.describe_doubt(num_bytes))))
+
+    def name_algorithm(self, num_bytes: float) -> str:
+        if self.here.world_size == self.there.world_size:
+            return "measured"
+        return f"{self.here.algorithm}, measured on {self.there.world_size}"
+
+
+@dataclass(frozen=True)
+class ContinuedCurve(CostCurve):
+    """An all-reduce on more ranks of a host than were measured.
+
+    Its family lets each rank bring a link of its own, and a straight line through the last two sweeps lets none: where
+    the line is more, the mean of both, size by size. `plain` and `shifted` are the family's curve as it is known, and
+    as it might be.
+    """
+
+    plain: CostCurve
+    shifted: CostCurve
+    near: CostCurve
+    last: CostCurve
+    steps: float
+
+    def estimate_s(self, num_bytes: float) -> float:
+        plain_s = self.plain.estimate_s(num_bytes)
+        if plain_s <= 0:
+            return 0.0
+        last_s = self.last.estimate_s(num_bytes)
+        line_s = last_s + max(0.0, last_s - self.near.estimate_s(num_bytes)) * self.steps
+        return (plain_s + max(plain_s, line_s)) / 2 * self.shifted.estimate_s(num_bytes) / plain_s
+
+    def describe_doubt(self, num_bytes: float) -> str:
+        return self.plain.describe_doubt(num_bytes)
+
+    def name_algorithm(self, num_bytes: float) -> str:
+        return self.plain.name_algorithm(num_bytes)

@@ -1,34 +1,46 @@
-"""Networks by name, and what an all-reduce takes on them. The numbers are assumptions, each with its source.
+"""Networks by name, and fabrics: what joins the ranks, for any number of them, and the cost curve that follows.
 
-What one step of a model sends is put together in `comm_table`; curves that were measured are fitted in `costs`.
+The numbers of named networks are assumptions, each with its source. A measured fabric is a sweep of all-reduce.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import random
 import re
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
-from paceline.errors import ConfigError
-from paceline.predict.costs import AlphaBeta, fit_collectives
+from paceline.errors import ConfigError, MeasurementError, RecordError
+from paceline.predict.curves import (
+    ContinuedCurve,
+    CostCurve,
+    FamilyCurve,
+    FamilyFit,
+    Resample,
+    ScaledCurve,
+    TwoLevelCurve,
+    check_algorithm,
+    choose_best,
+    fit_curve,
+    fit_family,
+)
 from paceline.records import CollectiveRecord
+from paceline.records.samples import Samples
 from paceline.units import format_duration, format_rate
-
-__all__ = [
-    "NETWORKS",
-    "MeasuredNetwork",
-    "Network",
-    "build_measured_networks",
-    "estimate_allreduce",
-    "find_network",
-    "find_networks",
-]
 
 _CUSTOM = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|bit|B)/s,(\d+(?:\.\d+)?)(ns|us|µs|ms|s)")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+# Nobody measured a network that is only named: its times are taken to be known to this standard deviation.
+ASSUMED_ERROR = 0.10
+# And a measured one is known worse with each doubling of the ranks away; chosen on the sweeps that the docs cite.
+ERROR_PER_DOUBLING = 0.20
 
 
 @dataclass(frozen=True)
@@ -46,28 +58,6 @@ class Network:
                 f"network {self.name} has {self.latency_s} s and {self.bandwidth_bytes_per_s} bytes/s: "
                 "the latency must not be negative, and the bandwidth above 0"
             )
-
-    @property
-    def assumption(self) -> str:
-        """What an estimate on this network takes for granted."""
-        rate, latency = format_rate(self.bandwidth_bytes_per_s), format_duration(self.latency_s)
-        return f"ring, {rate} GB/s and {latency} between neighbours ({self.note})"
-
-
-@dataclass(frozen=True)
-class MeasuredNetwork:
-    """The line through measured all-reduces; it holds for the ranks that were measured."""
-
-    name: str
-    world_size: int
-    line: AlphaBeta
-
-    @property
-    def assumption(self) -> str:
-        return (
-            f"line through {len(self.line.residuals)} measured all-reduces on {self.world_size} ranks, off by "
-            f"{self.line.max_rel_residual:.0%} at most"
-        )
 
 
 # Latencies are of one message between neighbours, in round numbers: they decide only where gradients are small.
@@ -110,27 +100,237 @@ def find_networks(text: str) -> list[Network]:
     return list(dict.fromkeys(found))
 
 
-def build_measured_networks(records: Sequence[CollectiveRecord]) -> list[MeasuredNetwork]:
-    """One for each curve of measured all-reduces that has a line."""
-    fits = fit_collectives([record for record in records if record.collective == "all_reduce"])
-    return [MeasuredNetwork(f"{record.backend} {record.device}", record.world_size, line) for record, line in fits]
+# -- fabrics -----------------------------------------------------------------------------------------------------------
 
 
-def estimate_allreduce(num_bytes: int, world_size: int, network: Network | MeasuredNetwork) -> float:
-    """Seconds of one all-reduce: on an assumed network that of a ring, 2(P-1) latency + 2(P-1)/P bytes / bandwidth.
+@dataclass(frozen=True)
+class AssumedFabric:
+    """A network by name. With several ranks per node it is what leaves a node, and `inside` joins the node's ranks."""
 
-    A tree would have fewer latencies, and real rings do not reach the line rate: the result is an estimate.
-    """
-    if num_bytes < 0 or world_size < 1:
-        raise ConfigError(f"an all-reduce of {num_bytes} bytes on {world_size} ranks: at least 0 bytes and 1 rank")
-    if world_size == 1 or num_bytes == 0:
-        return 0.0
-    if isinstance(network, MeasuredNetwork):
-        if world_size != network.world_size:
+    network: Network
+    inside: Network
+    ranks_per_node: int = 1
+    algorithm: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_algorithm(self.algorithm)
+        if self.ranks_per_node < 1:
+            raise ConfigError(f"{self.ranks_per_node} ranks per node: at least 1")
+        if self.algorithm == "shared":
             raise ConfigError(
-                f"{network.name} was measured on {network.world_size} ranks and is asked for {world_size}: "
-                "measure it there, or name an assumed network"
+                f"algorithm shared on the network {self.network.name}: shared memory is no network; "
+                "give the --allreduce run of a host instead"
             )
-        return network.line.estimate_s(num_bytes)
-    steps = 2 * (world_size - 1)
-    return steps * network.latency_s + steps / world_size * num_bytes / network.bandwidth_bytes_per_s
+        if self.algorithm == "two-level" and self.ranks_per_node == 1:
+            raise ConfigError("algorithm two-level with 1 rank per node has one level: give --ranks-per-node")
+
+    @property
+    def name(self) -> str:
+        return self.network.name
+
+    @property
+    def servers(self) -> int:
+        return 2 if self.algorithm == "gloo" else 1
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        def describe(network: Network, place: str) -> str:
+            rate, latency = format_rate(network.bandwidth_bytes_per_s), format_duration(network.latency_s)
+            return f"{network.name}: {rate} GB/s and {latency} {place} ({network.note})"
+
+        if self.ranks_per_node == 1:
+            return (describe(self.network, "out of each rank"),)
+        return (
+            describe(self.network, f"out of each node of {self.ranks_per_node} ranks, which share it"),
+            describe(self.inside, "out of each rank inside a node"),
+        )
+
+    def build_curve(self, world_size: int) -> CostCurve:
+        if world_size <= self.ranks_per_node and self.ranks_per_node > 1:
+            names = {"auto": ("ring", "tree"), "two-level": ("ring",)}.get(self.algorithm, (self.algorithm,))
+            return choose_best(self._on(self.inside, name, world_size, "inside") for name in names)
+        if self.algorithm == "two-level":
+            return self._two_level(world_size)
+        if self.algorithm != "auto":
+            return self._on(self._slower(), self.algorithm, world_size)
+        flat: list[CostCurve] = [self._on(self._slower(), name, world_size) for name in ("ring", "tree")]
+        return choose_best(flat if self.ranks_per_node == 1 else [*flat, self._two_level(world_size)])
+
+    def _slower(self) -> Network:
+        """What a flat algorithm meets: it goes through nodes as well as between them, and waits for the slower."""
+        if self.ranks_per_node == 1:
+            return self.network
+        return replace(
+            self.network,
+            latency_s=max(self.network.latency_s, self.inside.latency_s),
+            bandwidth_bytes_per_s=min(self.network.bandwidth_bytes_per_s, self.inside.bandwidth_bytes_per_s),
+        )
+
+    def _on(self, network: Network, algorithm: str, count: int, place: str = "") -> FamilyCurve:
+        return FamilyCurve(algorithm, count, network.latency_s, network.bandwidth_bytes_per_s, place=place)
+
+    def _two_level(self, world_size: int) -> CostCurve:
+        nodes = math.ceil(world_size / self.ranks_per_node)
+        return TwoLevelCurve(
+            self._on(self.inside, "ring", self.ranks_per_node),
+            choose_best(self._on(self.network, name, nodes) for name in ("ring", "tree")),
+        )
+
+    def draw(self, source: random.Random) -> Self:
+        def vary(network: Network) -> Network:
+            factor = math.exp(source.gauss(0, ASSUMED_ERROR))
+            return replace(
+                network,
+                latency_s=network.latency_s * factor,
+                bandwidth_bytes_per_s=network.bandwidth_bytes_per_s / factor,
+            )
+
+        return replace(self, network=vary(self.network), inside=vary(self.inside))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The all-reduces of one number of ranks: for each size the seconds of all repetitions, in order of size."""
+
+    world_size: int
+    sizes: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class MeasuredFabric:
+    """Sweeps of one backend: on their own ranks as measured, on others scaled from the nearest as the fits say.
+
+    `what` is the name with device and dtype. `shift` moves the times on other ranks by that many standard deviations of
+    what is known of them.
+    """
+
+    name: str
+    what: str
+    sweeps: tuple[Sweep, ...]
+    fits: tuple[FamilyFit, ...]
+    shift: float = 0.0
+
+    @property
+    def servers(self) -> int:
+        return 2 if self.fits[0].algorithm == "gloo" else 1
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sweep.world_size for sweep in self.sweeps)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        ranks = ", ".join(map(str, self.ranks))
+        lines = [f"{self.what}: all-reduce as measured on {ranks} ranks, timed from the last rank's arrival"]
+        lines += [
+            f"{self.name} on other ranks: scaled as {fit.algorithm} with {format_duration(fit.alpha_s)} and "
+            f"{format_rate(fit.bytes_per_s)} GB/s, which fits the sweep to {fit.error:.0%}"
+            for fit in self.fits
+        ]
+        shares = any(fit.algorithm == "shared" for fit in self.fits)
+        others = "share the memory of the same host" if shares else "bring links as fast as those that were measured"
+        lines.append(f"{self.name}: further ranks {others}")
+        return tuple(lines)
+
+    def build_curve(self, world_size: int) -> CostCurve:
+        # The nearest by ratio, and of two as near the larger one: more is known of many ranks from many.
+        sweep = min(self.sweeps, key=lambda s: (abs(math.log(s.world_size / world_size)), -s.world_size))
+        measured = fit_curve(zip(sweep.sizes, map(statistics.median, sweep.seconds), strict=True))
+        if sweep.world_size != world_size:
+            away = abs(math.log2(world_size / sweep.world_size))
+            error = min(fit.error for fit in self.fits) + ERROR_PER_DOUBLING * away
+            measured = measured.multiplied(math.exp(self.shift * error))
+        return choose_best(
+            ScaledCurve(measured, fit.build_curve(sweep.world_size), fit.build_curve(world_size)) for fit in self.fits
+        )
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether ranks share what carries their messages, and two or more sweeps show what that costs."""
+        return len(self.ranks) > 1 and self.fits[0].algorithm in ("gloo", "shared")
+
+    def build_continued_curve(self, world_size: int) -> CostCurve:
+        """The fabric's own curve; for more ranks of one host than were measured the continued one."""
+        shifted = self.build_curve(world_size)
+        if not self.is_continued or world_size <= self.ranks[-1]:
+            return shifted
+        near, last = self.ranks[-2:]
+        return ContinuedCurve(
+            plain=replace(self, shift=0.0).build_curve(world_size),
+            shifted=shifted,
+            near=self.build_curve(near),
+            last=self.build_curve(last),
+            steps=(world_size - last) / (last - near),
+        )
+
+    def draw(self, source: random.Random) -> Self:
+        sweeps = tuple(
+            replace(sweep, seconds=tuple(Resample(source).take(row) for row in sweep.seconds)) for sweep in self.sweeps
+        )
+        return replace(self, sweeps=sweeps, shift=source.gauss(0, 1))
+
+
+Fabric = AssumedFabric | MeasuredFabric
+
+
+def _name(record: CollectiveRecord) -> str:
+    return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
+
+
+def _describe(record: CollectiveRecord) -> str:
+    return f"{_name(record)} on {record.device} in {record.dtype}"
+
+
+def build_measured_fabric(
+    records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto"
+) -> MeasuredFabric:
+    """The sweep of one backend, and the family that its algorithm is known to follow, or the one that is named.
+
+    Where a backend was measured on ordinary and on shared memory the latter is taken: the wrapper's buckets lie there.
+    """
+    check_algorithm(algorithm)
+    if algorithm == "two-level":
+        raise ConfigError("algorithm two-level cannot be fitted to one sweep: name a --network with --ranks-per-node")
+    records = [record for record in records if record.collective == "all_reduce" and record.world_size > 1]
+    if not records:
+        raise RecordError("no all-reduce on two or more ranks is in the run: measure one with `bench allreduce`")
+    if backend is not None:
+        there = sorted({record.backend for record in records})
+        records = [record for record in records if record.backend == backend]
+        if not records:
+            raise ConfigError(f"no all-reduce on the backend {backend} is in the run: there is {', '.join(there)}")
+    if len({record.backend for record in records}) == 1 and any(record.memory == "shared" for record in records):
+        records = [record for record in records if record.memory == "shared"]
+    kinds = sorted({_describe(record) for record in records})
+    if len(kinds) > 1:
+        raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): choose one with --backend")
+    own = {"gloo": ("gloo",), "shm": ("shared",), "paceline": ("shared",)}.get(records[0].backend, ("ring", "tree"))
+    points = [(record.num_bytes, record.world_size, statistics.median(_seconds(record))) for record in records]
+    try:
+        fits = tuple(fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))
+    except MeasurementError as error:
+        raise RecordError(f"{kinds[0]}: {error}") from None
+    return MeasuredFabric(_name(records[0]), kinds[0], _sweeps(records), fits)
+
+
+def _seconds(record: CollectiveRecord) -> tuple[float, ...]:
+    """Times without the wait for a late rank, where the clock shows it; one time where a table has no more."""
+    if isinstance(record.timing, Samples):
+        return record.timing.from_last_arrival_s or record.timing.reduced_s
+    return (record.time_s,)
+
+
+def _sweeps(records: Sequence[CollectiveRecord]) -> tuple[Sweep, ...]:
+    sweeps = []
+    for world_size in sorted({record.world_size for record in records}):
+        by_size: dict[int, tuple[float, ...]] = {}
+        for record in records:
+            if record.world_size == world_size:
+                by_size[record.num_bytes] = by_size.get(record.num_bytes, ()) + _seconds(record)
+        if len(by_size) > 1:
+            sizes = tuple(sorted(by_size))
+            sweeps.append(Sweep(world_size, sizes, tuple(by_size[size] for size in sizes)))
+    if not sweeps:
+        raise RecordError("the run has one size for each number of ranks: a curve needs two or more")
+    return tuple(sweeps)

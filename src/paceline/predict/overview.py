@@ -132,7 +132,7 @@ def phase_spans(events: Sequence[Event], begin: float, end: float) -> list[tuple
     else as autograd and the optimizer show them.
 
     Without annotations backward is from the first to the last node of autograd, and forward what is before it: with
-    accumulation, where they take turns, only annotations tell them apart.
+    accumulation, where they take turns, only annotations separate them.
     """
     own = [e for e in events if e["ph"] == "X" and begin <= e["ts"] < end]
     annotated = [e for e in own if e.get("cat") == "user_annotation"]
@@ -157,8 +157,8 @@ def phase_spans(events: Sequence[Event], begin: float, end: float) -> list[tuple
 def find_phases(events: Sequence[Event], windows: Floats) -> dict[str, Floats]:
     """Begin and end of each span of each phase, in order; a phase that the trace does not show is left out."""
     ranges = ("user_annotation", "gpu_user_annotation")
-    telling = [e for e in events if e.get("cat") in ranges or e["name"].startswith(_BACKWARD)]
-    spans = [span for begin, end in windows for span in phase_spans(telling, begin, end)]
+    marked = [e for e in events if e.get("cat") in ranges or e["name"].startswith(_BACKWARD)]
+    spans = [span for begin, end in windows for span in phase_spans(marked, begin, end)]
     chosen = {phase: [span[1:] for span in spans if span[0] == phase] for phase in PHASES}
     return {phase: np.array(found, dtype=np.float64) for phase, found in chosen.items() if found}
 
@@ -246,10 +246,10 @@ def _build_lane(trace: RankTrace, step: Event, later_s: float) -> StepLane:
 
 
 def _backward_end(events: Sequence[Event], spans: Sequence[tuple[str, float, float]]) -> float | None:
-    """When the last backward of a step was over: as the wrapper tells, else autograd, else the annotation."""
-    told = [e["ts"] for e in events if e["name"] == BACKWARD_OVER]
+    """When the last backward of a step was over: by the wrapper, else autograd, else the annotation."""
+    marked = [e["ts"] for e in events if e["name"] == BACKWARD_OVER]
     nodes = [e["ts"] + e["dur"] for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
-    return max(told or nodes or [last for name, _, last in spans if name == "backward"], default=None)
+    return max(marked or nodes or [last for name, _, last in spans if name == "backward"], default=None)
 
 
 # -- the overview of one rank ------------------------------------------------------------------------------------------
@@ -508,17 +508,17 @@ def _argument(event: Event, name: str) -> float | None:
 
 
 def _mean_occupancy(kernels: Sequence[Event]) -> float | None:
-    """The mean over time of those kernels that tell; those of messages occupy few SMs on purpose and tell nothing."""
-    told = [(e["dur"], _argument(e, "est. achieved occupancy %")) for e in kernels]
-    pairs = [(time_us, percent / 100) for time_us, percent in told if percent]  # 0 is how the profiler says unknown
+    """The mean over time of the kernels that have it; those of messages occupy few SMs on purpose and have none."""
+    known = [(e["dur"], _argument(e, "est. achieved occupancy %")) for e in kernels]
+    pairs = [(time_us, percent / 100) for time_us, percent in known if percent]  # 0 is how the profiler says unknown
     total = sum(time_us for time_us, _ in pairs)
     return sum(time_us * share for time_us, share in pairs) / total if total else None
 
 
 def _blocks_per_sm(event: Event, num_sms: int) -> float | None:
-    told = _argument(event, "blocks per SM")
-    if told is not None:
-        return told
+    blocks = _argument(event, "blocks per SM")
+    if blocks is not None:
+        return blocks
     grid = (event.get("args") or {}).get("grid")
     return math.prod(grid) / num_sms if isinstance(grid, list) and num_sms else None
 
@@ -531,11 +531,11 @@ def _gpu_use(trace: RankTrace, events: Sequence[Event], kernels: Sequence[Event]
     wall_us = float(np.diff(windows).sum())
     properties = trace.properties[0] if trace.properties else {}
     filled = [(e, _blocks_per_sm(e, int(properties.get("numSms", 0)))) for e in kernels]
-    told = [(event, min(1.0, blocks)) for event, blocks in filled if blocks is not None]
+    known = [(event, min(1.0, blocks)) for event, blocks in filled if blocks is not None]
     efficiency = None
-    if told:
-        weights = np.array([share for _, share in told])
-        efficiency = sum_clipped(*_edges([event for event, _ in told]), weights, windows) / wall_us
+    if known:
+        weights = np.array([share for _, share in known])
+        efficiency = sum_clipped(*_edges([event for event, _ in known]), weights, windows) / wall_us
 
     def share_us(chosen: Sequence[Event]) -> float:
         return float(sum(event["dur"] for event in chosen))

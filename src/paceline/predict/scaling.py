@@ -1,59 +1,317 @@
-"""The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that are not at hand. Pure.
+"""The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that were not measured. Pure.
 
-How things grow with ranks is in `growth`; measured efficiency and speed-up are in `records.steps`.
+Top to bottom: what a curve may learn from, how things grow with the ranks of a host, the curve itself, its points.
+Measured efficiency and speed-up are in `records.steps`.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from paceline.errors import ConfigError, RecordError
-from paceline.predict.fabrics import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, MeasuredFabric
-from paceline.predict.families import NamedCurve, TwoLevelCurve
-from paceline.predict.growth import SLOWDOWN_ERROR, Slowdown, build_continued_curve, interpolate_logs, is_continued
-from paceline.predict.layerwise import LayerwiseModel
-from paceline.predict.networks import Network
-from paceline.predict.profiled import build_backward, draw_backwards
-from paceline.predict.scaling_evidence import ScalingEvidence
-from paceline.predict.simulate import Backward, Contention, MachineCosts, simulate_buckets
-from paceline.predict.whatif import accumulate
-from paceline.records.samples import Samples, quantile
+from paceline.plan import plan_like_torch
+from paceline.predict.curves import CostCurve, Resample, TwoLevelCurve
+from paceline.predict.job import Job, build_job_from_profile, draw_jobs
+from paceline.predict.networks import (
+    ASSUMED_ERROR,
+    ERROR_PER_DOUBLING,
+    AssumedFabric,
+    MeasuredFabric,
+    Network,
+    build_measured_fabric,
+)
+from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
+from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
+from paceline.records.samples import quantile
 from paceline.records.steps import find_straggler
 from paceline.units import format_ms
 
-__all__ = [
-    "PredictedPoint",
-    "ScalingEvidence",
-    "describe_assumptions",
-    "simulate_scaling",
-]
-
 _DRAWS = 40
 _SEED = 17
-# Messages of a step take at most so many times what they take alone, or as small a part of it.
+# Messages of a step take at most this many times what they take alone, or as small a part of it.
 _MOST_FACTOR = 3.0
 _HALVINGS = 20
 # The standard deviation of a median, in those of a mean.
 _MEDIAN_NOISE = 1.25
 # Less than this share of a step is no difference.
 _NOTHING = 1e-3
+# The standard deviation of a continued slow-down for each doubling of the ranks, on top of half of what it grew by.
+SLOWDOWN_ERROR = 0.03
+_GROWTH_ERROR = 0.5
+# And of one rank alone, which says nothing of its neighbours: they only ever slow it.
+_UNKNOWN_ERROR = 0.15
+_MOST_SPREAD = 0.5
+_STRATA = 1000
+# p90 - p10 of a normal distribution, in standard deviations.
+_P10_TO_P90 = 2 * statistics.NormalDist().inv_cdf(0.9)
+
+
+# -- the slowest of many ranks -----------------------------------------------------------------------------------------
+
+
+def estimate_maximum(inverse: Callable[[float], float], count: int) -> float:
+    """The expected largest of `count` independent values whose inverse distribution function is given.
+
+    F^-1(U^(1/count)) has the distribution of the largest. U goes through the middles of equal strata: the same answer
+    every time, and no noise.
+    """
+    if count < 1:
+        raise ConfigError(f"the largest of {count} values: at least 1 is needed")
+    moments = ((place + 0.5) / _STRATA for place in range(_STRATA))
+    return math.fsum(inverse(math.exp(math.log(u) / count)) for u in moments) / _STRATA
+
+
+@functools.lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
+def estimate_wait(spread: float, count: int) -> float:
+    """How much longer than a rank the slowest of `count` takes, as a share of the median: lognormal times.
+
+    `spread` is the standard deviation of a rank's time relative to that median.
+    """
+    if not 0 <= spread < 1:
+        raise ConfigError(f"a spread of {spread:.0%} between ranks: from 0 to below 100 %")
+    if spread == 0 or count == 1:
+        return 0.0
+    # For a lognormal time of median 1: sd^2 = (e^(s^2) - 1) e^(s^2), solved for s.
+    sigma = math.sqrt(math.log((1 + math.sqrt(1 + 4 * spread**2)) / 2))
+    normal = statistics.NormalDist()
+
+    def inverse(p: float) -> float:
+        return math.exp(sigma * normal.inv_cdf(p))
+
+    return estimate_maximum(inverse, count) - estimate_maximum(inverse, 1)
+
+
+def estimate_spread(seconds: Sequence[float]) -> float:
+    """The relative standard deviation of repeated times, from p10 and p90: one outlier does not make it."""
+    return (quantile(seconds, 0.9) - quantile(seconds, 0.1)) / _P10_TO_P90 / statistics.median(seconds)
+
+
+# -- what a curve may learn from ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScalingEvidence:
+    """What is known of one wrapper on one backend in one cell: `records` has one rank alone, and any more ranks.
+
+    `profiles` are of the job on one rank, at one or more batch sizes; `collectives` the sweeps of all-reduce.
+    `ranks_at_hand` is how many ranks this host has cores (or devices) for. `one_rank_s` has the seconds of a step on
+    one rank by its samples, for strong scaling. `layouts` has the wrapper's buckets by ranks, which follow from its
+    planner and not from times; `bucket_bytes` is used where they are unknown, and `wrapper_s`, what the wrapper costs
+    on one rank, where no steps on several ranks do.
+    """
+
+    wrapper: str
+    backend: str
+    records: tuple[StepRecord, ...]
+    profiles: tuple[LayerProfileRecord, ...]
+    collectives: tuple[CollectiveRecord, ...] = ()
+    ranks_at_hand: int = 1
+    one_rank_s: Mapping[int, float] = field(default_factory=dict)
+    bucket_bytes: tuple[int, ...] = ()
+    wrapper_s: float = 0.0
+    layouts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        counts = [record.world_size for record in self.records]
+        if len({record.cell for record in self.records}) != 1 or len(set(counts)) < len(counts) or 1 not in counts:
+            cells = sorted((*record.cell, record.world_size) for record in self.records)
+            raise RecordError(f"a scaling curve needs one cell with each number of ranks once, and one rank: {cells}")
+        for record in self.shared:
+            if (record.wrapper, record.backend) != (self.wrapper, self.backend) or record.no_comm is None:
+                raise RecordError(
+                    f"{record.variant} on {record.world_size} ranks cannot calibrate {self.wrapper} on "
+                    f"{self.backend}: its own steps, and those with communication off, are needed"
+                )
+        if not self.profiles or self.ranks_at_hand < 1:
+            raise RecordError(
+                f"{len(self.profiles)} layer profiles and {self.ranks_at_hand} ranks on this host: at least 1 of each"
+            )
+
+    @classmethod
+    def sort(
+        cls,
+        records: Sequence[Record],
+        wrapper: str,
+        backend: str,
+        cell: tuple[str, int],
+        ranks_at_hand: int,
+        bucket_bytes: Sequence[int] = (),
+    ) -> ScalingEvidence:
+        """Take what concerns one wrapper on one backend and one cell (mode, size) out of the records of a study.
+
+        Steps with communication off are the same in every wrapper, so those of all of them count.
+        """
+        steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
+        alone = [record for record in steps if record.world_size == 1]
+        own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend) == (wrapper, backend)]
+        own = [_join_no_comm(record, steps) for record in own]
+        return cls(
+            wrapper=wrapper,
+            backend=backend,
+            records=tuple(record for record in (*alone, *own) if record.cell == cell),
+            profiles=tuple(record for record in records if isinstance(record, LayerProfileRecord)),
+            collectives=tuple(record for record in records if isinstance(record, CollectiveRecord)),
+            ranks_at_hand=ranks_at_hand,
+            one_rank_s={record.global_batch_size: record.timing.median_s for record in alone},
+            bucket_bytes=tuple(bucket_bytes),
+            layouts={r.world_size: r.bucket_bytes for r in own if r.cell == cell and r.bucket_bytes},
+        )
+
+    def calibrated_up_to(self, world_size: int) -> ScalingEvidence:
+        """The evidence of at most this many ranks. One rank sends nothing, so the smallest sweep stays with it."""
+        least = min((r.world_size for r in self.collectives), default=0)
+        return replace(
+            self,
+            records=tuple(r for r in self.records if r.world_size <= world_size),
+            collectives=tuple(r for r in self.collectives if r.world_size <= max(least, world_size)),
+        )
+
+    @property
+    def alone(self) -> StepRecord:
+        return next(record for record in self.records if record.world_size == 1)
+
+    @property
+    def shared(self) -> list[StepRecord]:
+        """The steps on several ranks, fewest first."""
+        return sorted((r for r in self.records if r.world_size > 1), key=lambda record: record.world_size)
+
+    @cached_property
+    def spread(self) -> float:
+        """How far the steps of ranks lie apart without communication, as a standard deviation over their median."""
+        if not self.shared or self.shared[-1].no_comm is None:
+            return 0.0
+        rows = self.shared[-1].no_comm.seconds
+        return min(_MOST_SPREAD, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
+
+    def estimate_wait(self, world_size: int) -> float:
+        """How many times as long the slowest of `world_size` ranks computes as the slowest of this host."""
+        if world_size <= self.most_on_host or not self.spread:
+            return 1.0
+        here, there = (1 + estimate_wait(self.spread, count) for count in (self.most_on_host, world_size))
+        return there / here
+
+    @property
+    def variant(self) -> str:
+        return replace(self.alone, wrapper=self.wrapper, backend=self.backend).variant
+
+    @property
+    def accumulate(self) -> int:
+        return [self.alone, *self.shared][-1].accumulate
+
+    @property
+    def most_on_host(self) -> int:
+        return max([self.ranks_at_hand, *(record.world_size for record in self.records)])
+
+    def count_samples(self, world_size: int) -> float:
+        """Of one rank, in a step."""
+        mode, size = self.alone.mode, self.alone.cell_size
+        if mode == "strong" and world_size > size:
+            raise ConfigError(f"{size} samples over {world_size} ranks: at least one for each is needed")
+        return size if mode == "weak" else size / world_size
+
+    def build_fabric(self) -> MeasuredFabric | None:
+        """The sweeps where this wrapper's messages lie; None where there are none."""
+        found = [r for r in self.collectives if r.backend == self.backend and r.collective == "all_reduce"]
+        memory = "shared" if self.wrapper == "paceline" else "ordinary"
+        found = [record for record in found if record.memory == memory] or found
+        return build_measured_fabric(found, self.backend) if found else None
+
+    def list_buckets(self, world_size: int) -> tuple[int, ...]:
+        """The wrapper's buckets on these ranks or the nearest known ones; else those given, else torch's default."""
+        known = {r.world_size: r.bucket_bytes for r in self.shared if r.bucket_bytes} | dict(self.layouts)
+        if known:
+            return known[min(known, key=lambda count: (abs(math.log(count / world_size)), -count))]
+        if self.bucket_bytes:
+            return self.bucket_bytes
+        gradients = build_job_from_profile(self.profiles[0]).gradients
+        return plan_like_torch(gradients, range(len(gradients))).bucket_bytes
+
+
+def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord:
+    """The record with the steps without communication of all wrappers of its cell and ranks.
+
+    Of each repetition the median of the slowest ranks, and the others as far behind it as in the median.
+    """
+    alike = [r for r in steps if (r.job, r.cell, r.world_size) == (record.job, record.cell, record.world_size)]
+    found = [r.no_comm for r in alike if r.no_comm is not None and r.no_comm.count == record.timing.count]
+    if record.no_comm is None or len(found) < 2:
+        return record
+    joined = []
+    for number in range(record.timing.count):
+        slowest_s = statistics.median(samples.reduced_s[number] for samples in found)
+        row = [statistics.median(times) for times in zip(*(samples.seconds[number] for samples in found), strict=True)]
+        joined.append(tuple(time_s / max(row) * slowest_s for time_s in row))
+    return replace(record, no_comm=replace(record.no_comm, seconds=tuple(joined)))
+
+
+# -- growth with the ranks of a host -----------------------------------------------------------------------------------
+
+
+def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> float:
+    """Straight lines on log axes through points in order; outside them the last line goes on, rising by at most the
+    place itself. One point alone rises by that."""
+    if len(points) == 1:
+        return points[0][1] * place / points[0][0]
+    right = min(max(1, bisect.bisect_left([x for x, _ in points], place)), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    slope = math.log(y1 / y0) / math.log(x1 / x0)
+    if not x0 <= place <= x1:
+        slope = min(1.0, max(0.0, slope))
+    from_x, from_y = (x1, y1) if place > x1 else (x0, y0)
+    return from_y * math.exp(slope * math.log(place / from_x))
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """How much longer a rank computes next to others: (ranks, factor), one rank first. On measured ranks as measured.
+
+    Beyond them a straight line through the last two: what ranks share, they share with one more each. It never falls,
+    and never grows faster than the ranks. `shift` is how many standard deviations off the continued part is.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    shift: float = 0.0
+
+    def estimate(self, world_size: int) -> float:
+        last, top = self.points[-1]
+        if len(self.points) == 1:
+            alone: float = top * math.exp(abs(self.shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
+            return alone
+        if world_size <= last:
+            return interpolate_logs(self.points, world_size)
+        before, low = self.points[-2]
+        line = top + max(0.0, (top - low) / (last - before)) * (world_size - last)
+        continued: float = min(line, top * world_size / last)
+        error = SLOWDOWN_ERROR * math.log2(max(1, world_size / last)) + _GROWTH_ERROR * math.log(continued / top)
+        return continued * math.exp(self.shift * error)
+
+    def rising(self) -> Slowdown:
+        """The same where more ranks are never quicker: a factor below the one before it is noise."""
+        factors = itertools.accumulate((factor for _, factor in self.points), max)
+        ranks = (count for count, _ in self.points)
+        return replace(self, points=tuple(zip(ranks, factors, strict=True)))
+
+
+# -- the curve and its points ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PredictedPoint:
-    """A step on so many ranks; a measured one of it should lie between `low_s` and `high_s` in 90 % of cases.
+    """A step on `world_size` ranks; a measured one should lie between `low_s` and `high_s` in 90 % of cases.
 
-    `alone_s` is the step of one rank by itself, `network` what joins the hosts (empty: all ranks are on this one),
+    `alone_s` is the step of one rank alone, `network` what joins the hosts (empty: all ranks are on this one),
     `calibrated` the numbers of ranks whose steps it learnt from, and `doubt` why not to trust it.
     """
 
-    contestant: str
+    variant: str
     mode: str
     cell_size: int
     world_size: int
@@ -87,8 +345,8 @@ def simulate_scaling(
     if max(ranks) > here and not networks:
         raise ConfigError(f"{max(ranks)} ranks where this host has {here}: name a network that joins hosts")
     source = random.Random(_SEED)
-    best = _fit_curve(evidence, networks, None)
-    draws = [_fit_curve(evidence, networks, source) for _ in range(_DRAWS)]
+    best = _fit_curve(evidence, networks, Resample())
+    draws = [_fit_curve(evidence, networks, Resample(source)) for _ in range(_DRAWS)]
     # The median that a prediction is compared with has the noise of its own repetitions.
     timing = evidence.alone.timing
     noise = _MEDIAN_NOISE * timing.stdev_s / math.sqrt(timing.count) / timing.median_s
@@ -100,7 +358,7 @@ def simulate_scaling(
             times = [draw.simulate_s(world_size, place) * own for draw, own in zip(draws, noises, strict=True)]
             points.append(
                 PredictedPoint(
-                    contestant=evidence.contestant,
+                    variant=evidence.variant,
                     mode=evidence.alone.mode,
                     cell_size=evidence.alone.cell_size,
                     world_size=world_size,
@@ -117,8 +375,8 @@ def simulate_scaling(
 
 
 @dataclass(frozen=True)
-class _SlowedTimes:
-    """The messages of a step, each so many times as long as alone."""
+class _SlowedCurve(CostCurve):
+    """The messages of one step, each `factor` times as long as alone. Looked up: one step is simulated many times."""
 
     seconds: Mapping[float, float]
     factor: float
@@ -126,21 +384,20 @@ class _SlowedTimes:
     def estimate_s(self, num_bytes: float) -> float:
         return self.factor * self.seconds[num_bytes]
 
-    def describe_doubt(self, num_bytes: float) -> str:
-        return ""
-
 
 @dataclass(frozen=True)
 class _ScalingCurve:
-    """The fitted curve. `corrections` has for each calibrated number of ranks how many times as long its messages take
-    as alone, and the seconds that no such factor explains. `shift` is how far off the factor is elsewhere, in
-    standard deviations."""
+    """The fitted curve. `jobs` are by batch size.
+
+    `corrections` has for each calibrated number of ranks how many times as long its messages take as alone, and the
+    seconds that no such factor explains. `shift` is how far off the factor is elsewhere, in standard deviations.
+    """
 
     evidence: ScalingEvidence
     alone_s: float
     one_rank_s: tuple[tuple[float, float], ...]
     slowdown: Slowdown
-    models: tuple[tuple[int, LayerwiseModel], ...]
+    jobs: tuple[tuple[int, Job], ...]
     fabric: MeasuredFabric | None
     networks: tuple[AssumedFabric, ...]
     corrections: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -169,57 +426,57 @@ class _ScalingCurve:
         return compute_s + max(0.0, self.build_exposed(world_size, place)(factor) + extra_s)
 
     def build_exposed(self, world_size: int, place: int = 0) -> Callable[[float], float]:
-        """What a step exposes, in seconds, where its messages take so many times as long as alone."""
+        """What a step exposes, in seconds, as a function of how many times as long as alone its messages take."""
         samples = self.evidence.count_samples(world_size) / self.evidence.accumulate
-        _, model = min(self.models, key=lambda pair: abs(math.log(pair[0] / samples)))
-        backward = self._stretch(accumulate(model.backward, self.evidence.accumulate), world_size)
-        # A bucket is complete with the gradient at which as much of all bytes is ready.
-        totals = [0, *itertools.accumulate(model.sizes)]
+        _, job = min(self.jobs, key=lambda pair: abs(math.log(pair[0] / samples)))
+        job = self._stretch(job.accumulate(self.evidence.accumulate), world_size)
+        # A bucket is complete with the gradient at which as large a share of all bytes is ready.
         buckets = self.evidence.list_buckets(world_size)
         ends = list(itertools.accumulate(buckets))
-        places = [bisect.bisect_left(totals, end / ends[-1] * totals[-1]) - 1 for end in ends]
-        ready = [backward.ready_s[min(max(0, number), len(model.sizes) - 1)] for number in places]
-        curve, contention = self.build_curve(world_size, place), self._share_cores(world_size)
+        places = [bisect.bisect_left(job.totals, end / ends[-1] * job.num_bytes) - 1 for end in ends]
+        ready = tuple(job.ready_s[min(max(0, number), len(job.sizes) - 1)] for number in places)
+        curve, layout = self.build_curve(world_size, place), Layout(buckets, ready)
         seconds: dict[float, float] = {size: curve.estimate_s(size) for size in buckets}
+        costs = MachineCosts(
+            curve, self.servers, pair_rate=1 / self.servers, contention=self.find_contention(world_size)
+        )
 
-        def simulate(factor: float) -> float:
-            costs = MachineCosts(
-                _SlowedTimes(seconds, factor), self.servers, pair_rate=1 / self.servers, contention=contention
-            )
-            return simulate_buckets(buckets, ready, backward, costs).exposed_s
+        def expose(factor: float) -> float:
+            return simulate(job, layout, replace(costs, curve=_SlowedCurve(seconds, factor))).exposed_s
 
-        return simulate
+        return expose
 
     @property
     def servers(self) -> int:
         return self.fabric.servers if self.fabric else 1
 
-    def _stretch(self, backward: Backward, world_size: int) -> Backward:
+    def find_contention(self, world_size: int) -> Contention:
+        here = min(world_size, self.evidence.most_on_host)
+        return Contention.assume(self.evidence.alone.device, here > 1, self.evidence.ranks_at_hand / here - 1)
+
+    def _stretch(self, job: Job, world_size: int) -> Job:
         """The profiled step made as long as `compute_s`. The optimizer does not shrink with the batch."""
         compute_s = self.compute_s(world_size)
         slowdown = self.slowdown.estimate(min(world_size, self.evidence.most_on_host))
-        after_s = min(backward.after_s * slowdown, compute_s / 2)
-        stretch = (compute_s - after_s) / (backward.before_s + backward.total_s)
-        ready_s = tuple(moment * stretch for moment in backward.ready_s)
-        return Backward(ready_s, backward.total_s * stretch, backward.before_s * stretch, after_s)
+        after_s = min(job.after_s * slowdown, compute_s / 2)
+        stretch = (compute_s - after_s) / job.computing_s
+        return replace(
+            job,
+            ready_s=tuple(moment * stretch for moment in job.ready_s),
+            backward_s=job.backward_s * stretch,
+            before_s=job.before_s * stretch,
+            after_s=after_s,
+        )
 
-    def _share_cores(self, world_size: int) -> Contention:
-        """On CPU a message takes half a rank's core, less what cores of the host are idle."""
-        if self.evidence.alone.device != "cpu":
-            return Contention()
-        idle = self.evidence.ranks_at_hand / min(world_size, self.evidence.most_on_host) - 1
-        rate = (1 + min(1.0, max(0.0, idle))) / 2
-        return Contention.uniform(rate, rate)
-
-    def build_curve(self, world_size: int, place: int) -> NamedCurve:
+    def build_curve(self, world_size: int, place: int) -> CostCurve:
         evidence = self.evidence
         here = evidence.most_on_host
         nodes = math.ceil(world_size / here)
         if here == 1:
             return self.networks[place].build_curve(nodes)
         if self.fabric is None:
-            raise RecordError(f"no all-reduce on {evidence.backend} is at hand: measure one with `bench allreduce`")
-        inside = build_continued_curve(self.fabric, min(world_size, here))
+            raise RecordError(f"no all-reduce on {evidence.backend} was measured: measure one with `bench allreduce`")
+        inside = self.fabric.build_continued_curve(min(world_size, here))
         return inside if nodes == 1 else TwoLevelCurve(inside, self.networks[place].build_curve(nodes))
 
     def describe_doubt(self, world_size: int, place: int) -> str:
@@ -239,18 +496,10 @@ class _ScalingCurve:
         return "; ".join(filter(None, doubts))
 
 
-def _fit_curve(evidence: ScalingEvidence, networks: Sequence[Network], source: random.Random | None) -> _ScalingCurve:
-    """By medians; with a source by those of repetitions drawn again, and with what is only assumed drawn, too."""
-    kept: dict[int, Sequence[int]] = {}
-
-    def center(samples: Samples) -> float:
-        # Steps of a cell were taken in turns, so they are drawn together: a slow spell is in all of them.
-        if samples.count not in kept:
-            numbers = range(samples.count)
-            kept[samples.count] = source.choices(numbers, k=len(numbers)) if source else numbers
-        return statistics.median(samples.reduced_s[number] for number in kept[samples.count])
-
-    alone_s = center(evidence.alone.timing)
+def _fit_curve(evidence: ScalingEvidence, networks: Sequence[Network], resample: Resample) -> _ScalingCurve:
+    """By medians of the repetitions that are used; with a source, what is only assumed is drawn, too."""
+    source = resample.source
+    alone_s = resample.median(evidence.alone.timing)
     drift = alone_s / evidence.alone.timing.median_s
     known = {float(samples): seconds * drift for samples, seconds in evidence.one_rank_s.items()}
     one_rank_s = tuple(sorted({**known, float(evidence.alone.global_batch_size): alone_s}.items()))
@@ -258,31 +507,30 @@ def _fit_curve(evidence: ScalingEvidence, networks: Sequence[Network], source: r
     for record in evidence.shared:
         assert record.no_comm is not None  # refused by the evidence
         base_s = interpolate_logs(one_rank_s, evidence.count_samples(record.world_size))
-        factors.append((record.world_size, center(record.no_comm) / base_s))
-    slowdown = Slowdown(tuple(factors), source.gauss(0, 1) if source else 0.0)
+        factors.append((record.world_size, resample.median(record.no_comm) / base_s))
+    slowdown = Slowdown(tuple(factors), resample.gauss())
     fabric = evidence.build_fabric()
     joined = [AssumedFabric(network, network) for network in networks]
-    models = []
+    jobs = []
     for profile in evidence.profiles:
-        model = build_backward(profile)
+        job = build_job_from_profile(profile)
         if source:
-            [backward] = draw_backwards(profile, model, 1, source.randrange(1 << 30))
-            model = replace(model, ready_s=backward.ready_s, backward=backward)
-        models.append((profile.batch_size, model))
+            [job] = draw_jobs(profile, job, 1, source.randrange(1 << 30))
+        jobs.append((profile.batch_size, job))
     curve = _ScalingCurve(
         evidence=evidence,
         alone_s=alone_s,
         one_rank_s=one_rank_s,
         slowdown=slowdown.rising() if evidence.alone.mode == "weak" else slowdown,
-        models=tuple(models),
+        jobs=tuple(jobs),
         fabric=fabric.draw(source) if fabric and source else fabric,
         networks=tuple(fabric.draw(source) if source else fabric for fabric in joined),
     )
     corrections = {}
     for record in evidence.shared:
-        exposed_s = max(0.0, center(record.timing) - curve.compute_s(record.world_size))
+        exposed_s = max(0.0, resample.median(record.timing) - curve.compute_s(record.world_size))
         corrections[record.world_size] = _fit_correction(curve, record.world_size, exposed_s)
-    return replace(curve, corrections=corrections, shift=source.gauss(0, 1) if source else 0.0)
+    return replace(curve, corrections=corrections, shift=resample.gauss())
 
 
 def _fit_correction(curve: _ScalingCurve, world_size: int, exposed_s: float) -> tuple[float, float]:
@@ -290,49 +538,49 @@ def _fit_correction(curve: _ScalingCurve, world_size: int, exposed_s: float) -> 
 
     Where even the largest explains less than half of it the messages are hidden, and all of the difference is left.
     """
-    simulate = curve.build_exposed(world_size)
+    expose = curve.build_exposed(world_size)
     low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
-    as_alone_s, most_s = simulate(1.0), simulate(high)
+    as_alone_s, most_s = expose(1.0), expose(high)
     if abs(as_alone_s - exposed_s) < _NOTHING * curve.compute_s(world_size) or most_s < exposed_s / 2:
         return 1.0, exposed_s - as_alone_s
-    if most_s <= exposed_s or simulate(low) > exposed_s:
+    if most_s <= exposed_s or expose(low) > exposed_s:
         factor = high if most_s <= exposed_s else low
-        return factor, exposed_s - simulate(factor)
+        return factor, exposed_s - expose(factor)
     for _ in range(_HALVINGS):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if simulate(middle) <= exposed_s else (low, middle)
-    return low, exposed_s - simulate(low)
+        low, high = (middle, high) if expose(middle) <= exposed_s else (low, middle)
+    return low, exposed_s - expose(low)
 
 
 def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] = ()) -> list[str]:
     """What every point of the curve takes for granted, one line each."""
-    curve = _fit_curve(evidence, networks, None)
+    curve = _fit_curve(evidence, networks, Resample())
     counts = ", ".join(str(record.world_size) for record in [evidence.alone, *evidence.shared])
-    lines = [f"{evidence.contestant}: calibrated on steps of {counts} ranks; more ranks than that are simulated"]
+    lines = [f"{evidence.variant}: calibrated on steps of {counts} ranks; more ranks than that are simulated"]
     if curve.corrections:
         factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowdown.points[1:])
         lines.append(
-            f"without communication a rank takes so many times the step of one alone, its wrapper included: {factors}; "
+            f"without communication a rank takes a multiple of the step of one alone, its wrapper included: {factors}; "
             "on more it grows along the line through the last two"
         )
         found = ", ".join(
             f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")
             for count, (factor, extra_s) in curve.corrections.items()
         )
-        lines.append(f"messages of a step take so many times those of the sweep, or seconds beside: {found}")
+        lines.append(
+            f"messages of a step take a multiple of those of the sweep, plus seconds that it does not explain: {found}"
+        )
     else:
         lines.append("no steps on several ranks: neighbours do not slow a rank, and messages take what the sweep's do")
+    lines.append(f"contention: {curve.find_contention(2).basis}")
     if evidence.alone.device == "cpu":
-        lines.append(
-            f"{evidence.ranks_at_hand} ranks fit this host; on a full host a message under way takes half of its "
-            "rank's core, and with a core to spare for each rank nothing"
-        )
+        lines.append(f"{evidence.ranks_at_hand} ranks fit this host")
     if evidence.alone.mode == "strong":
         sizes = ", ".join(f"{samples:g}" for samples, _ in curve.one_rank_s)
         lines.append(f"one rank's step by its share of the samples: log-linear between {sizes} samples")
     if curve.fabric:
         lines += curve.fabric.assumptions
-        if is_continued(curve.fabric):
+        if curve.fabric.is_continued:
             lines.append("but half way to a line through the last two sweeps where that is more: ranks share the host")
     lines += [line for fabric in curve.networks for line in fabric.assumptions]
     if networks and evidence.most_on_host > 1:

@@ -1,53 +1,37 @@
-"""The search for the best plan: every partition that a cap can make, and free plans by dynamic programming.
+"""The search for the best plan: every partition that a cap can make, the plateau of the best, and free plans.
 
-What a plan costs is the simulator's business; measuring does not belong here.
+The answer for a person is a range of bucket sizes that cost the same, not one number. What a plan costs is simulated in
+`simulate`; how it prints is in `report`.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.plan import Bucket, Gradient, Piece, Plan
-from paceline.predict.curves import Curve
-from paceline.predict.simulate import Backward, MachineCosts, SimulatedStep, simulate_buckets
+from paceline.plan import cut_by_cap
+from paceline.predict.curves import AlphaBeta, CostCurve, MeasuredCurve, fit_alpha_beta
+from paceline.predict.job import Job
+from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 
-__all__ = [
-    "CapInterval",
-    "choose_caps",
-    "cut_by_cap",
-    "enumerate_caps",
-    "find_best_cuts",
-    "find_cuts",
-    "plan_by_cuts",
-    "simulate_cuts",
-]
-
+# Within this share of the best, sizes are one plateau: no measurement distinguishes them.
+PLATEAU = 0.01
+_FACTORS = (0.1, 0.5, 2.0, 10.0)
 _MAX_ROUNDS = 200
 _SMALLEST_SHARE = 0.01
 
 
+# -- one cap -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class CapInterval:
-    """All caps from `low_bytes` to `high_bytes` cut the ready order at the same places, after so many gradients."""
+    """All caps from `low_bytes` to `high_bytes` cut the ready order at the same places, `cuts`."""
 
     low_bytes: int
     high_bytes: int
     cuts: tuple[int, ...]
-
-
-def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
-    """Where torch's rule cuts: a bucket closes with the gradient at which its size reaches the cap.
-
-    `totals[k]` are the bytes of the first k gradients in ready order.
-    """
-    cuts, place, count = [], 0, len(totals) - 1
-    while place < count:
-        place = min(count, bisect.bisect_left(totals, totals[place] + cap_bytes, lo=place + 1))
-        cuts.append(place)
-    return tuple(cuts)
 
 
 def enumerate_caps(sizes: Sequence[int]) -> list[CapInterval]:
@@ -74,7 +58,7 @@ def enumerate_caps(sizes: Sequence[int]) -> list[CapInterval]:
 
 
 def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Caps to try on the job itself: about as many, evenly spread on a log axis, no two with the same buckets.
+    """Caps to try on the job itself: about `count`, evenly spread on a log axis, no two with the same buckets.
 
     The largest makes one bucket; the smallest is a hundredth of it.
     """
@@ -88,41 +72,99 @@ def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(found.values())
 
 
-def simulate_cuts(
-    sizes: Sequence[int], ready_s: Sequence[float], cuts: Sequence[int], backward: Backward, costs: MachineCosts
-) -> SimulatedStep:
-    """The step whose buckets end at these places of the ready order; the fast way for many plans."""
-    edges = [0, *cuts]
-    spans = list(itertools.pairwise(edges))
-    buckets = [sum(sizes[start:end]) for start, end in spans]
-    ready = [max(ready_s[start:end]) for start, end in spans]
-    return simulate_buckets(buckets, ready, backward, costs)
+@dataclass(frozen=True)
+class CapPoint:
+    """All caps from `low_bytes` to `high_bytes` make the same buckets, and take the same time."""
+
+    low_bytes: int
+    high_bytes: int
+    num_buckets: int
+    backward_s: float
+    exposed_s: float
 
 
-def plan_by_cuts(gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str) -> Plan:
-    """The plan whose buckets end after the gradients at these places of the ready order (the last one included)."""
-    pieces = [Piece(index, 0, gradients[index].num_bytes) for index in ready_order]
-    edges = [0, *sorted(set(cuts) | {len(pieces)})]
-    buckets: list[Bucket] = []
-    for start, end in itertools.pairwise(edges):
-        # Gradients of several dtypes cannot share a bucket: a cut makes one bucket for each.
-        families = dict.fromkeys(gradients[piece.gradient].family for piece in pieces[start:end])
-        buckets += [
-            Bucket(tuple(piece for piece in pieces[start:end] if gradients[piece.gradient].family == family))
-            for family in families
-        ]
-    return Plan(tuple(gradients), tuple(buckets), rule)
+@dataclass(frozen=True)
+class CapCurve:
+    """Every distinct partition in order of its caps. `local_s` is the backward of one rank alone."""
+
+    points: tuple[CapPoint, ...]
+    local_s: float
+
+    @property
+    def best(self) -> CapPoint:
+        return min(self.points, key=lambda point: point.backward_s)
+
+    @property
+    def plateau(self) -> tuple[int, int]:
+        """The caps around the best one whose times are within 1 % of it: the answer to "which bucket size"."""
+        limit_s = self.best.backward_s * (1 + PLATEAU)
+        first = last = self.points.index(self.best)
+        while first > 0 and self.points[first - 1].backward_s <= limit_s:
+            first -= 1
+        while last + 1 < len(self.points) and self.points[last + 1].backward_s <= limit_s:
+            last += 1
+        return self.points[first].low_bytes, self.points[last].high_bytes
 
 
-def find_cuts(sizes: Sequence[int], ready_s: Sequence[float], curve: Curve, overhead_s: float) -> list[int]:
+def estimate_caps(job: Job, costs: MachineCosts) -> CapCurve:
+    """Simulate every partition that one cap can make."""
+    points = []
+    for interval in enumerate_caps(job.sizes):
+        step = simulate(job, interval.cuts, costs)
+        points.append(
+            CapPoint(interval.low_bytes, interval.high_bytes, len(interval.cuts), step.over_s, step.exposed_s)
+        )
+    return CapCurve(tuple(points), job.backward_s)
+
+
+@dataclass(frozen=True)
+class Change:
+    """The curve with one input multiplied by a factor; `what` is `B`, `alpha` or `beta`."""
+
+    what: str
+    factor: float
+    curve: CapCurve
+
+
+def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) -> list[Change]:
+    """How the best bucket size moves with the bytes of the model, the latency and the bandwidth, one at a time.
+
+    Latency and bandwidth are those of the line through the measured curve; its residuals stay as they are.
+    """
+    line = fit_alpha_beta(list(zip(curve.sizes, curve.seconds, strict=True)))
+    changes = []
+    for factor in _FACTORS:
+        gradients = tuple(
+            replace(gradient, num_bytes=max(1, round(gradient.num_bytes * factor))) for gradient in job.gradients
+        )
+        changes.append(Change("B", factor, estimate_caps(replace(job, gradients=gradients), costs)))
+    for what in ("alpha", "beta"):
+        for factor in _FACTORS:
+            changed = replace(costs, curve=_change_curve(curve, line, what, factor))
+            changes.append(Change(what, factor, estimate_caps(job, changed)))
+    return changes
+
+
+def _change_curve(curve: MeasuredCurve, line: AlphaBeta, what: str, factor: float) -> MeasuredCurve:
+    """Each point's time with its share of latency, or of transfer, as the line divides it, multiplied."""
+    seconds = []
+    for size, measured_s in zip(curve.sizes, curve.seconds, strict=True):
+        share = line.alpha_s / line.estimate_s(size)
+        latency_s, transfer_s = measured_s * share, measured_s * (1 - share)
+        seconds.append(latency_s * factor + transfer_s if what == "alpha" else latency_s + transfer_s / factor)
+    return MeasuredCurve(curve.sizes, tuple(seconds))
+
+
+# -- free plans --------------------------------------------------------------------------------------------------------
+
+
+def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:
     """Where to cut the ready order so that the last message ends soonest: exact for one server and no contention.
 
     `C[j] = min over i < j of max(C[i], ready_j) + overhead + a(bytes of i+1..j)`, the end of a last bucket that ends
     with gradient j.
     """
-    count = len(sizes)
-    totals = [0, *itertools.accumulate(sizes)]
-    latest = list(itertools.accumulate(ready_s, max))
+    count, totals, latest = len(job.sizes), job.totals, job.latest_s
     ends = [0.0] * (count + 1)
     previous = [0] * (count + 1)
     for j in range(1, count + 1):
@@ -142,22 +184,15 @@ def find_cuts(sizes: Sequence[int], ready_s: Sequence[float], curve: Curve, over
 
 
 def find_best_cuts(
-    sizes: Sequence[int],
-    ready_s: Sequence[float],
-    backward: Backward,
-    costs: MachineCosts,
-    seeds: Sequence[tuple[int, ...]] = (),
+    job: Job, costs: MachineCosts, seeds: Sequence[tuple[int, ...]] = ()
 ) -> tuple[tuple[int, ...], SimulatedStep]:
-    """The best free cuts: the exact ones of the simple model, and the given seeds, moved one by one in the full one.
-
-    `sizes` and `ready_s` are in ready order.
-    """
+    """The best free cuts: the exact ones of the simple model, and the given seeds, moved one by one in the full one."""
 
     def evaluate(cuts: tuple[int, ...]) -> SimulatedStep:
-        return simulate_cuts(sizes, ready_s, cuts, backward, costs)
+        return simulate(job, cuts, costs)
 
-    starts = dict.fromkeys([tuple(find_cuts(sizes, ready_s, costs.curve, costs.launch_s)), *seeds])
-    found = [_improve(cuts, len(sizes), evaluate) for cuts in starts]
+    starts = dict.fromkeys([tuple(find_cuts(job, costs.curve, costs.launch_s)), *seeds])
+    found = [_improve(cuts, len(job.sizes), evaluate) for cuts in starts]
     return min(found, key=lambda pair: pair[1].step_s)
 
 
@@ -168,7 +203,7 @@ def _improve(
     best = evaluate(cuts)
     tried = {cuts}
     for _ in range(_MAX_ROUNDS):
-        for neighbour in _neighbours(cuts, count):
+        for neighbour in _list_neighbours(cuts, count):
             if neighbour in tried:
                 continue
             tried.add(neighbour)
@@ -181,7 +216,7 @@ def _improve(
     return cuts, best
 
 
-def _neighbours(cuts: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
+def _list_neighbours(cuts: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
     inner = [cut for cut in cuts if cut < count]
     for index, cut in enumerate(inner):
         rest = inner[:index] + inner[index + 1 :]

@@ -1,48 +1,34 @@
-"""The simulator: one backward pass of a data-parallel step, by its events, for one plan of buckets.
+"""The simulator: one step of a data-parallel job, by its events, for one plan of buckets.
 
-Follows the wrapper's order of things, not a formula: gradients become ready while the rank computes, buckets leave in
-order, messages queue for the servers of the backend, and both sides slow each other down. What plan is best is in
-`search`.
+It follows the wrapper's order of events, not a formula: gradients become ready while the rank computes, buckets leave
+in order, messages queue for the servers of the backend, and computing and messages slow each other down. One prediction
+reads top to bottom here: `simulate` lays out the buckets, computes backward with messages under way, and waits for the
+rest. The job comes from `job`, the cost of messages from `curves` and `networks`; the best plan is found in `search`.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
 from paceline.plan import Plan
-from paceline.predict.curves import Curve
-
-__all__ = ["Backward", "Contention", "MachineCosts", "SimulatedBucket", "SimulatedStep", "simulate_backward"]
+from paceline.predict.curves import CostCurve
+from paceline.predict.job import Job
 
 _EPSILON = 1e-12
-
-
-@dataclass(frozen=True)
-class Backward:
-    """A rank's own backward, without communication: when each gradient of the plan is ready, and when all is over.
-
-    `ready_s[i]` belongs to gradient i of the plan. `before_s` and `after_s` are the rest of the step: data and forward,
-    optimizer.
-    """
-
-    ready_s: tuple[float, ...]
-    total_s: float
-    before_s: float = 0.0
-    after_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if any(not 0 <= ready <= self.total_s + 1e-9 for ready in self.ready_s):
-            raise ConfigError(f"a gradient is ready outside backward, which takes {self.total_s} s")
 
 
 @dataclass(frozen=True)
 class Contention:
     """How a message and arithmetic slow each other down, by the size of the message: 1 is undisturbed.
 
+    The one model of contention, wherever a step is predicted. The rates are fitted where steps were measured while
+    messages were sent (`predictor.fit_contention`); elsewhere they are what `assume` says. `basis` names which.
     Small messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines
     on a log axis, beyond them constant.
     """
@@ -50,6 +36,7 @@ class Contention:
     sizes: tuple[int, ...] = (1,)
     compute_rates: tuple[float, ...] = (1.0,)
     message_rates: tuple[float, ...] = (1.0,)
+    basis: str = "assumed: messages and computing do not slow each other"
 
     def __post_init__(self) -> None:
         rates = (*self.compute_rates, *self.message_rates)
@@ -59,9 +46,24 @@ class Contention:
             raise ConfigError(f"contention at {self.sizes} with rates {rates}: sizes in order, rates above 0, up to 1")
 
     @classmethod
-    def uniform(cls, compute_rate: float, message_rate: float) -> Contention:
+    def uniform(cls, compute_rate: float, message_rate: float, basis: str = "given") -> Contention:
         """The same for messages of every size."""
-        return cls((1,), (compute_rate,), (message_rate,))
+        return cls((1,), (compute_rate,), (message_rate,), basis)
+
+    @classmethod
+    def assume(cls, device: str, is_on_host: bool, spare_cores: float = 0.0) -> Contention:
+        """What is taken where nothing was measured. `spare_cores` are the idle cores for each rank.
+
+        `is_on_host`: cores move the messages, between ranks of one host. What a link carries is taken to need none.
+        """
+        if device != "cpu" or not is_on_host:
+            return cls()
+        rate = (1 + min(1.0, max(0.0, spare_cores))) / 2
+        basis = (
+            "assumed: a message between ranks of a full CPU host takes half of its rank's core, and nothing where each "
+            "rank has a core to spare"
+        )
+        return cls.uniform(rate, rate, basis)
 
     def rates(self, num_bytes: int) -> tuple[float, float]:
         """How fast a rank computes while such a message is under way, and how fast the message moves meanwhile."""
@@ -80,22 +82,19 @@ class Contention:
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """What messages cost here. All times are of a rank that is otherwise alone, unless they say so.
+    """What messages cost. All times are of a rank that is otherwise alone, unless they say so.
 
-    `servers`: messages that are under way at once (1 on NCCL and paceline, 2 on gloo). `launch_s`: the host's time per
-    bucket. `gather_s_per_byte` and `scatter_s_per_byte`: the copies into and out of a bucket. `contention`: how
-    messages and arithmetic slow each other. `pair_rate`: how fast each of two messages moves. `late_s`: by how much the
-    last rank comes after this one. `finish_s`: what follows the last message.
+    `servers`: messages that are under way at once (1 on NCCL and shm, 2 on gloo). `launch_s`: the host's time per
+    bucket. `gather_s_per_byte`: the copies into a bucket and out of it. `contention`: how messages and arithmetic slow
+    each other. `pair_rate`: how fast each of two messages moves. `finish_s`: what follows the last message.
     """
 
-    curve: Curve
+    curve: CostCurve
     servers: int = 1
     launch_s: float = 0.0
     gather_s_per_byte: float = 0.0
-    scatter_s_per_byte: float = 0.0
     contention: Contention = Contention()
     pair_rate: float = 1.0
-    late_s: float = 0.0
     finish_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -103,6 +102,14 @@ class MachineCosts:
             raise ConfigError(
                 f"{self.servers} servers, a pair at the rate {self.pair_rate}: at least 1, and a rate above 0, up to 1"
             )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Buckets in the order of their launch: their bytes, and when each is complete in the undisturbed backward."""
+
+    num_bytes: tuple[int, ...]
+    ready_s: tuple[float, ...]
 
 
 @dataclass
@@ -114,8 +121,6 @@ class SimulatedBucket:
     launch_s: float = 0.0
     start_s: float = 0.0
     done_s: float = 0.0
-    work_s: float = field(default=0.0, repr=False)  # what is left of its transfer, undisturbed
-    rates: tuple[float, float] = field(default=(1.0, 1.0), repr=False)  # see `Contention.rates`
 
     @property
     def queue_s(self) -> float:
@@ -128,7 +133,10 @@ class SimulatedBucket:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step under a plan. `backward_s` is when this rank's backward ended, `over_s` when all gradients were there."""
+    """A step under a plan. `backward_s` is when this rank's backward ended, `over_s` when all gradients were there.
+
+    `local_s` is the rank's own backward, without communication.
+    """
 
     buckets: tuple[SimulatedBucket, ...]
     backward_s: float
@@ -147,111 +155,107 @@ class SimulatedStep:
         return self.over_s - self.local_s
 
 
-def simulate_backward(plan: Plan, backward: Backward, costs: MachineCosts) -> SimulatedStep:
-    """Run the events of one backward pass. Pure."""
-    if len(backward.ready_s) != len(plan.gradients):
-        raise ConfigError(f"{len(backward.ready_s)} ready times for {len(plan.gradients)} gradients")
-    ready = [max(backward.ready_s[piece.gradient] for piece in bucket.pieces) for bucket in plan.buckets]
-    return simulate_buckets(plan.bucket_bytes, ready, backward, costs)
+def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCosts) -> SimulatedStep:
+    """One step of the job with these buckets: a plan, a layout, or the places of the ready order at which buckets end.
 
-
-def simulate_buckets(
-    sizes: Sequence[int], ready_s: Sequence[float], backward: Backward, costs: MachineCosts
-) -> SimulatedStep:
-    """The same from the sizes of the buckets and the moments of the local backward at which each is complete."""
-    run = _Run(sizes, ready_s, backward, costs)
-    run.compute()
-    return run.finish()
-
-
-class _Run:
-    """The state of the simulation between two events.
-
-    Progress of computing is counted in seconds of the undisturbed backward; it is slower while messages are under way.
-    Handing a bucket over is computing, too.
+    Pure.
     """
+    layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets)
+    run = _Run(costs)
+    done = [SimulatedBucket(size) for size in layout.num_bytes]
+    # Computing, with buckets handed over as they are complete. In-order launch: a bucket does not leave before the ones
+    # in front of it, so it is complete with the latest gradient so far. Handing a bucket over is computing, too.
+    computed_s = 0.0
+    for bucket, complete_s in zip(done, itertools.accumulate(layout.ready_s, max), strict=True):
+        run.compute(complete_s - computed_s)
+        computed_s = complete_s
+        bucket.ready_s = run.now_s
+        run.compute(costs.launch_s + costs.gather_s_per_byte * bucket.num_bytes)
+        bucket.launch_s = run.now_s
+        run.send(bucket)
+    run.compute(job.backward_s - computed_s)
+    backward_s = run.now_s
+    # Only messages are left.
+    run.drain()
+    over_s = max([backward_s, *(bucket.done_s for bucket in done)]) + costs.finish_s
+    return SimulatedStep(tuple(done), backward_s, over_s, job.before_s, job.after_s, job.backward_s)
 
-    def __init__(self, sizes: Sequence[int], ready_s: Sequence[float], backward: Backward, costs: MachineCosts) -> None:
-        self.costs, self.backward = costs, backward
-        self.buckets = [SimulatedBucket(size) for size in sizes]
-        # In-order launch: a bucket leaves not before the ones in front of it.
-        self.milestones: list[float] = []
-        latest = 0.0
-        for moment in ready_s:
-            latest = max(latest, moment)
-            self.milestones.append(latest)
-        self.now_s = 0.0
-        self.progress_s = 0.0
-        self.waiting: list[SimulatedBucket] = []
-        self.moving: list[SimulatedBucket] = []
 
-    def compute(self) -> None:
-        """This rank's backward, with buckets handed over as they are complete."""
-        costs = self.costs
-        for bucket, milestone in zip(self.buckets, self.milestones, strict=True):
-            self._advance_compute(milestone - self.progress_s)
-            self.progress_s = milestone
-            bucket.ready_s = self.now_s
-            self._advance_compute(costs.launch_s + costs.gather_s_per_byte * bucket.num_bytes)
-            bucket.launch_s = self.now_s
-            self.waiting.append(bucket)
-            self._admit()
-        self._advance_compute(self.backward.total_s - self.progress_s)
+def _lay_out(job: Job, buckets: Plan | Sequence[int]) -> Layout:
+    if isinstance(buckets, Plan):
+        ready_of = dict(zip((gradient.name for gradient in job.gradients), job.ready_s, strict=True))
+        names = [gradient.name for gradient in buckets.gradients]
+        if missing := [name for name in names if name not in ready_of]:
+            raise ConfigError(f"the plan has {len(missing)} gradients that the job lacks, such as {missing[0]!r}")
+        ready = (max(ready_of[names[piece.gradient]] for piece in bucket.pieces) for bucket in buckets.buckets)
+        return Layout(buckets.bucket_bytes, tuple(ready))
+    ends = [0, *buckets]
+    sizes = tuple(job.totals[end] - job.totals[start] for start, end in itertools.pairwise(ends))
+    return Layout(sizes, tuple(job.latest_s[end - 1] for end in buckets))
 
-    def finish(self) -> SimulatedStep:
-        """Wait for the buckets in order and take their sums out."""
-        end_s, costs = self.now_s, self.costs
-        self._drain()
-        over_s = end_s
-        for bucket in self.buckets:
-            over_s = max(over_s, bucket.done_s) + costs.scatter_s_per_byte * bucket.num_bytes
-        over_s += costs.finish_s
-        return SimulatedStep(
-            tuple(self.buckets), end_s, over_s, self.backward.before_s, self.backward.after_s, self.backward.total_s
-        )
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.moving) < self.costs.servers:
-            bucket = self.waiting.pop(0)
-            bucket.start_s = self.now_s
-            # The last rank arrives a little later: nothing moves before, but the server is taken.
-            bucket.work_s = self.costs.curve.estimate_s(bucket.num_bytes) + self.costs.late_s
-            bucket.rates = self.costs.contention.rates(bucket.num_bytes)
-            self.moving.append(bucket)
+@dataclass
+class _Message:
+    """A message under way: the undisturbed seconds that are left of it, and its rates (see `Contention.rates`)."""
 
-    def _speeds(self, is_computing: bool) -> list[float]:
-        """How fast each message under way moves now."""
-        together = self.costs.pair_rate if len(self.moving) > 1 else 1.0
-        return [together * (bucket.rates[1] if is_computing else 1.0) for bucket in self.moving]
+    bucket: SimulatedBucket
+    left_s: float
+    compute_rate: float
+    message_rate: float
 
-    def _advance_compute(self, work_s: float) -> None:
-        """Compute so much undisturbed work; messages move meanwhile, and each slows the other."""
+
+@dataclass
+class _Run:
+    """The state of the simulation between two events: the clock, messages that wait, and messages that move."""
+
+    costs: MachineCosts
+    now_s: float = 0.0
+    waiting: deque[SimulatedBucket] = field(default_factory=deque)
+    moving: list[_Message] = field(default_factory=list)
+
+    def compute(self, work_s: float) -> None:
+        """Compute this many undisturbed seconds; messages move meanwhile, and each slows the other."""
         while work_s > _EPSILON:
             # Two messages take no more of a core than the one that takes more: they share it.
-            rate = min((bucket.rates[0] for bucket in self.moving), default=1.0)
-            until_s = work_s / rate
-            speeds = self._speeds(is_computing=True)
-            elapsed_s = min(until_s, self._next_end_s(speeds))
+            rate = min((message.compute_rate for message in self.moving), default=1.0)
+            speeds = self._find_speeds(is_computing=True)
+            elapsed_s = min(work_s / rate, self._find_next_end_s(speeds))
             work_s -= elapsed_s * rate
             self._move(elapsed_s, speeds)
 
-    def _drain(self) -> None:
-        """Only messages are left."""
-        while self.moving:
-            speeds = self._speeds(is_computing=False)
-            self._move(self._next_end_s(speeds), speeds)
+    def send(self, bucket: SimulatedBucket) -> None:
+        self.waiting.append(bucket)
+        self._admit()
 
-    def _next_end_s(self, speeds: Sequence[float]) -> float:
-        left = (bucket.work_s / speed for bucket, speed in zip(self.moving, speeds, strict=True))
+    def drain(self) -> None:
+        while self.moving:
+            speeds = self._find_speeds(is_computing=False)
+            self._move(self._find_next_end_s(speeds), speeds)
+
+    def _admit(self) -> None:
+        """A message starts as soon as a server is free."""
+        while self.waiting and len(self.moving) < self.costs.servers:
+            bucket = self.waiting.popleft()
+            bucket.start_s = self.now_s
+            left_s = self.costs.curve.estimate_s(bucket.num_bytes)
+            self.moving.append(_Message(bucket, left_s, *self.costs.contention.rates(bucket.num_bytes)))
+
+    def _find_speeds(self, is_computing: bool) -> list[float]:
+        """How fast each message under way moves now."""
+        together = self.costs.pair_rate if len(self.moving) > 1 else 1.0
+        return [together * (message.message_rate if is_computing else 1.0) for message in self.moving]
+
+    def _find_next_end_s(self, speeds: Sequence[float]) -> float:
+        left = (message.left_s / speed for message, speed in zip(self.moving, speeds, strict=True))
         return min(left, default=math.inf)
 
     def _move(self, elapsed_s: float, speeds: Sequence[float]) -> None:
         self.now_s += elapsed_s
-        for bucket, speed in zip(self.moving, speeds, strict=True):
-            bucket.work_s -= elapsed_s * speed
-        done = [bucket for bucket in self.moving if bucket.work_s <= _EPSILON]
-        for bucket in done:
-            bucket.done_s = self.now_s
-            self.moving.remove(bucket)
+        for message, speed in zip(self.moving, speeds, strict=True):
+            message.left_s -= elapsed_s * speed
+        done = [message for message in self.moving if message.left_s <= _EPSILON]
+        for message in done:
+            message.bucket.done_s = self.now_s
+            self.moving.remove(message)
         if done:
             self._admit()

@@ -11,7 +11,6 @@ import gzip
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +74,7 @@ class RankTrace:
 
 
 def read_chrome(document: Mapping[str, Any], rank: int | None = None) -> RankTrace:
-    """A trace as torch's profiler exports it, without what nobody here needs. `rank` is asked of the trace if None."""
+    """A trace as torch's profiler exports it, without what nobody here needs. `rank` None takes that of the trace."""
     if not isinstance(document.get("traceEvents"), list):
         raise RecordError('this is not a Chrome trace: it lacks a list "traceEvents"; export one with torch.profiler')
     place = document.get("distributedInfo") or {}
@@ -140,7 +139,7 @@ def _names_collective(kind: str | None, name: str) -> bool:
 
 def find_messages(events: Iterable[Event]) -> list[Event]:
     """The messages of a trace. Where kernels show them, a bucket's own times, queueing included, would count twice; and
-    where NCCL was asked and no kernel shows it, as on one rank, nothing was sent."""
+    where NCCL was called and no kernel shows it, as on one rank, nothing was sent."""
     timed = [event for event in events if event["ph"] == "X"]
     by_nccl = any(event.get("cat") == "user_annotation" and event["name"].startswith("nccl:") for event in timed)
     found = [event for event in timed if is_collective(event)]
@@ -156,14 +155,11 @@ def is_matmul(kernel: str) -> bool:
 
 @functools.lru_cache(maxsize=10_000)
 def uses_tensor_cores(kernel: str) -> bool:
-    """Whether the name of a kernel tells that it uses tensor cores; a name that tells nothing counts as not."""
+    """Whether the name of a kernel says that it uses tensor cores; a name that says nothing counts as not."""
     return is_matmul(kernel) and not _ON_ORDINARY_CORES.search(kernel) and _ON_TENSOR_CORES.search(kernel) is not None
 
 
 # -- all ranks in one document -----------------------------------------------------------------------------------------
-
-_PHASES = frozenset("BEXiIsftbneCM")
-_METADATA = frozenset({"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"})
 
 
 def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
@@ -177,7 +173,7 @@ def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
     if len(set(ranks)) < len(ranks):
         raise RecordError(f"two traces of one rank among {ranks}: merge one of each")
     origin_ns = min(trace.origin_ns for trace in traces)
-    # Viewers take process 0 and thread 0 for the idle task, and some tell threads apart by their number alone.
+    # Viewers take process 0 and thread 0 for the idle task, and some identify threads by their number alone.
     threads, flows = itertools.count(1), itertools.count(1)
     events: list[Event] = []
     for trace in sorted(traces, key=lambda trace: trace.rank):
@@ -223,54 +219,6 @@ def _renumber(trace: RankTrace, later_us: float, threads: Iterator[int], flows: 
 
 def _metadata(kind: str, pid: int, tid: int, **arguments: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
-
-
-def check_trace(document: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a Chrome trace, one line each, worded as found; empty where a viewer can show it."""
-    events = document.get("traceEvents")
-    if not isinstance(events, list):
-        return ['no list "traceEvents"']
-    found: Counter[str] = Counter()
-    named = {e.get("pid") for e in events if isinstance(e, dict) and e.get("name") == "process_name"}
-    opened: dict[tuple[Any, Any], list[Any]] = {}
-    flows: dict[Any, list[int]] = {}
-    for event in events:
-        if not isinstance(event, dict):
-            found[f"an event that is a {type(event).__name__}"] += 1
-            continue
-        phase, place = event.get("ph"), (event.get("pid"), event.get("tid"))
-        if phase not in _PHASES:
-            found[f"unknown phase {phase!r}"] += 1
-        elif phase == "M":
-            found.update(_check_metadata(event))
-            continue
-        found.update(_check_times(event))
-        if event.get("pid") not in named:
-            found[f"process {event.get('pid')!r} has no name"] += 1
-        if phase == "B":
-            opened.setdefault(place, []).append(event.get("name"))
-        elif phase == "E" and not (opened.get(place) and opened[place].pop()):
-            found[f"an end without a begin on thread {place[1]!r}"] += 1
-        elif phase in ("s", "f"):
-            flows.setdefault((event.get("cat"), event.get("id")), [0, 0])["sf".index(phase)] += 1
-    for (_, tid), names in opened.items():
-        found.update(f"{name!r} begins and never ends on thread {tid!r}" for name in names)
-    found.update(f"{count[0]} flows begin with one id" for count in flows.values() if count[0] > 1)
-    return [line if count == 1 else f"{line} ({count} times)" for line, count in found.items()]
-
-
-def _check_metadata(event: Event) -> Iterator[str]:
-    if event.get("name") not in _METADATA:
-        yield f"unknown metadata {event.get('name')!r}"
-    elif not isinstance(event.get("args"), dict):
-        yield f"metadata {event['name']} says nothing"
-
-
-def _check_times(event: Event) -> Iterator[str]:
-    for key in ("ts", "dur") if event.get("ph") == "X" else ("ts",):
-        value = event.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
-            yield f"{key} is {value!r} in {event.get('name')!r}"
 
 
 def save_trace(document: Mapping[str, Any], path: Path) -> None:

@@ -1,29 +1,34 @@
-"""What a step costs on networks and numbers of ranks that nobody has at hand. Everything here is simulated.
+"""What a step costs on networks and numbers of ranks that were not measured. Everything here is simulated.
 
-One prediction, top to bottom: a profiled model, a fabric's curve, every bucket size, the best of them, and how sure
-that is. How it prints is in `report.whatif_tables`.
+One prediction, top to bottom: a job, a fabric's curve, every bucket size, the best of them, and how sure that is.
+`profile comm-table` shows the same rows next to one message for all gradients. How rows print is in `report`.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RecordError
 from paceline.plan import plan_like_torch
-from paceline.predict.caps import PLATEAU, estimate_caps
-from paceline.predict.fabrics import ASSUMED_ERROR, ERROR_PER_DOUBLING, Fabric
-from paceline.predict.families import NamedCurve
-from paceline.predict.layerwise import LayerwiseModel
-from paceline.predict.search import cut_by_cap, simulate_cuts
-from paceline.predict.simulate import Backward, MachineCosts, SimulatedStep, simulate_backward
-from paceline.predict.stragglers import estimate_wait
+from paceline.predict.curves import CostCurve
+from paceline.predict.job import Job, build_job_from_profile, draw_jobs
+from paceline.predict.networks import (
+    ASSUMED_ERROR,
+    ERROR_PER_DOUBLING,
+    AssumedFabric,
+    Fabric,
+    MeasuredFabric,
+    Network,
+    build_measured_fabric,
+)
+from paceline.predict.scaling import estimate_wait
+from paceline.predict.search import PLATEAU, estimate_caps
+from paceline.predict.simulate import Contention, MachineCosts, SimulatedStep, simulate
+from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.records.samples import quantile
 from paceline.units import format_bytes
-
-__all__ = ["DRAWS", "Scenario", "WhatIfRow", "accumulate", "describe_scenario", "simulate_what_if"]
 
 DRAWS = 50
 _SEED = 2024
@@ -33,7 +38,7 @@ _NOTHING = 1e-3
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is asked beyond the network: micro-batches in a step, and the spread between ranks (a relative sd)."""
+    """What a step is like beyond the network: micro-batches, and the spread between ranks (a relative sd)."""
 
     accumulate: int = 1
     spread: float = 0.0
@@ -41,12 +46,12 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ConfigError(f"{self.accumulate} micro-batches in a step: at least 1")
-        estimate_wait(self.spread, 1)  # refuses what cannot be
+        estimate_wait(self.spread, 1)  # refuses an impossible spread
 
 
 @dataclass(frozen=True)
 class WhatIfRow:
-    """One fabric with so many ranks under its best bucket size; `low_s` to `high_s` hold the step in 90 % of draws.
+    """One fabric and number of ranks with the best bucket size; `low_s` to `high_s` hold the step in 90 % of draws.
 
     `efficiency_low` and `efficiency_high` do for the efficiency, each step against the local one of the same draw.
     `exposed_s` is what communication adds, and `straggler_s` what waiting for the slowest rank adds. `default_step_s`
@@ -93,67 +98,60 @@ class WhatIfRow:
         return self.gain <= PLATEAU
 
 
-def accumulate(backward: Backward, count: int) -> Backward:
-    """A step of several micro-batches: all but the last backward only compute."""
-    return replace(backward, before_s=count * backward.before_s + (count - 1) * backward.total_s)
+def _assume_contention(job: Job, fabric: Fabric) -> Contention:
+    """A sweep was measured between the ranks of one host; a named network is a link."""
+    return Contention.assume(job.device, is_on_host=isinstance(fabric, MeasuredFabric))
 
 
-def _build_costs(fabric: Fabric, curve: NamedCurve) -> MachineCosts:
+def _build_costs(job: Job, fabric: Fabric, curve: CostCurve) -> MachineCosts:
     # Messages that are under way at once share the link: together they are no faster than one.
-    return MachineCosts(curve=curve, servers=fabric.servers, pair_rate=1 / fabric.servers)
+    return MachineCosts(
+        curve=curve,
+        servers=fabric.servers,
+        pair_rate=1 / fabric.servers,
+        contention=_assume_contention(job, fabric),
+    )
 
 
 def simulate_what_if(
-    model: LayerwiseModel,
-    draws: Sequence[Backward],
-    fabrics: Sequence[Fabric],
-    ranks: Sequence[int],
-    scenario: Scenario,
+    job: Job, draws: Sequence[Job], fabrics: Sequence[Fabric], ranks: Sequence[int], scenario: Scenario = Scenario()
 ) -> list[WhatIfRow]:
-    """A row for each fabric and number of ranks. `draws` are the model's backward as it might have been measured."""
+    """A row for each fabric and number of ranks. `draws` are the job as it might have been measured."""
     if not ranks or min(ranks) < 1:
         raise ConfigError(f"numbers of ranks {list(ranks)}: one or more, of at least 1")
-    passes = [accumulate(backward, scenario.accumulate) for backward in draws]
+    job, draws = job.accumulate(scenario.accumulate), [draw.accumulate(scenario.accumulate) for draw in draws]
     rows = []
     for fabric in fabrics:
         source = random.Random(_SEED)
-        varied = [fabric.draw(source) for _ in passes]
-        rows += [_simulate_row(model, passes, fabric, varied, world_size, scenario) for world_size in ranks]
+        varied = [fabric.draw(source) for _ in draws]
+        rows += [_simulate_row(job, draws, fabric, varied, world_size, scenario.spread) for world_size in ranks]
     return rows
 
 
 def _simulate_row(
-    model: LayerwiseModel,
-    passes: Sequence[Backward],
-    fabric: Fabric,
-    varied: Sequence[Fabric],
-    world_size: int,
-    scenario: Scenario,
+    job: Job, draws: Sequence[Job], fabric: Fabric, varied: Sequence[Fabric], world_size: int, spread: float
 ) -> WhatIfRow:
-    backward = accumulate(model.backward, scenario.accumulate)
     curve = fabric.build_curve(world_size)
-    costs = _build_costs(fabric, curve)
-    sizes = model.sizes
-    caps = estimate_caps(sizes, model.ready_s, backward, costs)
+    costs = _build_costs(job, fabric, curve)
+    caps = estimate_caps(job, costs)
     low, high = caps.plateau
     # Launches cost nothing here, but do in truth: of plans that take the same time the one with the fewest buckets.
     plateau = [point for point in caps.points if low <= point.low_bytes and point.high_bytes <= high]
     same = [point for point in plateau if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: point.num_buckets)
-    cuts = cut_by_cap([0, *itertools.accumulate(sizes)], best.high_bytes)
-    step = simulate_cuts(sizes, model.ready_s, cuts, backward, costs)
-    default = simulate_backward(plan_like_torch(model.gradients, range(len(sizes))), backward, costs)
-    wait = estimate_wait(scenario.spread, world_size)
+    cuts = job.cut(best.high_bytes)
+    step = simulate(job, cuts, costs)
+    default = simulate(job, plan_like_torch(job.gradients, range(len(job.gradients))), costs)
+    wait = estimate_wait(spread, world_size)
     times, efficiencies = [], []
-    for drawn, other in zip(passes, varied, strict=True):
-        there = _build_costs(other, other.build_curve(world_size))
-        simulated = simulate_cuts(sizes, drawn.ready_s, cuts, drawn, there)
-        times.append(simulated.step_s + wait * _computing_s(drawn))
-        efficiencies.append(_local_s(drawn) / times[-1])
-    straggler_s = wait * _computing_s(backward)
-    step_s, local_s = step.step_s + straggler_s, _local_s(backward)
+    for drawn, other in zip(draws, varied, strict=True):
+        simulated = simulate(drawn, cuts, _build_costs(drawn, other, other.build_curve(world_size)))
+        times.append(simulated.step_s + wait * drawn.computing_s)
+        efficiencies.append(drawn.local_s / times[-1])
+    straggler_s = wait * job.computing_s
+    step_s = step.step_s + straggler_s
     low_s, high_s = _hold(step_s, times)
-    efficiency_low, efficiency_high = _hold(local_s / step_s, efficiencies)
+    efficiency_low, efficiency_high = _hold(job.local_s / step_s, efficiencies)
     moved = [bucket.num_bytes for bucket in step.buckets]
     names = dict.fromkeys(curve.name_algorithm(size) for size in sorted(moved, reverse=True))
     return WhatIfRow(
@@ -165,7 +163,7 @@ def _simulate_row(
         high_s=high_s,
         efficiency_low=efficiency_low,
         efficiency_high=efficiency_high,
-        local_s=local_s,
+        local_s=job.local_s,
         exposed_s=max(0.0, step.exposed_s),
         straggler_s=straggler_s,
         best_cap_bytes=best.high_bytes,
@@ -176,15 +174,6 @@ def _simulate_row(
         bound=_find_bound(step, straggler_s),
         doubt="" if world_size == 1 else curve.describe_doubt(max(moved)),
     )
-
-
-def _computing_s(backward: Backward) -> float:
-    """What ranks do by themselves before they need each other."""
-    return backward.before_s + backward.total_s
-
-
-def _local_s(backward: Backward) -> float:
-    return _computing_s(backward) + backward.after_s
 
 
 def _hold(value: float, draws: Sequence[float]) -> tuple[float, float]:
@@ -208,22 +197,93 @@ def _find_bound(step: SimulatedStep, straggler_s: float) -> str:
     return f"network, from bucket {first + 1} of {count}"
 
 
-def describe_scenario(scenario: Scenario, fabrics: Sequence[Fabric]) -> list[str]:
+def describe_scenario(job: Job, fabrics: Sequence[Fabric], scenario: Scenario = Scenario()) -> list[str]:
     """What every row takes for granted, one line each."""
+    bases: dict[str, list[str]] = {}
+    for fabric in fabrics:
+        bases.setdefault(_assume_contention(job, fabric).basis, []).append(fabric.name)
     lines = [
-        "communication and computing do not slow each other, and copies and launches cost nothing",
+        *(f"contention on {', '.join(names)}: {basis}" for basis, names in bases.items()),
+        "copies and launches cost nothing",
         "messages go one at a time, in the order of the buckets"
         if all(fabric.servers == 1 for fabric in fabrics)
         else "messages go in the order of the buckets; on gloo two at a time, which share the link",
-        "all ranks equally fast"
+        "all ranks are equally fast"
         if scenario.spread == 0
         else f"a rank's computing varies by {scenario.spread:.1%} (lognormal, independent), and a step waits for the "
         "slowest",
     ]
     if scenario.accumulate > 1:
-        lines.append(f"{scenario.accumulate} micro-batches in a step; gradients travel behind the last backward")
+        lines.append(f"{scenario.accumulate} micro-batches in a step; gradients are sent behind the last backward")
     lines.append(
         f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs, with {ASSUMED_ERROR:.0%} (one sd) for a "
         f"network that is only named, and {ERROR_PER_DOUBLING:.0%} for each doubling away from measured ranks"
     )
     return lines
+
+
+# -- the table of communication against computation --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CommRow:
+    """One model, network and number of ranks: the step of `predict`, and the all-reduce of all gradients at once.
+
+    `message_s` is that one message after backward, so that nothing hides it; `step` the step with the best bucket size.
+    """
+
+    model: str
+    num_bytes: int
+    backward_s: float
+    compute_source: str
+    message_s: float
+    step: WhatIfRow
+    assumption: str
+
+    @property
+    def overhead(self) -> float:
+        """Communication as a share of the step where nothing overlaps."""
+        return self.message_s / (self.message_s + self.step.local_s)
+
+
+def build_comm_table(
+    profile: LayerProfileRecord, networks: Sequence[Network], sweeps: Sequence[MeasuredFabric], ranks: Sequence[int]
+) -> list[CommRow]:
+    """A row for each network and number of ranks; a measured sweep has rows only for the ranks that it measured."""
+    job = build_job_from_profile(profile)
+    draws = draw_jobs(profile, job, DRAWS)
+    fabrics: list[Fabric] = [*(AssumedFabric(network, network) for network in networks), *sweeps]
+    rows = []
+    for fabric in fabrics:
+        known = [n for n in ranks if not isinstance(fabric, MeasuredFabric) or n in fabric.ranks]
+        if not known:
+            raise ConfigError(f"{fabric.name} was not measured on {', '.join(map(str, ranks))} ranks: measure it there")
+        for row in simulate_what_if(job, draws, [fabric], known):
+            message_s = fabric.build_curve(row.world_size).estimate_s(job.num_bytes)
+            rows.append(
+                CommRow(
+                    model=profile.model,
+                    num_bytes=job.num_bytes,
+                    backward_s=job.backward_s,
+                    compute_source=profile.source,
+                    message_s=message_s,
+                    step=row,
+                    assumption="; ".join(fabric.assumptions),
+                )
+            )
+    return rows
+
+
+def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:
+    """A fabric for each backend, device and dtype that has a curve."""
+    kinds: dict[tuple[str, str, str], list[CollectiveRecord]] = {}
+    for record in records:
+        if record.collective == "all_reduce":
+            kinds.setdefault((record.backend, record.device, record.dtype), []).append(record)
+    fabrics = []
+    for kind in kinds.values():
+        try:
+            fabrics.append(build_measured_fabric(kind, None))
+        except RecordError:  # one size, or times that do not grow: no curve
+            continue
+    return fabrics

@@ -1,8 +1,7 @@
-"""Tables of others as records, and records as tables of others: CSV and Markdown, by their headers.
+"""Import and export of tables in other formats: CSV and Markdown, recognised by their headers.
 
-Known: all-reduce times (`allreduce-times.csv`), layer sizes (`layer-sizes*.csv`), layer times
-(`layer-times*.csv`), tables of published all-reduce times, and Markdown tables of backend, processes, size and
-time. Files of our own format belong to `store`.
+All-reduce times (`allreduce-times.csv`), layer sizes (`layer-sizes*.csv`), layer times (`layer-times*.csv`), published
+all-reduce times, and Markdown tables of backend, processes, size and time. Run files are in `store`.
 """
 
 from __future__ import annotations
@@ -21,20 +20,11 @@ from paceline.records.samples import Samples, Summary
 from paceline.records.store import RUN_FILE, load_run
 from paceline.units import parse_size
 
-__all__ = [
-    "export_allreduce_times",
-    "export_layer_sizes",
-    "export_layer_times",
-    "load_layer_sizes",
-    "load_layer_times",
-    "load_table",
-]
-
 ALLREDUCE_HEADER = ["backend", "world_size", "total_elements", "total_bytes", "average_time", "stdev_time"]
 LAYER_SIZES_HEADER = ["", "Name", "No. Params"]
 LAYER_TIMES_HEADER = ["Name", "min", "max", "mean", "std", "median"]
 _PUBLISHED_COLUMNS = {"source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"}
-# The format has no column for the memory; its backends have a suffix instead.
+# The format has no column for the memory: the backend gets a suffix instead.
 _SHARED = "-shared"
 _FLOAT_BYTES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
 
@@ -72,7 +62,7 @@ def _read_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
 
 
 def _parse(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], Any]) -> list[Any]:
-    """The rows parsed one by one; what goes wrong is told with its line."""
+    """The rows parsed one by one; an error names the line."""
     records = []
     for number, row in rows:
         try:
@@ -83,7 +73,7 @@ def _parse(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], A
 
 
 def _number(cell: str) -> float | None:
-    """An empty cell is a number that is not known."""
+    """The number in a cell; None if the cell is empty."""
     return float(cell) if cell.strip() else None
 
 
@@ -140,17 +130,17 @@ def _parse_paceline_row(row: Row) -> CollectiveRecord:
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
-    """All-reduce times from any known file: a run of ours, its CSV, seed tables in CSV or Markdown.
+    """All-reduce times from a run, its CSV, or a table in CSV or Markdown.
 
-    The records keep the source of a run (`measured`, say); everything else is `imported`.
+    The records of a run keep their source (such as `measured`); all others are `imported`.
     """
     path = Path(path)
     if path.is_dir() or path.suffix == ".json":
-        # Named, so that a chart does not join the curves of two runs.
+        # The note keeps the curves of two runs apart in a chart.
         name = path.resolve().parent.name if path.name == RUN_FILE else path.resolve().name
         found = [replace(r, note=r.note or name) for r in load_run(path).records if isinstance(r, CollectiveRecord)]
         if not found:
-            raise RecordError(f"{path} holds no record of a collective")
+            raise RecordError(f"{path} has no record of a collective")
         return found
     if path.suffix.lower() in (".md", ".txt", ".markdown"):
         return _load_markdown(path)
@@ -198,7 +188,7 @@ def _load_markdown(path: Path) -> list[CollectiveRecord]:
 
 def _parse_markdown_row(row: Row) -> CollectiveRecord:
     backend = row["backend"].split("(")[0].strip()
-    # Such tables write 1MB, 1024MB for powers of two; 1024MB settles it.
+    # Such tables write 1MB and 1024MB for powers of two.
     size = re.sub(r"(?i)\b(\d+(?:\.\d+)?)\s*([KMG])B\b", r"\1\2iB", row["size"])
     try:
         num_bytes = parse_size(size)
@@ -218,7 +208,7 @@ def _parse_markdown_row(row: Row) -> CollectiveRecord:
 
 
 def load_layer_sizes(path: str | Path) -> list[LayerSizeRecord]:
-    """Parameters per layer from a `layer-sizes` CSV, in its order. Tied layers stand in it twice."""
+    """Parameters per layer from a `layer-sizes` CSV, in its order. Tied layers appear twice."""
     path = Path(path)
     header, rows = _read_rows(path)
     if header[-2:] != LAYER_SIZES_HEADER[1:]:
@@ -256,7 +246,7 @@ def _to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def _five(timing: Samples | Summary) -> tuple[float | None, ...]:
+def _five_numbers(timing: Samples | Summary) -> tuple[float | None, ...]:
     if isinstance(timing, Samples):
         s = timing.reduced_s
         return min(s), max(s), timing.mean_s, timing.stdev_s, timing.median_s
@@ -282,4 +272,4 @@ def export_layer_sizes(records: Iterable[LayerSizeRecord]) -> str:
 
 def export_layer_times(records: Iterable[LayerTimeRecord]) -> str:
     """The records as a `layer-times` CSV."""
-    return _to_csv(LAYER_TIMES_HEADER, [[r.layer, *_five(r.timing)] for r in records])
+    return _to_csv(LAYER_TIMES_HEADER, [[r.layer, *_five_numbers(r.timing)] for r in records])

@@ -1,6 +1,6 @@
-"""The kinds of records, each one measured thing with its labels, and the numbers derived from it.
+"""The base of all records, the records of collectives and imported layers, and how records become JSON.
 
-How a thing is measured does not belong here; neither does how it is printed.
+Nothing here measures or prints. Derived numbers are properties and are never stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 SOURCES = ("measured", "simulated", "emulated", "imported")
-# Where a message lies: in a tensor of the rank's own, or in memory that the ranks share and reduce in.
+# Where a message is: in a tensor of the rank, or in memory that the ranks share and reduce in.
 MEMORIES = ("ordinary", "shared")
 # What a rank does to a vector to read it once and write it once.
 _PASSES = ("add", "copy")
@@ -46,7 +46,7 @@ class Record:
     """One measured thing. `source` says whether it was measured, simulated, emulated or imported."""
 
     kind: ClassVar[str]
-    # The fields that are tuples of smaller things, and what those are.
+    # Fields that are tuples of dataclasses, and the class of each.
     parts: ClassVar[dict[str, type]] = {}
     source: str = "measured"
     note: str = ""
@@ -60,9 +60,9 @@ class Record:
 class CollectiveRecord(Record):
     """One collective at one size. `num_bytes` is nccl-tests' size: the full vector, not one rank's share of it.
 
-    `memory` says where the vector lies: `ordinary`, or `shared` where the ranks reduce it without copying it first.
+    `memory` is `ordinary`, or `shared` if the ranks reduce the vector in place, in memory that they share.
     `num_wrong` counts the wrong elements over all ranks and repetitions (warm-ups too) out of `num_checked`;
-    both are None where nobody checked.
+    both are None if the result was not checked.
     """
 
     kind: ClassVar[str] = "collective"
@@ -84,9 +84,13 @@ class CollectiveRecord(Record):
         if self.memory not in MEMORIES:
             raise RecordError(f"unknown memory {self.memory!r}: known are {', '.join(MEMORIES)}")
         if self.world_size < 1 or self.num_bytes < 1:
-            raise RecordError(f"a collective of {self.num_bytes} bytes on {self.world_size} ranks cannot be")
+            raise RecordError(
+                f"a collective of {self.num_bytes} bytes on {self.world_size} ranks: both must be positive"
+            )
         if self.time_s <= 0:
-            raise RecordError(f"a collective that takes {self.time_s} s cannot be: the table was rounded too far")
+            raise RecordError(
+                f"a collective takes {self.time_s} s; it must be positive (was the table rounded too far?)"
+            )
 
     @property
     def time_s(self) -> float:
@@ -94,7 +98,7 @@ class CollectiveRecord(Record):
 
     @property
     def num_elements(self) -> int:
-        """Elements of the full vector; 4 bytes each where an imported table does not say."""
+        """Elements of the full vector; 4 bytes each if an imported table does not name the type."""
         return self.num_bytes // ITEM_BYTES.get(self.dtype, 4)
 
     @property
@@ -107,7 +111,7 @@ class CollectiveRecord(Record):
 
     @property
     def key(self) -> tuple[str, str, str, str, int, str, str]:
-        """What two records must share to stand on one curve."""
+        """Records with the same key belong to one curve."""
         return self.collective, self.backend, self.memory, self.device, self.world_size, self.dtype, self.op
 
 
@@ -135,7 +139,7 @@ class MemoryRecord(Record):
             raise RecordError(f"unknown pass over memory {self.operation!r}: known are {', '.join(_PASSES)}")
         if self.world_size < 1 or self.num_bytes < 1 or self.time_s <= 0:
             raise RecordError(
-                f"a pass over {self.num_bytes} bytes on {self.world_size} ranks in {self.time_s} s cannot be"
+                f"a pass over {self.num_bytes} bytes on {self.world_size} ranks in {self.time_s} s is not valid"
             )
 
     @property
@@ -180,7 +184,7 @@ def _find_memory_key(record: CollectiveRecord | MemoryRecord) -> tuple[str, int,
 
 @dataclass(frozen=True, kw_only=True)
 class ChunksRecord(Record):
-    """A fixed total, all-reduced in chunks that are all launched before the first is waited for."""
+    """A fixed number of bytes, all-reduced in chunks that are all launched before the first wait."""
 
     kind: ClassVar[str] = "chunks"
     backend: str
@@ -198,7 +202,7 @@ class ChunksRecord(Record):
         if self.world_size < 1 or not 1 <= self.chunk_bytes <= self.total_bytes or self.time_s <= 0:
             raise RecordError(
                 f"{self.total_bytes} bytes in chunks of {self.chunk_bytes} on {self.world_size} ranks "
-                f"in {self.time_s} s cannot be"
+                f"in {self.time_s} s are not valid"
             )
 
     @property
@@ -265,17 +269,17 @@ KINDS: dict[str, type[Record]] = {
     cls.kind: cls
     for cls in (CheckRecord, CollectiveRecord, MemoryRecord, ChunksRecord, LayerSizeRecord, LayerTimeRecord)
 }
-# Kinds of older files: what each is called now, and how its values are renamed.
+# Kinds of older files: the kind that replaced each, and a function that renames its values.
 UPGRADES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {}
 
 
 def record_to_json(record: Record) -> dict[str, Any]:
-    """The record as plain JSON values. Only what was measured; derived numbers are not written."""
+    """The record as plain JSON values, without derived numbers."""
     document: dict[str, Any] = {"kind": record.kind}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if isinstance(value, Samples | Summary):
-            # The timing of a record is told by what it is; further samples by their field.
+            # `timing` is written as `samples` or `summary`, other samples under the name of their field.
             name = "samples" if isinstance(value, Samples) else "summary"
             document[name if field.name == "timing" else field.name] = dataclasses.asdict(value)
         elif field.name in record.parts:
@@ -294,7 +298,7 @@ def _build(cls: type, values: dict[str, Any]) -> Any:
     for field in dataclasses.fields(cls):
         kind = plain.get(str(field.type))
         if kind is not None and field.name in values and type(values[field.name]) is not kind:
-            raise RecordError(f"{cls.__name__}.{field.name} is {values[field.name]!r}, and must be {kind.__name__}")
+            raise RecordError(f"{cls.__name__}.{field.name} is {values[field.name]!r}; it must be {kind.__name__}")
     try:
         return cls(**values)
     except TypeError as error:
@@ -310,7 +314,7 @@ def _rows(value: Any, name: str) -> tuple[tuple[float, ...], ...]:
 
 def _build_samples(value: Any, where: str) -> Samples:
     if not isinstance(value, dict):
-        raise RecordError(f"{where} is a JSON object of samples, not {type(value).__name__}")
+        raise RecordError(f"{where} must be a JSON object of samples, not {type(value).__name__}")
     raw = ("seconds", "warmup_seconds", "arrivals_s")
     values = {name: _rows(rows, f"{where}.{name}") if name in raw else rows for name, rows in value.items()}
     built: Samples = _build(Samples, values)
@@ -318,9 +322,9 @@ def _build_samples(value: Any, where: str) -> Samples:
 
 
 def record_from_json(document: dict[str, Any]) -> Record:
-    """The record that `record_to_json` wrote; refuses unknown kinds and fields."""
+    """The record that `record_to_json` wrote, or an older kind of it. RecordError for an unknown kind or field."""
     if not isinstance(document, dict):
-        raise RecordError(f"a record is a JSON object, not {type(document).__name__}")
+        raise RecordError(f"a record must be a JSON object, not {type(document).__name__}")
     values = dict(document)
     kind = values.pop("kind", None)
     if isinstance(kind, str) and kind in UPGRADES:
@@ -344,7 +348,7 @@ def record_from_json(document: dict[str, Any]) -> Record:
     for name, part in cls.parts.items():
         items = values.get(name, [])
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-            raise RecordError(f"{name} is a list of JSON objects, not {items!r:.40}")
+            raise RecordError(f"{name} must be a list of JSON objects, not {items!r:.40}")
         values[name] = tuple(_build(part, item) for item in items)
     record = _build(cls, values)
     assert isinstance(record, Record)

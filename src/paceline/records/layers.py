@@ -1,6 +1,6 @@
-"""A model's step layer by layer: when each gradient was ready, what each block took, and what follows from that.
+"""Layer profiles: when each gradient became ready, how long each block took, and the numbers derived from that.
 
-Nothing here measures; files of other formats are in `exchange`.
+Files of other formats are in `exchange`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from paceline.errors import RecordError
 from paceline.records.kinds import KINDS, LayerSizeRecord, LayerTimeRecord, Record
 from paceline.records.samples import Samples, quantile
 
-# What lies in no block: parameters of the model itself, and the time between blocks.
+# The name for what belongs to no block: parameters of the model itself, and the time between blocks.
 OUTSIDE = "outside"
 
 
 def _check_seconds(name: str, values: Iterable[float | None]) -> None:
     for value in values:
         if value is not None and (type(value) not in (float, int) or not 0 <= value < math.inf):
-            raise RecordError(f"{name} has the time {value!r}: the clock or the file is broken")
+            raise RecordError(f"{name} has the time {value!r}; it must be finite and not negative")
 
 
 @dataclass(frozen=True)
 class ParameterTimes:
-    """`ready_s[repetition]` is when the gradient was complete, in seconds since backward began; None where it was not.
+    """When the gradient of a parameter became ready: `ready_s[repetition]` seconds after backward began; None if it did
+    not.
 
-    `aliases` are further names of the same tensor; `block` is the first block that holds it, empty where none does.
+    `aliases` are further names of the same tensor. `block` is the first block that contains it, empty if none does.
     """
 
     name: str
@@ -50,16 +51,16 @@ class ParameterTimes:
 
     @property
     def median_s(self) -> float | None:
-        """Over the repetitions in which it had a gradient; None where it never had one."""
+        """Over the repetitions in which it had a gradient; None if it never had one."""
         known = [value for value in self.ready_s if value is not None]
         return statistics.median(known) if known else None
 
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Seconds of one block in every repetition; 0 where it was not called, or no gradient came to it.
+    """Seconds of one block in every repetition; 0 if it was not called, or got no gradient.
 
-    Backward lasts from the gradient of the block's output to that of its input, recomputed activations included.
+    Backward lasts from the gradient of the block's output to that of its input, including recomputed activations.
     """
 
     name: str
@@ -96,11 +97,11 @@ def _compare(profiled: Samples, plain: Samples) -> CostRatio:
 class LayerProfileRecord(Record):
     """Steps of a bare model on one device, plain and profiled in turns.
 
-    `timing`, `forward`, `backward` and `optimizer` are the plain steps: what the model takes when nobody looks.
-    `parameters` and `blocks` are of the profiled steps, whose own times are `profiled_*`; equal numbers of repetitions
-    are neighbours in time. `parameters` are in the order in which their gradients become ready, by median; those that
-    never are stand last. `blocks` are in the order of the model's definition. On CUDA all are the device's times.
-    Parameters that are not trained are left out.
+    `timing`, `forward`, `backward` and `optimizer` are the plain steps, without the profiler. `parameters` and `blocks`
+    are of the profiled steps, whose own times are `profiled_*`. Repetitions with the same number are neighbours in
+    time. `parameters` are in the order in which their gradients become ready, by median; those without a gradient come
+    last. `blocks` are in the order of the model's definition. On CUDA all times are the device's. Frozen parameters are
+    left out.
     """
 
     kind: ClassVar[str] = "layer_profile"
@@ -125,21 +126,23 @@ class LayerProfileRecord(Record):
         if not self.parameters or self.batch_size < 1 or self.timing.median_s <= 0:
             raise RecordError(
                 f"{self.model} with {len(self.parameters)} trained parameters and {self.batch_size} samples in "
-                f"{self.timing.median_s} s cannot be"
+                f"{self.timing.median_s} s are not valid: all must be positive"
             )
         if len(set(names)) < len(names) or OUTSIDE in names:
-            raise RecordError(f"{self.model}: the blocks {', '.join(names)} need names of their own, not {OUTSIDE!r}")
+            raise RecordError(
+                f"{self.model}: the blocks {', '.join(names)} must have different names, and none may be {OUTSIDE!r}"
+            )
         for phase in ("forward", "backward", "optimizer", "profiled_step", "profiled_forward", "profiled_backward"):
             samples: Samples = getattr(self, phase)
             if (samples.count, samples.num_ranks, self.timing.num_ranks) != (count, 1, 1):
                 raise RecordError(f"{self.model}: {phase} has other repetitions than the step, or several ranks")
         for parameter in self.parameters:
             if parameter.block and parameter.block not in names:
-                raise RecordError(f"{parameter.name} is in the block {parameter.block!r}, which is not there")
+                raise RecordError(f"{parameter.name} is in the block {parameter.block!r}, which does not exist")
             self._check_within(parameter.name, parameter.ready_s, self.profiled_backward)
         medians = [math.inf if p.median_s is None else p.median_s for p in self.parameters]
         if medians != sorted(medians):
-            raise RecordError(f"{self.model}: the parameters are not in the order in which they become ready")
+            raise RecordError(f"{self.model}: the parameters are not in ready order")
         for phase in ("forward", "backward"):
             rows = [getattr(block, f"{phase}_s") for block in self.blocks]
             if any(len(row) != count for row in rows):
@@ -151,7 +154,7 @@ class LayerProfileRecord(Record):
 
     def _check_within(self, what: str, values: Sequence[float | None], whole: Samples) -> None:
         if len(values) != whole.count:
-            raise RecordError(f"{self.model}: {what} has {len(values)} repetitions, and the step {whole.count}")
+            raise RecordError(f"{self.model}: {what} has {len(values)} repetitions and the step has {whole.count}")
         for value, (limit,) in zip(values, whole.seconds, strict=True):
             if value is not None and value > limit * (1 + 1e-6) + 1e-9:
                 raise RecordError(f"{self.model}: {what} is at {value} s, after the end at {limit} s")
@@ -180,9 +183,9 @@ class LayerProfileRecord(Record):
 
     @property
     def timeline(self) -> tuple[tuple[float, int], ...]:
-        """(seconds since backward began, bytes ready by then), one point for each gradient, by medians.
+        """(seconds since backward began, bytes ready by then), one point per gradient, by medians.
 
-        The profiler's own cost is in the seconds: divide by `backward_cost.value` to take it out.
+        The seconds include the cost of the profiler: divide by `backward_cost.value` to remove it.
         """
         times = [(p.median_s, p.num_bytes) for p in self.parameters]
         used = [(time_s, num_bytes) for time_s, num_bytes in times if time_s is not None]
@@ -190,18 +193,18 @@ class LayerProfileRecord(Record):
         return tuple((time_s, total) for (time_s, _), total in zip(used, ready, strict=True))
 
     def parameters_of(self, block: str) -> tuple[ParameterTimes, ...]:
-        """The parameters of a block, or of none where that is `OUTSIDE`, in ready order."""
+        """The parameters of a block (for `OUTSIDE`: those in no block), in ready order."""
         wanted = "" if block == OUTSIDE else block
         return tuple(parameter for parameter in self.parameters if parameter.block == wanted)
 
     def ready_of(self, block: str) -> float | None:
-        """When the last gradient of a block was ready; None where it has none."""
+        """When the last gradient of a block was ready; None if it has none."""
         known = [p.median_s for p in self.parameters_of(block) if p.median_s is not None]
         return max(known, default=None)
 
     @property
     def outside(self) -> BlockTimes:
-        """What is in the forward and the backward, but in no block; with the blocks it adds up to the whole."""
+        """The part of forward and backward that is in no block."""
 
         def rest(phase: str, whole: Samples) -> tuple[float, ...]:
             return tuple(
@@ -213,7 +216,7 @@ class LayerProfileRecord(Record):
 
     @property
     def step_cost(self) -> CostRatio:
-        """What the profiler costs: profiled over plain steps."""
+        """The cost of the profiler: profiled over plain steps."""
         return _compare(self.profiled_step, self.timing)
 
     @property
@@ -231,8 +234,8 @@ class LayerProfileRecord(Record):
 
     @property
     def layer_times(self) -> tuple[LayerTimeRecord, ...]:
-        """As `layer-times` has them: `NAME grad` for each block and `backward` for what is in no block, which add up to
-        the whole backward; `forward`, and `step`, which is the optimizer's."""
+        """The rows of a `layer-times` file: `NAME grad` for each block, `backward` for the rest (together the
+        whole backward), `forward`, and `step`, which is the optimizer."""
 
         def record(layer: str, values: Iterable[float]) -> LayerTimeRecord:
             timing = Samples(seconds=tuple((value,) for value in values))
@@ -246,5 +249,4 @@ class LayerProfileRecord(Record):
         )
 
 
-# Below `Record`, and so unknown to `kinds`; the package imports both.
 KINDS[LayerProfileRecord.kind] = LayerProfileRecord

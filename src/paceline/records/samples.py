@@ -1,6 +1,6 @@
 """Timed repetitions as they were measured, and the statistics that follow from them.
 
-Statistics are properties and are never stored; rates and speed-ups belong to the kinds of records.
+Statistics are properties and are never stored. Rates and speed-ups belong to the records.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-# How the times of all ranks in one repetition become one time. A collective is done when the last rank is.
+# Reduces the times of all ranks in one repetition to one time. A collective is done when the last rank is.
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Raw seconds: `seconds[repetition][rank]`, warm-ups apart.
+    """Raw seconds: `seconds[repetition][rank]`, and warm-ups apart.
 
-    `arrivals_s[repetition][rank]` says how long after the first rank each rank entered the timed call; it is
-    there only when all ranks share one clock (one host).
+    `arrivals_s[repetition][rank]` is how long after the first rank each rank entered the timed call; empty unless all
+    ranks share one clock (one host).
     """
 
     seconds: tuple[tuple[float, ...], ...]
@@ -43,12 +43,12 @@ class Samples:
     def __post_init__(self) -> None:
         widths = {len(row) for row in (*self.seconds, *self.warmup_seconds, *self.arrivals_s)}
         if not self.seconds or len(widths) != 1 or 0 in widths:
-            raise RecordError("samples need at least one repetition, and the same number of ranks in every one")
+            raise RecordError("samples need at least one repetition, and the same number of ranks in each")
         if self.arrivals_s and len(self.arrivals_s) != len(self.seconds):
             raise RecordError(f"{len(self.arrivals_s)} arrivals for {len(self.seconds)} repetitions")
         rows = (*self.seconds, *self.warmup_seconds, *self.arrivals_s)
         if any(not 0 <= value < math.inf for row in rows for value in row):
-            raise RecordError("a sample is negative, infinite or not a number: the clock or the file is broken")
+            raise RecordError("a sample is negative, infinite or not a number")
         if self.reducer not in REDUCERS:
             raise RecordError(f"unknown reducer {self.reducer!r} over ranks: known are {', '.join(REDUCERS)}")
 
@@ -92,7 +92,7 @@ class Samples:
 
     @property
     def drift(self) -> float:
-        """Median of the second half over that of the first, minus 1: far from 0 means it had not settled."""
+        """Median of the second half over that of the first, minus 1: far from 0 if the times were still changing."""
         half = self.count // 2
         if half < 2:
             return 0.0
@@ -101,7 +101,7 @@ class Samples:
 
     @property
     def skew_s(self) -> float | None:
-        """Median time between the first and the last rank's arrival at the call, where the clock is common."""
+        """Median time between the first and the last rank's arrival at the call; None without a common clock."""
         if not self.arrivals_s:
             return None
         return statistics.median(max(row) for row in self.arrivals_s)
@@ -110,7 +110,7 @@ class Samples:
     def from_last_arrival_s(self) -> tuple[float, ...] | None:
         """Per repetition, from the last rank's arrival to the last rank's end; needs a common clock.
 
-        This is what the call costs once everybody is there, without the wait for a late rank.
+        This is the cost of the call once all ranks are there, without the wait for a late rank.
         """
         if not self.arrivals_s:
             return None
@@ -130,7 +130,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Summary:
-    """Statistics of a measurement whose raw samples are not at hand: an imported table's row."""
+    """Statistics of a measurement without its raw samples: a row of an imported table."""
 
     mean_s: float | None = None
     stdev_s: float | None = None
@@ -179,7 +179,7 @@ class Ratio:
 
 
 def _median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median by order statistics, which asks nothing of the distribution.
+    """The 95 % interval of the median by order statistics, which assumes nothing about the distribution.
 
     The number of values below the true median is binomial(n, 1/2), within n/2 +- 0.98 sqrt(n) in 95 % of cases. With
     fewer than 6 values that is all of them, and the coverage is less.

@@ -1,7 +1,6 @@
-"""Training runs as records: epochs at one batch size, runs of a large-batch study, the gradient noise scale, epochs.
+"""Records of training: batch sizes, large-batch runs, the gradient noise scale, and summaries of epochs.
 
-What follows from them (spread over seeds, the knee of a batch sweep, averages of an epoch) is derived here and never
-stored. Nothing here trains or prints.
+Derived numbers (spread over seeds, the knee of a batch sweep, averages of an epoch) are computed here and never stored.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from paceline.records.samples import Samples
 BUDGETS = ("epochs", "updates")
 # The knee: the smallest batch size with this share of the best throughput.
 KNEE = 0.9
-# A mean is never longer than its parts, except for rounding.
+# The norm of a mean is at most the mean of the norms, except for rounding.
 _ROUNDING = 1e-3
-# Fewer probes than this do not show how much they scatter.
+# The spread of fewer probes than this is not known.
 _MIN_PROBES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord(Record):
-    """Epochs on one rank at one batch size. `timing` has a repetition for each epoch: the seconds of its steps alone,
-    warm-up epochs apart; `data_wait` what the steps waited for data beside that.
+    """Epochs on one rank at one batch size. `timing` has one repetition per epoch: the seconds of its steps, without
+    the time that they waited for data, which is `data_wait`. Warm-up epochs are kept apart.
 
-    Where the batch does not fit, `failure` says so and there are no times. `peak_bytes` is the most memory that the
-    process (on CUDA: its tensors) held; 0 where nobody could tell.
+    If the batch does not fit into memory, `failure` says so and there are no times. `peak_bytes` is the peak memory of
+    the process (on CUDA: of its tensors); 0 if it is not known.
     """
 
     kind: ClassVar[str] = "batch"
@@ -53,7 +52,7 @@ class BatchRecord(Record):
         super().__post_init__()
         if min(self.batch_size, self.num_samples, self.num_steps) < 1:
             raise RecordError(
-                f"{self.num_samples} samples in {self.num_steps} steps of {self.batch_size}: at least 1 of each"
+                f"{self.num_samples} samples in {self.num_steps} steps of {self.batch_size}: all must be at least 1"
             )
         if (self.timing is None) != bool(self.failure):
             raise RecordError(f"batch size {self.batch_size}: either times or a failure is needed")
@@ -64,7 +63,7 @@ class BatchRecord(Record):
 
     @property
     def step_s(self) -> float | None:
-        """A full batch's share of the epoch, whose last one may be smaller."""
+        """The seconds of a full batch; the last batch of an epoch may be smaller."""
         return None if self.epoch_s is None else self.epoch_s * self.batch_size / self.num_samples
 
     @property
@@ -77,7 +76,7 @@ class BatchRecord(Record):
 
 
 def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
-    """The smallest batch size that reaches nine tenths of the best throughput; None where none was measured."""
+    """The smallest batch size that reaches `KNEE` of the best throughput; None if none was measured."""
     found = [(record.samples_per_s, record) for record in records if record.samples_per_s is not None]
     if not found:
         return None
@@ -90,7 +89,8 @@ def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """An evaluation on the way: after so many updates and samples. The training loss is the mean since the last."""
+    """One evaluation during a run. `update` and `num_samples` count from the start; `train_loss` is the mean since the
+    last evaluation."""
 
     update: int
     num_samples: int
@@ -101,12 +101,12 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatchRecord(Record):
-    """One training run of a large-batch study. `recipe` names what was switched on, `configuration` says it in full.
+    """One training run of a large-batch study. `recipe` is its name, `configuration` its full description.
 
-    `budget` is what runs of one study share: `epochs` (then updates follow) or `updates`, which may end within an
-    epoch: `epochs` is then no whole number. `batch_size` is what one rank computes at once, `largest_batch_size` the
-    global batch at the end where it grew. A run whose loss was no longer a number has a `failure`, and its curve ends
-    there.
+    All runs of a study have the same `budget`: a number of `epochs` or of `updates`. A run of updates may end within an
+    epoch, so `epochs` may be a fraction. `batch_size` is the samples that one rank computes at once,
+    `largest_batch_size` the global batch size at the end if it grew. A run whose loss became NaN or infinite has a
+    `failure`, and its curve ends there.
     """
 
     kind: ClassVar[str] = "large_batch"
@@ -139,7 +139,7 @@ class LargeBatchRecord(Record):
             raise RecordError(f"{self.recipe} at {self.global_batch_size}, seed {self.seed}: nothing was evaluated")
         for point in self.curve:
             if not all(map(math.isfinite, (point.train_loss, point.test_loss, point.test_accuracy))):
-                raise RecordError(f"{self.recipe} at {self.global_batch_size}: an evaluation that is no number")
+                raise RecordError(f"{self.recipe} at {self.global_batch_size}: a loss or accuracy is NaN or infinite")
 
     @property
     def test_accuracy(self) -> float | None:
@@ -156,13 +156,13 @@ class LargeBatchRecord(Record):
 
     @property
     def cell(self) -> tuple[str, int, str]:
-        """What runs that differ in their seed alone share."""
+        """Runs with the same cell differ only in their seed."""
         return self.budget, self.global_batch_size, self.recipe
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and standard deviation (of a sample) over seeds; None for the deviation of one seed."""
+    """Mean and sample standard deviation over seeds; the deviation of one seed is None."""
 
     mean: float
     deviation: float | None
@@ -174,16 +174,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class RecipeSummary:
-    """All seeds of one recipe at one global batch size. `baseline` is the summary that it is held against."""
+    """All seeds of one recipe at one global batch size, compared with `baseline`."""
 
     runs: tuple[LargeBatchRecord, ...]
     baseline: RecipeSummary | None = None
 
     def __post_init__(self) -> None:
         if len({run.cell for run in self.runs}) != 1:
-            raise RecordError("runs of several cells in one summary")
+            raise RecordError("a summary needs runs of one recipe, batch size and budget; these are of several cells")
         if len({run.seed for run in self.runs}) != len(self.runs):
-            raise RecordError(f"{self.first.recipe} at {self.first.global_batch_size}: a seed is there twice")
+            raise RecordError(f"{self.first.recipe} at {self.first.global_batch_size}: a seed appears twice")
 
     @property
     def first(self) -> LargeBatchRecord:
@@ -215,15 +215,15 @@ class RecipeSummary:
 
     @property
     def gap(self) -> float | None:
-        """The baseline's mean test accuracy minus this one's: what the batch size costs, in shares of 1."""
+        """The baseline's mean test accuracy minus this one's: what the batch size costs, as a fraction."""
         if self.baseline is None or self.baseline.accuracy is None or self.accuracy is None:
             return None
         return self.baseline.accuracy.mean - self.accuracy.mean
 
 
 def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary]:
-    """A summary for each cell, in the order of first appearance; the baseline of a budget is its smallest batch without
-    a recipe."""
+    """A summary for each cell, in order of first appearance. The baseline of a budget is its smallest batch size
+    without a recipe."""
     cells: dict[tuple[str, int, str], list[LargeBatchRecord]] = {}
     for record in records:
         cells.setdefault(record.cell, []).append(record)
@@ -242,9 +242,9 @@ def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary
 
 @dataclass(frozen=True)
 class NoiseProbe:
-    """Squared norms of the gradients of small batches, all of one size and of all ranks, and of their mean.
+    """Squared gradient norms of small batches of equal size, from all ranks, and the squared norm of their mean.
 
-    The mean is the gradient of the big batch that the small ones make together.
+    The mean is the gradient of the big batch that the small batches form.
     """
 
     small_squares: tuple[float, ...]
@@ -252,15 +252,15 @@ class NoiseProbe:
 
     def __post_init__(self) -> None:
         if not isinstance(self.small_squares, list | tuple) or len(self.small_squares) < 2:
-            raise RecordError(f"a probe has the small gradients {self.small_squares!r:.60}: at least 2 are needed")
+            raise RecordError(f"a probe has the small gradients {self.small_squares!r:.60}; it needs at least 2")
         object.__setattr__(self, "small_squares", tuple(self.small_squares))  # JSON has lists
         for value in (*self.small_squares, self.big_square):
             if type(value) not in (float, int) or not 0 <= value < math.inf:
-                raise RecordError(f"a probe has the squared norm {value!r}: a finite number from 0 is needed")
+                raise RecordError(f"a probe has the squared norm {value!r}; it must be finite and not negative")
         if self.big_square > self.mean_small_square * (1 + _ROUNDING):
             raise RecordError(
-                f"a probe's mean gradient has the squared norm {self.big_square:g} and its parts have "
-                f"{self.mean_small_square:g} on average: a mean cannot be longer, so one of them is wrong"
+                f"a probe's mean gradient has the squared norm {self.big_square:g}, which is above the average of its "
+                f"parts, {self.mean_small_square:g}: one of them is wrong"
             )
 
     @property
@@ -274,11 +274,11 @@ class NoiseProbe:
 
 @dataclass(frozen=True)
 class NoiseEstimate:
-    """What probes say: the squared norm of the true gradient, and the trace of the covariance of one sample's gradient.
+    """The squared norm of the true gradient, and the trace of the covariance of one sample's gradient.
 
-    Both are unbiased, so the first can come out below 0 where noise drowns it. `interval` holds the noise scale with a
-    confidence of 90 %; its upper end is infinite where the probes give a lower bound alone, and it is None where there
-    are too few of them to tell.
+    Both estimates are unbiased, so the first can be negative if the noise is large. `interval` is the 90 % confidence
+    interval of the noise scale. Its upper end is infinite if the probes only give a lower bound; it is None if there
+    are too few probes.
     """
 
     gradient_square: float
@@ -287,19 +287,19 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self) -> float | None:
-        """In samples. None where the estimate of the gradient is not positive: the noise scale is then only bounded
-        from below."""
+        """In samples. None if the estimate of the gradient is not positive: the noise scale then only has a lower
+        bound."""
         return self.noise_trace / self.gradient_square if self.gradient_square > 0 else None
 
 
 def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) -> NoiseEstimate:
     """The noise scale from probes whose small batches have this many samples.
 
-    With |g_n|^2 = |G|^2 + tr(Sigma) / n on average, two batch sizes tell both. They are averaged over probes before
-    their ratio is taken, since the ratio of one probe is far off and biased.
+    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both. They are averaged over probes before
+    their ratio is taken, because the ratio of a single probe is noisy and biased.
     """
     if not probes or small_batch_size < 1:
-        raise RecordError(f"{len(probes)} probes of batches of {small_batch_size}: at least 1 of each is needed")
+        raise RecordError(f"{len(probes)} probes of batches of {small_batch_size} samples: both must be at least 1")
     signals, noises = [], []
     for probe in probes:
         b, big = small_batch_size, small_batch_size * probe.num_small
@@ -312,8 +312,8 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
 def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[float, float] | None:
     """Fieller's 90 % interval of mean(noises) / mean(signals): all r for which mean(noises - r * signals) may be 0.
 
-    Unlike quantiles of resampled ratios it stays right for few probes, and where the mean of the signals may be 0 it
-    has no upper end. The true mean of the signals is a square: an estimate below 0 counts as 0.
+    Unlike quantiles of resampled ratios it is valid for few probes. It has no upper end if the mean of the signals may
+    be 0. The true mean of the signals is a square, so a negative estimate counts as 0.
     """
     count = len(signals)
     if count < _MIN_PROBES:
@@ -321,7 +321,7 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
     noise, signal, t = statistics.fmean(noises), max(0.0, statistics.fmean(signals)), _student_t95(count - 1)
     scale = t * t / count
     var_noise, var_signal = statistics.variance(noises), statistics.variance(signals)
-    # The r between, or beyond, the roots of a*r^2 - 2*h*r + c.
+    # The interval is bounded by the roots of a*r^2 - 2*h*r + c.
     a = signal**2 - scale * var_signal
     h = noise * signal - scale * statistics.covariance(noises, signals)
     c = noise**2 - scale * var_noise
@@ -330,12 +330,12 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
         return max(0.0, (h - root) / a), max(0.0, (h + root) / a)
     if c <= 0:
         return 0.0, math.inf
-    # a <= 0 < c: one root on either side of 0. Written so that it holds at a = 0, too.
+    # a <= 0 < c: one root on either side of 0. This form is also valid at a = 0.
     return (c / (h + root) if h + root > 0 else math.inf), math.inf
 
 
 def _student_t95(freedom: int) -> float:
-    """The 95 % quantile of Student's t, by the expansion about the normal one; within 1.3 % from 2 degrees on."""
+    """The 95 % quantile of Student's t, expanded about the normal quantile; within 1.3 % from 2 degrees of freedom."""
     z = statistics.NormalDist().inv_cdf(0.95)
     return (
         z
@@ -347,10 +347,10 @@ def _student_t95(freedom: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRecord(Record):
-    """Probes of one training job after `step` steps; nothing was learnt from them.
+    """Probes of one training job after `step` steps. The probes do not change the parameters.
 
-    `epoch` counts those that were trained, in parts too. `seed` is the job's, from which the samples of the probes
-    follow. `small_batch_size` counts samples (for tokens: blocks), and so do the noise scale and all batch sizes here.
+    `epoch` is the number of epochs trained so far, possibly a fraction. `seed` is the job's; it determines the samples
+    of the probes. `small_batch_size`, the noise scale and all batch sizes count samples (for tokens: blocks).
     """
 
     kind: ClassVar[str] = "noise_scale"
@@ -371,14 +371,14 @@ class NoiseRecord(Record):
         if min(self.world_size, self.small_batch_size) < 1 or self.step < 0:
             raise RecordError(
                 f"{self.model}: probes of batches of {self.small_batch_size} on {self.world_size} ranks after "
-                f"{self.step} steps cannot be"
+                f"{self.step} steps are not valid: all must be positive"
             )
         if type(self.epoch) not in (float, int) or not 0 <= self.epoch < math.inf:
-            raise RecordError(f"{self.model}: the epoch is {self.epoch!r}, and must be a finite number from 0")
+            raise RecordError(f"{self.model}: the epoch is {self.epoch!r}; it must be finite and not negative")
         if len({probe.num_small for probe in self.probes}) != 1:
             raise RecordError(
                 f"{self.model}: {len(self.probes)} probes of {sorted({p.num_small for p in self.probes})} small "
-                "gradients: at least one probe is needed, and as many gradients in each"
+                "gradients: at least one probe is needed, and the same number of gradients in each"
             )
 
     @property
@@ -391,21 +391,21 @@ class NoiseRecord(Record):
 
     @property
     def noise_scale(self) -> float | None:
-        """tr(Sigma) / |G|^2, in samples; None where it is only bounded from below (`estimate.interval`)."""
+        """tr(Sigma) / |G|^2, in samples; None if there is only a lower bound (`estimate.interval`)."""
         return self.estimate.noise_scale
 
     @property
     def critical_batch_size(self) -> float | None:
-        """The global batch at which a target costs twice the fewest steps and twice the fewest samples."""
+        """The global batch size that needs twice the fewest steps and twice the fewest samples to reach a target."""
         return self.noise_scale
 
     def steps_factor(self, batch_size: float) -> float | None:
-        """Predicted steps to a target at this global batch, as a multiple of the fewest, which a huge batch needs."""
+        """Predicted steps to a target at this global batch size, relative to the steps of a huge batch, the fewest."""
         scale = self.noise_scale
         return None if scale is None else 1 + scale / batch_size
 
     def samples_factor(self, batch_size: float) -> float | None:
-        """Predicted samples to a target at this global batch, as a multiple of the fewest, which a tiny batch needs."""
+        """Predicted samples to a target at this global batch size, relative to those of a tiny batch, the fewest."""
         scale = self.noise_scale
         if scale is None:
             return None
@@ -417,7 +417,7 @@ class NoiseRecord(Record):
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """One epoch of training. Averages weigh every sample alike; `None` is what was not measured."""
+    """One epoch of training. Averages are over samples. None stands for what was not measured."""
 
     epoch: int
     num_steps: int
@@ -436,7 +436,7 @@ class EpochSummary:
 
     @property
     def exposed_share(self) -> float | None:
-        """Exposed communication as a share of the epoch's steps."""
+        """Exposed communication as a share of the epoch's step time."""
         return None if self.exposed_comm_s is None or not self.seconds else self.exposed_comm_s / self.seconds
 
     @property
@@ -445,7 +445,7 @@ class EpochSummary:
 
 
 def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
-    """The epochs that the rows belong to, in order; `loss` is the average of the steps, weighted by samples."""
+    """One summary per epoch, in order, from one row of metrics per step."""
     by_epoch: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         by_epoch.setdefault(row["epoch"], []).append(row)
@@ -454,7 +454,7 @@ def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
 
 def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
     samples = sum(row["samples"] for row in rows)
-    # A wrapper does not know it of its first step, in which it makes its plan.
+    # A wrapper does not report it for its first step, in which it makes its plan.
     exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
     last = rows[-1]
     return EpochSummary(

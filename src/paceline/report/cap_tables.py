@@ -1,21 +1,17 @@
-"""Tables and pictures of backward time against bucket size. The numbers are simulated, and say so.
-
-Rows are those of `predict.caps`; report and predict do not import each other.
-"""
+"""Tables and pictures of backward time against bucket size. The numbers are simulated, and marked so."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.predict.search import CapCurve, CapPoint, Change
 from paceline.report.plots import COLORS, new_figure
 from paceline.report.tables import Column
 from paceline.units import MIB, format_bytes, format_ms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-__all__ = ["cap_row", "cap_table", "change_row", "change_table", "merge_points", "plot_caps", "plot_sensitivity"]
 
 # Neighbours whose times differ by less are one row for people; the CSV has them all.
 _SAME = 0.002
@@ -25,9 +21,9 @@ def _range(low_bytes: int, high_bytes: int) -> str:
     return f"{format_bytes(low_bytes)} to {format_bytes(high_bytes)}"
 
 
-def merge_points(points: Sequence[Any]) -> list[list[Any]]:
+def merge_points(points: Sequence[CapPoint]) -> list[list[CapPoint]]:
     """Runs of neighbours that take the same time."""
-    runs: list[list[Any]] = []
+    runs: list[list[CapPoint]] = []
     for point in points:
         if runs and abs(point.backward_s / runs[-1][0].backward_s - 1) < _SAME:
             runs[-1].append(point)
@@ -49,7 +45,7 @@ def _between(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def cap_row(point: Any) -> dict[str, Any]:
+def cap_row(point: CapPoint) -> dict[str, Any]:
     """One distinct partition for JSON and CSV."""
     return {
         "low_bytes": point.low_bytes,
@@ -72,7 +68,7 @@ change_table: Sequence[Column] = (
 )
 
 
-def change_row(change: Any) -> dict[str, Any]:
+def change_row(change: Change) -> dict[str, Any]:
     low, high = change.curve.plateau
     return {
         "changed": change.what,
@@ -83,7 +79,7 @@ def change_row(change: Any) -> dict[str, Any]:
     }
 
 
-def _steps(points: Sequence[Any]) -> tuple[list[float], list[float]]:
+def _steps(points: Sequence[CapPoint]) -> tuple[list[float], list[float]]:
     """The step function: caps on a log axis, times between."""
     xs: list[float] = []
     ys: list[float] = []
@@ -93,7 +89,7 @@ def _steps(points: Sequence[Any]) -> tuple[list[float], list[float]]:
     return xs, ys
 
 
-def plot_caps(curve: Any, title: str, subtitle: str) -> Figure:
+def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
     """Backward time against bucket size, with the plateau of the best, and what one rank takes alone."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     least = max(curve.points[0].high_bytes, 1) / MIB
@@ -112,7 +108,7 @@ def plot_caps(curve: Any, title: str, subtitle: str) -> Figure:
     return figure
 
 
-def plot_sensitivity(changes: Sequence[Any], title: str, subtitle: str) -> Figure:
+def plot_sensitivity(changes: Sequence[Change], title: str, subtitle: str) -> Figure:
     """Where the best bucket size lies when one input is multiplied: a bar from end to end of each plateau."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     names = [f"{change.what} x {change.factor:g}" for change in changes]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.predict.costs import AlphaBeta, fit_collectives
+from paceline.predict.curves import AlphaBeta, fit_collectives
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
 from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds

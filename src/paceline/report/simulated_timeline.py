@@ -6,14 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.predict.simulate import SimulatedStep
 from paceline.units import format_bytes
-
-__all__ = ["render_timeline"]
 
 _COMPUTE, _FIRST_LANE = 1, 2
 
 
-def render_timeline(steps: Mapping[str, Any]) -> str:
+def render_timeline(steps: Mapping[str, SimulatedStep]) -> str:
     """A process for each named step: its phases on one track, and each bucket ready, queued and under way on others."""
     events: list[dict[str, Any]] = []
     for pid, (name, step) in enumerate(steps.items(), 1):

@@ -1,13 +1,11 @@
-"""The table and the picture of steps on other networks and numbers of ranks. The numbers are simulated, and say so.
-
-Rows are those of `predict.whatif`; report and predict do not import each other.
-"""
+"""The table and the picture of steps on other networks and numbers of ranks. All numbers are simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.predict.whatif import WhatIfRow
 from paceline.report.plots import COLORS, new_figure
 from paceline.report.tables import Column
 from paceline.units import format_bytes, format_ms
@@ -15,12 +13,10 @@ from paceline.units import format_bytes, format_ms
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["describe_doubts", "plot_efficiency", "whatif_row", "whatif_table"]
-
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def _advise(row: Any) -> str:
+def _advise(row: WhatIfRow) -> str:
     if row.keeps_default:
         return "the default"
     return f"{format_bytes(row.plateau_low_bytes)} to {format_bytes(row.plateau_high_bytes)}"
@@ -44,7 +40,7 @@ whatif_table: Sequence[Column] = (
 )
 
 
-def whatif_row(row: Any) -> dict[str, Any]:
+def whatif_row(row: WhatIfRow) -> dict[str, Any]:
     """One row of `predict --json` and of its table.csv; shares are fractions of 1."""
     return {
         "network": row.network,
@@ -73,12 +69,12 @@ def whatif_row(row: Any) -> dict[str, Any]:
     }
 
 
-def describe_doubts(rows: Sequence[Any]) -> list[str]:
+def describe_doubts(rows: Sequence[WhatIfRow]) -> list[str]:
     """Why not to trust some rows, one line each."""
     return [f"doubtful: {row.network} on {row.world_size:,} ranks: {row.doubt}" for row in rows if row.doubt]
 
 
-def plot_efficiency(rows: Sequence[Any], title: str, subtitle: str) -> Figure:
+def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
     """Weak scaling efficiency against ranks, with its interval: a line for each network, hollow where doubtful."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     ranks = sorted({row.world_size for row in rows})

@@ -332,18 +332,20 @@ class Session:
         self,
         records: Sequence[Record],
         details: dict[str, Any] | None = None,
-        warnings: Sequence[str] = (),
+        doubts: Sequence[str] | None = None,
         complete: bool = True,
     ) -> Run:
         """The finished run, saved as `run.json` where this session writes. Its warnings are the reasons to doubt it.
 
-        `details` is what only a rank knows of the environment. A resumed run that was finished is the saved one.
+        `details` is what only a rank knows of the environment. `doubts` are those that follow from the records: by
+        default those that `find_doubts` finds. A resumed run that was finished is the saved one.
         """
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
         environment = self.environment if details is None else dataclasses.replace(self.environment, details=details)
-        doubts = [doubt.text for doubt in find_doubts(records, environment)]
-        found = (*self.warnings, *warnings, *self._find_machine_warnings(), *doubts)
+        if doubts is None:
+            doubts = [doubt.text for doubt in find_doubts(records, environment)]
+        found = (*self.warnings, *self._find_machine_warnings(), *doubts)
         run = Run(self.verb, self.config, environment, tuple(records), found, complete)
         if self.folder is not None and self.is_leader:
             RunFolder(self.folder).save(run)

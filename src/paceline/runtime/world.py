@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.rendezvous import agree_on_backend, await_ranks, open_store
+from paceline.runtime.rendezvous import agree_on_backend, await_ranks, find_host_id, open_store
 from paceline.transport import register, why_not
 
 # How long a failed rank waits for its groups to be destroyed.
@@ -176,6 +176,53 @@ def init(
         per_rank = f"{num_threads} thread{'s' if num_threads > 1 else ''} per rank"
         announce(f"{ranks} on {chosen} ({torch_device.type}{reason}), {per_rank} ({why})")
     return world
+
+
+@contextlib.contextmanager
+def join_world(backend: str = "auto", device: str = "auto", threads: int | None = None) -> Iterator[World]:
+    """The world that is open; else the one of a process group that the program opened itself; else a new one.
+
+    What was open before stays open. Collective: every rank must call this.
+    """
+    global _open
+    if _open is not None:
+        yield _open
+    elif not dist.is_initialized():
+        with init(backend, device, threads=threads, announce=None) as world:
+            yield world
+    else:
+        register()
+        world = _adopt(device)
+        _open = world
+        try:
+            yield world
+        finally:
+            _open = None
+            dist.destroy_process_group(world.control)
+
+
+def _adopt(device: str) -> World:
+    """A world around torch's open default group, with a control group of its own."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    control = dist.new_group(backend="gloo")
+    hosts: list[Any] = [None] * world_size
+    dist.all_gather_object(hosts, find_host_id(), group=control)
+    place = _fill_in_hosts(Place(rank, world_size, None, None, "torch"), hosts)
+    assert place.local_rank is not None and place.local_world_size is not None
+    backend = machine.canonical_backend(str(dist.get_backend()))
+    return World(
+        rank=rank,
+        world_size=world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
+        device=_choose_device(device, backend, place)[0],
+        backend=backend,
+        launcher=place.launcher,
+        threads=torch.get_num_threads(),
+        hosts=tuple(hosts),
+        control=control,
+        departures=dist.PrefixStore("paceline-adopted", dist.distributed_c10d._get_default_store()),
+    )
 
 
 def shutdown() -> None:

@@ -79,8 +79,9 @@ def allreduce(
         return measure_collectives
 
     with _open("bench allreduce", settings, out, progress) as session:
+        session.warnings += notes
         measured = session.ask(load, (settings,))
-        run = session.save(measured.records, measured.details, notes)
+        run = session.save(measured.records, measured.details)
         from paceline.report.collectives import CollectiveResult
 
         result = CollectiveResult(run, session.folder, compared, _find_differences(run, compare))
@@ -132,8 +133,9 @@ def chunks(
         return measure_chunks
 
     with _open("bench chunks", settings, out, progress) as session:
+        session.warnings += notes
         measured = session.ask(load, (settings,))
-        run = session.save(measured.records, measured.details, notes)
+        run = session.save(measured.records, measured.details)
         from paceline.report.collectives import ChunksResult
 
         result = ChunksResult(run, session.folder)

@@ -1,0 +1,256 @@
+"""One rank's step without communication: the job that the simulator takes, from profiles and from tables of layers.
+
+The job of a tuning run is fitted together with its costs in `predictor`. Reading tables is in `records.exchange`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from paceline.errors import ConfigError, RecordError
+from paceline.plan import Gradient, cut_by_cap
+from paceline.predict.curves import Resample
+from paceline.records import LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
+from paceline.units import format_bytes, format_ms
+
+GRADIENT_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Gradients in ready order, the moments at which they are ready, and the step around them. Times of one rank alone.
+
+    `ready_s` counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
+    optimizer. `device` is where it computes, empty where nothing says; `origin` what the job was built from; `notes`
+    what had to be assumed.
+    """
+
+    gradients: tuple[Gradient, ...]
+    ready_s: tuple[float, ...]
+    backward_s: float
+    before_s: float = 0.0
+    after_s: float = 0.0
+    device: str = ""
+    origin: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.ready_s) != len(self.gradients):
+            raise ConfigError(f"{len(self.ready_s)} ready times for {len(self.gradients)} gradients")
+        if any(not 0 <= ready <= self.backward_s + 1e-9 for ready in self.ready_s):
+            raise ConfigError(f"a gradient is ready outside backward, which takes {self.backward_s} s")
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(gradient.num_bytes for gradient in self.gradients)
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """The bytes of the first k gradients, for k from 0."""
+        return (0, *itertools.accumulate(self.sizes))
+
+    @cached_property
+    def latest_s(self) -> tuple[float, ...]:
+        """When gradient k and all before it are ready."""
+        return tuple(itertools.accumulate(self.ready_s, max))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.totals[-1]
+
+    @property
+    def computing_s(self) -> float:
+        """What ranks do on their own before they need each other."""
+        return self.before_s + self.backward_s
+
+    @property
+    def local_s(self) -> float:
+        """The step of one rank alone."""
+        return self.computing_s + self.after_s
+
+    def cut(self, cap_bytes: int) -> tuple[int, ...]:
+        """Where torch's rule ends buckets of this cap, as places of the ready order."""
+        return cut_by_cap(self.totals, cap_bytes)
+
+    def accumulate(self, count: int) -> Job:
+        """A step of several micro-batches: all but the last backward only compute."""
+        return replace(self, before_s=count * self.before_s + (count - 1) * self.backward_s)
+
+
+# -- from a layer profile ----------------------------------------------------------------------------------------------
+
+
+def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = None) -> Job:
+    """Gradients in ready order, and the plain step around them, by medians.
+
+    Ready times are the profiled ones divided by what profiling cost. `gradients` is `fp32` or `bf16`; None leaves them
+    as they were. A parameter that never had a gradient is sent with the last.
+    """
+    if gradients is not None and gradients not in GRADIENT_DTYPES:
+        raise ConfigError(f"gradients in {gradients!r}: known are {', '.join(GRADIENT_DTYPES)}")
+    total_s, cost = record.backward.median_s, record.backward_cost.value
+    if total_s <= 0 or cost <= 0:
+        raise RecordError(f"{record.model}: a backward of {total_s} s hides nothing: profile a model that computes")
+    found: list[Gradient] = []
+    ready: list[float] = []
+    for parameter in record.parameters:
+        median_s = parameter.median_s
+        ready.append(total_s if median_s is None else min(total_s, median_s / cost))
+        num_bytes, item_bytes = parameter.num_bytes, max(1, parameter.num_bytes // max(1, parameter.num_elements))
+        dtype = parameter.dtype
+        if gradients is not None:
+            dtype, item_bytes = GRADIENT_DTYPES[gradients]
+            num_bytes = parameter.num_elements * item_bytes
+        found.append(Gradient(parameter.name, num_bytes, item_bytes, dtype, record.device))
+    before_s, after_s = _find_around(record, Resample())
+    dtypes = sorted({gradient.dtype for gradient in found})
+    num_bytes = sum(gradient.num_bytes for gradient in found)
+    notes = [
+        f"{record.model} on one {record.device} rank, batch size {record.batch_size}, {record.source}: "
+        f"{len(found)} gradients, {format_bytes(num_bytes)} in {' and '.join(dtypes)}; step "
+        f"{format_ms(before_s + total_s + after_s)} ms, of which backward {format_ms(total_s)} ms; "
+        f"ready times divided by the profiler's cost, {cost:.3f}"
+    ]
+    if gradients is not None and {p.dtype for p in record.parameters} != set(dtypes):
+        notes.append(f"gradients sent in {dtypes[0]}: the conversion is taken to cost nothing")
+    if len(dtypes) > 1:
+        notes.append(f"gradients of {' and '.join(dtypes)} share buckets here; in a wrapper they do not")
+    if record.unused:
+        notes.append(f"{len(record.unused)} parameters never had a gradient: taken as ready at the end of backward")
+    return Job(
+        tuple(found), tuple(ready), total_s, before_s, after_s, record.device, f"a layer profile of {record.model}",
+        tuple(notes),
+    )  # fmt: skip
+
+
+def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float, float]:
+    """(what comes before backward, what comes after it) in the plain step; what is in no phase counts as before."""
+    forward_s, after_s = resample.median(record.forward), resample.median(record.optimizer)
+    rest_s = max(0.0, resample.median(record.timing) - forward_s - resample.median(record.backward) - after_s)
+    return forward_s + rest_s, after_s
+
+
+def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -> list[Job]:
+    """The same job as other repetitions of its profile might have given it.
+
+    Whole repetitions are drawn, for their phases are slow together; ready times stretch with backward.
+    """
+    source = random.Random(seed)
+    draws = []
+    for _ in range(count):
+        resample = Resample(source)
+        total_s = resample.median(record.backward)
+        before_s, after_s = _find_around(record, resample)
+        stretch = total_s / job.backward_s
+        ready = tuple(min(total_s, moment * stretch) for moment in job.ready_s)
+        draws.append(replace(job, ready_s=ready, backward_s=total_s, before_s=before_s, after_s=after_s))
+    return draws
+
+
+# -- from tables of layers ---------------------------------------------------------------------------------------------
+
+_ITEM_BYTES = 4
+_SYNONYMS = {"layernorm_final": "ln_f"}
+# The tensors of a GPT-2 block in the order in which their gradients are ready, as (multiples of width^2, of width),
+# and the share of the block's backward that has passed by then. Matrix products take the time: two for each weight.
+_GPT2_BLOCK = (
+    ("mlp.c_proj", 4, 1), ("mlp.c_fc", 4, 4), ("ln_2", 0, 2), ("attn.c_proj", 1, 1), ("attn.c_attn", 3, 3),
+    ("ln_1", 0, 2),
+)  # fmt: skip
+
+
+def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord]) -> Job:
+    """Layers run backward in the reverse of their order in `sizes`; one without a time is taken to need none.
+
+    Two layers of equal size at both ends of a language model are one tied tensor, whose gradient is complete only when
+    the first layer's is. A block of GPT-2's size is taken apart into its tensors, for buckets are made of those.
+    """
+    if not sizes:
+        raise RecordError("no layers: the table of sizes is empty")
+    seconds = {_normalize(record.layer): _median(record) for record in times if record.layer.endswith(" grad")}
+    notes: list[str] = []
+    tied = _find_tied(sizes)
+    if tied is not None:
+        notes.append(
+            f"{tied.layer} and {sizes[0].layer} are one tied tensor: counted once, ready at the end of backward"
+        )
+    untimed = [record.layer for record in sizes if _normalize(record.layer) not in seconds]
+    if untimed:
+        notes.append(f"no times for {', '.join(untimed)}: taken as 0, at their place in backward")
+    unknown = sorted(set(seconds) - {_normalize(record.layer) for record in sizes})
+    if unknown:
+        raise RecordError(f"times for layers that have no size: {', '.join(unknown)}")
+    gradients: list[Gradient] = []
+    ready: list[float] = []
+    now_s = 0.0
+    taken_apart = 0
+    for record in reversed(sizes):
+        took_s = seconds.get(_normalize(record.layer), 0.0)
+        pieces = _take_apart(record)
+        taken_apart += len(pieces) > 1
+        for name, num_params, share in pieces:
+            if record is not tied:
+                gradients.append(Gradient(name, num_params * _ITEM_BYTES))
+                ready.append(now_s + share * took_s)
+        now_s += took_s
+    if taken_apart:
+        notes.append(f"{taken_apart} blocks taken apart into GPT-2's tensors; ready by their share of matrix products")
+    phases = {record.layer: _median(record) for record in times}
+    notes.append(
+        f"{len(gradients)} gradients, {format_bytes(sum(g.num_bytes for g in gradients))} in float32; "
+        f"backward of one rank {format_ms(now_s)} ms"
+    )
+    return Job(
+        tuple(gradients), tuple(ready), now_s, phases.get("forward", 0.0), phases.get("step", 0.0),
+        origin="tables of layers", notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _normalize(layer: str) -> str:
+    name = layer.removesuffix(" grad").strip().lower().replace(" ", "_")
+    return _SYNONYMS.get(name, name)
+
+
+def _median(record: LayerTimeRecord) -> float:
+    timing = record.timing
+    value = timing.median_s if timing.median_s is not None else timing.mean_s
+    if value is None:
+        raise RecordError(f"{record.layer} has neither a median nor a mean")
+    return value
+
+
+def _find_tied(sizes: Sequence[LayerSizeRecord]) -> LayerSizeRecord | None:
+    """The head of a language model, where it is as large as the embedding that it shares."""
+    first, last = sizes[0], sizes[-1]
+    is_head = "head" in last.layer.lower() and "embedding" in first.layer.lower()
+    return last if is_head and last.num_params == first.num_params and len(sizes) > 1 else None
+
+
+def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:
+    """(name, parameters, share of the layer's backward) for each tensor; weights and biases of one layer go together.
+
+    A block of width w has 12 w^2 + 13 w parameters.
+    """
+    width = round(math.sqrt(record.num_params / 12))
+    for candidate in (width - 1, width, width + 1):
+        if (
+            candidate > 0
+            and 12 * candidate**2 + 13 * candidate == record.num_params
+            and "block" in record.layer.lower()
+        ):
+            work = list(itertools.accumulate(squares for _, squares, _ in _GPT2_BLOCK))
+            pieces = []
+            for (name, squares, lines), done in zip(_GPT2_BLOCK, work, strict=True):
+                share = done / work[-1]
+                if squares:
+                    pieces.append((f"{record.layer}.{name}.weight", squares * candidate**2, share))
+                    pieces.append((f"{record.layer}.{name}.bias", lines * candidate, share))
+                else:
+                    pieces.append((f"{record.layer}.{name}", lines * candidate, share))
+            return pieces
+    return [(record.layer, record.num_params, 1.0)]

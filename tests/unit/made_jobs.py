@@ -1,0 +1,20 @@
+"""Jobs and straight lines for the simulator, from the few numbers that a test is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.plan import Gradient
+from paceline.predict.curves import AlphaBeta
+from paceline.predict.job import Job
+
+
+def line(alpha_s: float, bytes_per_s: float) -> AlphaBeta:
+    return AlphaBeta(alpha_s, bytes_per_s)
+
+
+def make_job(
+    sizes: Sequence[int], ready_s: Sequence[float], backward_s: float, before_s: float = 0.0, after_s: float = 0.0
+) -> Job:
+    gradients = tuple(Gradient(f"layer{place}", size, 1) for place, size in enumerate(sizes))
+    return Job(gradients, tuple(ready_s), backward_s, before_s, after_s)

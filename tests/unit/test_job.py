@@ -1,0 +1,152 @@
+"""A job from a layer profile and from tables of layers."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import ConfigError, RecordError
+from paceline.predict.curves import MeasuredCurve
+from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
+from paceline.predict.search import estimate_caps, estimate_sensitivity
+from paceline.predict.simulate import MachineCosts
+from paceline.records import LayerSizeRecord, LayerTimeRecord, Summary
+
+from .test_records_layers import build_profile
+from .test_records_layers import build_times as samples
+
+
+def test_ready_times_lose_the_cost_of_profiling():
+    job = build_job_from_profile(build_profile())  # profiled backward over plain: 2 and 1, so 1.5
+    assert [gradient.name for gradient in job.gradients] == ["head.bias", "scale", "embed.weight", "spare"]
+    assert job.ready_s == pytest.approx((0.2 / 1.5, 0.3 / 1.5, 0.9 / 1.5, 0.75))
+    assert job.backward_s == 0.75
+    assert job.num_bytes == 68
+    assert any("1 parameters never had a gradient" in note for note in job.notes)
+
+
+def test_the_step_around_is_the_plain_one():
+    job = build_job_from_profile(build_profile())
+    assert job.after_s == pytest.approx(0.2)
+    assert job.before_s + job.backward_s + job.after_s == job.local_s == pytest.approx(1.5)
+    assert job.device == "cpu" and "toy" in job.origin
+
+
+def test_no_gradient_is_ready_after_the_end():
+    job = build_job_from_profile(build_profile(backward=samples(0.5, 0.5), profiled_backward=samples(0.95, 0.95)))
+    assert max(job.ready_s) == job.backward_s
+
+
+@pytest.mark.parametrize(("gradients", "num_bytes", "dtype"), [("bf16", 34, "bfloat16"), ("fp32", 68, "float32")])
+def test_gradients_can_travel_in_another_type(gradients, num_bytes, dtype):
+    job = build_job_from_profile(build_profile(), gradients)
+    assert job.num_bytes == num_bytes and {gradient.dtype for gradient in job.gradients} == {dtype}
+    assert any("conversion" in note for note in job.notes) == (gradients == "bf16")
+
+
+def test_unknown_types_and_empty_backwards_are_refused():
+    with pytest.raises(ConfigError, match="'fp8': known are fp32, bf16"):
+        build_job_from_profile(build_profile(), "fp8")
+    with pytest.raises(RecordError, match=r"backward of 0\.0 s"):
+        build_job_from_profile(build_profile(backward=samples(0.0, 0.0)))
+
+
+def test_draws_vary_with_the_repetitions_and_are_the_same_every_time():
+    record = build_profile()
+    job = build_job_from_profile(record)
+    draws = draw_jobs(record, job, 20)
+    assert draws == draw_jobs(record, job, 20)
+    assert {draw.backward_s for draw in draws} == {0.5, 0.75, 1.0}
+    for draw in draws:
+        assert draw.ready_s[0] / draw.backward_s == pytest.approx(job.ready_s[0] / job.backward_s)
+
+
+WIDTH, LAYERS, VOCABULARY, CONTEXT = 1280, 36, 50257, 1024
+BLOCK = 12 * WIDTH**2 + 13 * WIDTH
+MS = 1e-3
+# An all-reduce of 8 GPUs on two hosts, as a published table has it: flat up to a megabyte, then 14 GB/s or so.
+CURVE = MeasuredCurve(
+    (4, 2**20, 26 * 10**6, 105 * 10**6, 838 * 10**6, 6700 * 10**6), (3e-3, 3e-3, 6.5e-3, 15e-3, 65e-3, 0.45)
+)
+
+
+def size(layer: str, num_params: int) -> LayerSizeRecord:
+    return LayerSizeRecord(layer=layer, num_params=num_params, source="imported")
+
+
+def time(layer: str, seconds: float) -> LayerTimeRecord:
+    return LayerTimeRecord(layer=layer, timing=Summary(median_s=seconds), source="imported")
+
+
+def gpt2_large():
+    """GPT-2 large as published tables list it: the tied embedding twice, and no times for the embeddings."""
+    sizes = [size("Token embedding", VOCABULARY * WIDTH), size("Position embedding", CONTEXT * WIDTH)]
+    sizes += [size(f"Block {number}", BLOCK) for number in range(LAYERS)]
+    sizes += [size("LayerNorm final", 2 * WIDTH), size("LM head", VOCABULARY * WIDTH)]
+    times = [time("forward", 0.397), time("backward", 1.7e-6), time("step", 0.077), time("ln_f grad", 0.1 * MS)]
+    times += [time("lm_head grad", 57 * MS), *(time(f"block_{number} grad", 21.45 * MS) for number in range(LAYERS))]
+    return build_job_from_tables(sizes, times)
+
+
+def test_the_published_model_has_its_parameters_once():
+    job = gpt2_large()
+    assert job.num_bytes == 4 * 774_030_080
+    assert len(job.gradients) == 36 * 10 + 3
+    assert job.backward_s == pytest.approx(57.1 * MS + 36 * 21.45 * MS)
+    assert (job.before_s, job.after_s) == (0.397, 0.077)
+    assert any("one tied tensor" in note for note in job.notes)
+    assert any("no times for Token embedding, Position embedding" in note for note in job.notes)
+
+
+def test_the_tied_gradient_is_ready_last_and_the_others_in_the_order_of_backward():
+    job = gpt2_large()
+    assert job.gradients[-1].name == "Token embedding" and job.ready_s[-1] == job.backward_s
+    assert list(job.ready_s) == sorted(job.ready_s)
+    assert job.gradients[0].name == "LayerNorm final" and job.ready_s[0] == pytest.approx(57.1 * MS)
+    assert job.gradients[1].name == "Block 35.mlp.c_proj.weight"
+
+
+def find_point(curve, cap_bytes):
+    return next((point for point in curve.points if cap_bytes <= point.high_bytes), curve.points[-1])
+
+
+def test_the_curve_has_each_partition_once_and_a_floor_that_no_bucket_size_removes():
+    job = gpt2_large()
+    costs = MachineCosts(curve=CURVE)
+    curve = estimate_caps(job, costs)
+    assert [point.low_bytes for point in curve.points[1:]] == [point.high_bytes + 1 for point in curve.points[:-1]]
+    mib = 2**20
+    # One partition from 8 to 25 MiB: every weight of a block closes a bucket, two of them with what came before.
+    assert find_point(curve, 8 * mib) is find_point(curve, 25 * mib) and find_point(curve, 8 * mib).num_buckets == 109
+    assert find_point(curve, 2**40).num_buckets == 1
+    # The tied embedding alone takes this long, and cannot start before the end of backward.
+    floor_s = CURVE.estimate_s(4 * VOCABULARY * WIDTH)
+    assert all(point.exposed_s >= floor_s - 1e-9 for point in curve.points)
+    assert curve.best.exposed_s < 1.2 * floor_s
+    low, high = curve.plateau
+    assert low <= 25 * mib <= high
+    assert (
+        curve.points[0].backward_s > 1.5 * curve.best.backward_s and curve.points[-1].backward_s > curve.best.backward_s
+    )
+
+
+def test_a_larger_latency_asks_for_larger_buckets():
+    job = gpt2_large()
+    costs = MachineCosts(curve=CURVE)
+    changes = estimate_sensitivity(job, costs, CURVE)
+    by_name = {(change.what, change.factor): change.curve for change in changes}
+    assert by_name["alpha", 10.0].plateau[0] > by_name["alpha", 0.1].plateau[0]
+    assert by_name["beta", 0.1].best.backward_s > by_name["beta", 10.0].best.backward_s
+    assert by_name["B", 10.0].best.backward_s > by_name["B", 0.1].best.backward_s
+
+
+def test_layers_of_any_model_are_gradients_as_they_are():
+    job = build_job_from_tables([size("a", 10), size("b", 20)], [time("a grad", 1.0), time("b grad", 2.0)])
+    assert [(g.name, g.num_bytes) for g in job.gradients] == [("b", 80), ("a", 40)]
+    assert job.ready_s == (2.0, 3.0)
+
+
+def test_times_without_a_size_and_tables_without_layers_are_refused():
+    with pytest.raises(RecordError, match="no size: c"):
+        build_job_from_tables([size("a", 1)], [time("c grad", 1.0)])
+    with pytest.raises(RecordError, match="empty"):
+        build_job_from_tables([], [])
