@@ -11,12 +11,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from paceline.cli.studies import StudyRun
+from paceline.measure.large_batch_settings import LargeBatchSettings
 
 from paceline import load_run
 from paceline.cli import scale
 from paceline.cli import studies as running
-from paceline.cli.studies import StudyRun
-from paceline.measure.large_batch_settings import LargeBatchSettings
 from paceline.measure.scale_settings import BatchSweepSettings, ScaleSettings
 from paceline.records import LargeBatchRecord, Record
 from paceline.records.store import Study

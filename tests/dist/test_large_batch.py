@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
 from paceline.measure.large_batch_settings import LargeBatchSettings
+
 from paceline.training.settings import TrainSettings
 
 STUDY = LargeBatchSettings(

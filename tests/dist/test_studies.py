@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from paceline.cli import studies
 from paceline.cli.scale_studies import _bury
 from paceline.cli.studies import StudyRun, Task
+
+from paceline.cli import studies
 from paceline.errors import LaunchError
 from paceline.measure.scale_settings import BatchSweepSettings
 from paceline.records import BatchRecord, capture_environment

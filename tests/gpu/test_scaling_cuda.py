@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
-
 from paceline.measure.batch_sweep import measure_batch
 from paceline.measure.large_batch import measure_large_batch
 from paceline.measure.large_batch_settings import LargeBatchSettings
+
 from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
 from paceline.records import LargeBatchRecord, NoiseRecord
 from paceline.training.settings import TrainSettings

@@ -401,10 +401,10 @@ def build_large_batch(
         raise ConfigError(f"{ranks} ranks in a launched world of {launched}: leave out --ranks", code="launched")
     if seeds < 1:
         raise ConfigError(f"--seeds {seeds}: at least 1 is needed")
+    values: dict[str, Any] = {"lr": 0.005, "schedule": "cosine"} | job
     train = TrainSettings(
-        model=model or "cnn", ranks=ranks or launched, global_batch_size=base_batch_size, epochs=epochs,
-        **({"lr": 0.005, "schedule": "cosine"} | job),
-    )  # fmt: skip
+        model=model or "cnn", ranks=ranks or launched, global_batch_size=base_batch_size, epochs=epochs, **values
+    )
     texts = _split(recipes) if recipes is not None else _choose_recipes(train)
     names = tuple(dict.fromkeys(Recipe.parse(text).text for text in texts))
     settings = LargeBatchSettings(

@@ -302,12 +302,12 @@ class PredictedLine:
 def match_predictions(predicted: Sequence[PredictedPoint], points: Sequence[ScalePoint]) -> list[PredictedLine]:
     """Each prediction in the given order, with what was measured for the same variant, cell and ranks."""
     known = {(p.record.variant, p.record.cell, p.record.world_size): p for p in points}
-    return [PredictedLine(p, known.get((p.contestant, (p.mode, p.cell_size), p.world_size))) for p in predicted]
+    return [PredictedLine(p, known.get((p.variant, (p.mode, p.cell_size), p.world_size))) for p in predicted]
 
 
 # `source` is that of the prediction.
 PREDICTED = (
-    Column("wrapper", lambda q: q.predicted.contestant, key="variant", is_key=True),
+    Column("wrapper", lambda q: q.predicted.variant, key="variant", is_key=True),
     Column("network", lambda q: q.predicted.network, key="network", is_key=True),
     Column("samples", lambda q: _say_cell(q.predicted), is_key=True),
     *build_fields("mode cell_size alone_s", lambda q: q.predicted),
@@ -529,7 +529,7 @@ def describe_errors(lines: Sequence[PredictedLine]) -> list[str]:
     ranks = ", ".join(str(n) for n in sorted({line.predicted.world_size for _, line in known}))
     return [
         f"Predicted from half the ranks, {format_number_of(len(known), 'step')} on {ranks} ranks are off by {mean:.1%} "
-        f"on average and by {worst:.1%} at most ({line.predicted.contestant}, {_say_samples(line.predicted)}); "
+        f"on average and by {worst:.1%} at most ({line.predicted.variant}, {_say_samples(line.predicted)}); "
         f"{near} by at most {_NEAR:.0%}, and {inside} lie in their 90 % intervals."
     ]
 
@@ -540,7 +540,7 @@ def describe_predictions(lines: Sequence[PredictedLine]) -> list[str]:
     for line in lines:
         p = line.predicted
         if line.point is None:
-            groups.setdefault((p.contestant, p.mode, p.cell_size, p.network), []).append(line)
+            groups.setdefault((p.variant, p.mode, p.cell_size, p.network), []).append(line)
     texts = []
     for group in groups.values():
         group.sort(key=lambda line: line.predicted.world_size)
@@ -557,7 +557,7 @@ def describe_predictions(lines: Sequence[PredictedLine]) -> list[str]:
         doubt = p.doubt or group[-1].predicted.doubt  # more ranks are not less doubtful
         network = f" ({p.network})" if p.network else ""
         texts.append(
-            f"More ranks ({p.source}), {p.contestant}, {_say_samples(p)}{network}: {', '.join(found)}"
+            f"More ranks ({p.source}), {p.variant}, {_say_samples(p)}{network}: {', '.join(found)}"
             f"{f'; doubtful: {doubt}' if doubt else ''}."
         )
     return texts
@@ -570,7 +570,7 @@ def _is_leading(one: PredictedPoint, predicted: Sequence[PredictedPoint]) -> boo
         return False
     rivals = [p for p in others if (p.cell_size, p.network) == (one.cell_size, one.network)]
     most = max(p.world_size for p in rivals)
-    return one.contestant == max((p for p in rivals if p.world_size == most), key=lambda p: p.efficiency).contestant
+    return one.variant == max((p for p in rivals if p.world_size == most), key=lambda p: p.efficiency).variant
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -863,6 +863,8 @@ class RanksResult(StudyResult):
     def _summarize(self) -> list[str]:
         """The best of the most ranks in one sentence."""
         several = [point for point in self.points if point.record.world_size > 1]
+        disturbed = {_where(record) for record in self.steps if find_straggler(record)}
+        several = [point for point in several if _where(point.record) not in disturbed] or several
         if not several:
             return []
         most = max(point.record.world_size for point in several)
@@ -898,7 +900,7 @@ class ReportResult(StudyResult):
 
     @property
     def findings(self) -> list[str]:
-        return [line for part in self.parts for line in (part.answer, *part.findings)]
+        return [line for part in self.parts for line in part.findings]
 
     @property
     def assumptions(self) -> list[str]:

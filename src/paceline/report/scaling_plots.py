@@ -126,7 +126,7 @@ def _draw_ranks(
     beyond = [q for q in lines if q.point is None]
     most = max((q.predicted.world_size for q in beyond), default=0)
     last = [q for q in beyond if q.predicted.world_size == most]
-    leader = max(last, key=lambda q: value(q.predicted)).predicted.contestant if last else ""
+    leader = max(last, key=lambda q: value(q.predicted)).predicted.variant if last else ""
     for number, name in enumerate(names):
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         found = sorted((p for p in points if p.record.variant == name), key=lambda p: p.record.world_size)
@@ -138,11 +138,11 @@ def _draw_ranks(
                 xs, [1.0, *(value(p) for p in line)], errors, color=color, marker=marker, ms=5, lw=1.6, capsize=3,
                 ls="-" if source == "measured" else "-.", label=f"{name} ({source})",
             )  # fmt: skip
-        for q in (q for q in lines if q.predicted.contestant == name and q.point is not None):
+        for q in (q for q in lines if q.predicted.variant == name and q.point is not None):
             axes.plot(q.predicted.world_size, value(q.predicted), "x", color=color, ms=6, mew=1.4)
         networks = dict.fromkeys(q.predicted.network for q in beyond) if name == leader else {}
         for style, network in zip(_DASHES * len(networks), networks, strict=False):
-            curve = [q for q in beyond if (q.predicted.contestant, q.predicted.network) == (name, network)]
+            curve = [q for q in beyond if (q.predicted.variant, q.predicted.network) == (name, network)]
             curve.sort(key=lambda q: q.predicted.world_size)
             xs = [q.predicted.world_size for q in curve]
             ys = [value(q.predicted) for q in curve]
@@ -167,7 +167,7 @@ def _plot_ranks(
     kept = [p for p in points if p.record.mode == mode and p.record.world_size > 1]
     lines = match_predictions([p for p in predicted if p.mode == mode], kept)
     sizes = sorted({p.record.cell_size for p in kept} | {q.predicted.cell_size for q in lines})
-    names = list(dict.fromkeys([p.record.variant for p in kept] + [q.predicted.contestant for q in lines]))
+    names = list(dict.fromkeys([p.record.variant for p in kept] + [q.predicted.variant for q in lines]))
     where = "per rank" if mode == "weak" else "over all ranks"
     figure, panels = build_panels([f"{size:,} samples {where}" for size in sizes], *texts[:2])
     for axes, size in zip(panels, sizes, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from paceline.report.scaling import BatchResult, RanksResult, ReportResult
 
 Place = str | Path | None
+Settings = BatchSettings | ScaleSettings | LargeBatchSettings
 
 PARTS = ("batch", "ranks", "large-batch")
 
@@ -281,12 +281,13 @@ def report(
             raise ConfigError(
                 f"{path} is a run of `{part.run.verb}`: a report takes those of {', '.join(STUDIES)}", code="other-verb"
             )
-    settings = None if runs else (build_batch(), build_ranks(), build_large_batch())
-    most = 1 if settings is None else max(settings[1].ranks)
+    settings: list[Settings] = [] if runs else [build_batch(), build_ranks(), build_large_batch()]
+    most = max((max(each.ranks) for each in settings if isinstance(each, ScaleSettings)), default=1)
     with open_session(
         "scale report", {}, ranks=most, out=out, resume=resume, progress=progress, can_resume=True
     ) as session:
-        if settings is not None:
+        if settings:
+            _keep_command_line(session)
             parts = [_make_part(session, name, each) for name, each in zip(PARTS, settings, strict=True)]
         if session.is_finished and session.folder is not None:
             run = load_run(session.folder)
@@ -299,37 +300,34 @@ def report(
         return result
 
 
-def _make_part(session: Session, name: str, settings: BatchSettings | ScaleSettings | LargeBatchSettings) -> Result:
+def _make_part(session: Session, name: str, settings: Settings) -> Result:
     """One of the studies, unless it is finished; one that is resumed has its own settings."""
     config, verb = settings.to_json(), f"scale {name}"
     if isinstance(settings, ScaleSettings):
         config = _build_ranks_config(settings, "10gbe,100gbe", (64, 1024))
     is_timed = not isinstance(settings, LargeBatchSettings)
-    opened: contextlib.AbstractContextManager[Session]
     if session.folder is None:
         opened = open_session(verb, config, ranks=session.ranks, progress=session.progress)
     else:
-        _keep_command_line(session, session.folder)
         opened = session.open_part(name, verb, config, same_machine=is_timed)
     with opened as part:
-        if isinstance(settings, BatchSettings):
-            batches = BatchSettings.from_json(part.config)
-            return _finish(part, lambda: _measure_batch(part, batches))
-        if isinstance(settings, ScaleSettings):
-            of_ranks = ScaleSettings.from_json(part.config)
-            return _finish(part, lambda: _measure_ranks(part, of_ranks))
-        of_batches = LargeBatchSettings.from_json(part.config)
-        return _finish(part, lambda: _measure_large_batch(part, of_batches))
+        settings = type(settings).from_json(part.config)
+        return _finish(part, lambda: _MEASURE[type(settings)](part, settings))
 
 
-def _keep_command_line(session: Session, folder: Path) -> None:
+_MEASURE: dict[type, Callable[[Session, Any], list[Record]]] = {
+    BatchSettings: _measure_batch,
+    ScaleSettings: _measure_ranks,
+    LargeBatchSettings: _measure_large_batch,
+}
+
+
+def _keep_command_line(session: Session) -> None:
     """A part that a resumed report starts belongs to the command that started the report."""
-    for name in PARTS:
-        if (folder / name / STUDY_FILE).exists():
-            command_line = Study.load(folder / name, f"scale {name}").command_line
-            if command_line:
-                session.environment = dataclasses.replace(session.environment, command_line=command_line)
-            return
+    folders = [] if session.folder is None else [session.folder / name for name in PARTS]
+    begun = next((folder for folder in folders if (folder / STUDY_FILE).exists()), None)
+    if begun is not None and (command_line := Study.load(begun, f"scale {begun.name}").command_line):
+        session.environment = dataclasses.replace(session.environment, command_line=command_line)
 
 
 # -- what they share ---------------------------------------------------------------------------------------------------
@@ -342,15 +340,10 @@ def _finish(session: Session, measure: Callable[[], list[Record]]) -> Result:
     its run: no rank is started.
     """
     from paceline.report.result import build_result
-    from paceline.report.scaling import PAGE
 
-    was_finished = session.is_finished
-    run = session.save([] if was_finished else measure())
+    run = session.save([] if session.is_finished else measure())
     result = build_result(run, session.folder)
-    is_part_of_report = session.study is not None and not session.can_resume
-    # The page is written last: where it is missing, figures may be missing too.
-    if not (was_finished and is_part_of_report and session.folder is not None and (session.folder / PAGE).exists()):
-        session.write(result)
+    session.write(result)
     return result
 
 
