@@ -1,4 +1,4 @@
-"""Checkpoints are whole or refused, whatever happens to the process, the disk or a bit; older ones outlive it all."""
+"""Checkpoints are intact or refused, whatever happens to the process, the disk or a bit; a folder has one run."""
 
 import contextlib
 import json
@@ -9,6 +9,7 @@ import resource
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -18,6 +19,7 @@ from paceline.errors import ConfigError, RecordError
 from paceline.training import checkpoint_files, checkpoints
 from paceline.training.checkpoint_files import check_fingerprint, fingerprint
 from paceline.training.checkpoints import CheckpointStore, load_checkpoint
+from paceline.training.settings import TrainSettings
 
 FILES = ("model.safetensors", "state.safetensors", "state.json", "manifest.json")
 
@@ -410,3 +412,20 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(start, tmp_path):
     steps = [int(line.split()[0]) for line in out.splitlines()]
     assert len(steps) == 12 and steps[-1] > 0
     assert "True" in out  # at least one kill fell into a save
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_LOCK_TIMEOUT_S", 0.0)
+    world = SimpleNamespace(rank=0)
+    first, second = (checkpoints.RunFiles(tmp_path, TrainSettings(), world) for _ in range(2))
+    first.open(0)
+    with pytest.raises(ConfigError) as caught:
+        second.open(0)
+    assert caught.value.code == "locked"
+    first.write_rows([{"step": 1}])
+    first.close()
+    first.unlock()
+    second.open(1)
+    second.close()
+    second.unlock()
+    assert (tmp_path / checkpoints.METRICS).read_text() == '{"step": 1}\n'

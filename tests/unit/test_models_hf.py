@@ -16,7 +16,7 @@ from paceline.workloads.data import DataForm
 from paceline.workloads.models import GPT2, find_blocks
 from paceline.workloads.registry import ModelOptions, build_model, check_model, default_form, describe_model
 
-from .test_models_gpt2 import build as build_gpt2
+from .test_models import build as build_gpt2
 
 PLAIN = ModelOptions()
 KEPT = "HuggingFaceTB/SmolLM2-360M-Instruct"

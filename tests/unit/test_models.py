@@ -1,12 +1,14 @@
-"""Losses as sums over targets: they add up over parts of a batch, and say no to a model of another shape."""
+"""The models that Paceline brings: losses, blocks, GPT-2."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.workloads.data import IGNORED, Batch, DataForm
-from paceline.workloads.models import compute_outcome
+from paceline.workloads.models import GPT2, compute_outcome, find_blocks
+from paceline.workloads.registry import ModelOptions, build_model, default_form
 
 IMAGES = DataForm(kind="images", shape=(3,), num_classes=4)
 TOKENS = DataForm(kind="tokens", shape=(5,), num_classes=4, vocabulary=4)
@@ -116,3 +118,128 @@ def test_an_answer_of_another_shape_is_refused(value, targets, form, words):
     with pytest.raises(ConfigError) as caught:
         answer(value, targets, form)
     assert words in str(caught.value)
+
+
+def layer(width=4):
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+class Layer(nn.Module):
+    """A layer with a list of experts inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([layer(), layer()])
+
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
+
+
+class Encoder(nn.Module):
+    def __init__(self, num_layers):
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(4))
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers=2):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(4))
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.encoder = Encoder(num_layers)
+        self.act = nn.ReLU()
+        self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 3)])
+
+
+class Around(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def resnet_like():
+    stages = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), nn.Sequential(layer(), layer()))
+    return nn.Sequential(stages, nn.Linear(4, 2))
+
+
+def shared():
+    once = layer()
+    return nn.Sequential(nn.Sequential(once, layer()), nn.Sequential(layer(), once), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (Net(), ["stem", "encoder.layers.0", "encoder.layers.1", "heads.0", "heads.1"]),
+        (Net(1), ["stem", "encoder.layers.0", "heads.0", "heads.1"]),
+        (
+            Around(Net()),
+            ["module.stem", "module.encoder.layers.0", "module.encoder.layers.1", "module.heads.0", "module.heads.1"],
+        ),
+        (layer(), ["0", "2"]),
+        (Around(layer()), ["module.0", "module.2"]),
+        (nn.Linear(2, 2), [""]),
+        (Around(nn.Linear(2, 2)), ["module"]),
+        (resnet_like(), ["0.0", "0.1.0", "0.1.1", "1"]),
+        (shared(), ["0.0", "0.1", "1.0", "2"]),
+        (nn.Sequential(Encoder(2), nn.Linear(4, 4)), ["0.layers.0", "0.layers.1", "1"]),
+        (nn.ReLU(), [""]),
+    ],
+)
+def test_the_blocks_have_the_names_that_one_expects(module, names):
+    blocks = find_blocks(module)
+    assert [name for name, _ in blocks] == names
+    assert all(module.get_submodule(name) is block for name, block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last", "count"),
+    [
+        ("cnn", "0", "8", 4),
+        ("resnet18", "stem", "head", 10),
+        ("gpt2-tiny", "tokens", "norm", 7),
+        ("linear", "0", "0", 1),
+    ],
+)
+def test_the_blocks_of_the_models_here(name, first, last, count):
+    options = ModelOptions()
+    names = [block for block, _ in find_blocks(build_model(name, default_form(name, options), options))]
+    assert (names[0], names[-1], len(names)) == (first, last, count)
+
+
+def test_a_module_with_parameters_of_its_own_and_no_parts_is_one_block():
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2))
+    assert find_blocks(module) == [("", module)]
+
+
+SIZE = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 50, "context": 16}
+
+
+def build(**changes):
+    torch.manual_seed(3)
+    module = GPT2(**{**SIZE, **changes})
+    with torch.no_grad():  # biases begin as zeros and norms as ones, where an exchange would not be seen
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module
+
+
+def test_classes_are_read_at_the_last_token_whatever_stands_behind_it():
+    module = build(num_classes=3)
+    ids = torch.randint(50, (2, 10))
+    lengths = torch.tensor([6, 10])
+    mask = (torch.arange(10) < lengths[:, None]).long()
+    padded = torch.where(mask == 1, ids, 49)
+    logits = module(padded, attention_mask=mask)
+    assert logits.shape == (2, 3)
+    torch.testing.assert_close(logits[:1], module(ids[:1, :6]))
+    torch.testing.assert_close(logits[1:], module(ids[1:]))
+    assert not torch.allclose(logits[:1], module(padded[:1]))
+    torch.testing.assert_close(module(padded, attention_mask=mask.bool()), logits)
+
+
+def test_a_sequence_longer_than_the_positions_is_refused():
+    with pytest.raises(ConfigError, match="a sequence of 17 tokens: this model has 16 positions"):
+        build()(torch.zeros(1, 17, dtype=torch.long))
