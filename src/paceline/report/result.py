@@ -36,6 +36,9 @@ _MODULES = {
     "scale large-batch": "large_batch",
     "scale ranks": "scaling",
     "scale report": "scaling",
+    "predict": "predictions",
+    "predict csv": "predictions",
+    "tune": "tuning",
 }
 _CLASSES: dict[str, type[Result]] = {}
 
