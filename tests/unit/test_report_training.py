@@ -8,9 +8,7 @@ import pytest
 from paceline.errors import RecordError
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
-from paceline.report.plots import render_svg
 from paceline.report.result import load_result
-from paceline.report.tables import render_csv, render_markdown
 from paceline.report.training import TrainRunResult, plot_training
 from paceline.training.settings import TrainSettings
 

@@ -6,8 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
-
 from paceline.measure.tune_settings import TuneSettings
+from paceline.tune import find_plan, judge_tuning
+
 from paceline.predict.networks import find_network
 from paceline.predict.search import enumerate_caps
 from paceline.predict.simulate import simulate
@@ -23,7 +24,6 @@ from paceline.report.tuning import (
     tuning_row,
 )
 from paceline.training.settings import TrainSettings
-from paceline.tune import find_plan, judge_tuning
 from paceline.units import MIB
 from tests.unit.made_plans import plan_by_cap
 from tests.unit.made_tuning import MadeJob

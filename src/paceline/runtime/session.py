@@ -124,18 +124,16 @@ class Session:
         arguments: tuple[Any, ...] = (),
         ranks: int | None = None,
         on_interrupt: str = "stop",
-        here: bool = False,
     ) -> Any:
         """Call the loaded function on the ranks and return the value of rank 0 (in a launched world: of this rank).
 
-        `here` calls it in this process, as a world of one, where no world was launched: for what cannot be pickled.
         Records that it posts are saved if the run is interrupted. `on_interrupt` "stop" ends the ranks; "save" passes
         the first Ctrl-C or SIGTERM to them, so that they save and return, and notes it in `signal`; a second one ends
         them at once.
         """
         task = Task("", load, arguments, ranks or self.ranks)
         with self._show() as display:
-            if self.place is not None or self.here or here:
+            if self.place is not None or self.here:
                 return self._call_here(task, display)
             check_rank_count(task.ranks)
             return self._call_on_pool(0, task, display, saves=on_interrupt == "save")
