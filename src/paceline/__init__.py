@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# `predict` is a package that can be called, and needs no home here.
 _HOMES = {
     "paceline.errors": (
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
@@ -46,6 +45,7 @@ _HOMES = {
     ),
     "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
     "paceline.plan": ("Plan",),
+    "paceline.predict": ("predict",),  # a package that can be called
     "paceline.records.store": ("Run", "load_run"),
     "paceline.report.result": ("Result", "load_result"),
     "paceline.runtime.environment": ("is_launched",),
@@ -73,10 +73,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "predict":
-        return importlib.import_module("paceline.predict")
     if name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        home = importlib.import_module(_HOME_OF[name])
+        value = home if name == "predict" else getattr(home, name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
