@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
     from paceline.training.optimizers import LAMB, LARS
-    from paceline.verbs import bench
+    from paceline.verbs import bench, scale
     from paceline.verbs.doctor import doctor
 
 __version__ = "0.1.0"
@@ -44,7 +44,7 @@ _HOMES = {
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
     "paceline.training.optimizers": ("LAMB", "LARS"),
-    "paceline.verbs": ("bench",),
+    "paceline.verbs": ("bench", "scale"),
     "paceline.verbs.doctor": ("doctor",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -78,6 +78,7 @@ __all__ = [
     "load_run",
     "ranks",
     "run_ranks",
+    "scale",
     "set_seed",
     "shutdown",
 ]
