@@ -109,10 +109,10 @@ class _Server:
 
 
 def _end_server(owner: int, process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()
     if os.getpid() == owner:
         process.kill()  # it may be importing torch; what it forked ends with it
         process.wait()
+    control.close()  # last: a server that finds it closed has something to report
 
 
 class _Forked:

@@ -698,7 +698,7 @@ class ProgressDisplay:
             self._bar.start()
             self._bar_task = self._bar.add_task("starting ranks", total=self._total or None, left="")
         elif self._has_lines and self._count:
-            self._print(f"{self._count} of {self._num_tasks} cells are saved already")
+            self._print(f"saved already: {self._count} of {self._num_tasks} cells")
         return self
 
     def __exit__(self, *_: object) -> None:

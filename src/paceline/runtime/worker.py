@@ -244,7 +244,10 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
                 status.close()
                 os.close(fd)
                 continue
-            kind, descriptors, _, _ = socket.recv_fds(control, 16, 8) if fd == control_fd else (b"", [], 0, "")
+            try:
+                kind, descriptors, _, _ = socket.recv_fds(control, 16, 8) if fd == control_fd else (b"", [], 0, "")
+            except OSError:  # closed by a launcher that was interrupted, before it had read everything
+                kind = b""
             if not kind:  # the launcher is gone; the ranks follow
                 os._exit(0)
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
