@@ -194,8 +194,9 @@ def wrappers(
         return measure_wrappers
 
     with _open("bench wrappers", settings, out, progress) as session:
+        session.warnings += notes
         measured = session.ask(load, (settings,))
-        run = session.save(measured.records, measured.details, notes)
+        run = session.save(measured.records, measured.details)
         from paceline.report.steps import WrappersResult
 
         result = WrappersResult(run, session.folder)
