@@ -209,6 +209,7 @@ def _die_with_parent(by_main_thread: bool) -> None:
 def serve_forks(control_fd: int, launcher_pid: int) -> None:
     """Fork a process for each request of the launcher, and report the exit code of each, until the launcher ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of a whole process group: ranks that save must outlive it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         launcher_fd = os.pidfd_open(launcher_pid)
@@ -282,6 +283,7 @@ def _run_child(kind: str, link: Connection, descriptors: list[int], launcher_fd:
             _serve_store(link, descriptors[0])
             code = 0
         else:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             code = _run_rank(link, descriptors, launcher_fd, launcher_pid)
     except BaseException:
         traceback.print_exc()
