@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
     from paceline.training.optimizers import LAMB, LARS
-    from paceline.verbs import bench
+    from paceline.verbs import bench, scale
     from paceline.verbs.doctor import doctor
     from paceline.verbs.train import train
 
@@ -45,7 +45,7 @@ _HOMES = {
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
     "paceline.training.optimizers": ("LAMB", "LARS"),
-    "paceline.verbs": ("bench",),
+    "paceline.verbs": ("bench", "scale"),
     "paceline.verbs.doctor": ("doctor",),
     "paceline.verbs.train": ("train",),
 }  # fmt: skip
@@ -80,6 +80,7 @@ __all__ = [
     "load_run",
     "ranks",
     "run_ranks",
+    "scale",
     "set_seed",
     "shutdown",
     "train",

@@ -24,7 +24,7 @@ from paceline.report.training import render_config
 from paceline.runtime.launch import RankPool
 from paceline.training.journal import SAME_SIGNAL_S
 from paceline.training.settings import TrainSettings
-from tests.conftest import descendants, wait_until
+from tests.conftest import descendants, find_ranks, wait_until
 
 # Raise it to look for a moment at which a kill does harm.
 KILLS = int(os.environ.get("PACELINE_KILL_TRIALS", "3"))
@@ -162,7 +162,7 @@ def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
 def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
     job = start(*COMMAND, *TRAIN, "--ranks", "2", "--out", "out")
     wait_for_steps(job, tmp_path / "out", 1)
-    ranks = [process for process in descendants(job.pid) if "spawn_main" in " ".join(process.cmdline())]
+    ranks = find_ranks(job.pid)
     for rank in ranks:
         rank.suspend()
     job.send_signal(signal.SIGINT)

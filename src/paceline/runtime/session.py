@@ -276,7 +276,9 @@ class Session:
                     raise SystemExit(128 + self.signal) from None
                 raise
 
-    def _hear(self, task: Task, message: Progress, display: ProgressDisplay) -> None:
+    def _hear(self, task: Task, message: Progress | float, display: ProgressDisplay) -> None:
+        if isinstance(message, float):  # the share that is done
+            message = Progress(message, 1.0)
         if not task.name:  # of a run without tasks, the cells are those that the ranks post
             self._posted.extend(message.records)
             self._num_posted += bool(message.records)
@@ -681,7 +683,7 @@ class ProgressDisplay:
             self._bar.start()
             self._bar_task = self._bar.add_task("starting ranks", total=self._total or None, left="")
         elif self._has_lines and self._count:
-            self._print(f"{self._count} of {self._num_tasks} cells are saved already")
+            self._print(f"saved already: {self._count} of {self._num_tasks} cells")
         return self
 
     def __exit__(self, *_: object) -> None:
