@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from paceline.training.step import PhaseTimes
 
 # Signals within this time of the first one count as the same request: `timeout` and service managers signal a whole
-# process group, and the launcher then passes the signal on to ranks that already have it.
-SAME_SIGNAL_S = 0.3
+# process group, and the launcher, which may be slow on a busy machine, passes it on to ranks that already have it.
+SAME_SIGNAL_S = 1.0
 _EXCHANGE_EVERY_S, _MAX_STEPS = 0.25, 100
 
 
