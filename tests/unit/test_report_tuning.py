@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 from paceline.measure.tune_settings import TuneSettings
+from paceline.report.tables import render_markdown
 from paceline.tune import find_plan, judge_tuning
 
 from paceline.predict.networks import find_network
 from paceline.predict.search import enumerate_caps
 from paceline.predict.simulate import simulate
 from paceline.report.plots import render_png, render_svg
-from paceline.report.tables import render_markdown
 from paceline.report.tuning import (
     bucket_table,
     describe_errors,
