@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
     from paceline.training.optimizers import LAMB, LARS
-    from paceline.verbs import bench
+    from paceline.verbs import bench, scale
     from paceline.verbs.doctor import doctor
     from paceline.verbs.profile import comm_table, compare, profile, trace
 
@@ -45,7 +45,7 @@ _HOMES = {
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
     "paceline.training.optimizers": ("LAMB", "LARS"),
-    "paceline.verbs": ("bench",),
+    "paceline.verbs": ("bench", "scale"),
     "paceline.verbs.doctor": ("doctor",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
 }  # fmt: skip
@@ -83,6 +83,7 @@ __all__ = [
     "profile",
     "ranks",
     "run_ranks",
+    "scale",
     "set_seed",
     "shutdown",
     "trace",

@@ -30,6 +30,10 @@ _MODULES = {
     "profile trace": "profiles",
     "profile comm-table": "profiles",
     "profile --compare": "profiles",
+    "scale batch": "scaling",
+    "scale large-batch": "large_batch",
+    "scale ranks": "scaling",
+    "scale report": "scaling",
 }
 _CLASSES: dict[str, type[Result]] = {}
 
@@ -77,6 +81,11 @@ class Result:
     def next_steps(self) -> Sequence[str]:
         """Commands to try next."""
         return ()
+
+    @property
+    def places(self) -> list[str]:
+        """Where its files are, a line each."""
+        return [] if self.folder is None else [f"run: {self.folder}"]
 
     @property
     def failure(self) -> str:
@@ -167,9 +176,7 @@ class Result:
         blocks += [table.terminal(width) for table in self.tables()]
         blocks.append("\n".join(_fill(line, width) for line in self.findings))
         blocks.append("\n".join(_fill(f"warning: {warning}", width, "  ") for warning in self.warnings))
-        last = [] if self.folder is None else [f"run: {self.folder}"]
-        last += [f"next: {command}" for command in self.next_steps]
-        blocks.append("\n".join(last))
+        blocks.append("\n".join([*self.places, *(f"next: {command}" for command in self.next_steps)]))
         return "\n\n".join(block for block in blocks if block)
 
     def __str__(self) -> str:

@@ -426,7 +426,8 @@ class RankPool:
             message += f" (rank {', '.join(map(str, sorted(values)))} had already returned)"
         if first.trace:
             message += f"\n\nTraceback of rank {first.rank}:\n{first.trace}"
-        return LaunchError(message, first.rank, first.trace)
+        is_killed = self._ranks[first.rank].process.exitcode == -signal.SIGKILL
+        return LaunchError(message, first.rank, first.trace, code="killed" if is_killed else "")
 
     def _report_timeout(self, num_ranks: int, stuck: list[int], timeout_s: float | None) -> LaunchError:
         """Say which ranks did not finish and, from their own stacks, where they are."""

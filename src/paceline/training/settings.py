@@ -19,7 +19,7 @@ from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, 
 from paceline.units import format_number_of
 from paceline.workloads.data import TAILS
 from paceline.workloads.data.sources import DataRequest, check_request, parse_data
-from paceline.workloads.registry import ModelOptions, check_model
+from paceline.workloads.registry import ModelOptions, check_model, default_form
 
 WRAPPERS = ("paceline", "torch", "none", "dp")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -278,6 +278,10 @@ def check_requests(settings: TrainSettings) -> None:
     check_request(build_data_request(settings))
     if settings.plan is not None:
         load_plan(Path(settings.plan))
+    if settings.context is not None and settings.data == "synthetic":
+        kind = default_form(settings.model, build_model_options(settings)).kind
+        if kind not in ("pairs", "tokens"):
+            raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
 
 
 def takes_cap_lists() -> bool:
