@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paceline.measure.wrapper_settings import DEFAULT_MODELS
+from paceline.measure.settings import DEFAULT_MODELS
 from torch import nn
 
 from paceline.errors import ConfigError

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paceline.report.tables import render_csv, render_markdown
+from paceline.report.whatif_tables import describe_doubts, plot_efficiency, whatif_row, whatif_table
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient
@@ -19,8 +21,6 @@ from paceline.predict.scaling import estimate_wait
 from paceline.predict.whatif import DRAWS as NUM_DRAWS
 from paceline.predict.whatif import Scenario, build_comm_table, build_sweeps, describe_scenario, simulate_what_if
 from paceline.report.plots import render_png
-from paceline.report.tables import render_csv, render_markdown
-from paceline.report.whatif_tables import describe_doubts, plot_efficiency, whatif_row, whatif_table
 
 from .test_records_layers import build_profile
 

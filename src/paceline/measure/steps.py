@@ -50,6 +50,8 @@ PATIENCE = timedelta(hours=24)
 _ONE_PROCESS = ("none", "dp")  # variants that one process runs, without messages
 # Steps after a wrapper is put around a module that others used before: torch's makes its final buckets in the second.
 _SETTLING_STEPS = 2
+# Timed steps before the next variant is put around a shared module.
+_SHARED_STEPS = 4
 
 Wrap = Callable[[nn.Module], nn.Module]
 OwnStep = Callable[[nn.Module], Any]
@@ -123,6 +125,7 @@ class MeasuredJob:
 
     module: nn.Module  # bare: its parameters in the order of their definition
     labels: dict[str, Any]  # model, data, precision, batch_size, accumulate
+    steps_per_turn = 1  # more where a change of the variant is costly
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
         """A replica, bare or in a wrapper. Collective where the wrapper is."""
@@ -192,6 +195,7 @@ class OwnJob(MeasuredJob):
             self._factory = model
             self._pair = self._make()
         self.module = self._pair[0]
+        self.steps_per_turn = 1 if self._factory is not None else _SHARED_STEPS
         if not any(param.requires_grad for param in self.module.parameters()):
             raise ConfigError("the module has no parameter that requires a gradient: nothing to measure")
         self._is_taken = False
@@ -475,6 +479,7 @@ class Variant:
     probe: Probe | None = None
     times: dict[str, list[float]] = field(default_factory=dict)
     starts_s: list[float] = field(default_factory=list)
+    bucket_bytes: tuple[int, ...] = ()
     sent: list[Sent] = field(default_factory=list)
 
     def note(self, name: str, seconds: float) -> None:
@@ -490,14 +495,21 @@ class Variant:
 class StepBench:
     """Variants that take steps in turns on all ranks of a world. Collective throughout: all ranks make the same calls.
 
-    `loads_inside`: the wait for data is part of the step.
+    `loads_inside`: the wait for data is part of the step. `steps_per_turn` steps of a kind are taken in a row.
     """
 
-    def __init__(self, world: World, labels: dict[str, Any], loads_inside: bool = False) -> None:
+    def __init__(
+        self, world: World, labels: dict[str, Any], loads_inside: bool = False, steps_per_turn: int = 1
+    ) -> None:
         self.world, self._labels, self._loads_inside = world, labels, loads_inside
+        self._steps_per_turn = steps_per_turn
         self.meeting = dist.new_group(backend=choose_control_backend(world), timeout=PATIENCE)
         self.variants: list[Variant] = []
-        self.num_warmup = 0
+        self.num_warmup = 0  # rounds
+
+    @property
+    def num_warm_steps(self) -> int:
+        return self.num_warmup * self._steps_per_turn
 
     def add(self, variant: Variant) -> Variant:
         self.variants.append(variant)
@@ -538,16 +550,19 @@ class StepBench:
     ) -> None:
         """All rounds. In each, every variant takes one step of each of its kinds, in an order that changes.
 
-        `after(place, num_places, round)` is called after each step; `end_warmup` after the warm-ups.
+        `after(place, num_places, round)` is called after each turn; `end_warmup` after the warm-ups.
         """
-        steps = [(variant, kind) for variant in self.variants for kind in variant.kinds]
+        turns = [[(variant, kind)] for variant in self.variants for kind in variant.kinds]
+        if self._steps_per_turn > 1:  # all kinds of a variant in a row: a change of the variant is costly
+            turns = [[(v, kind) for kind in v.kinds for _ in range(self._steps_per_turn)] for v in self.variants]
 
         def run_round(repetition: int) -> float:
             begin_s = time.perf_counter()
-            for place, index in enumerate(order_turns(len(steps), repetition)):
-                self._take(*steps[index])
+            for place, index in enumerate(order_turns(len(turns), repetition)):
+                for variant, kind in turns[index]:
+                    self._take(variant, kind)
                 if after is not None:
-                    after(place, len(steps), repetition)
+                    after(place, len(turns), repetition)
             return time.perf_counter() - begin_s
 
         def note_warmup(number: int) -> None:
@@ -594,6 +609,7 @@ class StepBench:
             variant.note(kind, end_s - begin_s)
         if kind == variant.kinds[0]:
             variant.starts_s.append(begin_s)
+            variant.bucket_bytes = read_buckets(replica.model)  # now: a shared module may be bare at the end
         if kind == "marked":
             parts_s["data_wait"] = waited_s + parts_s.get("data_wait", 0.0)
             for name in ("data_wait", *PHASES):
@@ -608,12 +624,11 @@ class StepBench:
 
     def build_record(self, variant: Variant, **more: Any) -> StepRecord:
         """Collective: every rank must call this, and every rank gets the record."""
-        is_in, warm = variant.replica is not None, self.num_warmup
+        is_in, warm = variant.replica is not None, self.num_warm_steps
         mine = (variant.times, variant.starts_s, variant.sent) if is_in else None
         everyone = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
-        replica = variant.replica
-        mine_too = (read_buckets(replica.model), replica.device.type) if replica else ((), "")
-        buckets, device = self.world.share(mine_too)[0]
+        device = variant.replica.device.type if variant.replica else ""
+        buckets, device = self.world.share((variant.bucket_bytes, device))[0]
         labels = self._labels | variant.labels | more
 
         def samples(name: str) -> Samples | None:

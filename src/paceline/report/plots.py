@@ -59,9 +59,10 @@ def label_times(axes: Axes, top_s: float, least_s: float) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def place_legend(figure: Figure, axes: Axes) -> None:
+def place_legend(figure: Figure, *axes: Axes) -> None:
     """Outside of the axes, where it covers no data: below a few lines, else to the right of them."""
-    handles, labels = axes.get_legend_handles_labels()
+    found = [one.get_legend_handles_labels() for one in axes]
+    handles, labels = [h for pair in found for h in pair[0]], [label for pair in found for label in pair[1]]
     if len(handles) <= _FEW_LINES:
         columns = 2 if max(map(len, labels), default=0) < 45 else 1
         figure.legend(handles, labels, fontsize=8.5, frameon=False, loc="outside lower center", ncols=columns)

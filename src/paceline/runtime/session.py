@@ -119,7 +119,11 @@ class Session:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def ask(
-        self, load: Load, arguments: tuple[Any, ...] = (), ranks: int | None = None, on_interrupt: str = "stop"
+        self,
+        load: Load,
+        arguments: tuple[Any, ...] = (),
+        ranks: int | None = None,
+        on_interrupt: str = "stop",
     ) -> Any:
         """Call the loaded function on the ranks and return the value of rank 0 (in a launched world: of this rank).
 

@@ -16,12 +16,7 @@ from paceline.machine import canonical_backend
 from paceline.records.environment import capture_environment
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, find_place, open_session
-from paceline.training.settings import (
-    WRAPPERS,
-    TrainSettings,
-    build_model_options,
-    check_requests,
-)
+from paceline.training.settings import WRAPPERS, TrainSettings, check_job
 
 if TYPE_CHECKING:
     from paceline.records import LayerProfileRecord
@@ -307,7 +302,6 @@ def _build_settings(
     model: str, ranks: int, wrapper: str, backend: str, device: str, threads: int | None, job: dict[str, Any]
 ) -> TrainSettings:
     """A job of ours, with everything checked that can be refused before a rank starts."""
-    from paceline.workloads.registry import default_form
 
     known = {field.name for field in dataclasses.fields(TrainSettings)}
     if unknown := sorted(set(job) - known):
@@ -321,12 +315,7 @@ def _build_settings(
         threads=threads,
         **job,
     )
-    settings.check()
-    check_requests(settings)
-    if settings.context is not None and settings.data == "synthetic":
-        kind = default_form(settings.model, build_model_options(settings)).kind
-        if kind not in ("pairs", "tokens"):
-            raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
+    check_job(settings)
     return settings
 
 
