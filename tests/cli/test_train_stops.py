@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(command, whole
     file.write_bytes(content)
     answer = command("train", "--resume", str(broken))
     assert answer.code == 0, answer.err
-    words = f"checkpoint {file.parent.name} is damaged: model.safetensors does not match the checksum"
+    words = f"checkpoint {file.parent.name} is damaged: model.safetensors does not match the checksum in manifest.json"
     assert f"{words}; the one before it is used" in " ".join(answer.err.split())
     assert_same_run(whole, broken)
 

@@ -24,11 +24,21 @@ if TYPE_CHECKING:
 _MODULES = {
     "bench allreduce": "collectives",
     "bench chunks": "collectives",
+    "bench wrappers": "steps",
+    "profile": "profiles",
+    "profile layers": "profiles",
+    "profile phases": "steps",
+    "profile trace": "profiles",
+    "profile comm-table": "profiles",
+    "profile --compare": "profiles",
+    "train": "training",
     "scale batch": "scaling",
     "scale large-batch": "large_batch",
     "scale ranks": "scaling",
     "scale report": "scaling",
-    "train": "training",
+    "predict": "predictions",
+    "predict csv": "predictions",
+    "tune": "tuning",
 }
 _CLASSES: dict[str, type[Result]] = {}
 
