@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from paceline.measure.wrapper_settings import DEFAULT_MODELS
 from torch import nn
 
 from paceline.errors import ConfigError
+from paceline.measure.settings import DEFAULT_MODELS
 from paceline.measure.wrappers import build_module
 from paceline.workloads.data import DataForm
 from paceline.workloads.registry import (
