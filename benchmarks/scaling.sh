@@ -2,7 +2,7 @@
 # The scaling studies under results/ that docs/scaling.md cites, for the machine that this runs on.
 #   PACELINE_HOST=a-name-for-this-machine benchmarks/scaling.sh results/a-name-for-this-machine [FOLDER_OF_CIFAR10]
 # PYTHON names the interpreter. Takes about ten minutes on CPUs; with CIFAR-10, for a GPU, 25 more. A study that was
-# broken off goes on where it was when this is called again.
+# interrupted is resumed when this is called again.
 set -euo pipefail
 out=${1:?the folder for the results}
 cifar=${2:-}

@@ -4,7 +4,8 @@
     benchmarks/validate_tuning.py [OUT] [--only NAME] [--keep]
 
 Runs `paceline tune` for each case, then makes every table anew from the runs in OUT, by default the folder `tuning` of
-this host under results/. `--keep` does not measure again what is there. Takes about half an hour on two quiet cores.
+this host under results/. `--keep` judges the stored runs and measures only what is missing, so that a change of the
+model is judged without measuring again. Measuring takes about half an hour on two quiet cores.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from pathlib import Path
 
 from paceline import load_result
 from paceline.predict.curves import MeasuredCurve, fit_alpha_beta
-from paceline.predict.job import Job
+from paceline.predict.job import Job, build_job_from_profile
+from paceline.predict.networks import build_measured_fabric
 from paceline.predict.search import enumerate_caps
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.tuning import Tuning
+from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.report.tuning import TuneResult
 from paceline.units import MIB
 
@@ -249,6 +252,28 @@ def render_baselines(cases: list[Case]) -> str:
     return render(["case", *BASELINES], rows)
 
 
+def render_what_if(cases: list[Case]) -> str:
+    """Measured cases from the bare profile and the sweep alone, as `predict --allreduce` takes them."""
+    errors: dict[str, list[float]] = {}
+    for case in (c for c in cases if not c.is_emulated):
+        records = case.tuning.records
+        job = build_job_from_profile(next(r for r in records if isinstance(r, LayerProfileRecord)))
+        sweep = [r for r in records if isinstance(r, CollectiveRecord) and r.note != "buffers"]
+        fabric = build_measured_fabric(sweep, None)
+        curve = fabric.build_curve(sweep[0].world_size)
+        for contention in (Contention.assume(job.device, is_on_host=True), Contention()):
+            costs = MachineCosts(curve, fabric.servers, contention=contention, pair_rate=1 / fabric.servers)
+            errors.setdefault(contention.basis, []).extend(
+                simulate(job, job.cut(point.cap_bytes), costs).step_s / (point.measured_s or math.nan) - 1
+                for point in case.tuning.judgement.measured
+            )
+    rows = [
+        [basis, str(len(found)), percent(statistics.fmean(map(abs, found))), percent(max(map(abs, found)))]
+        for basis, found in errors.items()
+    ]
+    return render(["contention", "points", "MAPE", "largest error"], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     host = os.environ.get("PACELINE_HOST") or platform.node()
@@ -265,6 +290,7 @@ def main() -> None:
     cases = [load_case(asked.out / name) for name in names if (asked.out / name).exists()]
     for name, text in (
         ("cases", render_cases(cases)), ("ablation", render_ablation(cases)), ("baselines", render_baselines(cases)),
+        ("whatif", render_what_if(cases)),
     ):  # fmt: skip
         (asked.out / f"{name}.md").write_text(text)
         print(f"\n{name}\n{text}")

@@ -145,6 +145,12 @@ def descendants(pid: int) -> list[psutil.Process]:
     return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
+def find_ranks(pid: int) -> list[psutil.Process]:
+    """The local ranks that a process has launched, in order."""
+    named = [(Path(f"/proc/{process.pid}/comm").read_text().strip(), process) for process in descendants(pid)]
+    return [process for name, process in sorted(named, key=lambda item: item[0]) if name.startswith("paceline-rank-")]
+
+
 def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
     """Poll until the condition is true and return it; fail the test if it never is."""
     deadline = time.monotonic() + timeout_s

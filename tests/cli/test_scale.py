@@ -1,6 +1,6 @@
 """`paceline scale` as a user types it, on jobs so small that what is found means nothing: that it is found counts.
 
-Studies that are broken off and go on are in `test_scale_resume`.
+Studies that are interrupted and resumed are in `test_scale_resume`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline import load_run, machine
 from paceline.records import (
     BatchRecord,
@@ -23,7 +24,7 @@ from paceline.records import (
     NoiseRecord,
     StepRecord,
 )
-from tests.cli.test_train import type_alone, type_command
+from tests.cli.test_train import one_launched_rank, type_alone, type_command
 from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
 
 TINY = ("--channels", "2,4", "--hidden", "8", "--threads", "1", "--device", "cpu")
@@ -69,7 +70,8 @@ def test_a_study_leaves_its_records_tables_pictures_and_page(studies, name):
     tables = {f"{table}.{kind}" for table in TABLES[name] for kind in ("md", "csv")}
     pictures = {f"{picture}.{kind}" for picture in PICTURES[name] for kind in ("png", "svg")}
     assert {path.name for path in folder.iterdir()} == STUDIED | tables | pictures
-    assert set(document) == {"run", *TABLES[name], "findings", "assumptions", "warnings"} and document["findings"]
+    assert set(document) == {"verb", "answer", "run", *TABLES[name], "findings", "assumptions", "warnings"}
+    assert document["answer"] and document["findings"]
     run = load_run(folder)
     assert run.complete and run.verb == f"scale {name}"
     assert json.loads((folder / "study.json").read_text())["config"] == run.config
@@ -77,7 +79,7 @@ def test_a_study_leaves_its_records_tables_pictures_and_page(studies, name):
         rows = read_csv(document["run"], table)
         assert len(rows) == len(document[table]) > 0 and list(rows[0]) == list(document[table][0])
     page = (folder / "report.md").read_text()
-    assert all(line in page for line in document["findings"])
+    assert all(line in page for line in (document["answer"], *document["findings"]))
     for png in folder.glob("*.png"):
         assert png.read_bytes().startswith(b"\x89PNG")
     assert_links(folder / "report.md", {path.name for path in folder.glob("*.png")})
@@ -189,9 +191,9 @@ def test_a_person_reads_tables_findings_and_where_the_page_is(studies, tmp_path)
     before = (folder / "run.json").read_bytes()
     answer = type_command("scale", "ranks", "--resume", str(folder))
     assert answer.code == 0, answer.err
-    for words in ("speed-up", "efficiency", "exposed (ms)", "of peak", "predicted", f"page: {folder / 'report.md'}"):
+    for words in ("speed-up", "efficiency", "exposed", "of peak", "predicted", f"page: {folder / 'report.md'}"):
         assert words in answer.out
-    assert answer.out.strip().endswith(f"run: {folder}")
+    assert f"\nrun: {folder}\n" in answer.out
     assert (folder / "weak.png").is_file() and (folder / "run.json").read_bytes() == before
 
 
@@ -201,7 +203,7 @@ def test_a_page_of_several_runs_shows_pictures_that_are_there(studies, tmp_path)
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
     (folder,) = Path("pages").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"report.md", "report.json"}
+    assert {path.name for path in folder.iterdir()} == {"report.md", "report.json", "run.json"}
     assert json.loads((folder / "report.json").read_text()) == document
     assert document["runs"] == runs and list(document["tables"]) == runs
     assert [set(tables) for tables in document["tables"].values()] == [set(TABLES[verb]) for verb in studies]
@@ -227,18 +229,9 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, tmp_path):
     run = change_records(studies["ranks"]["run"], tmp_path / "changed", slow_down)
     for verb in (("report", str(run)), ("ranks", "--resume", str(run))):
         answer = type_command("scale", *verb)
-        assert answer.code == 2 and "above the peak" in answer.err and "broken off" not in answer.err
+        assert answer.code == 1 and "above the peak" in answer.err and "saved" not in answer.err
         assert "above the peak" not in answer.out and "of peak" not in answer.out
     assert "efficiency" in answer.out  # what else was measured is shown
-
-
-@pytest.mark.parametrize(("ranks", "accumulate", "size"), [("1,2", None, 64), ("1,3", None, 66), ("2,3,4", 2, 72)])
-def test_a_global_batch_that_nobody_asked_for_can_be_shared_by_all_ranks(ranks, accumulate, size):
-    from paceline.cli.jobs import list_defaults
-    from paceline.cli.scale import build_ranks
-
-    settings = build_ranks(list_defaults() | {"ranks": ranks, "accumulate": accumulate, "batch_size": "8,32"})
-    assert settings.global_batch_sizes == (size,)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -250,17 +243,12 @@ def test_a_global_batch_that_nobody_asked_for_can_be_shared_by_all_ranks(ranks, 
         ((*RANKS, "--wrapper", "trch"), "wrapper 'trch' is unknown: did you mean torch?"),
         ((*RANKS, "--backend", "glo"), "backend 'glo' is unknown: did you mean gloo?"),
         ((*RANKS, "--wrapper", "dp"), "--wrapper dp puts 2 GPUs into one process, and 0 can be used here"),
-        ((*RANKS, "--ranks", "1"), "--ranks 1: scaling needs two or more ranks beside one"),
+        ((*RANKS, "--ranks", "1"), "--ranks 1: scaling compares one rank with two or more"),
         ((*RANKS, "--ranks", "0"), "--ranks '0' is not a whole number"),
         ((*RANKS, "--global-batch-size", "7"), "--global-batch-size 7 cannot be shared equally by 2 ranks"),
         ((*RANKS, "--iters", "1"), "--iters 1: at least 2 are needed to know the noise"),
         ((*RANKS, "--network", "10gb"), "unknown network '10gb'"),
         ((*RANKS, "--predict-ranks", "many"), "--predict-ranks 'many' is not a whole number"),
-        ((*RANKS, "--plan", "plan.json"), "--plan: wrappers are compared as they are; leave it out"),
-        ((*RANKS, "--sync-batchnorm"), "--sync-batchnorm: ranks that are not part of a turn would be waited for"),
-        ((*BATCH, "--wrapper", "torch"), "--wrapper: one rank computes its batch by itself; leave it out"),
-        ((*BATCH, "--accumulate", "2"), "--accumulate: one rank computes its batch by itself; leave it out"),
-        ((*BATCH, "--ranks", "2"), "--ranks 2: batch sizes are compared on one rank; see `scale ranks`"),
         ((*BATCH, "--epochs", "1"), "--epochs 1: the first is a warm-up"),
         ((*BATCH, "--batch-size", "4,x"), "--batch-size 'x' is not a whole number"),
         ((*BATCH, "--batch-size", "25"), "--batch-size 25 of --samples 24"),
@@ -269,8 +257,7 @@ def test_a_global_batch_that_nobody_asked_for_can_be_shared_by_all_ranks(ranks, 
         ((*LARGE, "--recipes", "sync", "--ranks", "1"), "sync needs several ranks"),
         ((*LARGE, "--global-batch-size", "4"), "--global-batch-size 4: batches above the base of 4 are needed"),
         ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is not a multiple of the base 4"),
-        ((*LARGE, "--accumulate", "2"), "--accumulate follows from the batches here"),
-        ((*LARGE, "--ranks", "1,2"), "--ranks 1,2: one number of ranks"),
+        ((*LARGE, "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),
         ((*LARGE, "--seeds", "0"), "--seeds 0: at least 1 is needed"),
         ((*LARGE, "--at-once", "0"), "--at-once 0: at least 1 is needed"),
         ((*LARGE, "--updates", "-1"), "--updates -1: at least 0 is needed"),
@@ -287,15 +274,20 @@ def test_bad_input_is_refused_in_one_line(command, monkeypatch, arguments, words
 @pytest.mark.parametrize(
     ("verb", "study", "more", "words"),
     [
-        ("batch", "ranks", (), "it is a study of `scale ranks`, and this is `scale batch`"),
-        ("large-batch", "batch", (), "it is a study of `scale batch`, and this is `scale large-batch`"),
-        ("ranks", "ranks", ("--iters", "3"), "--iters beside --resume: a study goes on as it was begun; leave it out"),
-        ("large-batch", "large-batch", ("--base-batch-size", "4"), "--base-batch-size beside --resume"),
-        ("batch", "batch", ("--out", "elsewhere"), "--out beside --resume"),
-        ("report", "batch", ("{run}",), "beside runs: a page of finished runs has nothing to go on with"),
+        ("batch", "ranks", (), "it is a run of `scale ranks`, and this is `scale batch`"),
+        ("large-batch", "batch", (), "it is a run of `scale batch`, and this is `scale large-batch`"),
+        (
+            "ranks",
+            "ranks",
+            ("--iters", "3"),
+            "--iters with --resume: a study is resumed as it was started",
+        ),
+        ("large-batch", "large-batch", ("--base-batch-size", "4"), "--base-batch-size with --resume"),
+        ("batch", "batch", ("--out", "elsewhere"), "--out with --resume"),
+        ("report", "batch", ("{run}",), "with runs: a page of finished runs has nothing to resume"),
     ],
 )
-def test_a_study_goes_on_as_it_was_begun(command, studies, verb, study, more, words):
+def test_a_study_is_resumed_as_it_was_started(command, studies, verb, study, more, words):
     run = studies[study]["run"]
     assert_refused(command("scale", verb, *(part.format(run=run) for part in more), "--resume", run), words)
 
@@ -307,13 +299,13 @@ def test_times_of_another_machine_are_not_mixed_in(command, studies, tmp_path, v
     document = json.loads((folder / "study.json").read_text())
     document["config"]["machine"] = "a faster box"
     (folder / "study.json").write_text(json.dumps(document))
+    (folder / "run.json").unlink()
     answer = command("scale", verb, "--resume", str(folder))
-    assert_refused(answer, "it was begun on a faster box, and this is")
+    assert_refused(answer, "it was started on a faster box, and this is")
     # As a part of a page, too.
     shutil.copytree(folder, tmp_path / "page" / verb)
-    (tmp_path / "page" / verb / "run.json").unlink()
     if verb == "batch":
-        assert_refused(command("scale", "report", "--resume", "page"), "it was begun on a faster box")
+        assert_refused(command("scale", "report", "--resume", "page"), "it was started on a faster box")
 
 
 def test_a_page_is_of_studies_alone(command, studies, tmp_path):
@@ -323,10 +315,50 @@ def test_a_page_is_of_studies_alone(command, studies, tmp_path):
     folder = change_records(studies["batch"]["run"], tmp_path / "changed", pass_by)
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(document | {"verb": "tune"}))
-    assert_refused(command("scale", "report", str(folder)), "is a run of `tune`: those of scale batch, scale ranks")
+    assert_refused(command("scale", "report", str(folder)), "is a run of `tune`: a report takes those of scale batch")
 
 
 def test_a_study_that_cannot_be_leaves_nothing_behind():
     """Ranks find that out, when the folder is there already."""
     asked = (*LARGE, "--global-batch-size", "64", "--ranks", "1")
     assert_refused(type_alone(*asked), "48 samples are fewer than a batch of 64: leave it out")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        ((*RANKS, "--plan", "plan.json"), "--plan"),
+        ((*RANKS, "--sync-batchnorm"), "--sync-batchnorm"),
+        ((*BATCH, "--wrapper", "torch"), "--wrapper"),
+        ((*BATCH, "--ranks", "2"), "--ranks"),
+        ((*LARGE, "--accumulate", "2"), "--accumulate"),
+    ],
+)
+def test_options_that_would_change_nothing_do_not_exist(command, arguments, flag):
+    answer = command(*arguments)
+    assert answer.code == 2 and "No such option" in answer.err and flag in answer.err
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "code"),
+    [
+        ("batch", {"wrapper": "torch"}, "unused"),
+        ("ranks", {"sync_batchnorm": True}, "unused"),
+        ("large_batch", {"accumulate": 2}, "unused"),
+        ("batch", {"resume": "somewhere", "samples": 8}, "resume"),
+        ("report", {"resume": "somewhere"}, "missing"),
+    ],
+)
+def test_a_program_gets_the_same_refusals_with_codes(verb, arguments, code):
+    with pytest.raises(paceline.ConfigError) as caught:
+        getattr(paceline.scale, verb)(**arguments)
+    assert caught.value.code == code
+
+
+def test_a_program_gets_the_result_and_nothing_is_written(tmp_path):
+    with one_launched_rank():
+        result = paceline.scale.batch(
+            channels=(2, 4), hidden=8, threads=1, device="cpu", samples=24, batch_size=(4, 8), epochs=2
+        )
+    assert [row["batch_size"] for row in result.table().rows_json()] == [4, 8] and result.folder is None
+    assert str(result).startswith(result.answer[:30]) and not list(tmp_path.iterdir())

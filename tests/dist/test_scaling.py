@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
+from paceline.measure.scale_settings import Cell, ScaleSettings, Setup
 from paceline.training.settings import TrainSettings
 from paceline.transport import why_not
 
@@ -21,12 +21,12 @@ from paceline.transport import why_not
 JOB = TrainSettings(
     channels=(2, 4), hidden=8, dropout=0.0, samples=12, batch_size=2, wrapper="none", threads=1, device="cpu"
 )
-CONTESTANTS = [Contestant("torch", "gloo"), Contestant("paceline", "gloo")]
+SETUPS = [Setup("torch", "gloo"), Setup("paceline", "gloo")]
 if not why_not():
-    CONTESTANTS.append(Contestant("paceline", "shm"))
+    SETUPS.append(Setup("paceline", "shm"))
 ITERS = 2
 STUDY = ScaleSettings(
-    job=JOB, ranks=(1, 2, 3), contestants=tuple(CONTESTANTS), batch_sizes=(2,), global_batch_sizes=(6,), iters=ITERS
+    job=JOB, ranks=(1, 2, 3), setups=tuple(SETUPS), batch_sizes=(2,), global_batch_sizes=(6,), iters=ITERS
 )
 
 
@@ -34,7 +34,7 @@ STUDY = ScaleSettings(
 class Taken:
     """A step on this rank: of which turn, the how-manieth of it, from when to when, and the gradients it applied."""
 
-    contestant: Contestant
+    setup: Setup
     world_size: int
     kind: str
     number: int
@@ -44,8 +44,8 @@ class Taken:
     grads: list[Any] | None = None
 
     @property
-    def turn(self) -> tuple[Contestant, int]:
-        return self.contestant, self.world_size
+    def turn(self) -> tuple[Setup, int]:
+        return self.setup, self.world_size
 
 
 def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
@@ -71,7 +71,7 @@ def measure_watched(settings: ScaleSettings, cell: Cell) -> Any:
 
     def take_step(learner: Any, window: Any, *rest: Any) -> Any:
         turn, kind = now[0]
-        key = Contestant(turn.labels["wrapper"], turn.labels["backend"]), turn.labels["world_size"]
+        key = Setup(turn.labels["wrapper"], turn.labels["backend"]), turn.labels["world_size"]
         samples = sum(len(loaded.batch) for loaded in window)
         taken = Taken(*key, kind, counts.get(key, 0), samples, time.perf_counter())
         counts[key] = taken.number + 1
@@ -113,7 +113,7 @@ def test_all_that_takes_turns_has_equal_repetitions(measured):
     cell, seen = measured
     records = seen[0][0]
     assert [(r.wrapper, r.backend, r.world_size) for r in records] == [
-        ("none", "", 1), *((c.wrapper, c.backend, n) for n in (2, 3) for c in CONTESTANTS)
+        ("none", "", 1), *((c.wrapper, c.backend, n) for n in (2, 3) for c in SETUPS)
     ]  # fmt: skip
     for record in records:
         told = [record.timing] if record.world_size == 1 else [record.timing, record.no_comm, record.busy]
@@ -147,7 +147,7 @@ def test_buckets_hold_all_gradients_and_one_rank_sends_nothing(measured):
 def test_ranks_outside_of_a_turn_take_no_step_and_wait(measured):
     _, seen = measured
     rounds = ITERS + len(seen[0][0][0].timing.warmup_seconds)
-    turns = [(Contestant("none", ""), 1), *((c, n) for n in (2, 3) for c in CONTESTANTS)]
+    turns = [(Setup("none", ""), 1), *((c, n) for n in (2, 3) for c in SETUPS)]
     for rank, (_, steps, _, _) in enumerate(seen):
         found = {turn: sum(step.turn == turn for step in steps) for turn in turns}
         assert found == {turn: rounds * (1 if turn[1] == 1 else 3) * (rank < turn[1]) for turn in turns}
@@ -188,7 +188,7 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
     alone = {step.number: step.grads for step in seen[0][1] if step.world_size == 1}
     shared = [(key[1], steps[0]) for key, steps in list_steps(seen, world_size, ("plain", "timed")).items()]
     compared = [(step.grads, alone[number]) for number, step in shared if number in alone]
-    assert len(compared) >= len(CONTESTANTS)
+    assert len(compared) >= len(SETUPS)
     for found, wanted in compared:
         for a, b in zip(found, wanted, strict=True):
             assert a == pytest.approx(b, rel=1e-3, abs=1e-6)
@@ -224,10 +224,10 @@ def sweep(settings: TrainSettings, epochs: int, breaks_at: int | None = None, te
     """(the record, samples of each step); the step with this number meets an error."""
     import torch
 
-    from paceline.measure import batch_sweep
+    from paceline.measure import scaling
 
     kinds = {"runtime": RuntimeError, "memory": MemoryError, "gpu": torch.OutOfMemoryError}
-    real, steps = batch_sweep.take_step, []
+    real, steps = scaling.take_step, []
 
     def take_step(learner: Any, window: Any, *rest: Any) -> Any:
         steps.append(sum(len(loaded.batch) for loaded in window))
@@ -235,11 +235,11 @@ def sweep(settings: TrainSettings, epochs: int, breaks_at: int | None = None, te
             raise kinds[kind](text)
         return real(learner, window, *rest)
 
-    batch_sweep.take_step = take_step
+    scaling.take_step = take_step
     try:
-        (record,) = batch_sweep.measure_batch(settings, epochs)
+        (record,) = scaling.measure_batch(settings, epochs)
     finally:
-        batch_sweep.take_step = real
+        scaling.take_step = real
     return record, steps
 
 

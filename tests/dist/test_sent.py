@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import MeasurementError
-from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
+from paceline.measure.scale_settings import Cell, ScaleSettings, Setup
 from paceline.training.settings import TrainSettings
 from paceline.transport import why_not
 
@@ -109,12 +109,12 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize(("fault", "times"), [("twice", 2), ("uncounted", 0)])
 @pytest.mark.parametrize(
-    "contestant", [Contestant("torch", "gloo"), *(Contestant("paceline", backend) for backend in BACKENDS)], ids=str
+    "setup", [Setup("torch", "gloo"), *(Setup("paceline", backend) for backend in BACKENDS)], ids=str
 )
-def test_a_study_refuses_what_was_sent_twice_or_not_counted(on_ranks, contestant, fault, times):
-    settings = ScaleSettings(job=JOB, ranks=(1, 2), contestants=(contestant,), batch_sizes=(2,), iters=1)
+def test_a_study_refuses_what_was_sent_twice_or_not_counted(on_ranks, setup, fault, times):
+    settings = ScaleSettings(job=JOB, ranks=(1, 2), setups=(setup,), batch_sizes=(2,), iters=1)
     told = on_ranks(2, measure_wrongly, settings, fault)
     assert told[0] == told[1]
     words, num_bytes = told[0]
-    assert f"{contestant.wrapper} on {contestant.backend}, 2 ranks: in step 1 rank 0 sent" in words
+    assert f"{setup.wrapper} on {setup.backend}, 2 ranks: in step 1 rank 0 sent" in words
     assert f"{times * num_bytes} bytes of gradients in {times} messages and the plan has {num_bytes}" in words

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import studies
-from paceline.cli.scale_studies import _bury
-from paceline.cli.studies import StudyRun, Task
 from paceline.errors import LaunchError
-from paceline.measure.scale_settings import BatchSweepSettings
-from paceline.records import BatchRecord, capture_environment
+from paceline.records import BatchRecord
+from paceline.records.environment import Environment
 from paceline.records.store import Study
+from paceline.runtime.session import Task, open_session
 from paceline.training.settings import TrainSettings
+from paceline.verbs.scale import build_killed
 
-SWEEP = BatchSweepSettings(job=TrainSettings(data="synthetic:images", device="cpu", threads=2), batch_sizes=(8,))
+JOB = TrainSettings(data="synthetic:images", device="cpu", threads=2)
 ROW = BatchRecord(
     model="cnn", data="synthetic", device="cpu", precision="fp32", threads=1, batch_size=1, num_samples=4, num_steps=4,
     failure="made",
@@ -36,38 +35,42 @@ def die(how: str, *_: Any) -> list[Any]:
 
 
 @pytest.fixture
-def run(tmp_path):
-    """A study under way; its ranks are ended with the test."""
-    study = StudyRun("scale batch", Study.begin(tmp_path, "scale batch", {}), capture_environment(), True)
-    yield study
-    study.close()
+def session(tmp_path):
+    """A study under way; its ranks end with the test."""
+    with open_session("scale batch", {}, out=tmp_path, progress=False, cells=True) as opened:
+        yield opened
 
 
 def make_task(size: int, how: str = "") -> Task:
     """A cell of one rank: one that answers, or one that dies; its row is that of a batch that did not fit."""
     function, arguments = (die, (how, size)) if how else (answer, (size,))
-    return Task(f"batch size {size}", lambda: function, arguments, on_death=lambda e: _bury(SWEEP, size, e))
+    return Task(
+        f"batch size {size}",
+        lambda: function,
+        arguments,
+        on_death=lambda error: build_killed(JOB, size) if error.code == "killed" else None,
+    )
 
 
-def test_a_killed_rank_is_a_row_and_the_study_goes_on(run):
-    records = run.make([make_task(4), make_task(8, "killed"), make_task(2)])
+def test_a_killed_rank_is_a_row_and_the_study_goes_on(session):
+    records = session.run([make_task(4), make_task(8, "killed"), make_task(2)])
     assert [record.batch_size for record in records] == [4, 8, 2]
     assert [record.failure for record in records] == [
-        "made", "killed, as by the kernel when memory is over", "made"
+        "made", "killed, as by the kernel when memory is exhausted", "made"
     ]  # fmt: skip
     row = records[1]
     assert (row.data, row.device, row.threads, row.timing) == ("synthetic:images", "cpu", 2, None)
-    assert run.study.count() == 3 and run.study.find("batch size 8") == records[1:2]
+    assert session.study.count() == 3 and session.study.find("batch size 8") == records[1:2]
     # Kept cells are not made again, nor is a rank started for them.
-    run.close()
-    assert run.make([make_task(8, "exited"), make_task(4, "exited")]) == [records[1], records[0]]
-    assert not run._pools
+    session.close()
+    assert session.run([make_task(8, "exited"), make_task(4, "exited")]) == [records[1], records[0]]
+    assert not session._pools
 
 
-def test_a_rank_that_ends_otherwise_ends_the_study_and_what_is_done_is_kept(run):
-    with pytest.raises(LaunchError, match="exited with code 3"):
-        run.make([make_task(4), make_task(8, "exited"), make_task(2)])
-    assert run.study.count() == 1 and run.study.find("batch size 4") == answer(4)
+def test_a_rank_that_ends_otherwise_ends_the_study_and_what_is_done_is_kept(session):
+    with pytest.raises(LaunchError, match="code 3"):
+        session.run([make_task(4), make_task(8, "exited"), make_task(2)])
+    assert session.study.count() == 1 and session.study.find("batch size 4") == answer(4)
 
 
 @pytest.mark.parametrize(
@@ -80,20 +83,20 @@ def test_a_rank_that_ends_otherwise_ends_the_study_and_what_is_done_is_kept(run)
     ],
 )
 def test_a_run_of_several_machines_names_them(tmp_path, monkeypatch, machines, wanted):
-    monkeypatch.setattr(studies, "_name_machine", lambda environment: "here")
+    monkeypatch.setattr(Environment, "machine_and_torch", property(lambda environment: "here"))
     study = Study.begin(tmp_path, "scale batch", {"machine": "begun"})
     for size, machine in zip((4, 8), machines, strict=True):
         study.keep(f"batch size {size}", answer(size), machine)
-    run = StudyRun("scale batch", study, capture_environment(), True)
-    saved = run.save(run.make([make_task(4), make_task(8)]))
-    assert len(saved.warnings) == (wanted is not None) and (wanted is None or wanted in saved.warnings[0])
+    with open_session("scale batch", {}, resume=tmp_path, progress=False, cells=True) as session:
+        saved = session.save(session.run([make_task(4), make_task(8)]))
+    found = [warning for warning in saved.warnings if "more than one machine" in warning]
+    assert len(found) == (wanted is not None) and (wanted is None or wanted in found[0])
 
 
-def test_several_at_once_keep_their_order(run):
-    run.at_once = 2
+def test_several_at_once_keep_their_order(session):
     sizes = [5, 3, 9, 1, 7]
-    records = run.make([make_task(size, "killed" if size == 3 else "") for size in sizes])
-    assert [record.batch_size for record in records] == sizes and run.study.count() == 5
-    with pytest.raises(LaunchError, match="exited with code 3"):
-        run.make([make_task(11), make_task(12, "exited"), make_task(13)])
-    assert run.study.find("batch size 12") is None and not run._pools
+    records = session.run([make_task(size, "killed" if size == 3 else "") for size in sizes], at_once=2)
+    assert [record.batch_size for record in records] == sizes and session.study.count() == 5
+    with pytest.raises(LaunchError, match="code 3"):
+        session.run([make_task(11), make_task(12, "exited"), make_task(13)], at_once=2)
+    assert session.study.find("batch size 12") is None and not session._pools

@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
 
-from paceline.measure.batch_sweep import measure_batch
-from paceline.measure.large_batch import measure_large_batch
-from paceline.measure.large_batch_settings import LargeBatchSettings
-from paceline.measure.scale_settings import Cell, Contestant, ScaleSettings
+from paceline.measure.scale_settings import Cell, LargeBatchSettings, ScaleSettings, Setup
+from paceline.measure.scaling import measure_batch, measure_large_batch
 from paceline.records import LargeBatchRecord, NoiseRecord
 from paceline.training.settings import TrainSettings
 from tests.cli.test_train import type_alone
@@ -87,8 +85,8 @@ def measure_turns(settings, cell):
 
 
 def test_two_ranks_that_share_the_gpu_take_turns_with_one(on_ranks):
-    contestants = (Contestant("torch", "gloo"), Contestant("paceline", "gloo"))
-    settings = ScaleSettings(job=JOB, ranks=(1, 2), contestants=contestants, batch_sizes=(16,), iters=2)
+    setups = (Setup("torch", "gloo"), Setup("paceline", "gloo"))
+    settings = ScaleSettings(job=JOB, ranks=(1, 2), setups=setups, batch_sizes=(16,), iters=2)
     alone, *others = on_ranks(2, measure_turns, settings, Cell("weak", 16))[0]
     assert (alone.device, alone.wrapper, alone.world_size, alone.num_bytes) == ("cuda", "none", 1, 0)
     assert [(r.device, r.wrapper, r.world_size) for r in others] == [("cuda", "torch", 2), ("cuda", "paceline", 2)]

@@ -31,9 +31,9 @@ LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 def find_layer_violations(root: Path) -> list[str]:
     """Every import that points up or sideways, and every module without a room.
 
-    All imports count: inside functions, and for types alone (TYPE_CHECKING) as well. The package's own `__init__`
-    is exempt, for its lazy names reach everywhere; therefore only `cli` may import names from it, and the others
-    nothing but `__version__`, which is a literal. So is that of `predict`, which can be called as a verb.
+    All imports count: inside functions, and for types alone (TYPE_CHECKING) as well. The package's own `__init__` is
+    exempt, for its lazy names reach everywhere; so is `predict`, which can be called as a verb. Therefore only `cli`
+    may import names from it, and the others nothing but `__version__`, which is a literal.
     """
     found = []
     for name, path in modules(root).items():

@@ -149,11 +149,17 @@ def test_a_size_is_doubted_by_what_was_measured_on_those_ranks(sweep):
 
 
 @pytest.mark.parametrize(
-    ("backend", "families"), [("gloo", ["gloo"]), ("paceline", ["shared"]), ("nccl", ["ring", "tree"])]
+    ("backend", "families"),
+    [("gloo", ["gloo"]), ("paceline", ["shared"]), ("shm", ["shared"]), ("nccl", ["ring", "tree"])],
 )
 def test_each_backend_follows_its_own_family(sweep, backend, families):
     fabric = build_measured_fabric(sweep(backend=backend), backend)
     assert [fit.algorithm for fit in fabric.fits] == families
+
+
+@pytest.mark.parametrize(("measured", "wanted"), [("shm", "paceline"), ("paceline", "shm")])
+def test_the_old_name_of_the_shared_memory_backend_still_finds_it(sweep, measured, wanted):
+    assert build_measured_fabric([*sweep(), *sweep(backend=measured)], wanted).name == measured
 
 
 def test_the_further_away_the_less_is_known(sweep):

@@ -1,91 +1,57 @@
-"""Tables, rows, sentences and pictures of training: the noise scale and epochs."""
+"""Tables, rows and pictures of the epochs of training."""
 
 import json
 import math
 
 import pytest
 
-from paceline.records.training import NoiseProbe, summarize_epochs
-from paceline.report.noise_tables import describe_noise, noise_row, noise_table, plot_noise
-from paceline.report.plots import render_svg
-from paceline.report.tables import render_csv, render_markdown
-from paceline.report.training import epoch_row, epoch_table, plot_training
+from paceline.errors import RecordError
+from paceline.records.environment import capture_environment
+from paceline.records.store import Run
+from paceline.report.result import load_result
+from paceline.report.training import TrainRunResult, plot_training
+from paceline.training.settings import TrainSettings
 
-from .made_training import EPOCH_ROWS, build_epoch_row, build_known, build_noise
-
-LOST = build_noise(tuple(NoiseProbe((s, s), s * d) for s, d in ((8.0, 0.45), (9.0, 0.5), (7.0, 0.48))), epoch=6.0)
-
-
-UNSURE = build_noise(tuple(NoiseProbe((8.0, 8.0), big) for big in (3.0, 4.5, 6.0)))
+from .made_training import EPOCH_ROWS, build_epoch_row
 
 
-def test_the_table_has_what_was_found_and_how_sure_it_is():
-    text = render_markdown(noise_table, [build_known(840.0), LOST])
-    assert len({line.count("|") for line in text.splitlines()}) == 1
-    known, lost = text.splitlines()[2:]
-    assert "| 840 |" in known and "| 1 | 840 |" in known
-    low = LOST.estimate.interval[0]
-    assert f"| > {low:,.0f} | from {low:,.0f} |" in lost
-
-
-def test_a_row_has_no_infinite_number():
-    rows = [noise_row(record) for record in (build_known(840.0), LOST)]
-    assert rows[0]["noise_scale_low"] < rows[0]["noise_scale"] < rows[0]["noise_scale_high"]
-    assert rows[1]["noise_scale"] is rows[1]["noise_scale_high"] is None
-    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
-    assert render_csv(rows).count("\n") == 3
-
-
-def test_a_sentence_says_what_a_big_batch_costs():
-    first, last = build_known(45.0, step=1, epoch=1.0), build_known(840.0)
-    (text,) = describe_noise([last, first])
-    low, high = last.estimate.interval
-    assert text == (
-        f"cnn: gradient noise scale 840 (90 %: {low:,.0f} to {high:,.0f}) at epoch 5 (45 at epoch 1): batches far "
-        "beyond it buy few steps: at 8192, 10.8 times the fewest samples for 1.1 times the fewest steps"
-    )
-    (text,) = describe_noise([last], batch_size=84)
-    assert text.endswith("cost few samples more: at 84, 1.1 times the fewest samples for 11.0 times the fewest steps")
-
-
-@pytest.mark.parametrize(
-    ("records", "words"),
-    [
-        ([LOST], ["the gradient is lost in the noise"]),
-        ([UNSURE], ["it may be far larger"]),
-        ([build_known(9.0, step=1, epoch=1.0), LOST], ["noise scale 9 (90 %"]),
-        (
-            [build_known(9.0, step=1, epoch=1.0), LOST],
-            ["steps; above 96 at epoch 6, where the gradient is lost in the noise"],
-        ),
-        ([build_noise(LOST.probes[:1])], ["noise scale not to be told at epoch 5"]),
-        ([build_noise((NoiseProbe((2.0, 2.0), 2.0),) * 3)], ["noise scale 0 (90 %: 0 to 0) at epoch 5"]),
-        ([build_known(9.0, note="a"), build_known(90.0, note="b")], ["cnn, a: gradient", "cnn, b: gradient"]),
-    ],
-)
-def test_each_job_has_one_sentence(records, words):
-    found = describe_noise(records)
-    assert len(found) == len(words)
-    assert all(word in text for word, text in zip(words, found, strict=True))
-
-
-def test_the_picture_draws_every_job():
-    records = [build_known(9.0, note="a", epoch=1), build_known(90.0, note="a"), build_known(50.0, note="b", seed=2)]
-    svg = render_svg(plot_noise([*records, LOST, UNSURE, build_noise(LOST.probes[:1])], "noise", "a laptop")).decode()
-    for text in ("cnn, a, seed 1", "cnn, b, seed 2", "a laptop; measured"):
-        assert text in svg
+def build_run(rows, **config):
+    environment = capture_environment()
+    settings = TrainSettings(ranks=2, epochs=2).to_json()
+    return TrainRunResult(Run("train", settings | config, environment, ()), rows=rows)
 
 
 def test_the_table_and_the_rows_count_epochs_from_1():
-    epochs = summarize_epochs(EPOCH_ROWS)
-    rows = [epoch_row(epoch) for epoch in epochs]
+    result = build_run(EPOCH_ROWS)
+    rows = result.to_json()["epochs"]
     assert [row["epoch"] for row in rows] == [1, 2]
     assert rows[0]["exposed_share"] == pytest.approx(0.2)
-    text = render_markdown(epoch_table, epochs)
+    text = result.table().markdown()
     assert "40.0%" in text and "60.0%" in text and "20.0%" in text and "2.4400" in text
-    head, *lines = render_csv(rows).splitlines()
+    head, *lines = result.table().csv().splitlines()
     assert head.split(",")[:3] == ["epoch", "steps", "samples"]
     assert [line.split(",")[2] for line in lines] == ["25", "12"]
+    assert len(max(result.text(80).splitlines(), key=len)) <= 80
+
+
+def test_the_answer_is_of_the_whole_run():
+    answer = build_run(EPOCH_ROWS, outcome={"steps": 4, "world_size": 2}).answer
+    assert "loss 0.5, test accuracy 60.0% after 2 epochs on 2 ranks" in answer and "not finished" not in answer
+    assert "exposed communication" in answer and "data wait" in answer
+    assert "not finished" in build_run(EPOCH_ROWS).answer
+    assert build_run([]).answer == "No step was taken."
+
+
+def test_a_run_that_wrote_nothing_can_be_saved_and_loaded(tmp_path):
+    result = build_run(EPOCH_ROWS, outcome={"steps": 4, "world_size": 2, "backend": "gloo"})
+    result.save(tmp_path / "run")
+    again = load_result(tmp_path / "run")
+    assert isinstance(again, TrainRunResult) and list(again.rows) == list(EPOCH_ROWS) and again.finished
+    assert again.answer == result.answer and again.to_json() == result.to_json()
+    assert {"table.md", "table.csv", "training.png"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    with pytest.raises(RecordError) as caught:
+        build_run(EPOCH_ROWS).save(tmp_path / "run")
+    assert caught.value.code == "exists"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +67,7 @@ def test_the_table_and_the_rows_count_epochs_from_1():
 def test_the_picture_shows_what_there_is(rows, labels):
     figure = plot_training(rows, "a run", "a machine")
     main, *beside = figure.axes
-    assert [text.get_text() for text in main.get_legend().get_texts()] == labels
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == labels
     line = main.get_lines()[0]
     assert list(line.get_xdata()) == [row["step"] for row in rows]
     assert list(line.get_ydata()) == pytest.approx([row["loss"] for row in rows], nan_ok=True)
@@ -112,6 +78,6 @@ def test_the_picture_shows_what_there_is(rows, labels):
 
 @pytest.mark.parametrize("loss", [None, math.nan])
 def test_a_loss_that_is_no_number_is_valid_json(loss):
-    (epoch,) = summarize_epochs([build_epoch_row(1, loss=loss), build_epoch_row(2)])
-    assert math.isnan(epoch.loss)
-    assert json.loads(json.dumps(epoch_row(epoch), allow_nan=False))["loss"] is None
+    result = build_run([build_epoch_row(1, loss=loss), build_epoch_row(2)])
+    assert math.isnan(result.epochs[0].loss)
+    assert json.loads(json.dumps(result.to_json(), allow_nan=False))["epochs"][0]["loss"] is None

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.measure.large_batch_settings import LargeBatchSettings
-from paceline.measure.scale_settings import BatchSweepSettings, Cell, Contestant, ScaleSettings
+from paceline.measure.scale_settings import BatchSettings, Cell, LargeBatchSettings, ScaleSettings, Setup, build_ranks
+from paceline.training.recipes import Recipe
 from paceline.training.settings import TrainSettings
 from paceline.units import MIB
 
 JOB = TrainSettings(channels=(2, 4), hidden=8, threads=1, device="cpu", wrapper="none", lr_drops=())
-GLOO, OURS = Contestant("torch", "gloo"), Contestant("paceline", "paceline")
+GLOO, OURS = Setup("torch", "gloo"), Setup("paceline", "paceline")
 RANKS = ScaleSettings(
-    job=JOB, ranks=(1, 2, 4), contestants=(GLOO, OURS), batch_sizes=(8, 32), global_batch_sizes=(64,), iters=3
+    job=JOB, ranks=(1, 2, 4), setups=(GLOO, OURS), batch_sizes=(8, 32), global_batch_sizes=(64,), iters=3
 )
-SWEEP = BatchSweepSettings(job=JOB, batch_sizes=(4, 8), epochs=3)
+SWEEP = BatchSettings(job=JOB, batch_sizes=(4, 8), epochs=3)
 LARGE = LargeBatchSettings(
     job=TrainSettings(epochs=3, lr_drops=(0.5,), schedule="piecewise"), base_batch_size=8, global_batch_sizes=(32, 64),
     recipes=("none", "linear+warmup", "grow"), seeds=(5, 6),
@@ -57,16 +57,16 @@ def test_any_large_batch_study_comes_back_from_json(settings):
 @pytest.mark.parametrize(
     ("settings", "changes", "words"),
     [
-        (RANKS, {"contestants": ()}, "no wrapper given: known are paceline, torch, dp"),
-        (RANKS, {"contestants": (Contestant("trch", "gloo"),)}, "wrapper 'trch' is unknown"),
-        (RANKS, {"contestants": (Contestant("none", "gloo"),)}, "wrapper 'none' is unknown"),
-        (RANKS, {"contestants": (Contestant("torch", "glo"),)}, "backend 'glo' is unknown"),
-        (RANKS, {"ranks": (1,)}, "--ranks 1: scaling needs two or more ranks beside one"),
-        (RANKS, {"ranks": (0, 2)}, "--ranks 0,2: scaling needs"),
+        (RANKS, {"setups": ()}, "no wrapper given: known are paceline, torch, dp"),
+        (RANKS, {"setups": (Setup("trch", "gloo"),)}, "wrapper 'trch' is unknown"),
+        (RANKS, {"setups": (Setup("none", "gloo"),)}, "wrapper 'none' is unknown"),
+        (RANKS, {"setups": (Setup("torch", "glo"),)}, "backend 'glo' is unknown"),
+        (RANKS, {"ranks": (1,)}, "--ranks 1: scaling compares one rank with two or more"),
+        (RANKS, {"ranks": (0, 2)}, "--ranks 0,2: scaling compares"),
         (RANKS, {"global_batch_sizes": (64, 6)}, "--global-batch-size 6 cannot be shared equally by 4 ranks: use a"),
         (RANKS, {"global_batch_sizes": (), "batch_sizes": ()}, "nothing to measure: give --batch-size"),
         (RANKS, {"iters": 1}, "--iters 1: at least 2 are needed to know the noise"),
-        (RANKS, {"contestants": (Contestant("dp", "gloo"),)}, "--wrapper dp puts 4 GPUs into one process, and 0 can"),
+        (RANKS, {"setups": (Setup("dp", "gloo"),)}, "--wrapper dp puts 4 GPUs into one process, and 0 can"),
         (SWEEP, {"epochs": 1}, "--epochs 1: the first is a warm-up, so at least 2 are needed"),
         (SWEEP, {"batch_sizes": ()}, "--batch-size: at least one size of at least 1 is needed"),
         (SWEEP, {"batch_sizes": (4, 0)}, "--batch-size: at least one size of at least 1 is needed"),
@@ -93,9 +93,7 @@ def test_what_cannot_be_is_refused_in_one_line(settings, changes, words):
 
 def test_dp_is_for_as_many_gpus_as_there_are(monkeypatch):
     monkeypatch.setattr(machine, "count_gpus", lambda: 4)
-    on_gpus = dataclasses.replace(
-        RANKS, contestants=(Contestant("dp", "nccl"),), job=dataclasses.replace(JOB, device="cuda")
-    )
+    on_gpus = dataclasses.replace(RANKS, setups=(Setup("dp", "nccl"),), job=dataclasses.replace(JOB, device="cuda"))
     on_gpus.check()
     assert on_gpus.backends == ()
     with pytest.raises(ConfigError, match="--wrapper dp"):
@@ -211,3 +209,49 @@ def test_runs_that_cannot_be_are_refused_before_any_is_trained(changes, num_samp
     with pytest.raises(ConfigError) as caught:
         settings.list_cells(num_samples)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def build(*recipes, size=64, epochs=4, updates=0):
+    return LargeBatchSettings(
+        job=TrainSettings(epochs=epochs),
+        base_batch_size=8,
+        global_batch_sizes=(size,),
+        recipes=recipes,
+        updates=updates,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (build("none", size=128), "64 samples are fewer than a batch of 128"),
+        (build("none", "linear+warmup", epochs=1), "a warm-up of 1 updates in a run of 1"),
+        (build("none", "grow:0.98", epochs=1), "no step has the growth"),
+    ],
+    ids=["batch", "warmup", "growth"],
+)
+def test_what_a_later_run_would_refuse_is_refused_before_the_first(settings, why):
+    with pytest.raises(ConfigError, match=why):
+        settings.list_cells(64)
+
+
+def test_runs_that_can_be_are_listed_baseline_first():
+    cells = build("none", "grow", "linear+warmup", size=32).list_cells(64)
+    assert [cell.recipe for cell in cells[::3]] == ["none", "none", "grow", "linear+warmup"]
+    assert cells[0].probes and not any(cell.probes for cell in cells[1:])
+
+
+def test_a_recipe_has_one_name_however_it_is_spaced():
+    assert Recipe.parse(" lars: 0.5 + warmup ").text == "lars:0.5+warmup"
+
+
+def test_studies_of_older_versions_are_read():
+    config = RANKS.to_json()
+    config["contestants"] = config.pop("setups")
+    assert ScaleSettings.from_json(json.loads(json.dumps(config))) == RANKS
+
+
+@pytest.mark.parametrize(("ranks", "accumulate", "size"), [((1, 2), None, 64), ((1, 3), None, 66), ((2, 3, 4), 2, 72)])
+def test_the_default_global_batch_can_be_shared_by_all_ranks(ranks, accumulate, size):
+    settings = build_ranks(ranks=ranks, accumulate=accumulate, batch_size=(8, 32))
+    assert settings.global_batch_sizes == (size,)

@@ -8,7 +8,7 @@ import pytest
 from paceline.errors import RecordError
 from paceline.records.steps import list_points
 from paceline.records.training import summarize_recipes
-from paceline.report import plots, scaling_plots
+from paceline.report import large_batch, plots, scaling_plots
 
 from .made_scaling import (
     interval,
@@ -33,8 +33,8 @@ def _draw_all():
         "weak": scaling_plots.plot_weak(POINTS, "box", make_predictions()),
         "strong": scaling_plots.plot_strong(POINTS, "box", make_predictions(mode="strong", cell_size=256)),
         "communication": scaling_plots.plot_communication(SCALES, "box"),
-        "accuracy": scaling_plots.plot_accuracy(summarize_recipes(RUNS), "box"),
-        "curves": scaling_plots.plot_curves([r for r in RUNS if r.global_batch_size == 1024], "box"),
+        "accuracy": large_batch.plot_accuracy(summarize_recipes(RUNS), "box"),
+        "curves": large_batch.plot_curves([r for r in RUNS if r.global_batch_size == 1024], "box"),
     }
 
 
@@ -135,7 +135,7 @@ def test_bars_of_a_step_are_compute_and_exposed_on_top():
 
 def test_accuracy_is_in_percent_with_a_panel_for_each_budget():
     runs = [*RUNS, make_run(128, budget="updates"), make_run(512, budget="updates", accuracy=0.8)]
-    first, second = scaling_plots.plot_accuracy(summarize_recipes(runs), "box").axes
+    first, second = large_batch.plot_accuracy(summarize_recipes(runs), "box").axes
     assert _lines(second)["no recipe (measured)"] == ([128, 512], pytest.approx([90.0, 80.0]))
     plain = [
         100 * np.mean([r.curve[-1].test_accuracy for r in RUNS if (r.global_batch_size, r.recipe) == (size, "none")])
@@ -147,7 +147,7 @@ def test_accuracy_is_in_percent_with_a_panel_for_each_budget():
 def test_curves_are_means_over_seeds_against_epochs_and_updates():
     runs = [make_run(512, "lars", seed, accuracy) for seed, accuracy in enumerate((0.6, 0.8))]
     failed = make_run(512, "lars", 2, failure="nan", curve=())
-    by_epochs, by_updates = scaling_plots.plot_curves([*runs, failed], "box").axes
+    by_epochs, by_updates = large_batch.plot_curves([*runs, failed], "box").axes
     means = [100 * (a.test_accuracy + b.test_accuracy) / 2 for a, b in zip(*(r.curve for r in runs), strict=True)]
     label = "lars (measured, 2 seeds)"
     assert _lines(by_epochs)[label] == (pytest.approx([1, 2, 3, 4]), pytest.approx(means))
@@ -160,7 +160,7 @@ def test_curves_are_means_over_seeds_against_epochs_and_updates():
         lambda: scaling_plots.plot_weak([], "box"),
         lambda: scaling_plots.plot_strong([p for p in POINTS if p.record.mode == "weak"], "box"),
         lambda: scaling_plots.plot_communication([r for r in SCALES if r.world_size == 1], "box"),
-        lambda: scaling_plots.plot_accuracy([], "box"),
+        lambda: large_batch.plot_accuracy([], "box"),
     ],
 )
 def test_nothing_to_draw_is_refused_in_words(plot):

@@ -222,9 +222,9 @@ def test_only_our_backend_has_shared_memory():
 
 
 def test_what_is_reduced_in_shared_memory_is_what_the_transport_says():
-    from paceline.transport import group, runs
+    from paceline.transport import group, works
 
-    assert set(SHARED_DTYPES) == {str(dtype).removeprefix("torch.") for dtype in runs.DTYPES}
+    assert set(SHARED_DTYPES) == {str(dtype).removeprefix("torch.") for dtype in works.DTYPES}
     assert set(SHARED_OPS) == {op.name.lower() for op in group._OPS}
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.jobs import build_settings, check_job, read_one, read_world, takes_job
+from paceline.cli.jobs import build_settings, read_one, read_world, takes_job
 from paceline.cli.options import MEASUREMENT, NETWORK_HELP, Iters, Json, Out, Wide, print_result
 from paceline.errors import ConfigError
 
@@ -58,8 +58,6 @@ def tune(
     if len(ranks) != 1:
         raise ConfigError(f"--ranks {job['ranks']}: a job is tuned on one number of ranks")
     train = build_settings(job, ranks[0], read_one(job["batch_size"], "--batch-size"))
-    if train.wrapper in ("paceline", "torch"):  # what has no buckets is refused for that, below
-        check_job(train)
     result = run_tune(
         quick=quick,
         confirm=not no_confirm,

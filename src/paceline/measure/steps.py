@@ -7,6 +7,7 @@ and step function (`OwnJob`). Which variants there are belongs to the question: 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -179,8 +180,8 @@ class OwnJob(MeasuredJob):
     """A user's own module and step: `step(model)` runs one forward and backward, and may update, with any inputs.
 
     With a factory, each replica is a new pair of (model, step). With one pair, replicas share the module: each is put
-    around it when its turn comes, and takes a few steps before it is timed. The module's values are restored at the
-    end; an optimizer that `step` uses keeps what it learned.
+    around it when its turn comes, and takes a few steps before it is timed. The values of the module and of the
+    optimizers that `step` uses are restored at the end: ranks without communication would take them apart.
     """
 
     def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None, name: str = "") -> None:
@@ -200,6 +201,7 @@ class OwnJob(MeasuredJob):
         self._is_taken = False
         self._active: Replica | None = None
         self._saved = {key: value.detach().clone() for key, value in self.module.state_dict().items()}
+        self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
         self._device = next(param.device for param in self.module.parameters() if param.requires_grad)
         self._was_training = self.module.training
         dtype = next(param.dtype for param in self.module.parameters() if param.requires_grad)
@@ -224,16 +226,29 @@ class OwnJob(MeasuredJob):
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
             found.extend(tensor.size(0) for tensor in find_tensors((args, kwargs)) if tensor.dim())
 
-        handle = self.module.register_forward_pre_hook(look, with_kwargs=True)
+        def save(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = copy.deepcopy(optimizer.state_dict())
+
+        handles = [
+            self.module.register_forward_pre_hook(look, with_kwargs=True),
+            register_optimizer_step_pre_hook(save),
+        ]
         try:
             self._pair[1](self.module)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         self._clear(self.module)
         return max(1, found[0]) if found else 1
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all replicas are the one module that was given."""
+        return self._factory is None
+
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
-        is_shared = self._factory is None
+        is_shared = self.is_shared
         if is_shared or not self._is_taken:
             (module, step), self._is_taken = self._pair, True
         else:
@@ -274,6 +289,8 @@ class OwnJob(MeasuredJob):
         if self._active is not None:
             self._active.close()
         self.module.load_state_dict(self._saved)
+        for optimizer, state in self._optimizers.items():
+            optimizer.load_state_dict(state)
         self.module.train(self._was_training)
 
 
@@ -287,17 +304,25 @@ def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
         yield
         return
     phases.enter("data_wait")
-    backward = torch.autograd.backward
+    backward, depth = torch.autograd.backward, 0
     handles = [
-        model.register_forward_pre_hook(lambda *_: phases.enter("forward")),
+        # Before the hooks of a profile, whose times are part of forward.
+        model.register_forward_pre_hook(lambda *_: None if depth else phases.enter("forward"), prepend=True),
         register_optimizer_step_pre_hook(lambda *_: phases.enter("optimizer")),
     ]
 
     @functools.wraps(backward)
     def run_backward(*args: Any, **kwargs: Any) -> None:
-        phases.enter("backward")
-        backward(*args, **kwargs)
-        phases.enter("optimizer")
+        nonlocal depth  # reentrant checkpointing runs backward inside of backward
+        if not depth:
+            phases.enter("backward")
+        depth += 1
+        try:
+            backward(*args, **kwargs)
+        finally:
+            depth -= 1
+        if not depth:
+            phases.enter("optimizer")
 
     torch.autograd.backward = run_backward
     try:
@@ -549,9 +574,9 @@ class StepBench:
 
     def _take(self, variant: Variant, kind: str) -> None:
         """One step, begun by its ranks together and timed to its end; other ranks wait at the next one."""
-        device = self.world.device
         timed = variant.timed if kind == "timed" else None
         replica = timed.replica if timed is not None else variant.replica
+        device = self.world.device if replica is None else replica.device
         phases: Phases | None = None
         given, waited_s = None, 0.0
         if replica is not None:
@@ -602,7 +627,8 @@ class StepBench:
         is_in, warm = variant.replica is not None, self.num_warm_steps
         mine = (variant.times, variant.starts_s, variant.sent) if is_in else None
         everyone = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
-        buckets = self.world.share(variant.bucket_bytes)[0]
+        device = variant.replica.device.type if variant.replica else ""
+        buckets, device = self.world.share((variant.bucket_bytes, device))[0]
         labels = self._labels | variant.labels | more
 
         def samples(name: str) -> Samples | None:
@@ -630,7 +656,7 @@ class StepBench:
             f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
         )
         defaults: dict[str, Any] = {
-            "device": self.world.device.type,
+            "device": device or self.world.device.type,
             "world_size": self.world.world_size,
             "backend": self.world.backend,
             "num_bytes": sent.num_bytes,

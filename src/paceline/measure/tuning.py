@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
 from paceline.measure.engine import Pace, build_samples, synchronize
-from paceline.measure.layer_moments import LayerHooks, Moments
-from paceline.measure.layers import order_by_ready
+from paceline.measure.profiles import LayerHooks, Moments, order_by_ready
 from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from paceline.errors import ConfigError, MeasurementError, RecordError
+from paceline.machine import canonical_backend
 from paceline.predict.curves import (
     ContinuedCurve,
     CostCurve,
@@ -297,7 +298,8 @@ def build_measured_fabric(
         raise RecordError("no all-reduce on two or more ranks is in the run: measure one with `bench allreduce`")
     if backend is not None:
         there = sorted({record.backend for record in records})
-        records = [record for record in records if record.backend == backend]
+        wanted = canonical_backend(backend)
+        records = [record for record in records if canonical_backend(record.backend) == wanted]
         if not records:
             raise ConfigError(f"no all-reduce on the backend {backend} is in the run: there is {', '.join(there)}")
     if len({record.backend for record in records}) == 1 and any(record.memory == "shared" for record in records):
@@ -305,7 +307,7 @@ def build_measured_fabric(
     kinds = sorted({_describe(record) for record in records})
     if len(kinds) > 1:
         raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): choose one with --backend")
-    own = {"gloo": ("gloo",), "shm": ("shared",), "paceline": ("shared",)}.get(records[0].backend, ("ring", "tree"))
+    own = {"gloo": ("gloo",), "shm": ("shared",)}.get(canonical_backend(records[0].backend), ("ring", "tree"))
     points = [(record.num_bytes, record.world_size, statistics.median(_seconds(record))) for record in records]
     try:
         fits = tuple(fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))

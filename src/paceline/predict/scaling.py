@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from paceline.errors import ConfigError, RecordError
+from paceline.machine import canonical_backend
 from paceline.plan import plan_like_torch
 from paceline.predict.curves import CostCurve, Resample, TwoLevelCurve
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
@@ -219,7 +220,8 @@ class ScalingEvidence:
 
     def build_fabric(self) -> MeasuredFabric | None:
         """The sweeps where this wrapper's messages lie; None where there are none."""
-        found = [r for r in self.collectives if r.backend == self.backend and r.collective == "all_reduce"]
+        found = [r for r in self.collectives if r.collective == "all_reduce"]
+        found = [r for r in found if canonical_backend(r.backend) == canonical_backend(self.backend)]
         memory = "shared" if self.wrapper == "paceline" else "ordinary"
         found = [record for record in found if record.memory == memory] or found
         return build_measured_fabric(found, self.backend) if found else None

@@ -1,45 +1,32 @@
-"""Pictures of scaling studies; each legend says whether its numbers were measured or simulated.
+"""Figures of batch sizes and ranks; each legend says whether its numbers were measured or simulated.
 
-The same numbers as tables are in `scaling_tables`.
+The same numbers as tables are in `scaling`.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
 from paceline.predict.scaling import PredictedPoint
 from paceline.records.steps import ScalePoint, StepRecord
-from paceline.records.training import BatchRecord, LargeBatchRecord, RecipeSummary, find_knee
-from paceline.report.plots import COLORS, new_figure
-from paceline.report.predicted_tables import PredictedLine, match_predictions
-from paceline.report.scaling_tables import is_split
+from paceline.records.training import BatchRecord, find_knee
+from paceline.report.plots import COLORS, MARKERS, new_figure
+from paceline.report.scaling import PredictedLine, is_split, match_predictions
 from paceline.units import MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "plot_accuracy",
-    "plot_batches",
-    "plot_communication",
-    "plot_curves",
-    "plot_strong",
-    "plot_weak",
-]
-
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _GREY = "#555555"
 _MOST_TICKS = 12
-_LOG_FROM = 8  # where the longest run has so many times the updates of the shortest
 
 _DASHES = ("--", "-.", ":")
 
 
-def _label_counts(axes: Axes, counts: Sequence[int]) -> None:
+def label_counts(axes: Axes, counts: Sequence[int]) -> None:
     """Batch sizes or ranks on a log axis, as they were measured; those for which there is no room are not named."""
     found = sorted(set(counts))
     apart = (found[-1] / found[0]) ** (1 / _MOST_TICKS) - 1e-9
@@ -54,7 +41,7 @@ def _label_counts(axes: Axes, counts: Sequence[int]) -> None:
         axes.set_xlim(found[0] / 2, found[0] * 2)
 
 
-def _panels(titles: Sequence[str], title: str, subtitle: str) -> tuple[Figure, list[Axes]]:
+def build_panels(titles: Sequence[str], title: str, subtitle: str) -> tuple[Figure, list[Axes]]:
     """A figure with a panel for each title, at most three beside each other, and one y axis for all."""
     from matplotlib.figure import Figure
 
@@ -76,7 +63,7 @@ def _panels(titles: Sequence[str], title: str, subtitle: str) -> tuple[Figure, l
     return figure, grid[: len(titles)]
 
 
-def _join_legends(figure: Figure, panels: Sequence[Axes]) -> None:
+def join_legends(figure: Figure, panels: Sequence[Axes]) -> None:
     """One legend for all panels, beside them, where it hides nothing."""
     found: dict[str, Any] = {}
     for axes in panels:
@@ -121,7 +108,7 @@ def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
         more = beside.get_legend_handles_labels()
         handles, labels = handles + more[0], labels + more[1]
     axes.legend(handles, labels, fontsize=8.5, frameon=False, loc="upper center", ncols=2)
-    _label_counts(axes, [r.batch_size for r in records])
+    label_counts(axes, [r.batch_size for r in records])
     return figure
 
 
@@ -134,14 +121,14 @@ def _draw_ranks(
     noise: Callable[[ScalePoint], float | None],
     band: Callable[[PredictedLine], tuple[float, float]],
 ) -> None:
-    """A line for each contestant, from one rank by itself on. Predictions of measured ranks are crosses; those of more
-    ranks go on, dashed and with their interval, from the best contestant's line: all of them would hide each other."""
+    """A line for each variant, from one rank by itself on. Predictions of measured ranks are crosses; those of more
+    ranks go on, dashed and with their interval, from the best variant's line: all of them would hide each other."""
     beyond = [q for q in lines if q.point is None]
     most = max((q.predicted.world_size for q in beyond), default=0)
     last = [q for q in beyond if q.predicted.world_size == most]
     leader = max(last, key=lambda q: value(q.predicted)).predicted.variant if last else ""
     for number, name in enumerate(names):
-        color, marker = COLORS[number % len(COLORS)], _MARKERS[number % len(_MARKERS)]
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         found = sorted((p for p in points if p.record.variant == name), key=lambda p: p.record.world_size)
         for source in dict.fromkeys(p.record.source for p in found):
             line = [p for p in found if p.record.source == source]
@@ -182,16 +169,16 @@ def _plot_ranks(
     sizes = sorted({p.record.cell_size for p in kept} | {q.predicted.cell_size for q in lines})
     names = list(dict.fromkeys([p.record.variant for p in kept] + [q.predicted.variant for q in lines]))
     where = "per rank" if mode == "weak" else "over all ranks"
-    figure, panels = _panels([f"{size:,} samples {where}" for size in sizes], *texts[:2])
+    figure, panels = build_panels([f"{size:,} samples {where}" for size in sizes], *texts[:2])
     for axes, size in zip(panels, sizes, strict=True):
         here = [p for p in kept if p.record.cell_size == size]
         there = [q for q in lines if q.predicted.cell_size == size]
         counts = sorted({1, *(p.record.world_size for p in here), *(q.predicted.world_size for q in there)})
         draw(axes, here, there, names, counts)
         axes.set_xlabel("ranks", fontsize=9)
-        _label_counts(axes, counts)
+        label_counts(axes, counts)
     panels[0].set_ylabel(texts[2])
-    _join_legends(figure, panels)
+    join_legends(figure, panels)
     return figure
 
 
@@ -239,12 +226,12 @@ def plot_strong(points: Sequence[ScalePoint], subtitle: str, predicted: Sequence
 
 def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
     """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
-    contestant and mode."""
+    variant and mode."""
     kept = [record for record in records if is_split(record)]
     groups: dict[str, list[StepRecord]] = {}
     for record in kept:
         groups.setdefault(f"{record.variant}, {record.mode} ({record.source})", []).append(record)
-    figure, panels = _panels(list(groups), "where the time of a step goes", subtitle)
+    figure, panels = build_panels(list(groups), "where the time of a step goes", subtitle)
     for axes, group in zip(panels, groups.values(), strict=True):
         group.sort(key=lambda r: (r.cell_size, r.world_size))
         sizes = list(dict.fromkeys(r.cell_size for r in group))
@@ -279,87 +266,9 @@ def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
         axes.margins(y=0.12)
         axes.grid(False, axis="x")
     panels[0].set_ylabel("step (ms); exposed in % of it")
-    _join_legends(figure, panels)
+    join_legends(figure, panels)
     return figure
 
 
 def _where(record: StepRecord) -> str:
     return "per rank" if record.mode == "weak" else "over all ranks"
-
-
-def _name_recipe(recipe: str) -> str:
-    return "no recipe" if recipe == "none" else recipe
-
-
-def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
-    """Test accuracy against global batch size, a line for each recipe, ± the deviation over seeds; a panel for each
-    budget."""
-    kept = [s for s in summaries if s.accuracy is not None]
-    budgets = list(dict.fromkeys(s.first.budget for s in kept))
-    recipes = list(dict.fromkeys(s.first.recipe for s in kept))
-    figure, panels = _panels([f"the same {budget}" for budget in budgets], "large batches: test accuracy", subtitle)
-    for axes, budget in zip(panels, budgets, strict=True):
-        for number, recipe in enumerate(recipes):
-            line = [s for s in kept if (s.first.budget, s.first.recipe) == (budget, recipe)]
-            line.sort(key=lambda s: s.first.global_batch_size)
-            if not line:
-                continue
-            source = ", ".join(dict.fromkeys(run.source for s in line for run in s.runs))
-            spreads = [s.accuracy for s in line if s.accuracy is not None]
-            axes.errorbar(
-                [s.first.global_batch_size for s in line],
-                [100 * spread.mean for spread in spreads],
-                [100 * (spread.deviation or 0.0) for spread in spreads],
-                color=COLORS[number % len(COLORS)], marker=_MARKERS[number % len(_MARKERS)], ms=5, lw=1.6, capsize=3,
-                label=f"{_name_recipe(recipe)} ({source})",
-            )  # fmt: skip
-        axes.set_xlabel("global batch size", fontsize=9)
-        _label_counts(axes, [s.first.global_batch_size for s in kept if s.first.budget == budget])
-    panels[0].set_ylabel("test accuracy (%), ± deviation over seeds")
-    _join_legends(figure, panels)
-    return figure
-
-
-def _mean_curve(runs: Sequence[LargeBatchRecord]) -> list[tuple[float, int, list[float]]]:
-    """(epochs, updates, the accuracies of all seeds) wherever every seed was evaluated."""
-    curves = [{point.update: point for point in run.curve} for run in runs]
-    first = runs[0]
-    samples_per_epoch = first.curve[-1].num_samples / first.epochs
-    return [
-        (point.num_samples / samples_per_epoch, point.update, [curve[point.update].test_accuracy for curve in curves])
-        for point in first.curve
-        if all(point.update in curve for curve in curves)
-    ]
-
-
-def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
-    """Test accuracy on the way, against epochs and against updates: the mean over seeds of each cell, with a band from
-    the worst to the best seed. Runs that failed are left out."""
-    cells: dict[tuple[str, int, str], list[LargeBatchRecord]] = {}
-    for record in records:
-        if not record.failure:
-            cells.setdefault(record.cell, []).append(record)
-    sizes, budgets = {size for _, size, _ in cells}, {budget for budget, _, _ in cells}
-    name = f"global batch size {min(sizes):,}" if len(sizes) == 1 else "large batches"
-    figure, panels = _panels(["against epochs", "against updates"], f"{name}: test accuracy on the way", subtitle)
-    for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
-        label = _name_recipe(recipe)
-        label += f" at {size:,}" if len(sizes) > 1 else ""
-        label += f", same {budget}" if len(budgets) > 1 else ""
-        label += f" ({runs[0].source}, {len(runs)} seed{'s' if len(runs) > 1 else ''})"
-        color, curve = COLORS[number % len(COLORS)], _mean_curve(runs)
-        seeds = [[100 * value for value in values] for _, _, values in curve]
-        for axes, xs in ((panels[0], [c[0] for c in curve]), (panels[1], [float(c[1]) for c in curve])):
-            axes.plot(xs, [statistics.fmean(row) for row in seeds], color=color, lw=1.6, label=label)
-            axes.fill_between(
-                xs, [min(row) for row in seeds], [max(row) for row in seeds], color=color, alpha=0.15, lw=0
-            )
-    panels[0].set_xlabel("epochs", fontsize=9)
-    panels[1].set_xlabel("updates", fontsize=9)
-    ends = [runs[0].num_updates for runs in cells.values()]
-    if max(ends) >= _LOG_FROM * min(ends):
-        panels[1].set_xscale("log")
-        panels[1].xaxis.set_major_formatter("{x:,.0f}")
-    panels[0].set_ylabel("test accuracy (%), mean, band over seeds")
-    _join_legends(figure, panels)
-    return figure

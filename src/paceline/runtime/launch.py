@@ -109,10 +109,10 @@ class _Server:
 
 
 def _end_server(owner: int, process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()
     if os.getpid() == owner:
         process.kill()  # it may be importing torch; what it forked ends with it
         process.wait()
+    control.close()  # last: a server that finds it closed has something to report
 
 
 class _Forked:
@@ -156,13 +156,14 @@ class _Forked:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
-        if self.exitcode is None and self.pid is not None:
+        if self.exitcode is None and self._pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                os.kill(self._pid, number)
 
     def join(self, timeout_s: float | None = None) -> None:
+        """Wait for its end, but not for one that the server has not forked yet: without its link it ends at once."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self.exitcode is None:
+        while self.exitcode is None and self._pid is not None:
             left_s = None if deadline is None else deadline - time.monotonic()
             if left_s is not None and left_s <= 0:
                 return
@@ -230,7 +231,7 @@ class RankPool:
 
     def run(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., Any] | str,
         args: Sequence[Any] = (),
         *,
         num_ranks: int | None = None,
@@ -239,6 +240,7 @@ class RankPool:
     ) -> list[Any]:
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
+        `fn` may be given as "package.module:name", which only the ranks import: the launcher then needs no torch.
         The function opens its own world (`paceline.init()`). `on_message(rank, message)` gets what ranks `post`.
         Raises LaunchError naming the rank that failed first, with its traceback; a PacelineError that a rank
         raised is raised here as itself.
@@ -424,7 +426,8 @@ class RankPool:
             message += f" (rank {', '.join(map(str, sorted(values)))} had already returned)"
         if first.trace:
             message += f"\n\nTraceback of rank {first.rank}:\n{first.trace}"
-        return LaunchError(message, first.rank, first.trace)
+        is_killed = self._ranks[first.rank].process.exitcode == -signal.SIGKILL
+        return LaunchError(message, first.rank, first.trace, code="killed" if is_killed else "")
 
     def _report_timeout(self, num_ranks: int, stuck: list[int], timeout_s: float | None) -> LaunchError:
         """Say which ranks did not finish and, from their own stacks, where they are."""
@@ -518,9 +521,10 @@ def _error_of(failure: Failure, num_ranks: int) -> PacelineError:
     return LaunchError(message, failure.rank, failure.trace)
 
 
-def _pickle_job(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
     if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ConfigError(f"{fn.__qualname__} is typed in, and ranks cannot import it: put it into a file")
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise ConfigError(f"{name} is defined interactively, and ranks cannot import it: put it into a file")
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

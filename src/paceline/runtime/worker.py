@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -140,6 +141,9 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
         os.environ.update(variables)
         try:
             fn, args = pickle.loads(job)
+            if isinstance(fn, str):
+                module, _, name = fn.partition(":")
+                fn = getattr(importlib.import_module(module), name)
             value = fn(*args)
             _close_groups()
             _answer("value", value)
@@ -206,10 +210,13 @@ def _die_with_parent(by_main_thread: bool) -> None:
 # `multiprocessing` would send to a spawned process.
 
 
+_JOB_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+
+
 def serve_forks(control_fd: int, launcher_pid: int) -> None:
     """Fork a process for each request of the launcher, and report the exit code of each, until the launcher ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # A signal to all processes of a job is for the launcher and the ranks to handle: without this one they would die.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_JOB_SIGNALS})
     try:
         launcher_fd = os.pidfd_open(launcher_pid)
     except OSError:  # it is gone; or the kernel has no such call, and it will spawn ranks instead
@@ -219,7 +226,10 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
 
     gc.collect()
     gc.freeze()  # collections in ranks then write to fewer shared pages
-    control.send(b"ready" if _has_one_thread() else b"threads")
+    try:
+        control.send(b"ready" if _has_one_thread() else b"threads")
+    except OSError:  # the launcher is gone
+        os._exit(1)
     poller = select.poll()
     poller.register(launcher_fd, select.POLLIN)
     poller.register(control_fd, select.POLLIN)
@@ -234,7 +244,10 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
                 status.close()
                 os.close(fd)
                 continue
-            kind, descriptors, _, _ = socket.recv_fds(control, 16, 8) if fd == control_fd else (b"", [], 0, "")
+            try:
+                kind, descriptors, _, _ = socket.recv_fds(control, 16, 8) if fd == control_fd else (b"", [], 0, "")
+            except OSError:  # closed by a launcher that was interrupted, before it had read everything
+                kind = b""
             if not kind:  # the launcher is gone; the ranks follow
                 os._exit(0)
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
@@ -297,7 +310,11 @@ def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launch
     for standard, descriptor in zip((1, 2), descriptors[1:], strict=True):  # the launcher's, as they are now
         os.dup2(descriptor, standard)
         os.close(descriptor)
-    rank, variables, mask, preparation = pickle.loads(link.recv_bytes())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
+    try:
+        rank, variables, mask, preparation = pickle.loads(link.recv_bytes())
+    except (EOFError, OSError):  # the launcher has given up meanwhile
+        return 0
     os.environ.clear()
     os.environ.update(variables)
     os.umask(mask)

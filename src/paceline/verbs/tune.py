@@ -54,7 +54,7 @@ def tune(
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
     from paceline.report.tuning import TuneResult
-    from paceline.training.settings import TrainSettings, check_requests, takes_cap_lists
+    from paceline.training.settings import TrainSettings, check_job, takes_cap_lists
 
     if network is None and network_ranks is not None:
         raise ConfigError(f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one")
@@ -86,8 +86,7 @@ def tune(
         train = TrainSettings(
             model=model, ranks=count, wrapper=wrapper, backend=backend, device=device, threads=threads, **values
         )
-        train.check()
-        check_requests(train)
+        check_job(train)
         if train.batches.accumulate != 1:
             raise ConfigError(
                 f"--accumulate {train.batches.accumulate}: gradients travel with the last micro-batch alone, so tune "
@@ -103,8 +102,8 @@ def tune(
         if not is_pair and not is_launched():
             _check_factory(model, name)
         load, arguments = functools.partial(_load_own, where), (settings, model, step, name if is_pair else "")
-    with open_session("tune", config, ranks=count, out=out, progress=progress) as session:
-        records, gradients, default_plan = session.ask(load, arguments, here=is_pair)
+    with open_session("tune", config, ranks=count, out=out, progress=progress, here=is_pair) as session:
+        records, gradients, default_plan = session.ask(load, arguments)
         session.config |= settings.to_json(gradients, default_plan)
         result = TuneResult(session.save(records), session.folder)
         session.write(result)

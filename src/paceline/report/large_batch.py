@@ -1,0 +1,426 @@
+"""Large batches: test accuracy by batch size and recipe, the gradient noise scale, and their figures.
+
+What the numbers mean is in `records.training`; the page and the other scaling studies are in `scaling`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from paceline.records import LargeBatchRecord, NoiseRecord
+from paceline.records.training import RecipeSummary, Spread, summarize_recipes
+from paceline.report.plots import COLORS, MARKERS, new_figure
+from paceline.report.scaling import Section, StudyResult, build_fields, find_sources, name_jobs, only
+from paceline.report.scaling_plots import build_panels, join_legends, label_counts
+from paceline.report.table import Column, Table
+from paceline.units import format_number_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FAR = 10  # a batch that is far above the noise scale, as a multiple of it
+_LOG_FROM = 8  # a log axis where the longest run has this many times the updates of the shortest
+
+# -- large batches -----------------------------------------------------------------------------------------------------
+
+
+def pick_run(summary: RecipeSummary) -> LargeBatchRecord:
+    """The run that stands for all seeds: the first that finished, or the first."""
+    return (summary.finished or summary.runs)[0]
+
+
+def _spread_columns(name: str, of: str, key: str, render: Callable[[float], str], priority: int) -> list[Column]:
+    return [
+        Column(name, lambda s: (x := getattr(s, of)) and x.mean, render, key, priority=priority),
+        Column("±", lambda s: (x := getattr(s, of)) and x.deviation, render, f"{key}_deviation", priority=priority - 1),
+    ]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
+# Accuracies and the gap are fractions of 1, deviations those of a sample; null is what no run finished.
+RECIPES = (
+    Column("model", lambda s: s.first.model, key="model"),
+    Column("data", lambda s: s.first.data, key="data"),
+    *build_fields("device precision world_size batch_size largest_batch_size configuration", pick_run),
+    Column("budget", lambda s: s.first.budget, key="budget", is_key=True),
+    Column("global batch", lambda s: s.first.global_batch_size, "number", "global_batch_size", is_key=True),
+    Column("recipe", lambda s: s.first.recipe, key="recipe", is_key=True),
+    Column("updates", lambda s: pick_run(s).num_updates, "number", "num_updates", priority=2),
+    Column("epochs", lambda s: pick_run(s).epochs, lambda v: f"{round(v, 2):g}", "epochs", priority=-1),
+    Column("lr", lambda s: s.first.lr, "{:g}".format, "lr", priority=-2),
+    *_spread_columns("test accuracy (%)", "accuracy", "test_accuracy", _percent, 4),
+    Column("gap (points)", lambda s: s.gap, _percent, "gap", priority=3),
+    *_spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, -2),
+    *_spread_columns("train loss", "train_loss", "train_loss", "{:.4f}".format, -2),
+    Column(None, lambda s: s.baseline and s.baseline.first.global_batch_size, key="baseline_batch_size"),
+    Column("seeds", lambda s: len(s.runs), "number", "num_seeds", priority=-1),
+    Column("failed", lambda s: s.num_failed, "number", "num_failed", priority=0),
+    Column(None, lambda s: statistics.fmean(r.seconds for r in s.finished) if s.finished else None, key="run_s"),
+    Column("source", lambda s: ", ".join(sorted({run.source for run in s.runs})), key="source"),
+)  # fmt: skip
+
+
+def _say_accuracy(summary: RecipeSummary) -> str:
+    spread = summary.accuracy
+    if spread is None:
+        return f"no seed finished ({summary.first.failure})"
+    sure = "one seed" if spread.deviation is None else f"± {100 * spread.deviation:.1f}, {len(summary.finished)} seeds"
+    failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
+    return f"{100 * spread.mean:.1f} % ({sure}{failed})"
+
+
+def _name(summary: RecipeSummary) -> str:
+    recipe = summary.first.recipe
+    return f"{summary.first.global_batch_size} {'without a recipe' if recipe == 'none' else f'with {recipe}'}"
+
+
+def _say_epochs(run: LargeBatchRecord) -> str:
+    return f"{round(run.epochs, 2):g} epoch{'' if run.epochs == 1 else 's'}"
+
+
+def _say_updates(run: LargeBatchRecord) -> str:
+    return format_number_of(run.num_updates, "update")
+
+
+def _say_points(gap: float) -> str:
+    return f"{100 * abs(gap):.1f} points {'below' if gap >= 0 else 'above'}"
+
+
+def _is_inside(summary: RecipeSummary) -> bool:
+    """Whether the gap is less than the spread over seeds here or at the baseline."""
+    spreads: list[Spread | None] = [summary.accuracy, summary.baseline.accuracy if summary.baseline else None]
+    known = [spread.deviation for spread in spreads if spread and spread.deviation is not None]
+    return bool(known) and summary.gap is not None and abs(summary.gap) <= max(known)
+
+
+def _compare_with_baseline(summary: RecipeSummary) -> str:
+    base = summary.baseline
+    if base is None or summary.gap is None:
+        return ""
+    here, there = pick_run(summary), pick_run(base)
+    same, first, second = (
+        (_say_epochs(here), _say_updates(here), f"{there.num_updates:,}")
+        if here.budget == "epochs"
+        else (_say_updates(here), _say_epochs(here), f"{round(there.epochs, 2):g}")
+    )
+    inside = " (less than the spread over seeds)" if _is_inside(summary) else ""
+    text = f", {_say_points(summary.gap)} the baseline at {there.global_batch_size}{inside} in the same {same}"
+    is_alike = (here.epochs, here.num_updates) == (there.epochs, there.num_updates)
+    return text if is_alike else f"{text}, with {first} instead of {second}"
+
+
+def _say_best(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
+    """What the best recipe does for a batch size that has lost accuracy; empty where nothing was lost or tried."""
+    tried = sorted(((s.gap, s) for s in others if s.gap is not None), key=lambda pair: pair[0])
+    if not tried or not (plain.gap is None or (plain.gap > 0 and not _is_inside(plain))):
+        return ""
+    (gap, best), *_ = tried
+    recipe = best.first.recipe
+    if pick_run(best).num_updates != pick_run(plain).num_updates:  # a batch that grows
+        recipe += f", with {_say_updates(pick_run(best))},"
+    if plain.gap is not None and gap >= plain.gap:
+        return f"; no recipe repairs it, the best is {recipe}: {_say_points(gap)} the baseline"
+    inside = ", less than the spread over seeds" if _is_inside(best) else ""
+    if gap <= 0:
+        return f"; {recipe} repairs it ({_say_points(gap)} the baseline{inside})"
+    if plain.gap is not None and gap > plain.gap / 2:
+        return f"; {recipe} helps a little, to {_say_points(gap)} the baseline"
+    return f"; {recipe} repairs it to within {100 * gap:.1f} points{inside}"
+
+
+def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
+    """What each batch size costs in test accuracy without a recipe, and what the best recipe does for it."""
+    lines = []
+    for key in dict.fromkeys((s.first.budget, s.first.global_batch_size) for s in summaries):
+        group = [s for s in summaries if (s.first.budget, s.first.global_batch_size) == key]
+        plain = [s for s in group if s.first.recipe == "none"]
+        others = [s for s in group if s.first.recipe != "none"]
+        for summary in plain:
+            run = pick_run(summary)
+            text = f"{_name(summary)}: {_say_accuracy(summary)}"
+            if summary.baseline is None:
+                lines.append(f"Baseline (the same {run.budget}): {text} after {_say_epochs(run)}, {_say_updates(run)}.")
+            else:
+                lines.append(f"{text}{_compare_with_baseline(summary)}{_say_best(summary, others)}.")
+        if not plain or all(s.baseline is None for s in plain):
+            lines += [f"{_name(s)}: {_say_accuracy(s)}{_compare_with_baseline(s)}." for s in others]
+    return lines
+
+
+# -- the gradient noise scale ------------------------------------------------------------------------------------------
+
+
+def _say_number(value: float) -> str:
+    """A number of samples, no finer than it is known."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _say_scale(record: NoiseRecord) -> str:
+    interval = record.estimate.interval
+    if record.noise_scale is not None:
+        return _say_number(record.noise_scale)
+    return "" if interval is None else f"> {_say_number(interval[0])}"
+
+
+def _say_interval(record: NoiseRecord) -> str:
+    if record.estimate.interval is None:
+        return ""
+    low, high = record.estimate.interval
+    return f"{_say_number(low)} to {_say_number(high)}" if high < math.inf else f"from {_say_number(low)}"
+
+
+# The noise scale is null where it is only bounded from below, and its upper end where it has none.
+NOISE = (
+    Column("model", lambda r: r.model, key="model"),
+    Column("data", lambda r: r.data, key="data"),
+    Column("recipe", lambda r: r.note, key="note"),
+    Column("device", lambda r: r.device, key="device"),
+    Column("precision", lambda r: r.precision, key="precision"),
+    *build_fields("seed small_batch_size big_batch_size noise_scale"),
+    Column("ranks", lambda r: r.world_size, "number", "world_size", priority=-1),
+    Column("step", lambda r: r.step, "number", "step", is_key=True),
+    Column("epoch", lambda r: r.epoch, "{:.3g}".format, "epoch", is_key=True),
+    Column("batches", lambda r: f"{r.small_batch_size}, {r.big_batch_size}", str, priority=-2),
+    Column("probes", lambda r: len(r.probes), "number", "num_probes", priority=-2),
+    Column("norm(G)^2", lambda r: r.estimate.gradient_square, "{:.3g}".format, "gradient_square", priority=0),
+    Column("tr(Sigma)", lambda r: r.estimate.noise_trace, "{:.3g}".format, "noise_trace", priority=0),
+    Column("noise scale", _say_scale, str, priority=2),
+    Column("90 %", _say_interval, str, priority=1),
+    Column(None, lambda r: (r.estimate.interval or (None, None))[0], key="noise_scale_low"),
+    Column(None, lambda r: (r.estimate.interval or (None, None))[1], key="noise_scale_high"),
+    Column("source", lambda r: r.source, key="source"),
+)
+
+
+def group_noise(records: Sequence[NoiseRecord]) -> dict[tuple[str, ...], list[NoiseRecord]]:
+    """The records of each job, in the order of its steps."""
+    jobs: dict[tuple[str, ...], list[NoiseRecord]] = {}
+    for record in sorted(records, key=lambda r: r.step):
+        jobs.setdefault((record.model, record.data, record.note, record.precision, str(record.seed)), []).append(record)
+    return jobs
+
+
+def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None) -> list[str]:
+    """For each job its last noise scale, and what a global batch of `batch_size` would cost by it."""
+    return [_describe_noise(series, batch_size) for series in group_noise(records).values()]
+
+
+def _describe_noise(series: Sequence[NoiseRecord], batch_size: int | None) -> str:
+    known = [record for record in series if record.noise_scale is not None]
+    first, last, end = series[0], (known or series)[-1], series[-1]
+    who = f"{last.model}{', ' + last.note if last.note else ''}: "
+    place = f"at epoch {last.epoch:.3g}"
+    if first is not last and first.noise_scale is not None:
+        place += f" ({_say_number(first.noise_scale)} at epoch {first.epoch:.3g})"
+    scale, interval = last.noise_scale, last.estimate.interval
+    if scale is None:
+        bound = f"above {_say_number(interval[0])} (90 %)" if interval is not None else "unknown"
+        return f"{who}gradient noise scale {bound} {place}: the gradient is lost in the noise."
+    later = ""
+    if end is not last:
+        bound = "" if end.estimate.interval is None else f"above {_say_number(end.estimate.interval[0])} "
+        later = f"; {bound}at epoch {end.epoch:.3g}, where the gradient is lost in the noise"
+    text = f"{who}gradient noise scale {_say_number(scale)}"
+    text += f" (90 %: {_say_interval(last)}) {place}" if interval is not None else f" {place}"
+    if interval is not None and interval[1] == math.inf:
+        return f"{text}: it may be far larger{later}."
+    if scale <= 0:
+        return f"{text}{later}."
+    size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
+    why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
+    cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
+    return f"{text}: batches {why}: at {size}, {cost}{later}."
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def _name_recipe(recipe: str) -> str:
+    return "no recipe" if recipe == "none" else recipe
+
+
+def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
+    """Test accuracy against global batch size, a line for each recipe, ± the deviation over seeds; a panel for each
+    budget."""
+    kept = [s for s in summaries if s.accuracy is not None]
+    budgets = list(dict.fromkeys(s.first.budget for s in kept))
+    recipes = list(dict.fromkeys(s.first.recipe for s in kept))
+    figure, panels = build_panels(
+        [f"the same {budget}" for budget in budgets], "large batches: test accuracy", subtitle
+    )
+    for axes, budget in zip(panels, budgets, strict=True):
+        for number, recipe in enumerate(recipes):
+            line = [s for s in kept if (s.first.budget, s.first.recipe) == (budget, recipe)]
+            line.sort(key=lambda s: s.first.global_batch_size)
+            if not line:
+                continue
+            source = ", ".join(dict.fromkeys(run.source for s in line for run in s.runs))
+            spreads = [s.accuracy for s in line if s.accuracy is not None]
+            axes.errorbar(
+                [s.first.global_batch_size for s in line],
+                [100 * spread.mean for spread in spreads],
+                [100 * (spread.deviation or 0.0) for spread in spreads],
+                color=COLORS[number % len(COLORS)], marker=MARKERS[number % len(MARKERS)], ms=5, lw=1.6, capsize=3,
+                label=f"{_name_recipe(recipe)} ({source})",
+            )  # fmt: skip
+        axes.set_xlabel("global batch size", fontsize=9)
+        label_counts(axes, [s.first.global_batch_size for s in kept if s.first.budget == budget])
+    panels[0].set_ylabel("test accuracy (%), ± deviation over seeds")
+    join_legends(figure, panels)
+    return figure
+
+
+def _mean_curve(runs: Sequence[LargeBatchRecord]) -> list[tuple[float, int, list[float]]]:
+    """(epochs, updates, the accuracies of all seeds) wherever every seed was evaluated."""
+    curves = [{point.update: point for point in run.curve} for run in runs]
+    first = runs[0]
+    samples_per_epoch = first.curve[-1].num_samples / first.epochs
+    return [
+        (point.num_samples / samples_per_epoch, point.update, [curve[point.update].test_accuracy for curve in curves])
+        for point in first.curve
+        if all(point.update in curve for curve in curves)
+    ]
+
+
+def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
+    """Test accuracy on the way, against epochs and against updates: the mean over seeds of each cell, with a band from
+    the worst to the best seed. Runs that failed are left out."""
+    cells: dict[tuple[str, int, str], list[LargeBatchRecord]] = {}
+    for record in records:
+        if not record.failure:
+            cells.setdefault(record.cell, []).append(record)
+    sizes, budgets = {size for _, size, _ in cells}, {budget for budget, _, _ in cells}
+    name = f"global batch size {min(sizes):,}" if len(sizes) == 1 else "large batches"
+    figure, panels = build_panels(["against epochs", "against updates"], f"{name}: test accuracy on the way", subtitle)
+    for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
+        label = _name_recipe(recipe)
+        label += f" at {size:,}" if len(sizes) > 1 else ""
+        label += f", same {budget}" if len(budgets) > 1 else ""
+        label += f" ({runs[0].source}, {len(runs)} seed{'s' if len(runs) > 1 else ''})"
+        color, curve = COLORS[number % len(COLORS)], _mean_curve(runs)
+        seeds = [[100 * value for value in values] for _, _, values in curve]
+        for axes, xs in ((panels[0], [c[0] for c in curve]), (panels[1], [float(c[1]) for c in curve])):
+            axes.plot(xs, [statistics.fmean(row) for row in seeds], color=color, lw=1.6, label=label)
+            axes.fill_between(
+                xs, [min(row) for row in seeds], [max(row) for row in seeds], color=color, alpha=0.15, lw=0
+            )
+    panels[0].set_xlabel("epochs", fontsize=9)
+    panels[1].set_xlabel("updates", fontsize=9)
+    ends = [runs[0].num_updates for runs in cells.values()]
+    if max(ends) >= _LOG_FROM * min(ends):
+        panels[1].set_xscale("log")
+        panels[1].xaxis.set_major_formatter("{x:,.0f}")
+    panels[0].set_ylabel("test accuracy (%), mean, band over seeds")
+    join_legends(figure, panels)
+    return figure
+
+
+def plot_noise(records: Sequence[NoiseRecord], title: str, machine: str) -> Figure:
+    """The noise scale over epochs, a line for each job, with its 90 % interval; a triangle where that has no end."""
+    figure, axes = new_figure(title, f"{machine}; {', '.join(sorted({r.source for r in records}))}")
+    axes.set_yscale("log")
+    several_seeds = len({record.seed for record in records}) > 1
+    for number, series in enumerate(group_noise(records).values()):
+        first, color = series[0], COLORS[number % len(COLORS)]
+        label = ", ".join(filter(None, (first.model, first.note, f"seed {first.seed}" if several_seeds else "")))
+        known = [(r.epoch, r.noise_scale) for r in series if r.noise_scale]
+        axes.plot([e for e, _ in known], [s for _, s in known], color=color, marker="o", ms=5, lw=1.6, label=label)
+        for record in series:
+            low, high = record.estimate.interval or (0.0, 0.0)
+            top = high if high < math.inf else record.noise_scale or low
+            if 0 < low < math.inf:
+                axes.plot([record.epoch] * 2, [low, top], color=color, lw=3, alpha=0.3, solid_capstyle="butt")
+            if high == math.inf and 0 < top < math.inf:
+                axes.plot([record.epoch], [top], color=color, marker="^", ms=9)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("gradient noise scale (samples), line: 90 %")
+    axes.legend(fontsize=8.5, frameon=False)
+    return figure
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+class LargeBatchResult(StudyResult):
+    """`scale large-batch`: test accuracy by global batch size and recipe, and the gradient noise scale."""
+
+    verbs = ("scale large-batch",)
+
+    @cached_property
+    def runs(self) -> list[LargeBatchRecord]:
+        return only(self.records, LargeBatchRecord)
+
+    @cached_property
+    def noise_records(self) -> list[NoiseRecord]:
+        return only(self.records, NoiseRecord)
+
+    @cached_property
+    def summaries(self) -> list[RecipeSummary]:
+        return summarize_recipes(self.runs)
+
+    def tables(self) -> list[Table]:
+        tables = [Table("recipes", "large batches", RECIPES, self.summaries)]
+        if self.noise_records:
+            tables.append(Table("noise", "gradient noise of the baseline", NOISE, self.noise_records))
+        return tables
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        sizes = {record.global_batch_size for record in self.runs}
+        ends = [record for record in self.runs if record.global_batch_size in (min(sizes), max(sizes))]
+        drawn: dict[str, Callable[[], Figure]] = {}
+        if any(summary.accuracy is not None for summary in self.summaries):
+            drawn["accuracy"] = lambda: plot_accuracy(self.summaries, self.subtitle)
+        if any(record.curve for record in ends):
+            drawn["curves"] = lambda: plot_curves(ends, self.subtitle)
+        if self.noise_records:
+            drawn["noise"] = lambda: plot_noise(
+                self.noise_records, "Gradient noise scale of the baseline", self.subtitle
+            )
+        return drawn
+
+    @cached_property
+    def sections(self) -> list[Section]:  # type: ignore[override]
+        largest = max((record.global_batch_size for record in self.runs), default=None)
+        captions = {
+            "accuracy": "Test accuracy by global batch size", "curves": "Test accuracy during training",
+            "noise": "Gradient noise scale of the baseline",
+        }  # fmt: skip
+        return [
+            Section(
+                f"Large batches: {name_jobs(self.runs)}",
+                [
+                    *self._summarize(),
+                    *describe_recipes(self.summaries),
+                    *describe_noise(self.noise_records, largest),
+                ],
+                [("Test accuracy by global batch size and recipe", self.table().markdown())],
+                [(captions[name], name) for name in self.figures()],
+                find_sources(self.runs),
+            )
+        ]
+
+    def _summarize(self) -> list[str]:
+        """What the largest batch costs, and the best recipe for it."""
+        found = [s for s in self.summaries if s.first.budget == "epochs" and s.gap is not None and s.baseline]
+        if not found:
+            return []
+        largest = max(s.first.global_batch_size for s in found)
+        here = [s for s in found if s.first.global_batch_size == largest]
+        plain = next((s for s in here if s.first.recipe == "none"), None)
+        best = min(here, key=lambda s: s.gap or 0.0)
+        text = ""
+        if plain is not None:
+            side = "costs" if (plain.gap or 0.0) >= 0 else "gains"
+            text = f"A global batch of {largest} {side} {100 * abs(plain.gap or 0.0):.1f} points of test accuracy. "
+        if best is not plain:
+            gap = best.gap or 0.0
+            level = "level with" if abs(gap) < 0.0005 else _say_points(gap)
+            text += f"With {best.first.recipe}, {largest} is {level} the baseline."
+        return [text.strip()]

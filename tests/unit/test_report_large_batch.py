@@ -1,0 +1,75 @@
+"""The gradient noise scale as table, rows, sentences and a figure."""
+
+import json
+
+import pytest
+
+from paceline.records.training import NoiseProbe
+from paceline.report.large_batch import NOISE, describe_noise, plot_noise
+from paceline.report.plots import render_svg
+from paceline.report.table import Table
+
+from .made_training import build_known, build_noise
+
+LOST = build_noise(tuple(NoiseProbe((s, s), s * d) for s, d in ((8.0, 0.45), (9.0, 0.5), (7.0, 0.48))), epoch=6.0)
+
+
+UNSURE = build_noise(tuple(NoiseProbe((8.0, 8.0), big) for big in (3.0, 4.5, 6.0)))
+
+
+def test_the_table_has_what_was_found_and_how_sure_it_is():
+    text = Table("noise", "", NOISE, [build_known(840.0), LOST]).markdown()
+    assert len({line.count("|") for line in text.splitlines()}) == 1
+    known, lost = text.splitlines()[2:]
+    assert "| 840 |" in known and "| 1 | 840 |" in known
+    low = LOST.estimate.interval[0]
+    assert f"| > {low:,.0f} | from {low:,.0f} |" in lost
+
+
+def test_a_row_has_no_infinite_number():
+    table = Table("noise", "", NOISE, [build_known(840.0), LOST])
+    rows = table.rows_json()
+    assert rows[0]["noise_scale_low"] < rows[0]["noise_scale"] < rows[0]["noise_scale_high"]
+    assert rows[1]["noise_scale"] is rows[1]["noise_scale_high"] is None
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    assert table.csv().count("\n") == 3
+
+
+def test_a_sentence_says_what_a_big_batch_costs():
+    first, last = build_known(45.0, step=1, epoch=1.0), build_known(840.0)
+    (text,) = describe_noise([last, first])
+    low, high = last.estimate.interval
+    assert text == (
+        f"cnn: gradient noise scale 840 (90 %: {low:,.0f} to {high:,.0f}) at epoch 5 (45 at epoch 1): batches far "
+        "above it save few steps: at 8192, 10.8 times the fewest samples for 1.1 times the fewest steps."
+    )
+    (text,) = describe_noise([last], batch_size=84)
+    assert text.endswith("cost few more samples: at 84, 1.1 times the fewest samples for 11.0 times the fewest steps.")
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([LOST], ["the gradient is lost in the noise"]),
+        ([UNSURE], ["it may be far larger"]),
+        ([build_known(9.0, step=1, epoch=1.0), LOST], ["noise scale 9 (90 %"]),
+        (
+            [build_known(9.0, step=1, epoch=1.0), LOST],
+            ["steps; above 96 at epoch 6, where the gradient is lost in the noise"],
+        ),
+        ([build_noise(LOST.probes[:1])], ["noise scale unknown at epoch 5"]),
+        ([build_noise((NoiseProbe((2.0, 2.0), 2.0),) * 3)], ["noise scale 0 (90 %: 0 to 0) at epoch 5"]),
+        ([build_known(9.0, note="a"), build_known(90.0, note="b")], ["cnn, a: gradient", "cnn, b: gradient"]),
+    ],
+)
+def test_each_job_has_one_sentence(records, words):
+    found = describe_noise(records)
+    assert len(found) == len(words)
+    assert all(word in text for word, text in zip(words, found, strict=True))
+
+
+def test_the_picture_draws_every_job():
+    records = [build_known(9.0, note="a", epoch=1), build_known(90.0, note="a"), build_known(50.0, note="b", seed=2)]
+    svg = render_svg(plot_noise([*records, LOST, UNSURE, build_noise(LOST.probes[:1])], "noise", "a laptop")).decode()
+    for text in ("cnn, a, seed 1", "cnn, b, seed 2", "a laptop; measured"):
+        assert text in svg

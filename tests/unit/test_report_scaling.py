@@ -1,0 +1,714 @@
+"""Results of scaling studies: every number of every row recomputed from raw seconds, sentences, pages."""
+
+import csv
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from paceline.errors import MeasurementError
+from paceline.records import Samples
+from paceline.records.samples import Ratio
+from paceline.records.steps import list_points
+from paceline.records.store import Run
+from paceline.records.training import summarize_recipes
+from paceline.report import large_batch, scaling
+from paceline.report.result import build_result, load_result
+from paceline.report.scaling import ReportResult, compare_with_torch, list_bandwidths, match_predictions
+from paceline.report.table import Table
+
+from .made_scaling import (
+    COUNT,
+    SEEDS,
+    PredictedPoint,
+    interval,
+    make_batch,
+    make_batches,
+    make_cell,
+    make_collectives,
+    make_predictions,
+    make_rng,
+    make_run,
+    make_runs,
+    make_samples,
+    make_scale,
+    make_scales,
+    slowest,
+)
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def parse(columns, items):
+    """The rows as a reader of the CSV sees them; JSON must take them, too."""
+    table = columns if isinstance(columns, Table) else Table("t", "", columns, items)
+    rows = table.rows_json()
+    assert json.loads(json.dumps(rows, allow_nan=False)) == rows
+    return list(csv.DictReader(io.StringIO(table.csv())))
+
+
+def row_of(columns, item):
+    return Table("t", "", columns, [item]).rows_json()[0]
+
+
+def number(text):
+    return float(text) if text else None
+
+
+def cells(columns, items):
+    """The printed table, as a dictionary for each line."""
+    table = columns if isinstance(columns, Table) else Table("t", "", columns, items)
+    shown = {column.header: column for column in reversed(table.columns) if column.name is not None}
+    lines = table.markdown().splitlines()
+    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 2 + len(table.rows)
+    return [{name: column.cell(row) for name, column in shown.items()} for row in table.rows]
+
+
+def median(samples):
+    return float(np.median(slowest(samples)))
+
+
+@settings(max_examples=20)
+@given(SEEDS)
+def test_rows_of_a_batch_sweep_follow_from_its_epochs(rng):
+    records = make_batches(rng)
+    rows = parse(scaling.build_batch_table(records), None)
+    best = max(r.num_samples / median(r.timing) for r in records if r.timing)
+    knees = []
+    for record, row in zip(records, rows, strict=True):
+        assert (int(row["batch_size"]), int(row["num_steps"])) == (record.batch_size, record.num_steps)
+        assert row["failure"] == record.failure and row["source"] == "measured"
+        if record.timing is None:
+            assert not any(row[name] for name in ("epoch_s", "step_s", "samples_per_s", "noise", "peak_bytes"))
+            continue
+        epoch_s, seconds = median(record.timing), slowest(record.timing)
+        low, high = np.quantile(seconds, [0.1, 0.9])
+        rate = record.num_samples / epoch_s
+        expected = {
+            "epoch_s": epoch_s, "step_s": epoch_s / math.ceil(4096 / record.batch_size), "samples_per_s": rate,
+            "epoch_p10_s": low, "epoch_p90_s": high, "noise": (high - low) / 2 / epoch_s,
+            "data_wait_s": median(record.data_wait), "peak_bytes": 2**27 + record.batch_size * 2**20,
+        }  # fmt: skip
+        assert {name: float(row[name]) for name in expected} == pytest.approx(expected)
+        knees += [record.batch_size] if rate >= 0.9 * best else []
+    assert [int(row["batch_size"]) for row in rows if row["is_knee"] == "True"] == [min(knees)]
+
+
+def test_the_printed_sweep_marks_the_knee_and_tells_what_does_not_fit():
+    records = make_batches(make_rng())
+    rows = cells(scaling.build_batch_table(records), None)
+    assert [row["mark"] for row in rows] == ["", "", "knee", "", "", "out of memory"]
+    assert rows[-1]["epoch (s)"] == rows[-1]["samples/s"] == rows[-1]["peak memory (MiB)"] == ""
+    assert rows[0]["peak memory (MiB)"] == "160" and rows[0]["steps per epoch"] == "128"
+    assert rows[0]["epoch (s)"] == f"{median(records[0].timing):.3f}"
+
+
+def test_one_epoch_has_no_noise():
+    record = replace(make_batches(make_rng())[0], timing=make_samples(make_rng(), 1.0, count=1))
+    (row,) = scaling.build_batch_table([record]).rows_json()
+    assert row["noise"] is None
+
+
+@settings(max_examples=20)
+@given(SEEDS)
+def test_rows_of_ranks_follow_from_the_steps(rng):
+    records = make_scales(rng)
+    rows = parse(scaling.SCALING, compare_with_torch(list_points(records)))
+    alone = {r.cell: r for r in records if r.world_size == 1}
+    torch = {(r.cell, r.world_size, r.backend): r for r in records if r.wrapper == "torch"}
+    for record, row in zip(records, rows, strict=True):
+        n, seconds = record.world_size, slowest(record.timing)
+        ratio, noise = interval(slowest(alone[record.cell].timing) / seconds)
+        low, high = np.quantile(seconds, [0.1, 0.9])
+        samples = record.cell_size * (n if record.mode == "weak" else 1)
+        efficiency = ratio if record.mode == "weak" else ratio / n
+        expected = {
+            "step_s": float(np.median(seconds)), "step_p10_s": low, "step_p90_s": high,
+            "alone_s": median(alone[record.cell].timing), "global_batch_size": samples,
+            "samples_per_s": samples / float(np.median(seconds)), "speedup": efficiency * n, "ideal_speedup": n,
+            "efficiency": efficiency, "efficiency_noise": noise if record.mode == "weak" else noise / n,
+        }  # fmt: skip
+        assert {name: float(row[name]) for name in expected} == pytest.approx(expected)
+        for name, backend in (("torch", record.backend), ("torch_on_gloo", "gloo")):
+            theirs = torch.get((record.cell, n, backend))
+            found = [number(row[f"efficiency_over_{name}{end}"]) for end in ("", "_noise")]
+            known = [None, None] if theirs is None else interval(slowest(theirs.timing) / seconds)
+            assert found == pytest.approx(list(known))
+        if n == 1:
+            assert row["compute_slowdown"] == ""
+        else:
+            ideal_s = median(alone[record.cell].timing) / (1 if record.mode == "weak" else n)
+            assert float(row["compute_slowdown"]) == pytest.approx(median(record.no_comm) / ideal_s)
+
+
+def test_the_printed_ranks_say_when_torch_is_inside_the_noise():
+    assert scaling.say_ratio(Ratio(1.01, 0.02)) == "1.010 ± 0.020 (within the noise)"
+    assert scaling.say_ratio(Ratio(1.21, 0.02)) == "1.210 ± 0.020"
+    assert scaling.say_ratio(Ratio(1.21, None)) == "1.210 (one repetition)"
+    rng = make_rng()
+    noisy = make_samples(rng, 1.2e-2, 2, spread=0.5)
+    records = [
+        make_scale(rng, 1, 1e-2), make_scale(rng, 2, 1.2e-2, wrapper="torch"), make_scale(rng, 2, 1.2e-2, timing=noisy),
+        make_scale(rng, 2, 6e-3, backend="paceline"),
+    ]  # fmt: skip
+    rows = cells(scaling.SCALING, compare_with_torch(list_points(records)))
+    assert [row["/ torch"][-18:] for row in rows] == ["", "1", "(within the noise)", ""]
+    assert rows[3]["/ torch on gloo"].startswith(("1.9", "2.0"))
+    assert [row["wrapper"] for row in rows] == ["none", "torch on gloo", "paceline on gloo", "paceline on paceline"]
+    assert rows[1]["global batch"] == "64" and rows[0]["efficiency"] == "1.000"
+
+
+@settings(max_examples=20)
+@given(SEEDS)
+def test_rows_of_communication_and_bandwidth_follow_from_the_steps(rng):
+    records = [r for r in make_scales(rng) if r.world_size > 1]
+    collectives = make_collectives(rng)
+    lines = list_bandwidths(records, collectives)
+    for record, row, rate in zip(
+        records,
+        parse(scaling.COMMUNICATION, records),
+        parse(scaling.BANDWIDTH, lines),
+        strict=True,
+    ):
+        plain, silent, busy_s = slowest(record.timing), slowest(record.no_comm), median(record.busy)
+        exposed_s, compute_s = max(0.0, float(np.median(plain - silent))), float(np.median(silent))
+        expected = {
+            "step_s": float(np.median(plain)), "compute_s": compute_s, "exposed_s": exposed_s,
+            "exposed_noise_s": interval(plain / silent)[1] * compute_s, "busy_s": busy_s,
+            "exposed_share": exposed_s / (exposed_s + compute_s), "overlap": 1 - exposed_s / busy_s,
+        }  # fmt: skip
+        assert {name: float(row[name]) for name in expected} == pytest.approx(expected)
+        n = record.world_size
+        quickest_s = min(
+            float(slowest(c.timing).min()) for c in collectives if (c.backend, c.world_size) == (record.backend, n)
+        )
+        bus = 2 * (n - 1) / n
+        expected = {
+            "busbw_bytes_per_s": bus * 4_000_000 / busy_s, "peak_bytes_per_s": bus * 2**24 / quickest_s,
+            "peak_share": 4_000_000 / busy_s / (2**24 / quickest_s), "num_bytes": 4_000_000, "num_messages": 3,
+        }  # fmt: skip
+        assert {name: float(rate[name]) for name in expected} == pytest.approx(expected)
+
+
+def test_a_bandwidth_above_the_peak_gets_no_table():
+    records = [make_scale(make_rng(), 2, 1e-2, busy_s=1e-3)]
+    assert list_bandwidths(records, make_collectives(make_rng(), 1e-3))
+    with pytest.raises(MeasurementError) as caught:
+        list_bandwidths(records, make_collectives(make_rng(), 1e-2))
+    assert caught.value.code == "above-peak"
+
+
+def test_a_bandwidth_without_a_peak_is_shown_alone():
+    (line,) = list_bandwidths([make_scale(make_rng(), 2, 1e-2, busy_s=1e-3)], [])
+    row = row_of(scaling.BANDWIDTH, line)
+    assert (row["peak_bytes_per_s"], row["peak_share"]) == (None, None)
+    (shown,) = cells(scaling.BANDWIDTH, [line])
+    assert shown["peak (GB/s)"] == shown["of peak"] == "" and shown["busbw (GB/s)"]
+    assert list_bandwidths([make_scale(make_rng(), 2, 1e-2)], []) == []
+
+
+def test_what_was_not_timed_without_communication_is_not_called_0():
+    record = make_scale(make_rng(), 2, 1e-2, wrapper="dp", no_comm=None, num_bytes=0, num_messages=0)
+    row = row_of(scaling.COMMUNICATION, record)
+    assert (row["compute_s"], row["exposed_s"], row["exposed_share"], row["overlap"]) == (None,) * 4
+    (shown,) = cells(scaling.COMMUNICATION, [record])
+    assert (shown["compute (ms)"], shown["exposed (ms)"], shown["of step"]) == ("", "", "")
+
+
+@settings(max_examples=20)
+@given(SEEDS)
+def test_rows_of_recipes_follow_from_the_last_evaluations(rng):
+    runs = make_runs(rng)
+    rows = parse(large_batch.RECIPES, summarize_recipes(runs))
+    base = np.mean([r.curve[-1].test_accuracy for r in runs if (r.global_batch_size, r.recipe) == (128, "none")])
+    for row in rows:
+        own = [r for r in runs if (str(r.global_batch_size), r.recipe) == (row["global_batch_size"], row["recipe"])]
+        done = [r for r in own if not r.failure]
+        for name in ("test_accuracy", "test_loss", "train_loss"):
+            values = [getattr(r.curve[-1], name) for r in done]
+            assert float(row[name]) == pytest.approx(np.mean(values))
+            assert float(row[f"{name}_deviation"]) == pytest.approx(np.std(values, ddof=1), abs=1e-12)
+        is_base = (row["global_batch_size"], row["recipe"]) == ("128", "none")
+        gap = None if is_base else base - np.mean([r.curve[-1].test_accuracy for r in done])
+        assert number(row["gap"]) == (None if gap is None else pytest.approx(gap))
+        assert (int(row["num_seeds"]), int(row["num_failed"])) == (len(own), len(own) - len(done))
+        assert float(row["run_s"]) == pytest.approx(np.mean([r.seconds for r in done]))
+        assert int(row["num_updates"]) == 10 * (1024 // int(row["global_batch_size"]))
+
+
+def test_the_printed_recipes_are_in_percent_and_points():
+    summaries = summarize_recipes(make_runs(make_rng()))
+    rows = {(row["global batch"], row["recipe"]): row for row in cells(large_batch.RECIPES, summaries)}
+    first, lars = summaries[0], summaries[-1]
+    assert rows["128", "none"]["test accuracy (%)"] == f"{100 * first.accuracy.mean:.2f}"
+    assert rows["128", "none"]["±"] == f"{100 * first.accuracy.deviation:.2f}"
+    assert rows["1024", "lars"]["gap (points)"] == f"{100 * (first.accuracy.mean - lars.accuracy.mean):.2f}"
+    assert (rows["1024", "linear"]["failed"], rows["1024", "linear"]["seeds"]) == ("1", "4")
+
+
+def test_a_recipe_of_which_no_seed_finished_has_a_row():
+    runs = [replace(run, failure="nan", curve=()) for run in make_runs(make_rng())[:3]]
+    (summary,) = summarize_recipes(runs)
+    row = row_of(large_batch.RECIPES, summary)
+    assert (row["test_accuracy"], row["test_accuracy_deviation"], row["run_s"], row["num_failed"]) == (None,) * 3 + (3,)
+    assert cells(large_batch.RECIPES, [summary])[0]["test accuracy (%)"] == ""
+
+
+@settings(max_examples=20)
+@given(SEEDS)
+def test_rows_of_predictions_follow_from_predicted_and_measured_steps(rng):
+    records = make_scales(rng)
+    predicted = [
+        *make_predictions(cell_size=32), *make_predictions(mode="strong", cell_size=256),
+        *make_predictions("torch on gloo", cell_size=999),
+    ]  # fmt: skip
+    lines = match_predictions(predicted, list_points(records))
+    rows = parse(scaling.PREDICTED, lines)
+    alone = {r.cell: r for r in records if r.world_size == 1}
+    known = {(r.variant, r.cell, r.world_size): r for r in records}
+    num_matched = 0
+    for p, row in zip(predicted, rows, strict=True):
+        ideal_s = p.alone_s if p.mode == "weak" else p.alone_s / p.world_size
+        expected = {
+            "efficiency": ideal_s / p.step_s, "efficiency_low": ideal_s / p.high_s,
+            "efficiency_high": ideal_s / p.low_s, "speedup": p.world_size * ideal_s / p.step_s,
+        }  # fmt: skip
+        assert {name: float(row[name]) for name in expected} == pytest.approx(expected)
+        record = known.get((p.variant, (p.mode, p.cell_size), p.world_size))
+        if record is None:
+            assert not any(row[name] for name in ("measured_step_s", "measured_efficiency", "error", "is_covered"))
+            continue
+        num_matched += 1
+        step_s, share = median(record.timing), 1 if p.mode == "weak" else p.world_size
+        ratio, _ = interval(slowest(alone[record.cell].timing) / slowest(record.timing))
+        assert float(row["measured_step_s"]) == pytest.approx(step_s)
+        assert float(row["measured_efficiency"]) == pytest.approx(ratio / share)
+        assert float(row["error"]) == pytest.approx((p.step_s - step_s) / step_s)
+        assert row["is_covered"] == str(p.low_s <= step_s <= p.high_s)
+        assert (row["source"], row["measured_source"]) == ("simulated", "measured")
+    assert num_matched == 4
+
+
+def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
+    points = list_points(make_cell(make_rng(), "weak", 32))
+    lines = match_predictions(make_predictions(), points)
+    rows = cells(scaling.PREDICTED, lines)
+    assert [row["source"] for row in rows] == [
+        "simulated", "simulated and measured", "simulated and measured", "simulated", "simulated",
+        "simulated, doubtful",
+    ]  # fmt: skip
+    step_s = next(p.record.timing.median_s for p in points if p.record.variant == "paceline on gloo")
+    assert rows[1]["error"] == f"{lines[1].predicted.step_s / step_s - 1:+.1%}"
+    assert [row["error"] for row in rows[3:]] == ["", "", ""]
+
+
+def test_the_bands_of_a_prediction_hold_its_value():
+    line = scaling.PredictedLine(PredictedPoint("x", "strong", 64, 4, 2.0, 1.0, 4.0, 4.0), None)
+    assert (line.speedup_band, line.efficiency_band) == ((1.0, 4.0), (0.25, 1.0))
+
+
+def _matrices(text):
+    """heading -> lines of cells."""
+    found, heading = {}, ""
+    for line in text.splitlines():
+        if line.endswith(":"):
+            heading = line[:-1]
+        elif line:
+            found.setdefault(heading, []).append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+def test_matrices_have_ranks_against_batch_sizes():
+    records = [*make_scales(make_rng(), strong=()), make_scale(make_rng(), 8, 1e-2, 1e-3, 2e-3)]
+    found = _matrices(scaling.render_communication(records))
+    assert list(found) == [f"{name}, weak scaling (measured)" for name in (
+        "torch on gloo", "paceline on gloo", "paceline on paceline"
+    )]  # fmt: skip
+    header, _, *rows = found["paceline on gloo, weak scaling (measured)"]
+    assert header == [
+        "ranks",
+        *(f"{size} per rank: {name} (ms)" for size in (32, 128) for name in ("compute", "exposed")),
+    ]
+    assert [row[0] for row in rows] == ["2", "4", "8"]
+    two = next(r for r in records if (r.variant, r.world_size, r.cell_size) == ("paceline on gloo", 2, 32))
+    exposed_ms = 1e3 * float(np.median(slowest(two.timing) - slowest(two.no_comm)))
+    assert float(rows[0][1]) == pytest.approx(1e3 * median(two.no_comm), abs=5e-3)
+    assert float(rows[0][2]) == pytest.approx(exposed_ms, abs=5e-3)
+    assert rows[2][3:] == ["", ""]
+
+
+def test_matrices_of_speedups_and_bandwidths_show_the_rows_numbers():
+    records = make_scales(make_rng())
+    points = list_points(records)
+    header, _, *rows = _matrices(scaling.render_speedups(points))["torch on gloo, strong scaling (measured)"]
+    assert header == ["ranks", "256 in all: speed-up", "256 in all: efficiency"]
+    alone = next(r for r in records if (r.mode, r.world_size) == ("strong", 1))
+    for row, n in zip(rows, (2, 4), strict=True):
+        record = next(r for r in records if (r.mode, r.world_size, r.wrapper) == ("strong", n, "torch"))
+        ratio, _ = interval(slowest(alone.timing) / slowest(record.timing))
+        assert row == [str(n), f"{ratio:.2f}", f"{ratio / n:.2f}"]
+    lines = list_bandwidths(records, make_collectives(make_rng(), 1e-3))
+    found = _matrices(scaling.render_bandwidths(lines))["torch on gloo, strong scaling (measured)"]
+    two = next(r for r in records if (r.mode, r.world_size, r.wrapper) == ("strong", 2, "torch"))
+    assert float(found[2][1]) == pytest.approx(4e6 / median(two.busy) / 1e9, abs=1e-4)
+    assert found[2][2].endswith("%")
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def steady(seconds, ranks=1):
+    return Samples(seconds=((seconds,) * ranks,) * COUNT)
+
+
+def make_steady(ranks, compute_s, exposed_s=0.0, **changes):
+    """A step without any noise."""
+    record = make_scale(make_rng(), ranks, compute_s, exposed_s, **changes)
+    silent = steady(compute_s, ranks) if record.no_comm else None
+    return replace(record, timing=steady(compute_s + exposed_s, ranks), no_comm=silent)
+
+
+def test_a_sweep_tells_its_knee_and_what_does_not_fit():
+    records = make_batches(make_rng())
+    rates = {r.batch_size: 4096 / np.median(slowest(r.timing)) for r in records if r.timing}
+    assert scaling.describe_batches(records) == [
+        f"Throughput grows up to batch size 512 (the knee), which reaches {rates[512] / rates[1024]:.0%} of the best "
+        f"{rates[1024]:,.0f} samples/s (at 1024).",
+        f"At batch size 512 a step takes {1e3 * 512 / rates[512]:.1f} ms and the process peaks at 640 MiB.",
+        "Batch size 4096 does not fit: out of memory.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "text"),
+    [
+        ({32: 1.0, 64: 1.01}, "The batch size hardly matters: 32, the smallest"),
+        ({32: 4.0, 64: 2.0}, "up to batch size 64, the largest measured"),
+        ({32: 4.0}, "Batch size 32, the only one measured"),
+    ],
+)
+def test_a_sweep_without_a_knee_inside_says_so(epochs, text):
+    line, _ = scaling.describe_batches([make_batch(make_rng(), size, s) for size, s in epochs.items()])
+    assert text in line
+
+
+def test_a_sweep_in_which_nothing_fits_has_only_that_to_say():
+    record = make_batch(make_rng(), 64, failure="out of memory")
+    assert scaling.describe_batches([record]) == ["Batch size 64 does not fit: out of memory."]
+
+
+@pytest.mark.parametrize(
+    ("mode", "compute_s", "exposed_s", "text"),
+    [
+        ("weak", 0.010, 0.006, "efficiency 0.62 ± 0.00. The cause: exposed communication is 38% of the step."),
+        ("weak", 0.016, 0.004, "efficiency 0.50 ± 0.00. The cause: ranks slow each other down, computing takes 1.60 "
+         "times as long as on one rank (exposed communication is 20% of the step)."),
+        ("weak", 0.010, 0.0, "efficiency 1.00 ± 0.00. There is no loss beyond the noise."),
+        ("strong", 0.005, 0.003, "speed-up 1.25 of 2, efficiency 0.62 ± 0.00. The cause: exposed communication is 37% "
+         "of the step."),
+        ("strong", 0.009, 0.001, "speed-up 1.00 of 2, efficiency 0.50 ± 0.00. The cause: a rank's share of the batch "
+         "takes 1.80 times its share of one rank's time (exposed communication is 10% of the step)."),
+    ],
+)  # fmt: skip
+def test_a_point_names_the_larger_cause(mode, compute_s, exposed_s, text):
+    records = [make_steady(n, *times, mode=mode) for n, times in ((1, (0.010,)), (2, (compute_s, exposed_s)))]
+    (line,) = scaling.describe_points(list_points(records))
+    where = "per rank" if mode == "weak" else "in all"
+    # 0.625 and 0.375 lie on the edge of two roundings.
+    expected = {f"2 ranks with 32 samples {where} in paceline on gloo: {t}" for t in (text, text.replace("37%", "38%"))}
+    assert line in expected
+
+
+def test_without_steps_without_communication_no_cause_is_named():
+    records = [make_steady(1, 0.01), make_steady(2, 0.02, wrapper="dp", no_comm=None, num_bytes=0)]
+    (line,) = scaling.describe_points(list_points(records))
+    assert line == "2 ranks with 32 samples per rank in dp: efficiency 0.50 ± 0.00."
+
+
+def test_another_source_than_measured_is_told():
+    records = [make_steady(n, 0.01, source="emulated") for n in (1, 2)]
+    assert "(emulated)" in scaling.describe_points(list_points(records))[0]
+
+
+def test_the_leaders_are_the_best_of_each_cell_on_the_most_ranks_and_the_worst_of_all():
+    points = list_points(make_scales(make_rng()))
+    several = [p for p in points if p.record.world_size > 1]
+    most = max(p.record.world_size for p in points)
+    *best, worst = scaling.pick_leaders(points)
+    assert [p.record.cell for p in best] == list(dict.fromkeys(p.record.cell for p in several))
+    for leader in best:
+        rivals = [p for p in several if p.record.cell == leader.record.cell and p.record.world_size == most]
+        assert leader.efficiency == max(p.efficiency for p in rivals)
+    assert worst.efficiency == min(p.efficiency for p in several)
+    assert scaling.pick_leaders([]) == []
+
+
+def _disturb(record, rank, factor):
+    rows = tuple(tuple(v * (factor if r == rank else 1) for r, v in enumerate(row)) for row in record.no_comm.seconds)
+    return replace(record, no_comm=replace(record.no_comm, seconds=rows))
+
+
+def test_a_rank_that_something_else_held_up_is_named():
+    record = make_scale(make_rng(), 4, 0.01)
+    assert scaling.describe_stragglers([record]) == []
+    assert scaling.describe_stragglers([_disturb(record, 2, 1.02)]) == []  # near the others
+    (line,) = scaling.describe_stragglers([_disturb(record, 2, 1.5), _disturb(record, 2, 1.5)])
+    assert line.startswith(
+        "4 ranks with 32 samples per rank: do not use this cell. Rank 2 was the slowest in 100% of the steps"
+    )
+    often = [_disturb(record, number % 4, 3.0).no_comm.seconds[number] for number in range(record.timing.count)]
+    changing = replace(record, no_comm=replace(record.no_comm, seconds=tuple(often)))
+    assert scaling.describe_stragglers([changing]) == []  # ranks take turns at it
+
+
+def test_contests_count_cells_that_are_better_worse_or_neither():
+    records = []
+    for size, mine_s in ((32, 0.008), (64, 0.020), (128, 0.010)):
+        records += [
+            make_steady(1, 0.01, cell_size=size), make_steady(2, 0.010, wrapper="torch", cell_size=size),
+            make_steady(2, mine_s, cell_size=size), make_steady(2, 0.005, backend="paceline", cell_size=size),
+        ]  # fmt: skip
+    assert scaling.describe_contests(compare_with_torch(list_points(records))) == [
+        "paceline on gloo compared with torch on gloo, by efficiency: better in 1 of 3 cells, worse in 1, within the "
+        "noise in 1; ratios from 0.50 to 1.25.",
+        "paceline on paceline compared with torch on gloo, by efficiency: better in 3 of 3 cells, worse in 0, within "
+        "the noise in 0; ratios from 2.00 to 2.00.",
+    ]
+
+
+def test_contests_leave_out_cells_that_a_slow_rank_disturbed():
+    records = []
+    for size, factor in ((32, 1.0), (64, 1.5)):
+        mine, theirs = (make_scale(make_rng(), 4, 0.01, wrapper=w, cell_size=size) for w in ("paceline", "torch"))
+        records += [make_scale(make_rng(), 1, 0.01, cell_size=size), mine, _disturb(theirs, 2, factor)]
+    for line in scaling.describe_contests(compare_with_torch(list_points(records))):
+        assert " of 1 cell, " in line and line.endswith("(1 disturbed left out).")
+    assert scaling.describe_contests(compare_with_torch(list_points(records[3:]))) == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ({2: 0.030, 4: 0.020}, "the speed-up grows up to 4 ranks, the most measured: 2.00"),
+        ({2: 0.025, 4: 0.032}, "the speed-up ends at 1.60 on 2 ranks, 4 ranks reach 1.25"),
+        ({2: 0.080, 4: 0.050}, "no number of ranks is faster than one, the best is 0.80 on 4"),
+    ],
+)
+def test_the_limit_of_strong_scaling(steps, text):
+    records = [make_steady(1, 0.040, mode="strong")]
+    for n, step_s in steps.items():
+        record = make_steady(n, step_s, mode="strong")
+        records.append(replace(record, busy=steady(0.010, n)))
+    (line,) = scaling.describe_limits(list_points(records))
+    assert text in line
+    assert line.endswith("while messages take 10.00 ms of a step, it stays below about 4.0.")
+
+
+def test_weak_scaling_has_no_such_limit():
+    assert scaling.describe_limits(list_points([make_steady(n, 0.01) for n in (1, 2)])) == []
+
+
+def test_the_bandwidth_closest_to_the_peak_is_told():
+    records = [
+        replace(make_steady(2, 0.01, cell_size=size), busy=steady(s, 2)) for size, s in ((32, 0.004), (64, 0.002))
+    ]
+    peak = replace(make_collectives(make_rng(), backends=["gloo"], counts=[2])[0], timing=steady(2**24 / 8e9, 2))
+    (line,) = scaling.describe_bandwidths(list_bandwidths(records, [peak]))
+    assert line == (
+        "paceline on gloo: messages reach at most 2.00 GB/s, 25% of the measured peak of 8.00 GB/s "
+        "(2 ranks with 64 samples per rank)."
+    )
+
+
+def _runs(cells, **changes):
+    return [
+        make_run(size, recipe, seed, accuracy + 0.001 * (seed - 1), epochs=40, **changes)
+        for (size, recipe), accuracy in cells.items()
+        for seed in range(3)
+    ]
+
+
+def test_large_batches_tell_the_gap_the_updates_and_what_repairs_it():
+    cells = {(128, "none"): 0.904, (1024, "none"): 0.713, (1024, "linear"): 0.85, (1024, "lars"): 0.896}
+    assert large_batch.describe_recipes(summarize_recipes(_runs(cells))) == [
+        "Baseline (the same epochs): 128 without a recipe: 90.4 % (± 0.1, 3 seeds) after 40 epochs, 320 updates.",
+        "1024 without a recipe: 71.3 % (± 0.1, 3 seeds), 19.1 points below the baseline at 128 in the same 40 epochs, "
+        "with 40 updates instead of 320; lars repairs it to within 0.8 points.",
+    ]
+
+
+def test_a_recipe_with_updates_of_its_own_tells_them():
+    cells = {(128, "none"): 0.904, (1024, "none"): 0.713}
+    grown = _runs({(1024, "grow"): 0.9}, num_updates=1234)
+    line = large_batch.describe_recipes(summarize_recipes([*_runs(cells), *grown]))[1]
+    assert line.endswith("with 40 updates instead of 320; grow, with 1,234 updates, repairs it to within 0.4 points.")
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "text"),
+    [
+        (0.60, "; no recipe repairs it, the best is lars: 30.4 points below the baseline."),
+        (0.75, "; lars helps a little, to 15.4 points below the baseline."),
+        (0.9035, "; lars repairs it to within 0.0 points, less than the spread over seeds."),
+        (0.92, "; lars repairs it (1.6 points above the baseline)."),
+    ],
+)
+def test_a_repair_is_called_what_it_is(accuracy, text):
+    cells = {(128, "none"): 0.904, (1024, "none"): 0.713, (1024, "lars"): accuracy}
+    line = large_batch.describe_recipes(summarize_recipes(_runs(cells)))[1]
+    assert re.sub(r"within 0\.[01]", "within 0.0", line).endswith(text)
+
+
+def test_a_batch_that_loses_nothing_needs_no_repair():
+    cells = {(128, "none"): 0.904, (1024, "none"): 0.9042, (1024, "lars"): 0.91}
+    line = large_batch.describe_recipes(summarize_recipes(_runs(cells)))[1]
+    assert "points above the baseline at 128 (less than the spread over seeds)" in line and "lars" not in line
+
+
+def test_the_same_updates_differ_in_epochs():
+    runs = [make_run(128, budget="updates", epochs=4), make_run(1024, budget="updates", epochs=32, accuracy=0.8)]
+    assert large_batch.describe_recipes(summarize_recipes(runs))[1] == (
+        "1024 without a recipe: 80.0 % (one seed), 10.0 points below the baseline at 128 in the same 32 updates, "
+        "with 32 epochs instead of 4."
+    )
+
+
+def test_failures_are_told():
+    runs = [make_run(128), make_run(128, seed=1, failure="nan"), make_run(1024, failure="loss is nan", curve=())]
+    lines = large_batch.describe_recipes(summarize_recipes(runs))
+    assert "(one seed, 1 of 2 seeds failed)" in lines[0]
+    assert lines[1] == "1024 without a recipe: no seed finished (loss is nan)."
+
+
+def test_recipes_without_a_baseline_stand_alone():
+    assert large_batch.describe_recipes(summarize_recipes([make_run(512, "lars")])) == [
+        "512 with lars: 90.0 % (one seed)."
+    ]
+
+
+def test_predictions_tell_their_error_and_what_lies_beyond():
+    records = [make_steady(1, 0.010), make_steady(2, 0.010), make_steady(4, 0.0125)]
+    predicted = [
+        replace(p, step_s=s, low_s=s / 2, high_s=2 * s, alone_s=0.01, network="10 Gb/s")
+        for p, s in zip(make_predictions(counts=(2, 4, 8, 1024)), (0.011, 0.012, 0.02, 0.1), strict=True)
+    ]
+    lines = match_predictions(predicted, list_points(records))
+    assert scaling.describe_errors(lines) == [
+        "Predicted from half the ranks, 2 steps on 2, 4 ranks are off by 7.0% on average and by 10.0% at most "
+        "(paceline on gloo, 32 samples per rank); 2 by at most 10%, and 2 lie in their 90 % intervals."
+    ]
+    assert scaling.describe_errors(lines[2:]) == []
+    assert scaling.describe_predictions(lines) == [
+        "More ranks (simulated), paceline on gloo, 32 samples per rank (10 Gb/s): efficiency 0.50 "
+        "(0.25 to 1.00) on 8 ranks, efficiency 0.10 (0.05 to 0.20) on 1,024 ranks; doubtful: far.",
+    ]
+
+
+def test_strong_predictions_tell_speedups_and_a_long_curve_is_thinned():
+    counts = tuple(2**i for i in range(1, 11))
+    lines = match_predictions(make_predictions(mode="strong", cell_size=1024, counts=counts), [])
+    (text,) = scaling.describe_predictions(lines)
+    assert text.count("speed-up") == 4 and " on 2 ranks" in text and " on 1,024 ranks" in text
+
+
+# -- results and pages -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(build_environment):
+    """The results of made-up records, by verb."""
+    rng = make_rng()
+    config = {"network": "10gbe", "predict_ranks": "64"}
+    records = {
+        "scale batch": make_batches(rng),
+        "scale ranks": [*make_scales(rng), *make_collectives(rng)],
+        "scale large-batch": make_runs(rng),
+    }
+    return {verb: build_result(Run(verb, config, build_environment(), tuple(found))) for verb, found in records.items()}
+
+
+def test_a_page_has_findings_first_then_tables_figures_machine_and_definitions(results):
+    sections = [("", section) for result in results.values() for section in result.sections]
+    machine = scaling.describe_machine(results["scale batch"].run.environment)
+    page = scaling.render_page("My study", sections, [machine, machine], ["none"], ["noisy"])
+    headings = re.findall(r"^#+ .*", page, re.MULTILINE)
+    assert headings[:2] == ["# My study", "## Findings"]
+    assert headings[-4:] == ["## Machine", "## Definitions", "## Assumptions of predictions", "## Warnings"]
+    assert page.index("(the knee)") < page.index("### Epochs by batch size") < page.index("## Machine")
+    assert "](batch.png)" in page and "](weak.png)" in page and "](accuracy.png)" in page
+    assert page.count("Some CPU, 8 cores, 16.0 GiB") == 1 and "torch 2.13.0" in page
+    assert "busbw = 2(n-1)/n * bytes / t" in page
+    for _, section in sections:
+        assert all(f"- {line}\n" in page for line in section.findings)
+        assert all(table.strip() in page for _, table in section.tables)
+
+
+@pytest.mark.parametrize("verb", scaling.STUDIES)
+def test_a_result_has_its_answer_tables_and_page_without_a_folder(results, verb):
+    result = results[verb]
+    document = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert document["answer"] == result.answer and result.answer not in document["findings"]
+    assert {table.name for table in result.tables()} <= set(document) and "assumptions" in document
+    assert str(result).startswith(result.answer[:40]) and max(map(len, str(result).splitlines())) <= 80
+    (page,) = result.files().values()
+    assert result.answer in page and result.sections[0].title in page
+
+
+def test_a_result_is_written_with_every_table_and_figure(results, tmp_path):
+    folder = results["scale batch"].save(tmp_path / "run")
+    assert {path.name for path in folder.iterdir()} == {
+        "run.json", "report.md", *(f"batch.{kind}" for kind in ("md", "csv", "png", "svg")),
+    }  # fmt: skip
+
+
+def test_several_studies_make_one_report(results, build_environment, tmp_path):
+    for verb in ("scale batch", "scale large-batch"):
+        results[verb].save(tmp_path / verb.split()[1])
+    run = Run("scale report", {"runs": ["../batch", "../large-batch"]}, build_environment(), ())
+    saved = ReportResult(run, tmp_path / "page", [results["scale batch"], results["scale large-batch"]])
+    saved.save(tmp_path / "page")
+    found = load_result(tmp_path / "page")
+    assert isinstance(found, ReportResult) and found.answer == saved.answer
+    assert found.findings == [*results["scale batch"].findings, *results["scale large-batch"].findings]
+    assert "](../batch/batch.png)" in (tmp_path / "page" / "report.md").read_text()
+    assert list(json.loads((tmp_path / "page" / "report.json").read_text())["tables"]) == [
+        str(tmp_path / "batch"), str(tmp_path / "large-batch")
+    ]  # fmt: skip
+
+
+def test_one_rank_alone_makes_a_page(build_environment):
+    record = make_scale(make_rng(), 1, 0.01)
+    result = build_result(Run("scale ranks", {}, build_environment(), (record,)))
+    assert result.findings == [] and [caption for caption, _ in result.sections[0].tables] == [
+        "Every number of ranks and wrapper"
+    ]
+    assert "nothing to report" in result.files()["report.md"] and "Nothing was measured" in result.answer
+
+
+def test_a_bandwidth_above_the_peak_is_a_failure_and_not_in_the_table(build_environment):
+    records = (make_scale(make_rng(), 1, 1e-2), make_scale(make_rng(), 2, 1e-2, busy_s=1e-6))
+    result = build_result(Run("scale ranks", {}, build_environment(), (*records, *make_collectives(make_rng()))))
+    assert "above the peak" in result.failure and "above the peak" not in str(result)
+    assert [table.name for table in result.tables()] == ["scaling", "communication"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{machine}/{study}"
+        for machine, studies in {
+            "neoverse-n1-2-cores": ("scale-ranks", "scale-batch-cpu", "scale-large-batch-cpu"),
+            "h200-16-cores": ("scale-ranks", "scale-batch", "scale-large-batch"),
+        }.items()
+        for study in studies
+    ],
+)
+def test_runs_of_older_versions_are_shown(name):
+    result = load_result(RESULTS / name)
+    assert result.answer and result.findings and max(map(len, str(result).splitlines()[:-3])) <= 80
