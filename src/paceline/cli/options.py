@@ -80,11 +80,6 @@ Wide = Annotated[
 ]
 
 
-def split_names(names: str) -> tuple[str, ...]:
-    """The names of a comma-separated list, without repeats."""
-    return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-
-
 def read_counts(ranks: str | None) -> tuple[int, ...] | None:
     """The numbers of ranks that were typed, None where none were."""
     return None if ranks is None else parse_counts(ranks, "--ranks")
