@@ -278,12 +278,6 @@ def check_counts(**counts: int | None) -> None:
 
 def check_job(settings: TrainSettings) -> None:
     """Everything that can be refused before a rank starts."""
-    from paceline.training.settings import build_model_options, check_requests
-    from paceline.workloads.registry import default_form
+    from paceline.training.settings import check_job
 
-    settings.check()
-    check_requests(settings)
-    if settings.context is not None and settings.data == "synthetic":
-        kind = default_form(settings.model, build_model_options(settings)).kind
-        if kind not in ("pairs", "tokens"):
-            raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
+    check_job(settings)

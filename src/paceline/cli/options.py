@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -88,25 +88,6 @@ def split_names(names: str) -> tuple[str, ...]:
 def read_counts(ranks: str | None) -> tuple[int, ...] | None:
     """The numbers of ranks that were typed, None where none were."""
     return None if ranks is None else parse_counts(ranks, "--ranks")
-
-
-def read_ranks(ranks: str | None) -> tuple[int, ...]:
-    """The numbers of ranks that were typed, or else the launched world's."""
-    from paceline.runtime.environment import is_launched, read_place
-
-    if ranks is not None:
-        return parse_counts(ranks, "--ranks")
-    return (read_place().world_size,) if is_launched() else (2,)
-
-
-def group_options(
-    backend: str, ranks: str | None, dtype: str, device: str, iters: int | None, warmup: int | None
-) -> dict[str, Any]:
-    """What was typed, as the arguments that the settings of every benchmark of a process group share."""
-    return {
-        "backends": split_names(backend), "ranks": read_ranks(ranks), "dtype": dtype, "device": device,
-        "iters": iters, "warmup": warmup,
-    }  # fmt: skip
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

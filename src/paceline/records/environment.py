@@ -157,7 +157,8 @@ def _name(record: _Timed) -> str:
     """What distinguishes this record from the others on the same backend and ranks."""
     match record:
         case StepRecord():
-            return f"{record.model} in {record.wrapper}"
+            label = f", {record.label}" if record.label else ""
+            return f"{record.model} in {record.wrapper}{label}"
         case MemoryRecord():
             return f"{format_bytes(record.num_bytes)} ({record.operation})"
         case ChunksRecord():

@@ -81,7 +81,8 @@ class Task:
 class Session:
     """One run under way. In a launched world every rank has one, and only rank 0 (`is_leader`) writes and shows.
 
-    `place` is None where the ranks are started here. `folder` is the run's folder, None where nothing is to be written;
+    `place` is None where the ranks are started here, or where this process alone is measured (`here`).
+    `folder` is the run's folder, None where nothing is to be written;
     in a launched world the others than rank 0 have one only to read from, when a run is resumed.
     `config` is the resolved request. `is_finished` says that a resumed run has all of its records already.
     `warnings` are reasons to doubt that the verb adds. `saved` may be set by a verb that saves in its own way: it
@@ -96,6 +97,7 @@ class Session:
     folder: Path | None = None
     study: Study | None = None
     progress: bool | None = None
+    here: bool = False
     is_finished: bool = False
     can_resume: bool = False
     warnings: list[str] = field(default_factory=list)
@@ -117,7 +119,11 @@ class Session:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def ask(
-        self, load: Load, arguments: tuple[Any, ...] = (), ranks: int | None = None, on_interrupt: str = "stop"
+        self,
+        load: Load,
+        arguments: tuple[Any, ...] = (),
+        ranks: int | None = None,
+        on_interrupt: str = "stop",
     ) -> Any:
         """Call the loaded function on the ranks and return the value of rank 0 (in a launched world: of this rank).
 
@@ -127,7 +133,7 @@ class Session:
         """
         task = Task("", load, arguments, ranks or self.ranks)
         with self._show() as display:
-            if self.place is not None:
+            if self.place is not None or self.here:
                 return self._call_here(task, display)
             check_rank_count(task.ranks)
             return self._call_on_pool(0, task, display, saves=on_interrupt == "save")
@@ -153,7 +159,7 @@ class Session:
         missing = [task for task in tasks if task.name not in kept]
         if missing:
             with self._show(tasks, tuple(kept), describe) as display:
-                if self.place is not None:
+                if self.place is not None or self.here:
                     self._run_in_turn(missing, kept, lambda task: self._call_here(task, display), display)
                 else:
                     check_rank_count(max(task.ranks for task in missing) * at_once)
@@ -481,6 +487,15 @@ def joins_world(ranks: int) -> bool:
     return is_launched() and not (read_place().world_size == 1 and ranks > 1)
 
 
+def find_place() -> Place | None:
+    """This process's place in the process group that it has opened, else in the launched world; None in neither."""
+    distributed = sys.modules.get("torch.distributed")  # not imported: who has a group has imported it
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        return Place(rank, world_size, None, None, "torch.distributed", None, None)
+    return read_place() if is_launched() else None
+
+
 @contextlib.contextmanager
 def open_session(
     verb: str,
@@ -493,6 +508,7 @@ def open_session(
     cells: bool = False,
     can_resume: bool | None = None,
     same_machine: bool = False,
+    here: bool = False,
 ) -> Iterator[Session]:
     """The one way to run a verb: ranks, the run's folder, progress on stderr, and a word on what an interrupt left.
 
@@ -501,12 +517,16 @@ def open_session(
     saved, and the run can be resumed; `same_machine` refuses to resume it on another machine. `can_resume` says that
     the verb has its own way to do so (training).
     `progress` True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
+    `here` starts no ranks, for what cannot be sent to them (a user's own model): this process runs the tasks, as a rank
+    of its process group if it has opened one, of the launched world if there is one, and else alone.
     Inside a launched world this is collective: every rank opens the session.
     """
     if can_resume is None:
         can_resume = cells
     with (
-        _open(verb, config, ranks, out, resume, None, progress, cells, same_machine, can_resume=can_resume) as session,
+        _open(
+            verb, config, ranks, out, resume, None, progress, cells, same_machine, can_resume=can_resume, here=here
+        ) as session,
         _raise_on_sigterm(),
     ):
         try:
@@ -537,8 +557,9 @@ def _open(
     same_machine: bool = False,
     command_line: str = "",
     can_resume: bool = False,
+    here: bool = False,
 ) -> Iterator[Session]:
-    place = read_place() if joins_world(ranks) else None
+    place = find_place() if here else read_place() if joins_world(ranks) else None
     if place is not None and place.world_size < ranks:
         raise ConfigError(
             f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer", code="launched"
@@ -567,7 +588,7 @@ def _open(
             stack.enter_context(_lock(folder))
         session = Session(
             verb, config, ranks, environment, place, folder, study, progress,
-            is_finished=folder is not None and (folder / RUN_FILE).exists(), can_resume=can_resume,
+            here=here, is_finished=folder is not None and (folder / RUN_FILE).exists(), can_resume=can_resume,
         )  # fmt: skip
         stack.callback(session.close)
         yield session
