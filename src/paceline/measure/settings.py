@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES
+from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES, Record
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
 from paceline.units import format_bytes
 from paceline.workloads.registry import WORKLOADS
@@ -36,6 +36,14 @@ WRAPPERS = (
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
 # Ways to run torch's wrapper that `torch-tuned` chooses from: its own caps, five others, one bucket, and our plan.
 MAX_CANDIDATES = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement returns, equal on every rank: records, and what only a rank knows of its environment."""
+
+    records: tuple[Record, ...]
+    details: dict[str, Any]
 
 
 def check_name(what: str, value: str, known: Iterable[str]) -> None:

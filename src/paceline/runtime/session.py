@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import importlib
 import os
 import queue
 import signal
@@ -41,7 +42,8 @@ _LINE_S = 10.0
 # a launcher that got a signal passes it on to ranks that already have it.
 _ECHO_S = 0.3
 
-Load = Callable[[], Callable[..., Any]]
+# A function of the ranks: "package.module:name", which only the ranks import, or a call that imports it here.
+Load = str | Callable[[], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Progress:
 class Task:
     """One cell of a run: a function that ranks call and that returns records.
 
-    `load` imports the function; the ranks already start while it does. `weight` is its work compared with other tasks.
+    `load` names the function ("package.module:name"), so that this process needs not import torch, or imports it; the
+    ranks already start while it does. `weight` is its work compared with other tasks.
     `follow` makes its arguments from the records of the tasks before it. `on_death` makes its records where its ranks
     were killed; where that is None, or returns None, the error ends the run.
     """
@@ -221,7 +224,7 @@ class Session:
                     break
             done.put(None)
 
-        tasks[0].load()  # once, here: threads that import torch at the same time would wait for each other
+        _load(tasks[0].load)  # once, here: threads that import torch at the same time would wait for each other
         workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(at_once)]
         try:
             for worker in workers:
@@ -249,7 +252,7 @@ class Session:
             self._hear(task, message, display)
 
         with listen(hear):
-            return task.load()(*task.arguments)
+            return find_function(task.load)(*task.arguments)
 
     def _run_on_pool(self, number: int, task: Task, display: ProgressDisplay) -> list[Record]:
         try:
@@ -267,8 +270,7 @@ class Session:
             pool = self._get_pool(number, task.ranks)
             if saves:
                 stack.enter_context(self._forward_signals(pool))
-            with defer_signals():
-                function = task.load()
+            function = _load(task.load)
             if self.signal:  # before there was a rank that could save anything
                 raise SystemExit(128 + self.signal)
 
@@ -618,6 +620,23 @@ def _lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def find_function(load: Load) -> Callable[..., Any]:
+    """The function of the ranks itself, imported into this process."""
+    if not isinstance(load, str):
+        return load()
+    module, _, name = load.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _load(load: Load) -> str | Callable[..., Any]:
+    """What a pool is given: a name as it is, and else the function, imported where no signal can interrupt that."""
+    if isinstance(load, str):
+        return load
+    with defer_signals():
+        return load()
 
 
 def _wait_for(done: queue.SimpleQueue[Any]) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.measure.settings import (
@@ -80,15 +80,9 @@ def allreduce(
     compared: Sequence[CollectiveRecord] = load_table(Path(compare)) if compare is not None else []
     if compared and not any(record.collective == collective for record in compared):
         raise ConfigError(f"{compare} holds {compared[0].collective} and no {collective}: nothing to compare")
-
-    def load() -> Callable[..., Any]:
-        from paceline.measure.collectives import measure_collectives
-
-        return measure_collectives
-
     with _open("bench allreduce", settings, out, progress) as session:
         session.warnings += notes
-        measured = session.ask(load, (settings,))
+        measured = session.ask("paceline.measure.collectives:measure_collectives", (settings,))
         run = session.save(measured.records, measured.details)
         from paceline.report.collectives import CollectiveResult
 
@@ -134,15 +128,9 @@ def chunks(
         warmup=warmup,
     )
     _check(settings)
-
-    def load() -> Callable[..., Any]:
-        from paceline.measure.collectives import measure_chunks
-
-        return measure_chunks
-
     with _open("bench chunks", settings, out, progress) as session:
         session.warnings += notes
-        measured = session.ask(load, (settings,))
+        measured = session.ask("paceline.measure.collectives:measure_chunks", (settings,))
         run = session.save(measured.records, measured.details)
         from paceline.report.collectives import ChunksResult
 
@@ -187,15 +175,9 @@ def wrappers(
         warmup=warmup,
     )
     _check(settings)
-
-    def load() -> Callable[..., Any]:
-        from paceline.measure.wrappers import measure_wrappers
-
-        return measure_wrappers
-
     with _open("bench wrappers", settings, out, progress) as session:
         session.warnings += notes
-        measured = session.ask(load, (settings,))
+        measured = session.ask("paceline.measure.wrappers:measure_wrappers", (settings,))
         run = session.save(measured.records, measured.details)
         from paceline.report.steps import WrappersResult
 
