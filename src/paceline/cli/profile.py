@@ -171,7 +171,7 @@ def comm_table(
     profile.check_counts(iters=iters, warmup=warmup)
     counts = read_counts(job["ranks"]) or (2, 4, 8, 64)
     result = profile.comm_table(
-        networks=network,
+        network=network,
         curves=curve or (),
         ranks=counts,
         iters=iters,
