@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.engine import Pace, build_samples, choose_control_backend, run_rounds, synchronize

@@ -6,6 +6,7 @@ Where the micro-batches come from is in `loader`; what happens between steps is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import time
