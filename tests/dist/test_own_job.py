@@ -99,6 +99,17 @@ def test_a_module_can_be_traced_here() -> None:
     assert {"forward", "backward", "optimizer"} <= result.overviews[0].phases_s.keys()
 
 
+def test_a_model_by_name_is_profiled_on_ranks_and_what_follows_reads_it() -> None:
+    job = {"channels": (4, 8), "hidden": 16, "samples": 64, "batch_size": 4}
+    result = paceline.profile("cnn", ranks=2, **FEW, **job)
+    assert isinstance(result, ProfileResult) and result.profile is not None
+    assert result.profile.num_bytes == result.steps[0].num_bytes == 4 * 18_954
+    assert result.steps[0].world_size == 2 and result.steps[0].wrapper == "paceline"
+    table = paceline.comm_table(result, network="10gbe", ranks=(2, 8))
+    assert [row.step.world_size for row in table.rows] == [2, 8]
+    assert table.rows[0].step.local_s == pytest.approx(result.profile.timing.median_s, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import (
-    COMPARE_HELP,
     JOB,
     MEASUREMENT,
     Backend,
@@ -89,7 +88,12 @@ def allreduce(
             rich_help_panel=MEASUREMENT,
         ),
     ] = False,
-    compare: Annotated[Path | None, typer.Option("--compare", help=COMPARE_HELP, rich_help_panel=MEASUREMENT)] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare", help="Compare with another run, or with a table: CSV, Markdown.", rich_help_panel=MEASUREMENT
+        ),
+    ] = None,
     strict: Strict = False,
     out: Out = Path("runs"),
     json: Json = False,

@@ -274,10 +274,3 @@ def check_counts(**counts: int | None) -> None:
         least = 0 if name == "warmup" else 1
         if count is not None and count < least:
             raise ConfigError(f"--{name} {count}: at least {least} is needed")
-
-
-def check_job(settings: TrainSettings) -> None:
-    """Everything that can be refused before a rank starts."""
-    from paceline.training.settings import check_job
-
-    check_job(settings)

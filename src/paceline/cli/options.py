@@ -21,7 +21,6 @@ PANELS = JOB, DATA, MODEL, LEARNING, MEASUREMENT, OUTPUT = "Job", "Data", "Model
 
 BACKEND_HELP = "gloo, shm (shared memory) or nccl; several are measured in turns: gloo,shm"
 NETWORK_HELP = "Networks: nvlink,pcie4,hdr,100gbe,10gbe,1gbe, or bandwidth and latency such as 10Gb/s,50us."
-COMPARE_HELP = "Compare with other runs: bench with one (or a table: CSV, Markdown), profile two of a kind."
 MODEL_HELP = "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION"
 
 Backend = Annotated[str, typer.Option("--backend", help=BACKEND_HELP, rich_help_panel=JOB)]
@@ -78,11 +77,6 @@ Json = Annotated[
 Wide = Annotated[
     bool, typer.Option("--wide", help="Print every column of the tables, however wide.", rich_help_panel=OUTPUT)
 ]
-
-
-def split_names(names: str) -> tuple[str, ...]:
-    """The names of a comma-separated list, without repeats."""
-    return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
 
 
 def read_counts(ranks: str | None) -> tuple[int, ...] | None:

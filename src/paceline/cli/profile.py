@@ -9,7 +9,6 @@ import typer
 
 from paceline.cli.jobs import build_bare_settings, build_settings, read_one, takes_job
 from paceline.cli.options import (
-    COMPARE_HELP,
     JOB,
     MEASUREMENT,
     NETWORK_HELP,
@@ -31,7 +30,9 @@ app = typer.Typer(help="See where the time of training steps goes.", no_args_is_
 @app.callback(invoke_without_command=True)
 def _profile(
     context: typer.Context,
-    compare: Annotated[tuple[Path, Path] | None, typer.Option("--compare", help=COMPARE_HELP)] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option("--compare", help="Compare two runs of one kind of profile.")
+    ] = None,
     json: Json = False,
     wide: Wide = False,
 ) -> None:
@@ -171,7 +172,7 @@ def comm_table(
     profile.check_counts(iters=iters, warmup=warmup)
     counts = read_counts(job["ranks"]) or (2, 4, 8, 64)
     result = profile.comm_table(
-        networks=network,
+        network=network,
         curves=curve or (),
         ranks=counts,
         iters=iters,

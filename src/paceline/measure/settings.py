@@ -84,7 +84,7 @@ class GroupSettings:
         return "cuda" if backend == "nccl" else "cpu"
 
     def check(self) -> None:
-        """Refuse what cannot be anywhere, in one line; `check_host` asks whether it can be here."""
+        """Refuse what cannot be measured on any machine; `check_host` looks at this one."""
         if not self.backends:
             raise ConfigError(f"no backend given: known are {', '.join(BACKENDS)}")
         for backend in self.backends:
@@ -105,7 +105,7 @@ class GroupSettings:
         raise NotImplementedError
 
     def check_host(self, local_ranks: int) -> None:
-        """Refuse what this host's GPUs or memory cannot hold for so many ranks, before anything is started."""
+        """Refuse what this host's GPUs or memory cannot hold for this number of ranks, before anything is started."""
         on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
         if on_gpu:
             gpus, who = machine.count_gpus(), " and ".join(sorted(on_gpu))

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import gc
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -34,7 +33,7 @@ from paceline.records import Samples, StepRecord
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
-from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, take_step
+from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, mark_phases, take_step
 from paceline.units import MIB
 
 # The kinds of steps. Each is taken in every round by every variant that has it.
@@ -292,45 +291,6 @@ class OwnJob(MeasuredJob):
         for optimizer, state in self._optimizers.items():
             optimizer.load_state_dict(state)
         self.module.train(self._was_training)
-
-
-@contextlib.contextmanager
-def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
-    """Mark the phases of a step that does not mark its own: forward with its loss, backward, and the rest.
-
-    By the model's forward, `torch.autograd.backward` and the steps of optimizers. What comes before is `data_wait`.
-    """
-    if isinstance(phases, NoPhases):
-        yield
-        return
-    phases.enter("data_wait")
-    backward, depth = torch.autograd.backward, 0
-    handles = [
-        # Before the hooks of a profile, whose times are part of forward.
-        model.register_forward_pre_hook(lambda *_: None if depth else phases.enter("forward"), prepend=True),
-        register_optimizer_step_pre_hook(lambda *_: phases.enter("optimizer")),
-    ]
-
-    @functools.wraps(backward)
-    def run_backward(*args: Any, **kwargs: Any) -> None:
-        nonlocal depth  # reentrant checkpointing runs backward inside of backward
-        if not depth:
-            phases.enter("backward")
-        depth += 1
-        try:
-            backward(*args, **kwargs)
-        finally:
-            depth -= 1
-        if not depth:
-            phases.enter("optimizer")
-
-    torch.autograd.backward = run_backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = backward
-        for handle in handles:
-            handle.remove()
 
 
 def check_whole(job: Job, size: int) -> None:

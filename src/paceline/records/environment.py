@@ -196,7 +196,8 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
     doubts = [
         Doubt(
             "wrong" if kind == "parameters" else kind,
-            f"{backend}, {format_number_of(n, 'rank')}: {text.format(', '.join(found[kind, backend, n]))}",
+            f"{f'{backend}, ' if backend else ''}{format_number_of(n, 'rank')}: "
+            + text.format(", ".join(found[kind, backend, n])),
         )
         for kind, text in _TEXTS.items()
         for kind_found, backend, n in found

@@ -171,7 +171,7 @@ def list_parameters(profile: LayerProfileRecord) -> list[_Parameter]:
 
 BLOCKS = (
     Column(None, lambda line: line.profile.model, key="model"),
-    Column("block", lambda line: line.times.name, str, "block", is_key=True),
+    Column("block", lambda line: line.times.name, key="block", is_key=True),
     Column("gradients", lambda line: line.num_bytes, "bytes", "num_bytes", priority=1),
     Column("forward", lambda line: line.forward_s, "ms", "forward_s", priority=2),
     Column("backward", lambda line: line.backward_s, "ms", "backward_s", priority=3),
@@ -448,7 +448,7 @@ def choose_overview_columns(overviews: Sequence[Overview]) -> list[Column]:
 
 
 OPERATORS = (
-    Column("operator", lambda r: r.name, str, "name", is_key=True),
+    Column("operator", lambda r: r.name, key="name", is_key=True),
     Column("calls/step", lambda r: r.calls, lambda calls: f"{calls:g}", "calls"),
     Column("self (ms/step)", lambda r: r.self_s, format_ms, "self_s", priority=2),
     Column("total (ms/step)", lambda r: r.total_s, format_ms, "total_s", priority=1),
@@ -461,8 +461,9 @@ def _shorten(name: str, width: int = 44) -> str:
 
 
 KERNELS = (
-    Column("kernel", lambda r: r.name, _shorten, "name", is_key=True),
-    Column("kind", lambda r: r.kind, str, "kind"),
+    Column("kernel", lambda r: _shorten(r.name), is_key=True),
+    Column(None, lambda r: r.name, key="name"),
+    Column("kind", lambda r: r.kind, key="kind"),
     Column("calls/step", lambda r: r.calls, lambda calls: f"{calls:g}", "calls"),
     Column("time (ms/step)", lambda r: r.time_s, format_ms, "time_s", priority=3),
     Column("mean (µs)", lambda r: r.mean_s * 1e6, lambda us: f"{us:.1f}", priority=1),
@@ -606,11 +607,15 @@ class CommTableResult(Result):
         if not self.rows:
             return "No step was measured."
         best, worst = (pick(self.rows, key=lambda row: row.step.exposed_share) for pick in (min, max))
-        where = [f"{row.step.network} with {format_number_of(row.step.world_size, 'rank')}" for row in (best, worst)]
+        parts = [
+            f"{row.step.exposed_share:.1%} of a step on {row.step.network} with "
+            f"{format_number_of(row.step.world_size, 'rank')}"
+            for row in ([best] if best is worst else [best, worst])
+        ]
         return (
             f"A step of {best.model} computes for {format_duration(best.step.local_s)} and sends "
             f"{format_bytes(best.num_bytes)} of gradients. Predicted exposed communication, with the best bucket size: "
-            f"{best.step.exposed_share:.1%} of a step on {where[0]}, {worst.step.exposed_share:.1%} on {where[1]}."
+            f"{', '.join(parts)}."
         )
 
     @property
@@ -641,7 +646,7 @@ class CommTableResult(Result):
 COMM = (
     Column("model", lambda r: r.model, key="model"),
     Column("gradients", lambda r: r.num_bytes, "bytes", "gradient_bytes", priority=-1),
-    Column("network", lambda r: r.step.network, str, "network", is_key=True),
+    Column("network", lambda r: r.step.network, key="network", is_key=True),
     Column("ranks", lambda r: r.step.world_size, "number", "world_size", is_key=True),
     Column("compute", lambda r: r.step.local_s, "ms", "compute_s", priority=1),
     Column(None, lambda r: r.backward_s, key="backward_s"),
@@ -749,7 +754,7 @@ def _compared_columns(name: str) -> tuple[Column, Column]:
 
 
 COMPARED = (
-    Column("quantity", lambda r: r.name, str, "name", is_key=True),
+    Column("quantity", lambda r: r.name, key="name", is_key=True),
     Column(None, lambda r: r.unit, key="unit"),
     *_compared_columns("first"),
     *_compared_columns("second"),

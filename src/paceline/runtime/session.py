@@ -284,9 +284,7 @@ class Session:
                     raise SystemExit(128 + self.signal) from None
                 raise
 
-    def _hear(self, task: Task, message: Progress | float, display: ProgressDisplay) -> None:
-        if isinstance(message, float):  # the share that is done
-            message = Progress(message, 1.0)
+    def _hear(self, task: Task, message: Progress, display: ProgressDisplay) -> None:
         if not task.name:  # of a run without tasks, the cells are those that the ranks post
             self._posted.extend(message.records)
             self._num_posted += bool(message.records)

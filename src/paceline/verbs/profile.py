@@ -207,7 +207,7 @@ def trace(
 def comm_table(
     model: str | ProfileResult,
     *,
-    networks: str = NETWORKS,
+    network: str = NETWORKS,
     curves: Sequence[str | Path] = (),
     ranks: Counts = (2, 4, 8, 64),
     backend: str = "auto",
@@ -221,7 +221,7 @@ def comm_table(
 ) -> CommTableResult:
     """What do the gradients of a step cost on other networks? The computation is measured, the messages are predicted.
 
-    `model`: a built-in model, which is measured on one rank, or a result of `profile`. `networks`: names, or bandwidth
+    `model`: a built-in model, which is measured on one rank, or a result of `profile`. `network`: names, or bandwidth
     and latency ("10Gb/s,50us"). `curves`: runs of `bench allreduce` that are used as networks, too.
     """
     from paceline.predict.networks import find_networks
@@ -229,9 +229,9 @@ def comm_table(
 
     check_counts(iters=iters, warmup=warmup)
     counts = _read_counts(ranks, "ranks") or (2, 4, 8, 64)
-    find_networks(networks)
+    find_networks(network)
     sweeps = _load_sweeps(curves, counts)
-    more = {"networks": networks, "ranks": list(counts), "curves": [str(path) for path in curves]}
+    more = {"networks": network, "ranks": list(counts), "curves": [str(path) for path in curves]}
     if isinstance(model, ProfileResult):
         if model.profile is None:
             raise ConfigError('this profile has no layers: use kind="all" or kind="layers"', code="mismatch")
