@@ -1,6 +1,6 @@
 """The smallest program on Paceline: a world, one all-reduce, and out again.
 
-python examples/allreduce_by_hand.py            # starts two ranks by itself
+python examples/allreduce_by_hand.py            # starts two ranks
 torchrun --nproc-per-node 2 examples/allreduce_by_hand.py
 """
 
@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.runtime.environment import is_launched
 
 
 def main() -> float:
@@ -21,7 +20,4 @@ def main() -> float:
 
 
 if __name__ == "__main__":
-    if is_launched():
-        main()
-    else:
-        paceline.run_ranks(main, 2)
+    paceline.run_ranks(main, 2)  # under torchrun: in the launched world

@@ -6,9 +6,6 @@ python examples/large_batch.py
 import torch
 
 import paceline
-from paceline.training.optimizers import split_parameters
-from paceline.training.schedules import BatchSchedule, Schedule
-from paceline.workloads.data.sharding import EpochOrder
 
 EPOCHS, SAMPLES, BATCH = 8, 512, 16
 
@@ -19,13 +16,13 @@ model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), t
 model = paceline.GhostBatchNorm.convert(model, ghost_size=BATCH)  # statistics of 16 samples, however large the batch
 
 # 16 samples in a step, 64 from half of the run on, 256 from three quarters on: in place of a rate that falls.
-sizes = BatchSchedule(global_batch_size=BATCH, num_samples=SAMPLES, epochs=EPOCHS, growths=((0.5, 4), (0.75, 16)))
-rates = Schedule(shape="constant", peak=0.5, num_steps=sizes.num_steps, warmup_steps=10)
-optimizer = paceline.LARS(split_parameters(model, weight_decay=1e-4), lr=rates.peak, trust_coefficient=0.02)
+sizes = paceline.BatchSchedule(global_batch_size=BATCH, num_samples=SAMPLES, epochs=EPOCHS, growths=((0.5, 4), (0.75, 16)))
+rates = paceline.Schedule(shape="constant", peak=0.5, num_steps=sizes.num_steps, warmup_steps=10)
+optimizer = paceline.LARS(paceline.split_parameters(model, weight_decay=1e-4), lr=rates.peak, trust_coefficient=0.02)
 
 step = 0
 for epoch in range(EPOCHS):
-    order = EpochOrder(SAMPLES, sizes.window_sizes(epoch), seed=1, epoch=epoch)
+    order = paceline.EpochOrder(SAMPLES, sizes.window_sizes(epoch), seed=1, epoch=epoch)
     for number in range(order.num_windows):  # every sample once, in an order that does not depend on the batch
         batch = order.window(number)
         rates.apply(optimizer, step)

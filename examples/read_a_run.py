@@ -7,14 +7,14 @@ python examples/read_a_run.py runs/TIME-bench-allreduce
 import sys
 
 import paceline
-from paceline.predict.curves import fit_collectives
 
-run = paceline.load_run(sys.argv[1])
+result = paceline.load_result(sys.argv[1])
+run = result.run
 print(f"{run.verb} on {run.environment.cores} cores, torch {run.environment.versions['torch']}")
 for record in run.records:
     times = record.timing
     print(
         f"{record.num_bytes} bytes: {times.count} repetitions, median {times.median_s:.6f} s, noise {times.noise:.0%}"
     )
-for record, line in fit_collectives(run.records):
+for record, line in result.fits:
     print(f"{record.backend}, {record.world_size} ranks: a message of 2 MiB takes about {line.estimate_s(2**21):.6f} s")

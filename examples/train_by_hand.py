@@ -1,6 +1,6 @@
 """A training loop of your own on several ranks: wrap the model, and the gradients are averaged in backward.
 
-python examples/train_by_hand.py            # starts two ranks by itself
+python examples/train_by_hand.py            # starts two ranks
 torchrun --nproc-per-node 2 examples/train_by_hand.py
 """
 
@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.runtime.environment import is_launched
 
 
 def main() -> float:
     with paceline.init() as world:
         net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
-        model = paceline.DataParallel(net, average="samples")
+        model = paceline.DDP(net, average="samples")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         rule = torch.arange(10.0, device=world.device) / 10
         paceline.set_seed(1, per_rank=True)  # the same model everywhere, other data on each rank
@@ -33,7 +32,4 @@ def main() -> float:
 
 
 if __name__ == "__main__":
-    if is_launched():
-        main()
-    else:
-        paceline.run_ranks(main, 2)
+    paceline.run_ranks(main, 2)  # under torchrun: in the launched world

@@ -6,7 +6,8 @@ python examples/who_am_i.py
 from torch.distributed.device_mesh import init_device_mesh
 
 import paceline
-from paceline import get
+
+get = paceline.get
 
 
 def describe() -> str:

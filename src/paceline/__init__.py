@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         MeasurementError,
         PacelineError,
         RecordError,
+        TrainingError,
     )
     from paceline.parallel import DDP, DataParallel, GhostBatchNorm, SyncBatchNorm
     from paceline.plan import Plan
@@ -25,68 +26,56 @@ if TYPE_CHECKING:
     from paceline.runtime.launch import RankPool, run_ranks
     from paceline.runtime.ranks import Ranks, get, ranks, set_seed
     from paceline.runtime.world import World, init, shutdown
-    from paceline.training.optimizers import LAMB, LARS
+    from paceline.training.optimizers import LAMB, LARS, split_parameters
+    from paceline.training.schedules import BatchSchedule, Schedule
     from paceline.verbs import bench, scale
     from paceline.verbs.doctor import doctor
+    from paceline.verbs.predict import predict
+    from paceline.verbs.profile import comm_table, compare, profile, trace
+    from paceline.verbs.train import train
+    from paceline.verbs.tune import tune
+    from paceline.workloads.data.sharding import EpochOrder
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "paceline.errors": (
         "CollectiveError", "ConfigError", "LaunchError", "MeasurementError", "PacelineError", "RecordError",
+        "TrainingError",
     ),
     "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
     "paceline.plan": ("Plan",),
+    "paceline.predict": ("predict",),  # a package that can be called
     "paceline.records.store": ("Run", "load_run"),
-    "paceline.runtime.environment": ("is_launched",),
     "paceline.report.result": ("Result", "load_result"),
+    "paceline.runtime.environment": ("is_launched",),
     "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
-    "paceline.training.optimizers": ("LAMB", "LARS"),
+    "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
+    "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs": ("bench", "scale"),
     "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
+    "paceline.verbs.train": ("train",),
+    "paceline.verbs.tune": ("tune",),
+    "paceline.workloads.data.sharding": ("EpochOrder",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "DDP",
-    "LAMB",
-    "LARS",
-    "CollectiveError",
-    "ConfigError",
-    "DataParallel",
-    "GhostBatchNorm",
-    "LaunchError",
-    "MeasurementError",
-    "PacelineError",
-    "Plan",
-    "RankPool",
-    "Ranks",
-    "RecordError",
-    "Result",
-    "Run",
-    "SyncBatchNorm",
-    "World",
-    "__version__",
-    "bench",
-    "doctor",
-    "get",
-    "init",
-    "is_launched",
-    "load_result",
-    "load_run",
-    "ranks",
-    "run_ranks",
-    "scale",
-    "set_seed",
-    "shutdown",
-]
+    "DDP", "LAMB", "LARS", "BatchSchedule", "CollectiveError", "ConfigError", "DataParallel", "EpochOrder",
+    "GhostBatchNorm", "LaunchError", "MeasurementError", "PacelineError", "Plan", "RankPool", "Ranks", "RecordError",
+    "Result", "Run", "Schedule", "SyncBatchNorm", "TrainingError", "World", "__version__", "bench", "comm_table",
+    "compare", "doctor", "get", "init", "is_launched", "load_result", "load_run", "predict", "profile", "ranks",
+    "run_ranks", "scale", "set_seed", "shutdown", "split_parameters", "trace", "train", "tune",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
-        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+        home = importlib.import_module(_HOME_OF[name])
+        value = home if name == "predict" else getattr(home, name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import json
 from pathlib import Path
 
 import pytest
-import rich.console
 
 from paceline import load_run
 from paceline.records.exchange import load_layer_sizes, load_layer_times
@@ -27,7 +25,7 @@ TABLE = ("profile", "comm-table", *SMALL, "--iters", "2", "--warmup", "1")
 
 def find_run(answer: Answer) -> Path:
     assert answer.code == 0, answer.err
-    return Path(answer.out.rsplit("run: ", 1)[1].splitlines()[0].strip())
+    return Path(answer.out.rsplit("\nrun: ", 1)[1].splitlines()[0])
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +52,12 @@ def test_phases_are_a_table_and_a_record_for_each_batch_size(phases):
     run = find_run(phases)
     for words in ("forward (ms)", "backward (ms)", "exposed (ms)", "comm overhead", "batch 8: profiling costs"):
         assert words in phases.out
-    assert phases.err.splitlines() == [
-        "paceline: profile phases: 2 ranks, batch 4: done",
-        "paceline: profile phases: 2 ranks, batch 8: done",
+    lines = [line for line in phases.err.splitlines() if "cells" in line]
+    assert [line.partition(", about")[0] for line in lines] == [
+        "paceline: profile phases: 1 of 2 cells (2 ranks, batch 4)",
+        "paceline: profile phases: 2 of 2 cells (2 ranks, batch 8)",
     ]
+    assert phases.out.startswith("A step of cnn takes ") and "exposed communication" in phases.out.splitlines()[0]
     records = load_run(run).records
     assert [(record.world_size, record.batch_size) for record in records] == [(2, 4), (2, 8)]
     with (run / "table.csv").open() as file:
@@ -72,7 +72,7 @@ def test_phases_are_a_table_and_a_record_for_each_batch_size(phases):
 
 def test_one_rank_sends_nothing_and_has_no_column_for_it(phases_alone):
     find_run(phases_alone)
-    assert "busbw" not in phases_alone.out and "busy" not in phases_alone.out
+    assert "busbw" not in phases_alone.out and "busy (ms)" not in phases_alone.out
     assert "1 rank, batch 8: profiling costs" in phases_alone.out
 
 
@@ -131,7 +131,7 @@ def test_two_traces_beside_each_other(trace, phases, out, command):
     assert "phase backward" in answer.out and "they differ in ranks: 2 and 1" in answer.out
     unlike = command("profile", "--compare", str(find_run(trace)), str(find_run(phases)))
     assert unlike.code == 2 and unlike.out == "" and len(unlike.err.splitlines()) == 1
-    assert "is a run of `profile trace` and" in unlike.err and "of `profile phases`: give two of" in unlike.err
+    assert "is a run of `profile trace` and" in unlike.err and "`paceline profile phases`" in unlike.err
 
 
 def test_layers_are_files_that_can_be_read_again(out):
@@ -211,10 +211,27 @@ def test_phases_and_traces_under_torchrun(start, tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_results_go_to_stdout_while_a_terminal_shows_the_bar(monkeypatch, tmp_path):
-    drawn = io.StringIO()
-    terminal = rich.console.Console(file=drawn, force_terminal=True)
-    monkeypatch.setattr("paceline.cli.session.stderr", lambda: terminal)
-    answer = type_alone(*LAYERS, "--json", "--out", str(tmp_path))
-    assert json.loads(answer.out)["parameters"]
-    assert "profile layers" in drawn.getvalue() and "100%" in drawn.getvalue()
+def test_a_run_of_another_kind_is_refused_with_the_command_that_makes_the_right_one(command, curve, phases, tmp_path):
+    answer = command(*TABLE, "--curve", str(find_run(phases)), "--out", str(tmp_path))
+    assert answer.code == 2 and "give one of `paceline bench allreduce`" in answer.err
+    answer = command("profile", "--compare", curve, str(find_run(phases)))
+    assert answer.code == 2 and "is a run of `bench allreduce`" in answer.err and "paceline profile" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("layers", "--ranks", "2"), "layers are timed on one rank"),
+        (("layers", "--iters", "0"), "--iters 0: at least 1 is needed"),
+        (("layers", "--wrapper", "torch"), "--wrapper torch"),
+        (("trace", "--warmup", "0"), "--warmup 0"),
+        (("trace", "--steps", "0"), "--steps 0: at least 1 is needed"),
+        (("trace", "--ranks", "1,2"), "--ranks 1,2: a trace is of one number of ranks"),
+        (("phases", "--model", "gpt3"), "gpt3"),
+        (("comm-table", "--network", "token-ring"), "token-ring"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(command, tmp_path, arguments, words):
+    answer = command("profile", *arguments, "--out", str(tmp_path))
+    assert (answer.code, answer.out) == (2, "") and words in answer.err and len(answer.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -18,10 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.cli.training import load_config, save_config
-from paceline.records.store import RunFolder
+from paceline.records.environment import capture_environment
+from paceline.records.training import load_config, load_metrics
+from paceline.report.training import render_config
 from paceline.runtime.launch import RankPool
-from paceline.training.journal import SAME_SIGNAL_S, load_metrics
+from paceline.training.journal import SAME_SIGNAL_S
 from paceline.training.settings import TrainSettings
 from tests.conftest import descendants, find_ranks, wait_until
 
@@ -88,10 +89,10 @@ def whole(warm_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path
     """The folder of the undisturbed run of TRAIN on two ranks."""
     from paceline.training.loop import train
 
-    folder = RunFolder(tmp_path_factory.mktemp("whole"))
-    save_config(folder, SETTINGS)
-    warm_pool.run(train, (SETTINGS, folder.path, False), num_ranks=2)
-    return folder.path
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "config.json").write_text(render_config(SETTINGS.to_json(), capture_environment()))
+    warm_pool.run(train, (SETTINGS, folder, False), num_ranks=2)
+    return folder
 
 
 @pytest.fixture
@@ -151,7 +152,8 @@ def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
     err = finish(job, 128 + number)
     folder = the_run(tmp_path / "out")
     last = load_metrics(folder / "metrics.jsonl")[-1]["step"]
-    assert newest(folder).name == f"step-{last:08}" and f"stopped after step {last}, which is kept" in err
+    assert newest(folder).name == f"step-{last:08}"
+    assert f"interrupted: step {last} is saved; resume with: paceline train --resume" in err
     assert f"paceline train --resume {Path('out') / folder.name}" in err
     wait_until(lambda: gone(ranks), 10)
     assert_nothing_temporary(folder)
@@ -180,7 +182,8 @@ def test_under_torchrun_a_signal_saves_and_the_run_goes_on(start, tmp_path, whol
     _, err = job.communicate(timeout=60)
     folder = the_run(tmp_path / "out")
     last = load_metrics(folder / "metrics.jsonl")[-1]["step"]
-    assert newest(folder).name == f"step-{last:08}" and f"stopped after step {last}, which is kept" in err
+    assert newest(folder).name == f"step-{last:08}"
+    assert f"interrupted: step {last} is saved; resume with: paceline train --resume" in err
     assert job.returncode != 0
     wait_until(lambda: gone(ranks), 10)
     finish(start(*TORCHRUN, "train", "--resume", str(folder)))
@@ -194,7 +197,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(command, whole
     file.write_bytes(content)
     answer = command("train", "--resume", str(broken))
     assert answer.code == 0, answer.err
-    words = f"checkpoint {file.parent.name} is damaged: model.safetensors does not match the checksum"
+    words = f"checkpoint {file.parent.name} is damaged: model.safetensors does not match the checksum in manifest.json"
     assert f"{words}; the one before it is used" in " ".join(answer.err.split())
     assert_same_run(whole, broken)
 
@@ -212,7 +215,7 @@ def test_a_finished_run_is_shown_and_more_epochs_are_remembered(command, whole, 
         answer = command("train", "--resume", str(folder), "--json", *flags)
         document = json.loads(answer.out)
         assert (answer.code, document["finished"], document["steps"]) == (0, True, 16 * epochs), answer.err
-        assert len(document["epochs"]) == epochs == load_config(folder).epochs
+        assert len(document["epochs"]) == epochs == load_config(folder)["settings"]["epochs"]
         assert {"table.csv", "table.md", "training.png"} <= {path.name for path in folder.iterdir()}
     assert_nothing_temporary(folder)
 
@@ -228,13 +231,13 @@ def test_a_loss_that_is_no_number_exits_with_1(command, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--hidden", "17"), "--hidden 17 beside --resume: the run was started with 16"),
-        (("--model", "mlp"), "--model mlp beside --resume: the run was started with cnn"),
-        (("--lr", "0.1"), "--lr 0.1 beside --resume: the run was started with 0.05"),
-        (("--seed", "2"), "--seed 2 beside --resume: the run was started with 1"),
+        (("--hidden", "17"), "--hidden 17 with --resume: the run was started with 16"),
+        (("--model", "mlp"), "--model mlp with --resume: the run was started with cnn"),
+        (("--lr", "0.1"), "--lr 0.1 with --resume: the run was started with 0.05"),
+        (("--seed", "2"), "--seed 2 with --resume: the run was started with 1"),
         (
             ("--data", "synthetic:numbers"),
-            "--data synthetic:numbers beside --resume: the run was started with synthetic",
+            "--data synthetic:numbers with --resume: the run was started with synthetic",
         ),
         (("--ranks", "3"), "3 ranks cannot share the run's global batch of 16 samples equally"),
     ],

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from paceline import ConfigError
 from paceline.measure.collectives import measure_chunks, measure_collectives
-from paceline.measure.engine import Measured
-from paceline.measure.settings import ChunkSettings, CollectiveSettings
+from paceline.measure.settings import ChunkSettings, CollectiveSettings, Measured
 from paceline.records import CollectiveRecord, MemoryRecord, Samples
 from paceline.units import MIB
 

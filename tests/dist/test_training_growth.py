@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.training.journal import load_metrics
+from paceline.records.training import load_metrics
 from paceline.training.settings import TrainSettings
 from paceline.workloads.data.sharding import EpochOrder
 from tests.dist.test_training_parity import CNN, assert_parity, train_and_look

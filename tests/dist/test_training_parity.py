@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.errors import TrainingError
-from paceline.training.journal import load_metrics
+from paceline.records.training import load_metrics
 from paceline.training.settings import TrainSettings
 
 CNN = TrainSettings(model="cnn", channels=(4, 8), hidden=16, device="cpu", threads=1, epochs=2, save_every="epoch")

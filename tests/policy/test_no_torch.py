@@ -13,7 +13,6 @@ LATE = (
     "paceline.cli.main",
     "paceline.measure.scale_settings",
     "paceline.measure.settings",
-    "paceline.measure.wrapper_settings",
     "paceline.runtime.environment",
     "paceline.runtime.launch",
     "paceline.runtime.worker",

@@ -428,4 +428,4 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
     second.open(1)
     second.close()
     second.unlock()
-    assert (tmp_path / checkpoints.METRICS).read_text() == '{"step": 1}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from paceline.measure.emulation import EmulatedNetwork
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.measure.emulation import EmulatedNetwork
 from paceline.parallel import DataParallel
 from paceline.predict.curves import AlphaBeta
 

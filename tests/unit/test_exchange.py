@@ -301,18 +301,19 @@ def test_markdown_without_the_table_is_refused(write, text, reason):
     assert "report.md" in str(caught.value)
 
 
-def test_shared_memory_survives_both_of_our_tables(write, build_collective, build_samples):
+@pytest.mark.parametrize("name", ["shm", "paceline"])  # the second is its older name
+def test_shared_memory_survives_both_of_our_tables(write, build_collective, build_samples, name):
     records = [
-        build_collective(backend="paceline", memory=memory, timing=build_samples(t))
+        build_collective(backend=name, memory=memory, timing=build_samples(t))
         for memory, t in (("ordinary", 0.002), ("shared", 0.001))
     ]
     ours = load_table(write(write_csv(records)))
     text = export_allreduce_times(records)
     theirs = load_table(write(text, "allreduce-times.csv"))
-    assert "\npaceline-shared,2," in text
+    assert f"\n{name}-shared,2," in text
     for loaded in (ours, theirs):
         assert [(r.backend, r.memory, r.time_s) for r in loaded] == [
-            ("paceline", "ordinary", 0.002), ("paceline", "shared", 0.001),
+            ("shm", "ordinary", 0.002), ("shm", "shared", 0.001),
         ]  # fmt: skip
 
 

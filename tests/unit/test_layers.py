@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.errors import ConfigError
-from paceline.measure import layer_moments
-from paceline.measure.layer_moments import Moments
-from paceline.measure.layers import LayerStep, measure_layers
+from paceline.errors import ConfigError, MeasurementError
+from paceline.measure.profiles import Moments, measure_layers
+from paceline.measure.steps import OwnJob, Replica, mark_phases
 from paceline.records.exchange import export_layer_sizes, export_layer_times, load_layer_sizes, load_layer_times
 
 
@@ -55,10 +54,28 @@ class Tied(nn.Module):
         return self.head(self.body(self.embed(x)))
 
 
-def profile(module, x=None, blocks=None, *, loss=None, iters=3, **options):
+LABELS = {"model": "toy", "precision": "fp32", "batch_size": 2}
+
+
+def build_replica(module, compute_loss):
+    """A replica whose step is a forward, a backward, and the end of its gradients."""
+
+    def run(given, phases):
+        phases.enter("forward")
+        loss = compute_loss()
+        phases.enter("backward")
+        loss.backward()
+        phases.enter("optimizer")
+        module.zero_grad()
+
+    return Replica(module, module, torch.device("cpu"), run)
+
+
+def profile(module, x=None, blocks=None, *, loss=None, iters=3, warmup=1, **options):
     x = torch.randn(2, 4) if x is None else x
-    step = LayerStep(module, lambda: (loss or module)(x).sum(), module.zero_grad, model="toy", batch_size=2)
-    return measure_layers(step, blocks, iters=iters, warmup=1, **options)
+    return measure_layers(
+        build_replica(module, lambda: (loss or module)(x).sum()), LABELS, blocks, iters=iters, warmup=warmup, **options
+    )
 
 
 def names(record):
@@ -76,7 +93,7 @@ def test_gradients_of_a_chain_are_ready_from_its_end():
     assert [total for _, total in record.timeline] == [64, 128, 192, 256]
     assert [len(p.ready_s) for p in record.parameters] == [3] * 4
     assert (record.timing.count, len(record.timing.warmup_seconds)) == (3, 1)
-    assert (record.model, record.device, record.dtype, record.batch_size) == ("toy", "cpu", "float32", 2)
+    assert (record.model, record.device, record.dtype, record.batch_size) == ("toy", "cpu", "fp32", 2)
 
 
 def test_a_tied_parameter_is_ready_after_its_last_use_and_an_unused_one_never():
@@ -109,10 +126,10 @@ def test_a_gradient_is_noted_when_it_has_been_accumulated():
         return mark(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_moments.Moments, "mark", spy)
+        patch.setattr(Moments, "mark", spy)
         profile(module, x, blocks=[], iters=1)
-    # Of the 6 moments of a profiled step, begin and middle have no gradient, and the hook's is the third.
-    assert seen[:6] == [False, False, True, True, True, False]
+    # Of the 5 moments of a profiled step, begin and middle have no gradient, and the hook's is the third.
+    assert seen[:5] == [False, False, True, True, False]
 
 
 def test_the_order_is_that_of_hooks_on_the_parameters():
@@ -303,11 +320,11 @@ LINEAR = nn.Linear(4, 4)
     ],
 )
 def test_what_cannot_be_profiled_is_refused(module, options, reason):
-    update = lambda: None  # noqa: E731
-    step = LayerStep(module, lambda: F.relu(torch.ones(())), update, model="toy")
     options = {"iters": 1, "warmup": 1, **options}
     with pytest.raises(ConfigError, match=reason):
-        measure_layers(step, options.pop("blocks", None), **options)
+        measure_layers(
+            build_replica(module, lambda: F.relu(torch.ones(()))), LABELS, options.pop("blocks", None), **options
+        )
 
 
 def test_a_wrapped_module_is_refused():
@@ -351,3 +368,88 @@ def test_moments_of_a_gpu_are_events_that_are_read_at_the_end_and_used_again(mon
         assert at_s[0] == 0
         assert at_s[1] >= 0.002
     assert FakeEvent.made == 2
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = Slow(0.004, 0.004), nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        return self.left(x) + self.right(y)
+
+
+def profile_own(step, model=None, **options):
+    job = OwnJob(TwoInputs() if model is None else model, step)
+    try:
+        return measure_layers(job.build(None), job.labels, None, **({"iters": 2, "warmup": 1} | options))
+    finally:
+        job.close()
+
+
+def test_a_step_of_ones_own_is_profiled_by_its_calls():
+    model = TwoInputs()
+    optimizers = [torch.optim.SGD(model.left.parameters(), 0.1), torch.optim.Adam(model.right.parameters(), 0.1)]
+    before = [param.detach().clone() for param in model.parameters()]
+
+    def step(model):
+        time.sleep(0.002)  # data
+        loss = model(torch.ones(3, 4), torch.ones(3, 4)).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    record = profile_own(step, model)
+    assert (record.model, record.batch_size, record.dtype) == ("TwoInputs", 3, "fp32")
+    assert min(record.forward.reduced_s) >= 0.004 and min(record.backward.reduced_s) >= 0.004
+    parts = (record.forward, record.backward, record.optimizer)
+    assert record.timing.median_s >= 0.002 + sum(min(part.reduced_s) for part in parts)
+    assert min(block(record, "left").forward_s) >= 0.004
+    assert {p.name for p in record.parameters} == {"left.weight", "left.bias", "right.weight", "right.bias"}
+    assert all(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+    assert not optimizers[1].state and find_hooks(model) == []
+
+
+def test_two_backwards_in_a_step_are_one_clock():
+    model = TwoInputs()
+
+    def step(model):
+        for _ in range(2):
+            model(torch.ones(2, 4), torch.ones(2, 4)).sum().backward()
+            time.sleep(0.003)
+
+    record = profile_own(step, model)
+    assert min(record.backward.reduced_s) >= 0.008
+    # Ready with the second backward, and what is between them does not count.
+    last = max(value for p in record.parameters for value in p.ready_s)
+    assert 0.008 <= last <= record.profiled_backward.median_s * 1.5
+    assert min(record.optimizer.reduced_s) >= 0.006
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_backward_inside_of_backward_is_one_phase(use_reentrant):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    entered = []
+
+    class Phases:
+        def enter(self, phase):
+            entered.append(phase)
+
+    with mark_phases(module, Phases()):
+        x = module[0](torch.ones(2, 4))
+        checkpoint(module[1], x, use_reentrant=use_reentrant).sum().backward()
+    assert entered == ["data_wait", "backward", "optimizer"]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda model: model(torch.ones(2, 4), torch.ones(2, 4)),
+        lambda model: model.right(torch.ones(2, 4)).sum().backward(),
+    ],
+)
+def test_a_step_without_forward_or_backward_is_refused(step):
+    with pytest.raises(MeasurementError) as caught:
+        profile_own(step)
+    assert caught.value.code == "no-phase"

@@ -11,7 +11,6 @@ import pytest
 from paceline.errors import ConfigError, RecordError
 from paceline.measure.traces import build_bucket_events
 from paceline.parallel.timeline import BucketTimes, StepTimes
-from paceline.predict.advice import Advice
 from paceline.predict.overview import (
     CATEGORIES,
     BucketSpan,
@@ -29,17 +28,8 @@ from paceline.predict.overview import (
     union_time,
 )
 from paceline.report.plots import render_png, render_svg
-from paceline.report.tables import render_markdown
-from paceline.report.timeline import plot_timeline
-from paceline.report.trace_tables import (
-    advice_row,
-    advice_table,
-    choose_overview_columns,
-    compared_table,
-    kernel_table,
-    operator_table,
-    overview_row,
-)
+from paceline.report.profiles import COMPARED, KERNELS, OPERATORS, choose_overview_columns, plot_timeline
+from paceline.report.table import Table
 from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
 
 
@@ -349,7 +339,8 @@ def test_a_rank_without_buckets_can_be_drawn():
 def test_tables_say_what_the_overview_says():
     on_gpu = build_overview(MadeTrace().step().kernel(SGEMM, 0, 4).kernel(NCCL, 3, 5).op("aten::mm", 0, 6).build())
     on_cpu = build_overview(MadeTrace(rank=1).step().op("aten::mm", 0, 6).build())
-    table = render_markdown(choose_overview_columns([on_gpu, on_cpu]), [on_gpu, on_cpu]).splitlines()
+    both = Table("overview", "", choose_overview_columns([on_gpu, on_cpu]), [on_gpu, on_cpu])
+    table = both.markdown().splitlines()
     header = [cell.strip() for cell in table[0].split("|")]
     first = dict(zip(header, (cell.strip() for cell in table[2].split("|")), strict=True))
     assert (first["kernels"], first["communication"], first["CPU"], first["other"]) == (
@@ -360,16 +351,11 @@ def test_tables_say_what_the_overview_says():
     )
     assert (first["GPU busy"], first["tensor cores"], first["source"]) == ("50.0%", "0.0%", "measured")
     assert "copies" not in header and "occupancy (est.)" not in header
-    assert "GPU busy" not in [column.name for column in choose_overview_columns([on_cpu])]
-    assert f"| {SGEMM} | matmul | 1 | 4.0000 | 4000.0 |  | no |" in render_markdown(kernel_table, on_gpu.kernels)
-    assert "| aten::mm | 1 | 6.0000 | 6.0000 |" in render_markdown(operator_table, on_cpu.operators)
-    assert "| step | 10 ms | 10 ms | 1.00 |" in render_markdown(compared_table, compare_overviews(on_gpu, on_cpu))
-    row = overview_row(on_gpu)
-    assert (row["kernel_share"], row["gpu_busy"]) == pytest.approx((0.4, 0.5))
-    assert overview_row(on_cpu).keys() == row.keys()
-
-
-def test_advice_has_a_row_with_its_gain():
-    advice = Advice("data", "more workers", gain_s=5e-3, certainty="at most", step_s=10e-3)
-    assert "| data | 5 ms | 2.00 x | at most | more workers |" in render_markdown(advice_table, [advice])
-    assert advice_row(advice)["factor"] == pytest.approx(2)
+    assert "GPU busy" not in Table("", "", choose_overview_columns([on_cpu]), [on_cpu]).markdown()
+    kernels = Table("", "", KERNELS, on_gpu.kernels).markdown()
+    assert f"| {SGEMM} | matmul | 1 | 4.0000 | 4000.0 | no |" in kernels
+    assert "| aten::mm | 1 | 6.0000 | 6.0000 |" in Table("", "", OPERATORS, on_cpu.operators).markdown()
+    assert "| step | 10 ms | 10 ms | 1.00 |" in Table("", "", COMPARED, compare_overviews(on_gpu, on_cpu)).markdown()
+    row, other = both.rows_json()
+    assert (row["kernel_share"], row["gpu_busy"], row["copy_share"]) == pytest.approx((0.4, 0.5, 0.0))
+    assert other.keys() == row.keys()

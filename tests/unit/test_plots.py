@@ -107,23 +107,6 @@ def test_chunks_are_drawn_against_elements(build_chunks, build_samples):
     assert "1 MiB all-reduced in chunks" in plots.render_svg(figure).decode()
 
 
-def test_wrappers_have_a_panel_for_each_model_and_ranks(build_wrapper):
-    slow = (3e-3, 4e-3, 5e-3)
-    records = [
-        build_wrapper("torch", slow), build_wrapper("paceline"), build_wrapper("torch", model="mlp"),
-        build_wrapper("torch", world_size=1),
-    ]  # fmt: skip
-    figure = plots.plot_wrappers(records, "box")
-    panels = [axes for axes in figure.axes if axes.get_visible()]
-    titles = [axes.get_title(loc="left") for axes in panels]
-    assert titles == ["cnn (gloo, 2 ranks, measured)", "mlp (gloo, 2 ranks, measured)", "cnn (gloo, 1 rank, measured)"]
-    spread, median = panels[0].get_lines()[:2]
-    assert list(median.get_xdata()) == pytest.approx([4.0])
-    assert list(spread.get_xdata()) == pytest.approx([3.2, 4.8])
-    svg = plots.render_svg(figure).decode()
-    assert ">torch<" in svg and ">paceline<" in svg and "box" in svg
-
-
 def test_memories_are_told_apart_and_the_bound_is_a_line_of_its_own(curve, build_pass, build_samples):
     records = [*curve(), *curve(backend="paceline"), *curve(backend="paceline", memory="shared")]
     bounds = [build_pass(num_bytes=n, time_s=t) for n, t in ((2**20, 3e-4), (2**10, 1e-6))]
@@ -151,18 +134,6 @@ def test_times_are_written_out_beside_the_axis(build_collective, build_samples, 
     records = [build_collective(num_bytes=n, timing=build_samples(*(t,) * 5)) for n, t in times.items()]
     svg = plots.render_svg(collectives.plot_time(records, "box")).decode()
     assert all(f">{label}<" in svg for label in labels)
-
-
-def test_wrappers_on_several_backends_share_a_panel(build_wrapper):
-    records = [build_wrapper(w, backend=b) for b in ("gloo", "paceline") for w in ("torch", "paceline")]
-    figure = plots.plot_wrappers(records, "box")
-    (axes,) = figure.axes
-    assert axes.get_title(loc="left") == "cnn (2 ranks, measured)"
-    assert [label.get_text() for label in axes.get_yticklabels()] == [
-        "torch on gloo", "torch on paceline", "paceline on gloo", "paceline on paceline",
-    ]  # fmt: skip
-    colors = [line.get_color() for line in axes.get_lines()[1::2]]
-    assert colors == [colors[0], colors[1]] * 2 and colors[0] != colors[1]
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 12])

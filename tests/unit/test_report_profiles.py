@@ -1,76 +1,61 @@
-"""Tables, rows, sentences and pictures of profiles: phases of a step, and layers."""
+"""Results of profiles: layers, traces, networks, and two runs compared."""
+
+import json
+from pathlib import Path
 
 import pytest
 
+from paceline import load_result
+from paceline.errors import ConfigError, RecordError
+from paceline.predict.advice import Advice, StepFacts, advise
+from paceline.predict.overview import build_overview
 from paceline.records import BlockTimes, ParameterTimes
-from paceline.report.layer_plots import plot_ready
-from paceline.report.layer_tables import (
-    block_lines,
-    block_row,
-    block_table,
-    describe_profile,
-    parameter_lines,
-    parameter_row,
-    parameter_table,
-)
-from paceline.report.phase_tables import describe_phases, phase_row, phase_table
+from paceline.records.store import Run
 from paceline.report.plots import render_png
-from paceline.report.tables import render_markdown
+from paceline.report.profiles import (
+    BLOCKS,
+    PARAMETERS,
+    ComparisonResult,
+    ProfileResult,
+    TraceResult,
+    describe_layers,
+    list_blocks,
+    list_parameters,
+    plot_ready,
+)
+from paceline.report.result import build_result
+from paceline.report.table import Table
+from tests.unit.made_traces import NCCL, SGEMM, MadeTrace
 
 from .test_records_layers import build_profile, build_times
 
-
-def test_the_row_and_the_table_say_the_same(build_phases):
-    record = build_phases()
-    row = phase_row(record)
-    assert row["exposed_comm_s"] == pytest.approx(0.002) and row["comm_overhead"] == pytest.approx(0.2)
-    assert row["backward_s"] == pytest.approx(0.004), "what is computed, not what is waited for"
-    assert row["busbw_gbps"] == pytest.approx(0.8)
-    assert row["profiling_cost"] == pytest.approx(0.01)
-    assert (row["world_size"], row["batch_size"], row["accumulate"], row["source"]) == (2, 16, 2, "measured")
-    head, _, line = render_markdown(phase_table, [record]).strip().splitlines()
-    cells = dict(zip((c.strip() for c in head.split("|")), (c.strip() for c in line.split("|")), strict=True))
-    assert float(cells["step (ms)"]) == pytest.approx(10) and float(cells["exposed (ms)"]) == pytest.approx(2)
-    assert (cells["comm overhead"], cells["overlap"], cells["samples/s"]) == ("20.0%", "60.0%", "6,400")
-    assert cells["source"] == "measured"
-
-
-def test_what_is_unknown_is_an_empty_cell(build_phases):
-    cells = {column.name: column.cell(build_phases(busy=None)) for column in phase_table}
-    assert (cells["busy (ms)"], cells["overlap"], cells["busbw (GB/s)"]) == ("", "", "")
-
-
-def test_in_words(build_phases, build_samples):
-    sent, cost = describe_phases(build_phases())
-    assert "2 ranks, batch 16: each rank sends" in sent and "in 3 messages per step" in sent and "20.0%" in sent
-    assert "profiling costs +1.0%" in cost and "within the noise" not in cost
-    (alone,) = describe_phases(build_phases(world_size=1, busy=None, marked=build_samples(*(0.01, 0.011) * 5, ranks=1)))
-    assert alone.startswith("1 rank, batch 16: profiling costs") and alone.endswith("within the noise")
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 def test_the_tables_show_blocks_and_parameters_in_their_orders():
     record = build_profile()
-    blocks = render_markdown(block_table, block_lines(record)).splitlines()
+    table = Table("", "", BLOCKS, list_blocks(record))
+    blocks = table.markdown().splitlines()
     assert [line.split(" | ")[0].strip("| ") for line in blocks[2:]] == ["embed", "head", "outside"]
     assert "| 60.0% |" in blocks[2]
-    parameters = render_markdown(parameter_table, parameter_lines(record))
+    parameters = Table("", "", PARAMETERS, list_parameters(record)).markdown()
     assert "| 2 | embed.weight = head.weight | embed | float32 | 40 B | 900.0 | 52 B |" in parameters
     assert "| 3 | spare | embed | float32 | 16 B | never | 52 B |" in parameters
     assert "| 1 | scale | outside |" in parameters
-    rows = [block_row(line) for line in block_lines(record)]
+    rows = table.rows_json()
     assert sum(row["num_bytes"] for row in rows) == record.num_bytes
     assert sum(row["backward_s"] for row in rows) == pytest.approx(1.0)
-    assert parameter_row(parameter_lines(record)[3])["ready_s"] is None
+    assert Table("", "", PARAMETERS, list_parameters(record)).rows_json()[3]["ready_s"] is None
 
 
 def test_the_words_say_what_it_costs_and_what_is_odd():
-    text = "\n".join(describe_profile(build_profile(note="2 parameters are not trained")))
+    text = "\n".join(describe_layers(build_profile(note="2 parameters are not trained")))
     assert "profiling costs +20.0% (p10 +12.0%, p90 +28.0%) of a step" in text
     assert "same order in every step" in text
     assert "embed.weight = head.weight" in text
     assert "without a gradient: spare" in text
     assert "2 parameters are not trained" in text
-    assert "within the noise" in "\n".join(describe_profile(build_profile(profiled_step=build_times(0.9, 2.2))))
+    assert "within the noise" in "\n".join(describe_layers(build_profile(profiled_step=build_times(0.9, 2.2))))
 
 
 def test_the_plot_rises_to_the_bytes_that_become_ready():
@@ -99,3 +84,133 @@ def test_labels_that_would_print_over_each_other_are_joined():
 def test_a_profile_without_blocks_can_be_drawn():
     parameters = (ParameterTimes("a", 4, 1, "float32", "", (0.1, 0.1)),)
     assert render_png(plot_ready(build_profile(parameters=parameters, blocks=()), ""))
+
+
+@pytest.fixture
+def build(build_environment):
+    def build(verb, *records, **config):
+        return build_result(Run(verb, config, build_environment(), records))
+
+    return build
+
+
+@pytest.fixture
+def traced(build_environment):
+    def build(*, batch_size=8, step_ms=10):
+        made = MadeTrace().step(0, step_ms).phase("forward", 0, 3).phase("backward", 3, 7)
+        traces = [made.kernel(SGEMM, 0, 4).kernel(NCCL, 3, 5).op("aten::mm", 0, 6).build()]
+        facts = StepFacts(batch_size)
+        overviews = [build_overview(trace) for trace in traces]
+        document = TraceResult.build_document(overviews, facts, advise(overviews, facts))
+        run = Run("profile trace", {"model": "cnn", "wrapper": "paceline"}, build_environment(), ())
+        return TraceResult(run, None, document, traces)
+
+    return build
+
+
+def test_a_profile_says_where_the_time_goes(build, build_phases):
+    layers = build("profile layers", build_profile())
+    assert isinstance(layers, ProfileResult) and layers.profile == build_profile()
+    assert layers.answer.startswith("A step of toy takes 1.5 s (batch ")
+    assert set(layers.to_json()) >= {"blocks", "parameters", "notes", "run"}
+    both = build("profile", build_profile(), build_phases())
+    assert "20% exposed communication" in both.answer
+    assert [table.name for table in both.tables()] == ["phases", "blocks", "parameters"]
+
+
+def test_a_profile_is_saved_and_the_same_again(build, build_phases, tmp_path):
+    result = build("profile", build_profile(), build_phases())
+    folder = result.save(tmp_path / "run")
+    assert {"run.json", "phases.md", "blocks.csv", "parameters.csv", "ready.png", "layer-times.csv"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert load_result(folder).to_json() == result.to_json()
+
+
+def test_a_trace_is_saved_and_the_same_again(traced, tmp_path):
+    result = traced()
+    assert list(result.figures()) == ["timeline"]
+    folder = result.save(tmp_path / "run")
+    assert {"overview.json", "overview.md", "operators.csv", "kernels.csv", "trace.json.gz", "timeline.png"} <= {
+        path.name for path in folder.iterdir()
+    }
+    again = load_result(folder)
+    assert isinstance(again, TraceResult) and again.document == json.loads(json.dumps(result.document))
+    assert again.answer == result.answer and again.figures() == {}
+    (folder / "overview.json").unlink()
+    with pytest.raises(RecordError, match="paceline profile trace"):
+        load_result(folder)
+
+
+def test_advice_is_listed_with_its_gain(build_environment):
+    advice = Advice("data", "more workers", gain_s=5e-3, certainty="at most", step_s=10e-3)
+    overview = build_overview(MadeTrace().step().op("aten::mm", 0, 6).build())
+    document = TraceResult.build_document([overview], StepFacts(8), [advice])
+    result = TraceResult(Run("profile trace", {}, build_environment(), (), ("more workers",)), None, document)
+    assert result.findings == ["1. more workers (at most 2.00 x as fast)"]
+    assert result.to_json()["advice"][0]["factor"] == pytest.approx(2)
+    assert result.warnings == ()  # advice of an older run
+
+
+def test_the_comm_table_says_what_is_simulated_and_from_what(build):
+    result = build("profile comm-table", build_profile(), networks="10gbe,1gbe", ranks=[2, 64])
+    (row, *_) = result.to_json()["rows"]
+    assert (row["network"], row["world_size"], row["gradient_bytes"], row["source"]) == ("10gbe", 2, 68, "simulated")
+    assert row["overhead"] == pytest.approx(row["comm_s"] / (row["comm_s"] + row["compute_s"]))
+    assert row["exposed_s"] == result.rows[0].step.exposed_s
+    assert "compute measured, comm simulated |" in result.table().markdown()
+    assert len(result.findings) == 3 and result.findings[0].startswith("10gbe: ")
+
+
+def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, build_environment, build_samples):
+    first = build("profile phases", build_phases(), model="cnn", wrapper="torch")
+    slow = build_samples(*(0.02,) * 10)
+    second = build("profile phases", build_phases(timing=slow), model="cnn", wrapper="none")
+    result = ComparisonResult.of(first, second, build_environment())
+    step = next(row for row in result.to_json()["rows"] if row["name"] == "2 ranks, batch 16: step")
+    assert (step["first"], step["second"], step["ratio"]) == pytest.approx((0.01, 0.02, 2.0))
+    assert result.to_json()["settings_that_differ"] == {"wrapper": ["torch", "none"]}
+    assert "2.00 times as long" in result.answer
+    other = build("profile phases", build_phases(batch_size=2))
+    for one, two in ((first, other), (first, traced()), (first, build("train"))):
+        with pytest.raises(ConfigError) as caught:
+            ComparisonResult.of(one, two, build_environment())
+        assert caught.value.code == "mismatch"
+    traces = ComparisonResult.of(traced(), traced(batch_size=16, step_ms=20), build_environment())
+    assert traces.rows[0].ratio == pytest.approx(1.0) and "2.00 times as long" in traces.answer
+
+
+def test_a_run_of_another_kind_is_told_how_to_make_one(build, build_environment):
+    with pytest.raises(ConfigError, match=r"paceline profile trace.*paceline profile phases"):
+        ComparisonResult.of(build("train"), build("train"), build_environment())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("what", ["layers", "both", "trace", "comm", "compared"])
+def test_a_terminal_shows_every_key_and_no_cut_number(build, build_phases, traced, build_environment, what, width):
+    result = {
+        "layers": lambda: build("profile layers", build_profile()),
+        "both": lambda: build("profile", build_profile(), build_phases()),
+        "trace": traced,
+        "comm": lambda: build("profile comm-table", build_profile(), networks="10gbe,nvlink", ranks=[2, 1024]),
+        "compared": lambda: ComparisonResult.of(traced(), traced(step_ms=12), build_environment()),
+    }[what]()
+    text = result.text(width)
+    assert all(len(line) <= width for line in text.splitlines())
+    for table in result.tables():
+        for column in table.columns:
+            if column.is_key and column.name:
+                assert all(column.cell(row) in text for row in (table.rows if table.shown is None else table.shown))
+
+
+KINDS = ("phases", "trace", "layers", "wrappers", "smollm2")
+SAVED = sorted(path.parent for kind in KINDS for path in RESULTS.glob(f"*/*{kind}*/run.json"))
+
+
+@pytest.mark.parametrize("run", SAVED, ids=lambda path: path.name)
+def test_the_runs_of_the_repository_are_results(run):
+    result = load_result(run)
+    if result.run.verb.startswith(("profile", "bench wrappers")):
+        assert type(result).__name__ != "Result" and result.answer and result.tables()
+        lines = [line for table in result.tables() for line in table.terminal(80).splitlines()]
+        assert lines and all(len(line) <= 80 for line in lines)

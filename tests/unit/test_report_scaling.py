@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 
 from paceline.errors import MeasurementError
-from paceline.records import Samples
+from paceline.records import CollectiveRecord, Samples
 from paceline.records.samples import Ratio
 from paceline.records.steps import list_points
-from paceline.records.store import Run
+from paceline.records.store import Run, load_run
 from paceline.records.training import summarize_recipes
 from paceline.report import large_batch, scaling
 from paceline.report.result import build_result, load_result
@@ -689,6 +689,20 @@ def test_one_rank_alone_makes_a_page(build_environment):
         "Every number of ranks and wrapper"
     ]
     assert "nothing to report" in result.files()["report.md"] and "Nothing was measured" in result.answer
+
+
+def test_times_that_no_model_fits_are_reported_and_the_rest_is_shown():
+    run = load_run(RESULTS / "neoverse-n1-2-cores" / "scale-ranks")
+    records = [
+        replace(r, timing=Samples(seconds=((1.0 / r.num_bytes,) * 2,) * 5))  # a larger message is faster
+        if isinstance(r, CollectiveRecord)
+        else r
+        for r in run.records
+    ]
+    result = build_result(replace(run, records=tuple(records)))
+    assert result.assumptions and all(line.startswith("No prediction for ") for line in result.assumptions)
+    assert f"{result.assumptions[0]}." in result.findings
+    assert [table.name for table in result.tables()][:2] == ["scaling", "communication"]
 
 
 def test_a_bandwidth_above_the_peak_is_a_failure_and_not_in_the_table(build_environment):

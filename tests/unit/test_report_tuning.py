@@ -6,13 +6,14 @@ import json
 from dataclasses import replace
 
 import pytest
-
 from paceline.measure.tune_settings import TuneSettings
+from paceline.report.tables import render_markdown
+from paceline.tune import find_plan, judge_tuning
+
 from paceline.predict.networks import find_network
 from paceline.predict.search import enumerate_caps
 from paceline.predict.simulate import simulate
 from paceline.report.plots import render_png, render_svg
-from paceline.report.tables import render_markdown
 from paceline.report.tuning import (
     bucket_table,
     describe_errors,
@@ -23,7 +24,6 @@ from paceline.report.tuning import (
     tuning_row,
 )
 from paceline.training.settings import TrainSettings
-from paceline.tune import find_plan, judge_tuning
 from paceline.units import MIB
 from tests.unit.made_plans import plan_by_cap
 from tests.unit.made_tuning import MadeJob

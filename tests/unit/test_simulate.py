@@ -8,13 +8,13 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paceline.report.simulated_timeline import render_timeline
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient, plan_like_torch
 from paceline.predict.curves import MeasuredCurve
 from paceline.predict.job import Job
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
-from paceline.report.simulated_timeline import render_timeline
 from tests.unit.made_jobs import line, make_job
 from tests.unit.made_traces import check_trace
 

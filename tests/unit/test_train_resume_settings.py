@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from paceline.cli.train import _change
 from paceline.errors import ConfigError
 from paceline.training.settings import Batches, TrainSettings
+from paceline.verbs.train import change_settings
 
 
 @pytest.mark.parametrize(
@@ -20,36 +20,36 @@ from paceline.training.settings import Batches, TrainSettings
 )
 def test_on_other_ranks_the_micro_batch_stays_where_it_can(saved, ranks, batches):
     run = TrainSettings(ranks=saved[0], batch_size=saved[1], accumulate=saved[2])
-    assert _change(run, dataclasses.replace(run, ranks=ranks), ["ranks"]).batches == batches
+    assert change_settings(run, {"ranks": ranks}).batches == batches
 
 
 @pytest.mark.parametrize(
     ("saved", "typed", "words"),
     [
-        ({"epochs": 2}, {"steps": 9}, "--steps 9 beside --resume: the run ends by --epochs 2; give more --epochs"),
-        ({"steps": 9}, {"epochs": 2}, "--epochs 2 beside --resume: the run ends by --steps 9; give more --steps"),
+        ({"epochs": 2}, {"steps": 9}, "--steps 9 with --resume: the run ends by --epochs 2; give more --epochs"),
+        ({"steps": 9}, {"epochs": 2}, "--epochs 2 with --resume: the run ends by --steps 9; give more --steps"),
         (
             {"epochs": 2, "batch_growth": ((0.5, 4),)},
             {"epochs": 3},
-            "--epochs 3 beside --resume: the batch grows at shares (0.5:4) of the run's 2 epochs",
+            "--epochs 3 with --resume: the batch grows at shares (0.5:4) of the run's 2 epochs",
         ),
-        ({}, {"batch_growth": ((0.5, 4),)}, "--batch-growth 0.5:4 beside --resume: the run was started with none"),
+        ({}, {"batch_growth": ((0.5, 4),)}, "--batch-growth 0.5:4 with --resume: the run was started with none"),
         (
             {"batch_growth": ((0.5, 4),)},
             {"batch_growth": ((0.5, 4), (0.75, 8))},
-            "--batch-growth 0.5:4,0.75:8 beside --resume: the run was started with 0.5:4",
+            "--batch-growth 0.5:4,0.75:8 with --resume: the run was started with 0.5:4",
         ),
     ],
 )
 def test_length_and_growth_of_a_run_that_goes_on(saved, typed, words):
     run = TrainSettings(**saved)
     with pytest.raises(ConfigError) as caught:
-        _change(run, TrainSettings(**typed), list(typed))
+        change_settings(run, typed)
     assert words in str(caught.value)
 
 
 def test_what_leaves_a_run_the_same_may_be_typed_again():
     run = TrainSettings(epochs=2, batch_growth=((0.5, 4),))
     typed = dataclasses.replace(run, grow="batch-size")
-    assert _change(run, typed, ["epochs", "batch_growth", "grow"]) == typed
-    assert _change(TrainSettings(steps=9), TrainSettings(steps=12), ["steps"]).steps == 12
+    assert change_settings(run, {"epochs": 2, "batch_growth": ((0.5, 4),), "grow": "batch-size"}) == typed
+    assert change_settings(TrainSettings(steps=9), {"steps": 12}).steps == 12

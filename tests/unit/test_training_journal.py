@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError, RecordError
-from paceline.training.journal import EventsLog, Journal, MetricsLog, StepEntry, StopRequest, load_metrics
+from paceline.records.training import MetricsLog, load_metrics
+from paceline.training.journal import EventsLog, Journal, StepEntry, StopRequest
 from paceline.training.step import PhaseTimes
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.training.settings import Batches, SaveEvery, TrainSettings, check_requests, settle_batches
+from paceline.training.settings import Batches, SaveEvery, TrainSettings, check_job, settle_batches
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_what_can_be_is_not(changes):
 )
 def test_models_and_data_are_checked_too(changes, words):
     with pytest.raises(ConfigError) as caught:
-        check_requests(TrainSettings(**changes))
+        check_job(TrainSettings(**changes))
     assert words in str(caught.value)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import math
 import time
 
@@ -16,10 +17,10 @@ from paceline.training.loader import LoadedBatch
 from paceline.training.step import (
     Learner,
     NoPhases,
-    OwnStep,
     PhaseClock,
     PhaseTimes,
     find_bad_parameter,
+    mark_phases,
     settled_kernels,
     take_step,
 )
@@ -317,29 +318,30 @@ def build_own(num_micro_batches=1, num_optimizers=1):
             optimizer.zero_grad()
         return loss.item()
 
-    return OwnStep(module, step)
+    return module, step
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_a_step_of_the_users_own_enters_the_phases_of_ours(num_micro_batches):
-    step, phases = build_own(num_micro_batches, num_optimizers=2), Phases()
-    step(phases)
-    assert phases.entered == ["forward", "backward", "optimizer"] * num_micro_batches
+    (module, step), phases = build_own(num_micro_batches, num_optimizers=2), Phases()
+    with mark_phases(module, phases):
+        step(module)
+    # Each optimizer's step enters its phase once more, which adds up.
+    entered = [phase for phase, _ in itertools.groupby(phases.entered)]
+    assert entered == ["data_wait", *["forward", "backward", "optimizer"] * num_micro_batches]
 
 
-def test_a_step_of_the_users_own_learns_and_leaves_nothing_behind():
-    own, backward = build_own(), torch.autograd.backward
-    losses = [own(NoPhases()) for _ in range(3)]
+def test_marking_the_users_own_step_leaves_nothing_behind():
+    (module, step), backward = build_own(), torch.autograd.backward
+    losses = []
+    for _ in range(3):
+        with mark_phases(module, Phases()):
+            losses.append(step(module))
     assert losses[0] > losses[1] > losses[2]
-    assert torch.autograd.backward is backward and not own.model._forward_pre_hooks
-
-    def fail(model):
-        model(torch.ones(5, 3), y=torch.ones(5, 4))["sum"].sum().backward()
+    assert torch.autograd.backward is backward and not module._forward_pre_hooks
+    with pytest.raises(KeyError, match="the user's"), mark_phases(module, Phases()):
         raise KeyError("the user's")
-
-    with pytest.raises(KeyError, match="the user's"):
-        OwnStep(own.model, fail)(NoPhases())
-    assert torch.autograd.backward is backward and not own.model._forward_pre_hooks
+    assert torch.autograd.backward is backward and not module._forward_pre_hooks
 
 
 def test_the_time_of_a_users_backward_is_in_its_phase():
@@ -355,7 +357,8 @@ def test_the_time_of_a_users_backward_is_in_its_phase():
 
     module = nn.Linear(2, 2)
     clock = PhaseClock(torch.device("cpu"))
-    OwnStep(module, lambda model: Slow.apply(model(torch.ones(1, 2))).sum().backward())(clock)
+    with mark_phases(module, clock):
+        Slow.apply(module(torch.ones(1, 2))).sum().backward()
     seconds = clock.end().read()
     assert seconds["backward"] > 0.05 > seconds["forward"]
 

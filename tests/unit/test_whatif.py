@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paceline.report.tables import render_csv, render_markdown
+from paceline.report.whatif_tables import describe_doubts, plot_efficiency, whatif_row, whatif_table
 
 from paceline.errors import ConfigError
 from paceline.plan import Gradient
@@ -18,10 +20,7 @@ from paceline.predict.networks import AssumedFabric, Network, build_measured_fab
 from paceline.predict.scaling import estimate_wait
 from paceline.predict.whatif import DRAWS as NUM_DRAWS
 from paceline.predict.whatif import Scenario, build_comm_table, build_sweeps, describe_scenario, simulate_what_if
-from paceline.report.comm_tables import comm_row, comm_table, describe_assumptions
 from paceline.report.plots import render_png
-from paceline.report.tables import render_csv, render_markdown
-from paceline.report.whatif_tables import describe_doubts, plot_efficiency, whatif_row, whatif_table
 
 from .test_records_layers import build_profile
 
@@ -207,12 +206,3 @@ def test_contention_is_that_of_cores_on_a_host_and_none_on_a_link(sweep):
     assert "contention on gloo: assumed: a message between ranks of a full CPU host takes half" in lines
     (here,), (free,) = (simulate_what_if(one, [], [sweep], [4]) for one in (job, replace(JOB, device="cuda")))
     assert here.step_s > free.step_s * 1.02 and here.local_s == free.local_s
-
-
-def test_the_comm_table_prints_what_is_simulated_and_from_what():
-    rows = build_comm_table(build_profile(), [TEN], [], [2])
-    text = render_markdown(comm_table, rows)
-    assert "| toy | 68 B | ten | 2 | 1500 | 70.00 | 4.5% |" in text and "compute measured, comm simulated |" in text
-    assert comm_row(rows[0])["exposed_s"] == rows[0].step.exposed_s
-    lines = describe_assumptions(rows)
-    assert lines[0] == "ten: 0.0000 GB/s and 1 ms out of each rank (a round one)" and len(lines) == 2

@@ -9,8 +9,8 @@ from torch import nn
 
 from paceline import machine
 from paceline.errors import ConfigError
+from paceline.measure.settings import DEFAULT_MODELS, MAX_CANDIDATES, WRAPPERS, WrapperSettings
 from paceline.measure.steps import order_turns
-from paceline.measure.wrapper_settings import DEFAULT_MODELS, MAX_CANDIDATES, WRAPPERS, WrapperSettings
 from paceline.measure.wrappers import build_candidates
 from paceline.plan import Gradient
 from paceline.units import MIB

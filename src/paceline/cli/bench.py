@@ -1,4 +1,4 @@
-"""`paceline bench`: how fast collectives are. `wrappers` is in `bench_wrappers`."""
+"""`paceline bench`: how fast collectives and data-parallel wrappers are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from paceline.cli.options import (
-    COMPARE_HELP,
     JOB,
     MEASUREMENT,
     Backend,
@@ -19,6 +18,7 @@ from paceline.cli.options import (
     Out,
     Ranks,
     Strict,
+    Threads,
     Warmup,
     Wide,
     print_result,
@@ -88,7 +88,12 @@ def allreduce(
             rich_help_panel=MEASUREMENT,
         ),
     ] = False,
-    compare: Annotated[Path | None, typer.Option("--compare", help=COMPARE_HELP, rich_help_panel=MEASUREMENT)] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(
+            "--compare", help="Compare with another run, or with a table: CSV, Markdown.", rich_help_panel=MEASUREMENT
+        ),
+    ] = None,
     strict: Strict = False,
     out: Out = Path("runs"),
     json: Json = False,
@@ -151,6 +156,60 @@ def chunks(
         backend=backend,
         dtype=dtype,
         device=device,
+        iters=iters,
+        warmup=warmup,
+        out=out,
+        progress=True,
+    )
+    raise typer.Exit(print_result(result, json, wide, strict))
+
+
+@app.command()
+def wrappers(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model", help="Built-in models: mlp,cnn,gpt2-tiny,... Default: five small ones.", rich_help_panel=JOB
+        ),
+    ] = None,
+    wrapper: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--wrapper",
+            help="Wrappers: bare,torch,torch-tuned,paceline,paceline-flat,... Default: all.",
+            rich_help_panel=JOB,
+        ),
+    ] = None,
+    backend: Backend = "gloo",
+    ranks: Ranks = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option("--batch-size", help="Samples per rank in a step. Default: the model's own.", rich_help_panel=JOB),
+    ] = None,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+    threads: Threads = 1,
+    iters: Iters = None,
+    warmup: Warmup = None,
+    strict: Strict = False,
+    out: Out = Path("runs"),
+    json: Json = False,
+    wide: Wide = False,
+) -> None:
+    """Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one per wrapper."""
+    from paceline.cli.jobs import read_one
+    from paceline.measure.settings import DEFAULT_MODELS, WRAPPERS
+    from paceline.verbs import bench
+
+    result = bench.wrappers(
+        models=DEFAULT_MODELS if model is None else ",".join(model),
+        wrappers=WRAPPERS if wrapper is None else ",".join(wrapper),
+        ranks=read_counts(ranks),
+        backend=backend,
+        batch_size=read_one(batch_size, "--batch-size"),
+        dtype=dtype,
+        device=device,
+        threads=threads or 1,
         iters=iters,
         warmup=warmup,
         out=out,

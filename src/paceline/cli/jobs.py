@@ -274,16 +274,3 @@ def check_counts(**counts: int | None) -> None:
         least = 0 if name == "warmup" else 1
         if count is not None and count < least:
             raise ConfigError(f"--{name} {count}: at least {least} is needed")
-
-
-def check_job(settings: TrainSettings) -> None:
-    """Everything that can be refused before a rank starts."""
-    from paceline.training.settings import build_model_options, check_requests
-    from paceline.workloads.registry import default_form
-
-    settings.check()
-    check_requests(settings)
-    if settings.context is not None and settings.data == "synthetic":
-        kind = default_form(settings.model, build_model_options(settings)).kind
-        if kind not in ("pairs", "tokens"):
-            raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")

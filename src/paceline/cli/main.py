@@ -8,7 +8,7 @@ import traceback
 
 import typer
 
-from paceline.cli import bench, bench_wrappers, doctor, predict, profile, scale, train, tune
+from paceline.cli import bench, doctor, predict, profile, scale, train, tune
 from paceline.errors import PacelineError, TrainingError
 
 app = typer.Typer(
@@ -19,7 +19,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench.app.command("wrappers")(bench_wrappers.wrappers)
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 app.command("train")(train.train)

@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +21,6 @@ PANELS = JOB, DATA, MODEL, LEARNING, MEASUREMENT, OUTPUT = "Job", "Data", "Model
 
 BACKEND_HELP = "gloo, shm (shared memory) or nccl; several are measured in turns: gloo,shm"
 NETWORK_HELP = "Networks: nvlink,pcie4,hdr,100gbe,10gbe,1gbe, or bandwidth and latency such as 10Gb/s,50us."
-COMPARE_HELP = "Compare with other runs: bench with one (or a table: CSV, Markdown), profile two of a kind."
 MODEL_HELP = "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION"
 
 Backend = Annotated[str, typer.Option("--backend", help=BACKEND_HELP, rich_help_panel=JOB)]
@@ -80,33 +79,9 @@ Wide = Annotated[
 ]
 
 
-def split_names(names: str) -> tuple[str, ...]:
-    """The names of a comma-separated list, without repeats."""
-    return tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-
-
 def read_counts(ranks: str | None) -> tuple[int, ...] | None:
     """The numbers of ranks that were typed, None where none were."""
     return None if ranks is None else parse_counts(ranks, "--ranks")
-
-
-def read_ranks(ranks: str | None) -> tuple[int, ...]:
-    """The numbers of ranks that were typed, or else the launched world's."""
-    from paceline.runtime.environment import is_launched, read_place
-
-    if ranks is not None:
-        return parse_counts(ranks, "--ranks")
-    return (read_place().world_size,) if is_launched() else (2,)
-
-
-def group_options(
-    backend: str, ranks: str | None, dtype: str, device: str, iters: int | None, warmup: int | None
-) -> dict[str, Any]:
-    """What was typed, as the arguments that the settings of every benchmark of a process group share."""
-    return {
-        "backends": split_names(backend), "ranks": read_ranks(ranks), "dtype": dtype, "device": device,
-        "iters": iters, "warmup": warmup,
-    }  # fmt: skip
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

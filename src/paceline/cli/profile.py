@@ -1,27 +1,28 @@
-"""`paceline profile`: where the time of training goes. The measuring is done in `measure`."""
+"""`paceline profile`: where the time of training steps goes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.jobs import (
-    build_bare_settings,
-    build_settings,
-    check_counts,
-    check_job,
-    read_one,
-    read_world,
-    takes_job,
+from paceline.cli.jobs import build_bare_settings, build_settings, read_one, takes_job
+from paceline.cli.options import (
+    JOB,
+    MEASUREMENT,
+    NETWORK_HELP,
+    OUTPUT,
+    Iters,
+    Json,
+    Out,
+    Warmup,
+    Wide,
+    print_result,
+    read_counts,
 )
-from paceline.cli.options import COMPARE_HELP, NETWORK_HELP, Iters, Json, Out, Warmup
 from paceline.errors import ConfigError
 from paceline.units import parse_counts
-
-__all__ = ["app"]
 
 app = typer.Typer(help="See where the time of training steps goes.", no_args_is_help=False)
 
@@ -30,24 +31,29 @@ app = typer.Typer(help="See where the time of training steps goes.", no_args_is_
 def _profile(
     context: typer.Context,
     compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option("--compare", help=COMPARE_HELP),
+        tuple[Path, Path] | None, typer.Option("--compare", help="Compare two runs of one kind of profile.")
     ] = None,
     json: Json = False,
+    wide: Wide = False,
 ) -> None:
     if context.invoked_subcommand is not None:
         verb = context.invoked_subcommand
         if compare is not None:
             raise ConfigError(f"--compare stands alone: leave out {verb}")
-        if json:
-            raise ConfigError(f"--json before {verb} says nothing to it: write profile {verb} --json")
+        for flag in [name for name, given in (("--json", json), ("--wide", wide)) if given]:
+            raise ConfigError(f"{flag} before {verb} has no effect: write profile {verb} {flag}")
         return
     if compare is None:
         print(context.get_help())
         raise typer.Exit(2)
-    from paceline.cli.profile_compare import compare_profiles
+    from paceline.verbs import profile
 
-    compare_profiles(*compare, json)
+    raise typer.Exit(print_result(profile.compare(*compare), json, wide))
+
+
+def _read_job(settings: Any) -> dict[str, Any]:
+    """What was typed of a job, as the arguments of a verb."""
+    return {name: value for name, value in settings.to_json().items() if name not in ("ranks", "batch_size")}
 
 
 @app.command("phases")
@@ -58,156 +64,121 @@ def _profile(
     }
 )
 def phases(
-    job: dict[str, Any], iters: Iters = None, warmup: Warmup = None, out: Out = Path("runs"), json: Json = False
+    job: dict[str, Any],
+    iters: Iters = None,
+    warmup: Warmup = None,
+    out: Out = Path("runs"),
+    json: Json = False,
+    wide: Wide = False,
 ) -> None:
-    """Data wait, forward, backward, optimizer, and communication: exposed (against steps without) and busy."""
-    from paceline.cli.profiling import open_run, run_on_ranks, show_cells
+    """Data wait, forward, backward, optimizer, and communication: exposed (compared with steps without) and busy."""
+    from paceline.verbs import profile
 
-    check_counts(iters=iters, warmup=warmup)
-    counts = read_world(job["ranks"], 2)
-    sizes = parse_counts(job["batch_size"], "--batch-size") if job["batch_size"] is not None else (32,)
-    asked = [build_settings(job, count, sizes[0]) for count in counts]
-    for settings in asked:
-        check_job(settings)
-    with open_run("profile phases", asked[0], out) as run:
-
-        def load() -> Callable[..., Any]:
-            from paceline.measure.phases import measure_phases
-
-            return measure_phases
-
-        records: list[Any] = []
-        grid = {"batch_sizes": list(sizes), "ranks": list(counts)}
-        try:
-            with show_cells("profile phases", len(asked)) as show:
-                for number, settings in enumerate(asked):
-
-                    def hear(message: Any, number: int = number) -> None:
-                        records.extend(message.records)
-                        show(number, message)
-
-                    run_on_ranks(settings, load, (settings, sizes, iters, warmup), hear)
-        except BaseException:
-            if records and run is not None:
-                run.save(records, ["broken off: the cells that were finished"], grid)
-            raise
-        if run is None:
-            return
-        from paceline.report.phase_tables import describe_phases, phase_row, phase_table
-
-        notes = [line for record in records for line in describe_phases(record)]
-        run.save(records, notes, grid)
-        run.write_table("table", phase_table, records, [phase_row(record) for record in records])
-        if json:
-            run.print_json({"records": [phase_row(record) for record in records]})
-            return
-        run.print_table(phase_table, records, "phases")
-        run.close(notes)
+    result = profile.phases(
+        ranks=read_counts(job["ranks"]),
+        batch_size=None if job["batch_size"] is None else parse_counts(job["batch_size"], "--batch-size"),
+        iters=iters,
+        warmup=warmup,
+        out=out,
+        progress=True,
+        **_read_job(build_settings(job, 1, None)),
+    )
+    raise typer.Exit(print_result(result, json, wide))
 
 
 @app.command("layers")
 @takes_job
 def layers(
-    job: dict[str, Any], iters: Iters = None, warmup: Warmup = None, out: Out = Path("runs"), json: Json = False
+    job: dict[str, Any],
+    iters: Iters = None,
+    warmup: Warmup = None,
+    out: Out = Path("runs"),
+    json: Json = False,
+    wide: Wide = False,
 ) -> None:
     """When each gradient is ready, and forward and backward of each block, on one rank."""
-    from paceline.cli.profiling import open_run, run_on_ranks, show_share
+    from paceline.verbs import profile
 
-    check_counts(iters=iters, warmup=warmup)
+    profile.check_counts(iters=iters, warmup=warmup)
     if job["ranks"] not in (None, "1"):
         raise ConfigError(f"--ranks {job['ranks']}: layers are timed on one rank, where no message disturbs them")
+    options = _read_bare_job(job)
+    result = profile.layers(iters=iters, warmup=warmup, out=out, progress=True, **options)
+    raise typer.Exit(print_result(result, json, wide))
+
+
+def _read_bare_job(job: dict[str, Any]) -> dict[str, Any]:
+    """The same of a job as one rank computes it alone."""
     settings = build_bare_settings(job)
-    check_job(settings)
-    with open_run("profile layers", settings, out) as run:
-
-        def load() -> Callable[..., Any]:
-            from paceline.measure.training_traces import measure_job_layers
-
-            return measure_job_layers
-
-        with show_share("profile layers") as show:
-            record = run_on_ranks(settings, load, (settings, iters or 20, 3 if warmup is None else warmup), show)
-        assert run is not None
-        from paceline.records.exchange import export_layer_sizes, export_layer_times
-        from paceline.report import layer_tables
-        from paceline.report.layer_plots import plot_ready
-
-        notes = layer_tables.describe_profile(record)
-        run.save([record], notes, {})
-        blocks, parameters = layer_tables.block_lines(record), layer_tables.parameter_lines(record)
-        block_rows = [layer_tables.block_row(line) for line in blocks]
-        parameter_rows = [layer_tables.parameter_row(line) for line in parameters]
-        run.write_table("blocks", layer_tables.block_table, blocks, block_rows)
-        run.write_table("parameters", layer_tables.parameter_table, parameters, parameter_rows)
-        run.folder.write("layer-sizes.csv", export_layer_sizes(record.layer_sizes))
-        run.folder.write("layer-times.csv", export_layer_times(record.layer_times))
-        run.write_figure("ready", plot_ready(record, run.machine))
-        if json:
-            run.print_json({"blocks": block_rows, "parameters": parameter_rows, "notes": notes})
-            return
-        run.print_table(layer_tables.block_table, blocks, f"{record.model}, blocks")
-        run.close(notes)
+    options = _read_job(settings) | {"batch_size": settings.batch_size}
+    del options["wrapper"]
+    return options
 
 
 @app.command("trace")
 @takes_job
 def trace(
     job: dict[str, Any],
-    steps: Annotated[int, typer.Option("--steps", help="Steps that are recorded.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", help="Steps that are recorded.", rich_help_panel=MEASUREMENT)] = 3,
     warmup: Warmup = None,
-    memory: Annotated[bool, typer.Option("--memory-use", help="Record allocations, too.")] = False,
-    shapes: Annotated[bool, typer.Option("--shapes", help="Record the shapes of operators' inputs, too.")] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw one step of all ranks.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory-use", help="Record allocations, too.", rich_help_panel=MEASUREMENT)
+    ] = False,
+    shapes: Annotated[
+        bool, typer.Option("--shapes", help="Record the shapes of operators' inputs, too.", rich_help_panel=MEASUREMENT)
+    ] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw one step of all ranks.", rich_help_panel=OUTPUT)] = False,
     out: Out = Path("runs"),
     json: Json = False,
+    wide: Wide = False,
 ) -> None:
     """Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster."""
-    from paceline.cli.profiling import open_run, run_on_ranks, show_share
+    from paceline.verbs import profile
 
-    check_counts(steps=steps)
-    if warmup == 0:
-        raise ConfigError("--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed")
-    check_counts(warmup=warmup)
-    counts = read_world(job["ranks"], 2)
-    if len(counts) != 1:
-        raise ConfigError(f"--ranks {job['ranks']}: a trace is of one number of ranks")
-    settings = build_settings(job, counts[0], read_one(job["batch_size"], "--batch-size"))
-    check_job(settings)
-    extras = tuple(name for name, wanted in (("memory", memory), ("shapes", shapes)) if wanted)
-    with open_run("profile trace", settings, out) as run:
-
-        def load() -> Callable[..., Any]:
-            from paceline.measure.training_traces import trace_job
-
-            return trace_job
-
-        with show_share("profile trace") as show:
-            traced = run_on_ranks(settings, load, (settings, 3 if warmup is None else warmup, steps, extras), show)
-        if run is None:
-            return
-        from paceline.cli.profile_trace import report_trace
-
-        report_trace(run, settings, traced, plot, json)
+    result = profile.trace(
+        ranks=read_counts(job["ranks"]),
+        batch_size=read_one(job["batch_size"], "--batch-size"),
+        warmup=warmup,
+        memory=memory,
+        shapes=shapes,
+        plot=plot,
+        out=out,
+        progress=True,
+        **_read_job(build_settings(job, 1, None)) | {"steps": steps},  # not those of a training run
+    )
+    raise typer.Exit(print_result(result, json, wide))
 
 
 @app.command("comm-table")
 @takes_job
 def comm_table(
     job: dict[str, Any],
-    network: Annotated[str, typer.Option("--network", help=NETWORK_HELP)] = "nvlink,pcie4,hdr,10gbe",
+    network: Annotated[
+        str, typer.Option("--network", help=NETWORK_HELP, rich_help_panel=JOB)
+    ] = "nvlink,pcie4,hdr,10gbe",
     curve: Annotated[
-        list[Path] | None, typer.Option("--curve", help="A run of `bench allreduce` whose curve is used, too.")
+        list[Path] | None,
+        typer.Option("--curve", help="A run of `bench allreduce` whose curve is used, too.", rich_help_panel=JOB),
     ] = None,
     iters: Iters = None,
     warmup: Warmup = None,
     out: Out = Path("runs"),
     json: Json = False,
+    wide: Wide = False,
 ) -> None:
-    """What gradients cost on given networks, beside the measured computation of a step: predicted overheads."""
-    from paceline.cli.profile_networks import report_networks
+    """What gradients cost on given networks, compared with the measured computation of a step."""
+    from paceline.verbs import profile
 
-    check_counts(iters=iters, warmup=warmup)
-    counts = parse_counts(job["ranks"], "--ranks") if job["ranks"] is not None else (2, 4, 8, 64)
-    settings = build_bare_settings(job)
-    check_job(settings)
-    report_networks(settings, counts, network, curve or [], iters or 10, 2 if warmup is None else warmup, out, json)
+    profile.check_counts(iters=iters, warmup=warmup)
+    counts = read_counts(job["ranks"]) or (2, 4, 8, 64)
+    result = profile.comm_table(
+        network=network,
+        curves=curve or (),
+        ranks=counts,
+        iters=iters,
+        warmup=warmup,
+        out=out,
+        progress=True,
+        **_read_bare_job(job),
+    )
+    raise typer.Exit(print_result(result, json, wide))

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.measure.engine import Allocator, Group, Measured, Timed, measure_cells
-from paceline.measure.settings import REDUCING, ChunkSettings, CollectiveSettings
+from paceline.measure.engine import Allocator, Group, Timed, measure_cells
+from paceline.measure.settings import REDUCING, ChunkSettings, CollectiveSettings, Measured
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
 from paceline.transport.group import PacelineGroup
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.measure.settings import GroupSettings
+from paceline.measure.settings import GroupSettings, Measured
 from paceline.records import Record, Samples
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
@@ -60,14 +60,6 @@ class Group:
     world_size: int
     data: dist.ProcessGroup
     control: dist.ProcessGroup
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a measurement returns, equal on every rank: records, and what only a rank knows of its environment."""
-
-    records: tuple[Record, ...]
-    details: dict[str, Any]
 
 
 @dataclass

@@ -118,7 +118,7 @@ def _check_launcher() -> CheckRecord:
 def _check_interface() -> CheckRecord:
     """gloo listens on GLOO_SOCKET_IFNAME or, without it, on the address that the host's own name resolves to."""
     interfaces = psutil.net_if_addrs()
-    asked = os.environ.get("GLOO_SOCKET_IFNAME")
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     local = f"ranks of one host meet on {machine.loopback_interface() or 'loopback'}"
     others = [
         name for name, stats in psutil.net_if_stats().items() if stats.isup and name != machine.loopback_interface()
@@ -126,11 +126,11 @@ def _check_interface() -> CheckRecord:
     choose = f"set GLOO_SOCKET_IFNAME to one of: {', '.join(others)}" if others else "bring up a network interface"
     if machine.loopback_interface() is None:
         return _report("network", "fail", "no loopback interface", "ranks meet on it: ip link set lo up")
-    if asked:
-        missing = [name for name in asked.split(",") if name not in interfaces]
+    if chosen:
+        missing = [name for name in chosen.split(",") if name not in interfaces]
         if missing:
-            return _report("network", "fail", f"GLOO_SOCKET_IFNAME={asked}: no interface {', '.join(missing)}", choose)
-        return _report("network", "ok", f"gloo uses {asked} (GLOO_SOCKET_IFNAME)")
+            return _report("network", "fail", f"GLOO_SOCKET_IFNAME={chosen}: no interface {', '.join(missing)}", choose)
+        return _report("network", "ok", f"gloo uses {chosen} (GLOO_SOCKET_IFNAME)")
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)

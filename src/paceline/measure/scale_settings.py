@@ -17,7 +17,7 @@ from paceline.measure.settings import BACKENDS, CollectiveSettings, check_name
 from paceline.runtime.environment import is_launched, read_place
 from paceline.training.recipes import NO_RECIPE, Recipe, share_batch
 from paceline.training.schedules import BatchSchedule
-from paceline.training.settings import TrainSettings, check_requests
+from paceline.training.settings import TrainSettings, check_job
 from paceline.units import MIB
 
 SCALED_WRAPPERS = ("paceline", "torch", "dp")
@@ -329,7 +329,7 @@ def build_batch(
     settings = BatchSettings(job=train, batch_sizes=sizes, epochs=epochs)
     settings.check()
     for size in sizes:
-        _check_job(dataclasses.replace(train, batch_size=size))
+        check_job(dataclasses.replace(train, batch_size=size))
     return settings
 
 
@@ -371,7 +371,7 @@ def build_ranks(
         job=train, ranks=counts, setups=tuple(setups), batch_sizes=sizes, global_batch_sizes=strong, iters=iters
     )
     settings.check()
-    _check_job(train)
+    check_job(train)
     return settings
 
 
@@ -415,7 +415,7 @@ def build_large_batch(
         updates=updates, most_at_once=batch_size, evaluations=evaluations,
     )  # fmt: skip
     settings.check()
-    _check_job(train)
+    check_job(train)
     return settings
 
 
@@ -446,11 +446,6 @@ def _choose_recipes(train: TrainSettings) -> tuple[str, ...]:
     if not train.model.startswith("resnet"):
         return _RECIPES
     return (*_RECIPES, "linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
-
-
-def _check_job(settings: TrainSettings) -> None:
-    settings.check()
-    check_requests(settings)
 
 
 def _refuse(job: dict[str, Any], names: Sequence[str], why: str) -> None:

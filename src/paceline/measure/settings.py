@@ -1,4 +1,4 @@
-"""What the benchmarks of collectives are asked to do, checked before any rank starts. Imports no torch.
+"""What the benchmarks of collectives and of wrappers measure, checked before any rank starts. Imports no torch.
 
 A command must refuse a bad request at once, and importing torch takes longer than that.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES
+from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES, Record
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
 from paceline.units import format_bytes
+from paceline.workloads.registry import WORKLOADS
 
 BACKENDS = ("gloo", "nccl", "shm")
 OPS = ("sum", "avg", "min", "max", "prod")
@@ -22,6 +23,27 @@ REDUCING = ("all_reduce", "reduce_scatter")
 # What the backend shm reduces in shared memory; the rest goes to gloo under it.
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
+WRAPPERS = (
+    "bare",
+    "torch",
+    "torch-tuned",
+    "paceline",
+    "paceline-per_parameter",
+    "paceline-flat",
+    "paceline-overlap",
+)
+# What two cores step through in minutes; the others are for GPUs and must be named.
+DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
+# Ways to run torch's wrapper that `torch-tuned` chooses from: its own caps, five others, one bucket, and our plan.
+MAX_CANDIDATES = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a measurement returns, equal on every rank: records, and what only a rank knows of its environment."""
+
+    records: tuple[Record, ...]
+    details: dict[str, Any]
 
 
 def check_name(what: str, value: str, known: Iterable[str]) -> None:
@@ -62,7 +84,7 @@ class GroupSettings:
         return "cuda" if backend == "nccl" else "cpu"
 
     def check(self) -> None:
-        """Refuse what cannot be anywhere, in one line; `check_host` asks whether it can be here."""
+        """Refuse what cannot be measured on any machine; `check_host` looks at this one."""
         if not self.backends:
             raise ConfigError(f"no backend given: known are {', '.join(BACKENDS)}")
         for backend in self.backends:
@@ -83,7 +105,7 @@ class GroupSettings:
         raise NotImplementedError
 
     def check_host(self, local_ranks: int) -> None:
-        """Refuse what this host's GPUs or memory cannot hold for so many ranks, before anything is started."""
+        """Refuse what this host's GPUs or memory cannot hold for this number of ranks, before anything is started."""
         on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
         if on_gpu:
             gpus, who = machine.count_gpus(), " and ".join(sorted(on_gpu))
@@ -210,3 +232,46 @@ class ChunkSettings(GroupSettings):
     @property
     def bytes_per_rank(self) -> int:
         return self.total_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapperSettings(GroupSettings):
+    """`bench wrappers`: each model on each number of ranks, all wrappers in turns. `batch_size` is one rank's, and None
+    means the model's own."""
+
+    memory_words: ClassVar[tuple[str, str]] = (
+        "the replicas of one model take",
+        "leave out a large --model or some of --wrapper",
+    )
+
+    models: tuple[str, ...] = DEFAULT_MODELS
+    wrappers: tuple[str, ...] = WRAPPERS
+    batch_size: int | None = None
+
+    def check(self) -> None:
+        for what, names, known in (("model", self.models, WORKLOADS), ("wrapper", self.wrappers, WRAPPERS)):
+            if not names:
+                raise ConfigError(f"no {what} given: known are {', '.join(known)}")
+            for name in names:
+                check_name(what, name, known)
+        super().check()
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"--dtype {self.dtype}: wrappers are timed in float32 or bfloat16 (autocast)")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(f"--batch-size {self.batch_size}: at least 1, or leave it out for the model's own")
+
+    def batch_of(self, model: str) -> int:
+        """Samples per rank in one step of this model."""
+        return WORKLOADS[model].batch_size if self.batch_size is None else self.batch_size
+
+    def replica_bytes(self, model: str, num_backends: int) -> int:
+        """What all replicas of one model take on one rank: for each its parameters and its wrapper's buffers; for the
+        one that steps also its gradients, and what a reduction copies. Activations come on top."""
+        replicas = num_backends * len(self.wrappers)
+        if "torch-tuned" in self.wrappers:  # its candidates are tried before, on one backend after the other
+            replicas = max(replicas, MAX_CANDIDATES)
+        return (2 * replicas + 2) * 4 * WORKLOADS[model].num_elements
+
+    @property
+    def bytes_per_rank(self) -> int:
+        return max(self.replica_bytes(model, len(self.backends)) for model in self.models)

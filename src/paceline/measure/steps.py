@@ -7,11 +7,11 @@ and step function (`OwnJob`). Which variants there are belongs to the question: 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-import functools
 import gc
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -33,7 +33,7 @@ from paceline.records import Samples, StepRecord
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
-from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, take_step
+from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, mark_phases, take_step
 from paceline.units import MIB
 
 # The kinds of steps. Each is taken in every round by every variant that has it.
@@ -49,6 +49,8 @@ PATIENCE = timedelta(hours=24)
 _ONE_PROCESS = ("none", "dp")  # variants that one process runs, without messages
 # Steps after a wrapper is put around a module that others used before: torch's makes its final buckets in the second.
 _SETTLING_STEPS = 2
+# Timed steps before the next variant is put around a shared module.
+_SHARED_STEPS = 4
 
 Wrap = Callable[[nn.Module], nn.Module]
 OwnStep = Callable[[nn.Module], Any]
@@ -122,6 +124,7 @@ class MeasuredJob:
 
     module: nn.Module  # bare: its parameters in the order of their definition
     labels: dict[str, Any]  # model, data, precision, batch_size, accumulate
+    steps_per_turn = 1  # more where a change of the variant is costly
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
         """A replica, bare or in a wrapper. Collective where the wrapper is."""
@@ -176,8 +179,8 @@ class OwnJob(MeasuredJob):
     """A user's own module and step: `step(model)` runs one forward and backward, and may update, with any inputs.
 
     With a factory, each replica is a new pair of (model, step). With one pair, replicas share the module: each is put
-    around it when its turn comes, and takes a few steps before it is timed. The module's values are restored at the
-    end; an optimizer that `step` uses keeps what it learned.
+    around it when its turn comes, and takes a few steps before it is timed. The values of the module and of the
+    optimizers that `step` uses are restored at the end: ranks without communication would take them apart.
     """
 
     def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None, name: str = "") -> None:
@@ -191,11 +194,13 @@ class OwnJob(MeasuredJob):
             self._factory = model
             self._pair = self._make()
         self.module = self._pair[0]
+        self.steps_per_turn = 1 if self._factory is not None else _SHARED_STEPS
         if not any(param.requires_grad for param in self.module.parameters()):
             raise ConfigError("the module has no parameter that requires a gradient: nothing to measure")
         self._is_taken = False
         self._active: Replica | None = None
         self._saved = {key: value.detach().clone() for key, value in self.module.state_dict().items()}
+        self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
         self._device = next(param.device for param in self.module.parameters() if param.requires_grad)
         self._was_training = self.module.training
         dtype = next(param.dtype for param in self.module.parameters() if param.requires_grad)
@@ -220,16 +225,29 @@ class OwnJob(MeasuredJob):
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
             found.extend(tensor.size(0) for tensor in find_tensors((args, kwargs)) if tensor.dim())
 
-        handle = self.module.register_forward_pre_hook(look, with_kwargs=True)
+        def save(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if optimizer not in self._optimizers:
+                self._optimizers[optimizer] = copy.deepcopy(optimizer.state_dict())
+
+        handles = [
+            self.module.register_forward_pre_hook(look, with_kwargs=True),
+            register_optimizer_step_pre_hook(save),
+        ]
         try:
             self._pair[1](self.module)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         self._clear(self.module)
         return max(1, found[0]) if found else 1
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether all replicas are the one module that was given."""
+        return self._factory is None
+
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
-        is_shared = self._factory is None
+        is_shared = self.is_shared
         if is_shared or not self._is_taken:
             (module, step), self._is_taken = self._pair, True
         else:
@@ -270,38 +288,9 @@ class OwnJob(MeasuredJob):
         if self._active is not None:
             self._active.close()
         self.module.load_state_dict(self._saved)
+        for optimizer, state in self._optimizers.items():
+            optimizer.load_state_dict(state)
         self.module.train(self._was_training)
-
-
-@contextlib.contextmanager
-def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
-    """Mark the phases of a step that does not mark its own: forward with its loss, backward, and the rest.
-
-    By the model's forward, `torch.autograd.backward` and the steps of optimizers. What comes before is `data_wait`.
-    """
-    if isinstance(phases, NoPhases):
-        yield
-        return
-    phases.enter("data_wait")
-    backward = torch.autograd.backward
-    handles = [
-        model.register_forward_pre_hook(lambda *_: phases.enter("forward")),
-        register_optimizer_step_pre_hook(lambda *_: phases.enter("optimizer")),
-    ]
-
-    @functools.wraps(backward)
-    def run_backward(*args: Any, **kwargs: Any) -> None:
-        phases.enter("backward")
-        backward(*args, **kwargs)
-        phases.enter("optimizer")
-
-    torch.autograd.backward = run_backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = backward
-        for handle in handles:
-            handle.remove()
 
 
 def check_whole(job: Job, size: int) -> None:
@@ -450,6 +439,7 @@ class Variant:
     probe: Probe | None = None
     times: dict[str, list[float]] = field(default_factory=dict)
     starts_s: list[float] = field(default_factory=list)
+    bucket_bytes: tuple[int, ...] = ()
     sent: list[Sent] = field(default_factory=list)
 
     def note(self, name: str, seconds: float) -> None:
@@ -465,14 +455,21 @@ class Variant:
 class StepBench:
     """Variants that take steps in turns on all ranks of a world. Collective throughout: all ranks make the same calls.
 
-    `loads_inside`: the wait for data is part of the step.
+    `loads_inside`: the wait for data is part of the step. `steps_per_turn` steps of a kind are taken in a row.
     """
 
-    def __init__(self, world: World, labels: dict[str, Any], loads_inside: bool = False) -> None:
+    def __init__(
+        self, world: World, labels: dict[str, Any], loads_inside: bool = False, steps_per_turn: int = 1
+    ) -> None:
         self.world, self._labels, self._loads_inside = world, labels, loads_inside
+        self._steps_per_turn = steps_per_turn
         self.meeting = dist.new_group(backend=choose_control_backend(world), timeout=PATIENCE)
         self.variants: list[Variant] = []
-        self.num_warmup = 0
+        self.num_warmup = 0  # rounds
+
+    @property
+    def num_warm_steps(self) -> int:
+        return self.num_warmup * self._steps_per_turn
 
     def add(self, variant: Variant) -> Variant:
         self.variants.append(variant)
@@ -513,16 +510,19 @@ class StepBench:
     ) -> None:
         """All rounds. In each, every variant takes one step of each of its kinds, in an order that changes.
 
-        `after(place, num_places, round)` is called after each step; `end_warmup` after the warm-ups.
+        `after(place, num_places, round)` is called after each turn; `end_warmup` after the warm-ups.
         """
-        steps = [(variant, kind) for variant in self.variants for kind in variant.kinds]
+        turns = [[(variant, kind)] for variant in self.variants for kind in variant.kinds]
+        if self._steps_per_turn > 1:  # all kinds of a variant in a row: a change of the variant is costly
+            turns = [[(v, kind) for kind in v.kinds for _ in range(self._steps_per_turn)] for v in self.variants]
 
         def run_round(repetition: int) -> float:
             begin_s = time.perf_counter()
-            for place, index in enumerate(order_turns(len(steps), repetition)):
-                self._take(*steps[index])
+            for place, index in enumerate(order_turns(len(turns), repetition)):
+                for variant, kind in turns[index]:
+                    self._take(variant, kind)
                 if after is not None:
-                    after(place, len(steps), repetition)
+                    after(place, len(turns), repetition)
             return time.perf_counter() - begin_s
 
         def note_warmup(number: int) -> None:
@@ -534,9 +534,9 @@ class StepBench:
 
     def _take(self, variant: Variant, kind: str) -> None:
         """One step, begun by its ranks together and timed to its end; other ranks wait at the next one."""
-        device = self.world.device
         timed = variant.timed if kind == "timed" else None
         replica = timed.replica if timed is not None else variant.replica
+        device = self.world.device if replica is None else replica.device
         phases: Phases | None = None
         given, waited_s = None, 0.0
         if replica is not None:
@@ -569,6 +569,7 @@ class StepBench:
             variant.note(kind, end_s - begin_s)
         if kind == variant.kinds[0]:
             variant.starts_s.append(begin_s)
+            variant.bucket_bytes = read_buckets(replica.model)  # now: a shared module may be bare at the end
         if kind == "marked":
             parts_s["data_wait"] = waited_s + parts_s.get("data_wait", 0.0)
             for name in ("data_wait", *PHASES):
@@ -583,10 +584,11 @@ class StepBench:
 
     def build_record(self, variant: Variant, **more: Any) -> StepRecord:
         """Collective: every rank must call this, and every rank gets the record."""
-        is_in, warm = variant.replica is not None, self.num_warmup
+        is_in, warm = variant.replica is not None, self.num_warm_steps
         mine = (variant.times, variant.starts_s, variant.sent) if is_in else None
         everyone = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
-        buckets = self.world.share(read_buckets(variant.replica.model) if variant.replica else ())[0]
+        device = variant.replica.device.type if variant.replica else ""
+        buckets, device = self.world.share((variant.bucket_bytes, device))[0]
         labels = self._labels | variant.labels | more
 
         def samples(name: str) -> Samples | None:
@@ -614,7 +616,7 @@ class StepBench:
             f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
         )
         defaults: dict[str, Any] = {
-            "device": self.world.device.type,
+            "device": device or self.world.device.type,
             "world_size": self.world.world_size,
             "backend": self.world.backend,
             "num_bytes": sent.num_bytes,

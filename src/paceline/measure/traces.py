@@ -1,30 +1,37 @@
-"""Recording: some steps of this rank under torch's profiler, as a `RankTrace`. What it says is in `trace_overview`."""
+"""Recording: steps of each rank under torch's profiler, as a `RankTrace`. What they say is in `predict.overview`."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.engine import synchronize
+from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Replica, TrainingJob, wrap
 from paceline.parallel import DDP
 from paceline.parallel.timeline import StepTimes
+from paceline.predict.advice import StepFacts
 from paceline.predict.overview import find_lanes
 from paceline.predict.traces import BACKWARD_OVER, BUCKET, BUCKET_WAIT, WAITED, Event, RankTrace, read_chrome
+from paceline.runtime.session import Progress
+from paceline.runtime.worker import post
+from paceline.runtime.world import World, join_world
+from paceline.training.build import build_job, open_world
+from paceline.training.settings import TrainSettings
+from paceline.training.step import PhaseTimes
 from paceline.units import format_bytes
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # What can be recorded besides times; each makes steps slower and traces larger.
 EXTRAS = ("memory", "shapes")
@@ -179,3 +186,112 @@ def _name_tracks(rank: int, events: Sequence[Event]) -> list[Event]:
         {"ph": "M", "name": "thread_name", "pid": _PID, "tid": track, "args": {"name": f"rank {rank}: {track}"}}
         for track in tracks
     ]
+
+
+# -- traces of a job --------------------------------------------------------------------------------------------------
+
+
+class _TracedPhases:
+    """Ranges in the trace, one for each phase."""
+
+    def __init__(self) -> None:
+        self._range: record_function | None = None
+
+    def enter(self, phase: str) -> None:
+        self.end()
+        self._range = record_function(phase)
+        self._range.__enter__()
+
+    def end(self) -> PhaseTimes:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        return PhaseTimes()
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The traces of all ranks, and what they do not show of the job."""
+
+    traces: tuple[RankTrace, ...]
+    facts: StepFacts
+
+
+def trace_job(settings: TrainSettings, warmup: int, active: int, extras: tuple[str, ...], for_all: bool) -> Traced:
+    """Record steps of a job of ours. Collective: every rank must call this.
+
+    Rank 0 gets the traces of all ranks; with `for_all` every rank does.
+    """
+    with open_world(settings) as world:
+        job = TrainingJob(build_job(dataclasses.replace(settings, ranks=world.world_size), world))
+        replica = job.as_replica(job.job.learner)
+        try:
+            return _trace(world, job, replica, warmup, active, extras, for_all, settings.compile)
+        finally:
+            replica.close()
+
+
+def trace_own(
+    model: nn.Module | Callable[[], Any],
+    step: OwnStep | None,
+    wrapper: str,
+    options: dict[str, Any],
+    warmup: int,
+    active: int,
+    extras: tuple[str, ...],
+    for_all: bool,
+) -> Traced:
+    """The same of a user's own module and step, or of a factory of both; `options` are those of `join_world`."""
+    with join_world(**options) as world:
+        job = OwnJob(model, step)
+        try:
+            replica = job.build(world, None if wrapper == "none" else lambda module: wrap(module, wrapper))
+            replica.activate()
+            try:
+                return _trace(world, job, replica, warmup, active, extras, for_all)
+            finally:
+                replica.close()
+        finally:
+            job.close()
+
+
+def _trace(
+    world: World,
+    job: MeasuredJob,
+    replica: Replica,
+    warmup: int,
+    active: int,
+    extras: tuple[str, ...],
+    for_all: bool,
+    is_compiled: bool = False,
+) -> Traced:
+    phases, num_steps = _TracedPhases(), 0
+
+    def step() -> None:
+        nonlocal num_steps
+        if world.rank == 0:
+            post(Progress(num_steps, 1 + warmup + active, "trace"))
+        num_steps += 1
+        with record_function("data"):
+            given = replica.load()
+        replica.run(given, phases)
+        phases.end()
+
+    step()  # the wrapper plans in its first step
+    mine = record_trace(
+        step,
+        warmup=warmup,
+        active=active,
+        rank=world.rank,
+        world_size=world.world_size,
+        device=replica.device,
+        model=replica.model,
+        extras=extras,
+        meet=world.barrier,
+    )
+    everyone: list[RankTrace] = world.share(mine)
+    labels = job.labels
+    facts = StepFacts(
+        labels["batch_size"], labels.get("accumulate", 1), labels["precision"], world.world_size, is_compiled
+    )
+    return Traced(tuple(everyone) if for_all or world.rank == 0 else (), facts)

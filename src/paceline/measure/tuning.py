@@ -8,28 +8,46 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import queue
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
-from paceline.measure.emulation import EmulatedNetwork
-from paceline.measure.engine import Pace
-from paceline.measure.layer_moments import LayerHooks, Moments
-from paceline.measure.layers import order_by_ready
-from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, wrap
-from paceline.measure.sweeps import SMALLEST_BYTES, Sweep
-from paceline.measure.tune_settings import TuneSettings
+from paceline.errors import PacelineError
+from paceline.measure.engine import Pace, build_samples, synchronize
+from paceline.measure.profiles import LayerHooks, Moments, order_by_ready
+from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
+from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.parallel.ddp import Options, has_spare_cores
-from paceline.plan import Plan, plan_like_torch
+from paceline.plan import Gradient, Plan, plan_like_torch
+from paceline.predict.curves import CostCurve
 from paceline.predict.search import choose_caps
-from paceline.records import LayerProfileRecord, ParameterTimes, Record, Samples, StepRecord
-from paceline.runtime.world import World
+from paceline.predict.tuning import TuneSettings, list_candidates
+from paceline.records import (
+    ChunksRecord,
+    CollectiveRecord,
+    LayerProfileRecord,
+    ParameterTimes,
+    Record,
+    Samples,
+    StepRecord,
+)
+from paceline.runtime.session import Progress
+from paceline.runtime.worker import post
+from paceline.runtime.world import World, join_world
+from paceline.training.build import build_job, open_world
+from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseClock, Phases
 from paceline.units import format_bytes
 
@@ -37,6 +55,59 @@ _WARMUP = 4
 # A message during backward must be over before the next one starts; it is slowed by up to this factor.
 _SLOWEST, _MOST_MESSAGES = 6.0, 4
 _ONE_BUCKET = 1 << 50
+# With less than twice this there is no curve.
+_SMALLEST_BYTES = 4 << 10
+_DENSE_BYTES = 64 << 10
+_PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
+# A thread of the emulated network that wakes up must not wait long for the interpreter.
+_SWITCH_S = 1e-4
+_CYCLES = 50_000_000
+
+# The records, the gradients in the order of the model's definition, and the default plan.
+Tuned = tuple[list[Record], tuple[Gradient, ...], Plan]
+
+
+def tune_job(settings: TuneSettings, job: TrainSettings) -> Tuned:
+    """Tune a job of ours. Collective: every rank of the launched world must call this."""
+    with open_world(job) as world:
+        bare = dataclasses.replace(job, ranks=world.world_size, wrapper="none")
+        return _run(settings, TrainingJob(build_job(bare, world)), world)
+
+
+def tune_own(
+    settings: TuneSettings, model: nn.Module | Callable[[], Any], step: OwnStep | None, name: str, **where: Any
+) -> Tuned:
+    """Tune a user's own module and step, or what a factory returns. Collective: every rank must call this."""
+    with join_world(**where) as world:
+        return _run(settings, OwnJob(model, step, name), world)
+
+
+def _run(settings: TuneSettings, job: MeasuredJob, world: World) -> Tuned:
+    """Measure on all ranks, choose on rank 0, confirm on all."""
+
+    def tell(share: float, what: str) -> None:
+        if world.rank == 0:
+            post(Progress((what == "confirming") + share, 2 if settings.confirms else 1, what))
+
+    bench = TuningBench(settings, job, world, tell)
+    try:
+        records = bench.calibrate()
+        gradients, default_plan = job.gradients, bench.build_default_plan()
+        if settings.confirms:
+            found: list[Candidate] | PacelineError | None = None
+            if world.rank == 0:
+                try:
+                    listed = list_candidates(settings, records, gradients, default_plan)
+                    found = [Candidate(*candidate) for candidate in listed]
+                except PacelineError as error:  # raised on all ranks: the others would wait for the answer
+                    found = error
+            candidates = world.share(found)[0]
+            if isinstance(candidates, PacelineError):
+                raise candidates
+            records += bench.confirm(candidates)
+        return records, gradients, default_plan
+    finally:
+        bench.close()
 
 
 @dataclass(frozen=True)
@@ -61,7 +132,7 @@ class TuningBench:
         group = dist.group.WORLD
         assert group is not None
         self._group = group
-        self._bench = StepBench(world, job.labels | {"wrapper": settings.wrapper})
+        self._bench = StepBench(world, job.labels | {"wrapper": settings.wrapper}, steps_per_turn=job.steps_per_turn)
         self._alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
         self._num_bytes = sum(gradient.num_bytes for gradient in job.gradients)
         self._channel = Channel(group, world.device)
@@ -86,7 +157,7 @@ class TuningBench:
 
     def calibrate(self) -> list[Record]:
         """Sweep, plain steps, ready times, contention, the wrapper's own cost; and the job itself at a grid of caps."""
-        effort, on_cpu = self._settings.effort, self._world.device.type == "cpu"
+        effort, on_cpu = self._settings.amount, self._world.device.type == "cpu"
         plain = self._add("plain", "plain")
         profiled = self._add("plain", "profiled")
         assert profiled.replica is not None
@@ -116,7 +187,7 @@ class TuningBench:
         self._bench.clear()
         for candidate in candidates:
             self._add_job(candidate)
-        self._run(self._settings.effort.confirm_s, None, "confirming")
+        self._run(self._settings.amount.confirm_s, None, "confirming")
         return [dataclasses.replace(self._build_record(v), note="confirmed") for v in self._bench.variants]
 
     def close(self) -> None:
@@ -155,7 +226,7 @@ class TuningBench:
 
     def _allocate(self) -> torch.Tensor:
         """Memory for as much as all gradients, of the kind in which the wrapper's buckets lie."""
-        elements = max(self._num_bytes, 2 * SMALLEST_BYTES) // 4
+        elements = max(self._num_bytes, 2 * _SMALLEST_BYTES) // 4
         if self._settings.wrapper == "torch":
             return torch.zeros(elements, device=self._world.device)
         return self._channel.allocate(elements, torch.float32, self._world.device)
@@ -169,7 +240,7 @@ class TuningBench:
     # -- rounds and records -------------------------------------------------------------------------------------------
 
     def _run(self, budget_s: float, sweep: Sweep | None, what: str) -> None:
-        effort = self._settings.effort
+        effort = self._settings.amount
         self._tell(0.0, what)
         self._bench.run(
             Pace(budget_s=budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=_WARMUP),
@@ -186,7 +257,7 @@ class TuningBench:
 
     def _build_profile(self, plain: Variant, profiled: Variant, probe: _ReadyTimes) -> LayerProfileRecord:
         """Rank 0's layers, profiled while all ranks computed."""
-        ready: list[tuple[dict[int, float], float]] = self._world.share(probe.ready)[0][self._bench.num_warmup :]
+        ready: list[tuple[dict[int, float], float]] = self._world.share(probe.ready)[0][self._bench.num_warm_steps :]
         assert profiled.replica is not None
         parameters = [
             ParameterTimes(
@@ -217,7 +288,7 @@ class TuningBench:
         )  # fmt: skip
 
 
-# -- what looks into steps --------------------------------------------------------------------------------------------
+# -- what looks into steps ------------------------------------------------------------------------------------------
 
 
 class _ReadyPhases(PhaseClock):
@@ -347,6 +418,189 @@ def time_alone(channel: Channel, memory: torch.Tensor, num_bytes: int) -> float:
     times = []
     for _ in range(3):
         begin_s = time.perf_counter()
-        channel.wait(channel.start_sum(part), "a message that is timed")
+        channel.wait(channel.start_sum(part), "a timed message")
         times.append(time.perf_counter() - begin_s)
     return min(times)
+
+
+# -- messages alone ---------------------------------------------------------------------------------------------------
+
+
+class Sweep:
+    """The wrapper's own messages, from small to all gradients at once; pairs; and what else a step sends.
+
+    `memory` is where the wrapper's buckets would lie, and `extra` a collective and its bytes, 0 for none. Collective:
+    every rank must make the same calls.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        world: World,
+        control: dist.ProcessGroup,
+        memory: torch.Tensor,
+        extra: tuple[str, int],
+    ) -> None:
+        self._channel, self._world, self._control, self._extra = channel, world, control, extra
+        self._memory, num_bytes = memory, memory.nbytes
+        is_alone = world.world_size == 1
+        self._singles: dict[int, list[float]] = {} if is_alone else {size: [] for size in _choose_sizes(num_bytes)}
+        pairs = [size for size in _PAIR_BYTES if 2 * size <= num_bytes]
+        self._pairs: dict[int, list[float]] = {} if is_alone else {size: [] for size in pairs}
+        self._extras: list[float] = []
+        self._tasks = list(self._build_tasks())
+
+    def run_part(self, place: int, num_places: int, repetition: int) -> None:
+        """The part of a round that belongs to one of its places; which, changes from round to round."""
+        tasks = self._tasks
+        for index in range(len(tasks)):
+            if (index + repetition) % num_places == place:
+                tasks[index]()
+
+    def _build_tasks(self) -> Iterator[Callable[[], None]]:
+        for size, times in self._singles.items():
+            yield functools.partial(self._time, (size,), times)
+        for size, times in self._pairs.items():
+            yield functools.partial(self._time, (size, size), times)
+        if self._extra[1] and self._singles:
+            yield self._time_extra
+
+    def _time_extra(self) -> None:
+        collective, num_bytes = self._extra
+        part = torch.zeros(max(1, num_bytes // 4), device=self._world.device)
+        self._meet()
+        begin_s = time.perf_counter()
+        if collective == "broadcast":
+            dist.broadcast(part, 0, self._channel.group)
+        else:
+            self._channel.wait(self._channel.start_sum(part), "a timed message")
+        synchronize(self._world.device)
+        self._extras.append(time.perf_counter() - begin_s)
+
+    def _meet(self) -> None:
+        synchronize(self._world.device)
+        dist.barrier(group=self._control)
+
+    def _time(self, sizes: tuple[int, ...], times: list[float]) -> None:
+        parts = torch.split(self._memory[: sum(sizes) // 4], [size // 4 for size in sizes])
+        for part in parts:
+            part.fill_(1.0)  # a bucket was written just before it leaves
+        self._meet()
+        begin_s = time.perf_counter()
+        works = [self._channel.start_sum(part) for part in parts]
+        for work in works:
+            self._channel.wait(work, "a timed message")
+        synchronize(self._world.device)
+        times.append(time.perf_counter() - begin_s)
+
+    def build_records(self, num_warmup: int) -> Iterator[Record]:
+        world = self._world
+        where: dict[str, Any] = {
+            "backend": world.backend,
+            "device": world.device.type,
+            "world_size": world.world_size,
+        }
+
+        def samples(mine: list[float]) -> Samples:
+            return build_samples(world.share(mine), num_warmup)
+
+        for size, times in self._singles.items():
+            yield CollectiveRecord(
+                collective="all_reduce", num_bytes=size, dtype="float32", op="sum", timing=samples(times), **where
+            )
+        for size, times in self._pairs.items():
+            yield ChunksRecord(total_bytes=2 * size, chunk_bytes=size, dtype="float32", timing=samples(times), **where)
+        collective, num_bytes = self._extra
+        if self._extras:
+            yield CollectiveRecord(
+                collective=collective, num_bytes=num_bytes, dtype="float32", op="sum", timing=samples(self._extras),
+                note="buffers", **where,
+            )  # fmt: skip
+
+
+def _choose_sizes(num_bytes: int) -> list[int]:
+    sizes, size = [], _SMALLEST_BYTES
+    while size < num_bytes * 0.75:
+        sizes.append(size)
+        size *= 4 if size < _DENSE_BYTES else 2
+    return [*sizes, num_bytes // 4 * 4]
+
+
+# -- a network that does not exist ------------------------------------------------------------------------------------
+
+
+class EmulatedNetwork:
+    """First in, first out, one message at a time, each taking as long as the curve says; no curve: no time at all."""
+
+    def __init__(self, curve: CostCurve | None) -> None:
+        self._curve = curve
+        self._free_s = 0.0
+        self._pending: queue.SimpleQueue[tuple[float, Any, torch.Tensor] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._switch_s = sys.getswitchinterval()
+        self._stream: torch.cuda.Stream | None = None
+        self._cycles_per_s = 0.0
+
+    def attach(self, model: nn.Module) -> None:
+        """Send the model's buckets here; before its first step."""
+        if self._curve is not None and self._thread is None:
+            sys.setswitchinterval(_SWITCH_S)
+            self._thread = threading.Thread(target=self._work, name="paceline-emulated-network", daemon=True)
+            self._thread.start()
+        assert isinstance(model, DDP | DistributedDataParallel)
+        # torch compares annotations with types, and a lambda has none.
+        model.register_comm_hook(None, lambda state, bucket: self._send(bucket.buffer()))
+
+    def close(self) -> None:
+        """End the thread; nothing may be under way."""
+        if self._thread is not None:
+            self._pending.put(None)
+            self._thread.join()
+            self._thread = None
+            sys.setswitchinterval(self._switch_s)
+
+    def _send(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        if self._curve is None:
+            future.set_result(buffer)
+            return future
+        if buffer.is_cuda:
+            return self._send_on_gpu(buffer, self._curve.estimate_s(buffer.nbytes))
+        start_s = max(time.perf_counter(), self._free_s)
+        self._free_s = start_s + self._curve.estimate_s(buffer.nbytes)
+        self._pending.put((self._free_s, future, buffer))
+        return future
+
+    def _send_on_gpu(self, buffer: torch.Tensor, seconds: float) -> torch.futures.Future[torch.Tensor]:
+        """A kernel that only waits, on a stream of its own, behind the work that fills the buffer."""
+        device = buffer.device
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._cycles_per_s = _count_cycles(device)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device])
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(max(1, int(seconds * self._cycles_per_s)))
+            future.set_result(buffer)
+        return future
+
+    def _work(self) -> None:
+        while (item := self._pending.get()) is not None:
+            done_s, future, buffer = item
+            left_s = done_s - time.perf_counter()
+            if left_s > 0:
+                time.sleep(left_s)
+            future.set_result(buffer)
+
+
+def _count_cycles(device: torch.device) -> float:
+    """The cycles that the GPU's waiting kernel counts in a second, the best of a few: clocks rise from rest."""
+    rates = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        torch.cuda._sleep(_CYCLES)
+        end.record()
+        torch.cuda.synchronize(device)
+        rates.append(_CYCLES / (begin.elapsed_time(end) / 1e3))
+    return float(max(rates))

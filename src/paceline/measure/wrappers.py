@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
 from paceline.measure import engine
-from paceline.measure.engine import Group, Measured, Pace
+from paceline.measure.engine import Group, Pace
+from paceline.measure.settings import MAX_CANDIDATES, Measured, WrapperSettings
 from paceline.measure.steps import Probe, Replica, StepBench, Variant, wrap
-from paceline.measure.wrapper_settings import MAX_CANDIDATES, WrapperSettings
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
 from paceline.records import Record, StepRecord
 from paceline.records.steps import PRECISIONS

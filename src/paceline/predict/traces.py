@@ -221,12 +221,17 @@ def _metadata(kind: str, pid: int, tid: int, **arguments: Any) -> Event:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
 
 
+def render_trace(document: Mapping[str, Any]) -> bytes:
+    """The compressed file of a trace, which Perfetto and chrome://tracing open as it is."""
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
+    return gzip.compress(text.encode(), compresslevel=6, mtime=0)
+
+
 def save_trace(document: Mapping[str, Any], path: Path) -> None:
-    """Write the trace to a new file `*.json.gz`, which Perfetto and chrome://tracing open as it is."""
+    """Write the trace to a new file `*.json.gz`."""
     if not path.name.endswith(".json.gz"):
         raise RecordError(f"a trace is written compressed and {path.name!r} does not end in .json.gz: name it so")
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False)
-    write_new(path, gzip.compress(text.encode(), compresslevel=6, mtime=0))
+    write_new(path, render_trace(document))
 
 
 def load_trace(path: str | Path) -> dict[str, Any]:

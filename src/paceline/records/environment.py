@@ -157,7 +157,8 @@ def _name(record: _Timed) -> str:
     """What distinguishes this record from the others on the same backend and ranks."""
     match record:
         case StepRecord():
-            return f"{record.model} in {record.wrapper}"
+            label = f", {record.label}" if record.label else ""
+            return f"{record.model} in {record.wrapper}{label}"
         case MemoryRecord():
             return f"{format_bytes(record.num_bytes)} ({record.operation})"
         case ChunksRecord():
@@ -195,7 +196,8 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
     doubts = [
         Doubt(
             "wrong" if kind == "parameters" else kind,
-            f"{backend}, {format_number_of(n, 'rank')}: {text.format(', '.join(found[kind, backend, n]))}",
+            f"{f'{backend}, ' if backend else ''}{format_number_of(n, 'rank')}: "
+            + text.format(", ".join(found[kind, backend, n])),
         )
         for kind, text in _TEXTS.items()
         for kind_found, backend, n in found

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline import machine
 from paceline.errors import ConfigError, RecordError
 from paceline.records.kinds import CollectiveRecord, LayerSizeRecord, LayerTimeRecord, Record
 from paceline.records.samples import Samples, Summary
@@ -81,7 +82,7 @@ def _parse_allreduce_time(row: Row) -> CollectiveRecord:
     num_bytes, elements = int(row["total_bytes"]), int(row["total_elements"])
     return CollectiveRecord(
         collective="all_reduce",
-        backend=row["backend"].strip().removesuffix(_SHARED),
+        backend=machine.canonical_backend(row["backend"].strip().removesuffix(_SHARED)),
         memory="shared" if row["backend"].strip().endswith(_SHARED) else "ordinary",
         device="cuda" if row["backend"].strip() == "nccl" else "cpu",
         world_size=int(row["world_size"]),
@@ -116,7 +117,7 @@ def _parse_published(row: Row) -> CollectiveRecord:
 def _parse_paceline_row(row: Row) -> CollectiveRecord:
     return CollectiveRecord(
         collective=row["collective"],
-        backend=row["backend"],
+        backend=machine.canonical_backend(row["backend"]),
         device=row["device"],
         world_size=int(row["world_size"]),
         num_bytes=int(row["num_bytes"]),

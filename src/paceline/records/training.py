@@ -5,18 +5,24 @@ Derived numbers (spread over seeds, the knee of a batch sweep, averages of an ep
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
-from paceline.errors import RecordError
+from paceline.errors import ConfigError, RecordError
 from paceline.records.kinds import KINDS, Record
 from paceline.records.samples import Samples
 
 BUDGETS = ("epochs", "updates")
+CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
+CONFIG_FORMAT = ("paceline-train", 1)
+_NOT_FINITE = "not_finite"
 # The knee: the smallest batch size with this share of the best throughput.
 KNEE = 0.9
 # The norm of a mean is at most the mean of the norms, except for rounding.
@@ -475,3 +481,122 @@ def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
 
 for _kind in (BatchRecord, LargeBatchRecord, NoiseRecord):
     KINDS[_kind.kind] = _kind
+
+
+# -- the folder of a training run: config.json and metrics.jsonl -------------------------------------------------------
+
+
+def load_config(folder: str | Path) -> dict[str, Any]:
+    """The document `config.json` of a training run: `settings`, `environment`, and `outcome` once it has ended."""
+    file = Path(folder) / CONFIG_FILE
+    try:
+        document = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise RecordError(f"{file} does not exist; give the folder of a training run", code="missing") from None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{file} cannot be read as JSON: {error}", code="damaged") from None
+    if not isinstance(document, dict) or (document.get("format"), document.get("version")) != CONFIG_FORMAT:
+        raise RecordError(f"{file} is not the configuration of a training run of this Paceline", code="damaged")
+    if not isinstance(document.get("settings"), dict):
+        raise RecordError(f"{file} lacks its settings: start a new run", code="damaged")
+    return document
+
+
+class MetricsLog:
+    """A file of rows, one JSON object per line: `step`, an integer, and anything that JSON can write.
+
+    JSON has no nan and inf. Such a value is written as null, and its name goes into `not_finite`:
+    `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`. `load_metrics` restores it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Continue a file, or create one. The incomplete last line of a killed run is removed."""
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: the rows of one `append` reach the system in one write, and a kill loses none before it.
+            self._file = self.path.open("ab", buffering=0)
+            self._file.truncate(_count_whole_bytes(self.path.read_bytes()))
+        except OSError as error:
+            raise RecordError(f"cannot write {path}: {error.strerror}") from None
+
+    @classmethod
+    def resume(cls, path: str | Path, step: int) -> MetricsLog:
+        """Continue after this step: rows of later steps, which the run will repeat, are dropped."""
+        path = Path(path)
+        if path.exists():
+            rows = load_metrics(path)
+            kept = [row for row in rows if row["step"] <= step]
+            if len(kept) < len(rows):
+                _replace(path, _render(kept))
+        return cls(path)
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        """Write rows; they are in the file when this returns, even if the process is killed right after."""
+        data = memoryview(_render(rows))
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise RecordError(f"cannot write {self.path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a file in order. An incomplete last line, which a killed run leaves, is ignored."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
+    rows = []
+    for number, line in enumerate(content[: _count_whole_bytes(content)].splitlines(), 1):
+        try:
+            row = json.loads(line)
+            row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
+            if type(row["step"]) is not int:
+                raise TypeError(f"step {row['step']!r}")
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise RecordError(f"{path}, line {number} is no row with a step: {type(error).__name__} {error}") from None
+        rows.append(row)
+    return rows
+
+
+def _count_whole_bytes(content: bytes) -> int:
+    """The bytes of all complete lines."""
+    return content.rfind(b"\n") + 1
+
+
+def _render(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(_render_row(row) for row in rows)
+
+
+def _render_row(row: Mapping[str, Any]) -> bytes:
+    if type(row.get("step")) is not int or _NOT_FINITE in row:
+        raise ConfigError(f"a row of metrics has the keys {list(row)}: it needs an integer `step`, and no `not_finite`")
+    lost = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    plain = {**row, **dict.fromkeys(lost), **({_NOT_FINITE: lost} if lost else {})}
+    try:
+        return json.dumps(plain, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the row of metrics of step {row['step']} cannot be written as JSON: {error}") from None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RecordError(f"cannot write {path}: {error.strerror}") from None

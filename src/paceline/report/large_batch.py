@@ -420,5 +420,7 @@ class LargeBatchResult(StudyResult):
             side = "costs" if (plain.gap or 0.0) >= 0 else "gains"
             text = f"A global batch of {largest} {side} {100 * abs(plain.gap or 0.0):.1f} points of test accuracy. "
         if best is not plain:
-            text += f"With {best.first.recipe}, {largest} is {_say_points(best.gap or 0.0)} the baseline."
+            gap = best.gap or 0.0
+            level = "level with" if abs(gap) < 0.0005 else _say_points(gap)
+            text += f"With {best.first.recipe}, {largest} is {level} the baseline."
         return [text.strip()]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paceline.records import StepRecord
-from paceline.units import format_bytes, format_number_of
+from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,9 +59,10 @@ def label_times(axes: Axes, top_s: float, least_s: float) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def place_legend(figure: Figure, axes: Axes) -> None:
+def place_legend(figure: Figure, *axes: Axes) -> None:
     """Outside of the axes, where it covers no data: below a few lines, else to the right of them."""
-    handles, labels = axes.get_legend_handles_labels()
+    found = [one.get_legend_handles_labels() for one in axes]
+    handles, labels = [h for pair in found for h in pair[0]], [label for pair in found for label in pair[1]]
     if len(handles) <= _FEW_LINES:
         columns = 2 if max(map(len, labels), default=0) < 45 else 1
         figure.legend(handles, labels, fontsize=8.5, frameon=False, loc="outside lower center", ncols=columns)
@@ -70,48 +70,6 @@ def place_legend(figure: Figure, axes: Axes) -> None:
     width, height = figure.get_size_inches()
     figure.set_size_inches(width + 2.8, max(height, 1.6 + 0.22 * len(handles)))
     figure.legend(handles, labels, fontsize=8.5, frameon=False, loc="outside right center")
-
-
-def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
-    """Step time of each wrapper and backend, one panel for each model and number of ranks; a line from p10 to p90."""
-    from matplotlib.figure import Figure
-
-    panels: dict[tuple[Any, ...], list[StepRecord]] = {}
-    for record in records:
-        panels.setdefault((record.job, record.cell), []).append(record)
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    backends = list(dict.fromkeys(record.backend for record in records))
-    wrappers = list(dict.fromkeys(record.wrapper for record in records))
-    # One wrapper's backends stand together, so that the eye compares them.
-    lines = [(w, b) for w in wrappers for b in backends if any((r.wrapper, r.backend) == (w, b) for r in records)]
-    names = [f"{wrapper} on {backend}" if len(backends) > 1 else wrapper for wrapper, backend in lines]
-    width, height = 2.2 + 3.2 * columns + (0.8 if len(backends) > 1 else 0), 1.1 + rows * (1.0 + 0.3 * len(lines))
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle("step time of data-parallel wrappers", x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(f"step (ms), median, line p10 to p90. {subtitle}", fontsize=8.5, color="#555555")
-    grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes, panel in zip(grid.flat, panels.values(), strict=False):
-        first = panel[0]
-        on = f"{first.backend}, " if len(backends) == 1 else ""
-        axes.set_title(
-            f"{first.model} ({on}{format_number_of(first.world_size, 'rank')}, {first.source})", loc="left", fontsize=9
-        )
-        for record in panel:
-            place, number = lines.index((record.wrapper, record.backend)), wrappers.index(record.wrapper)
-            color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-            low, middle, high = (1e3 * s for s in (record.timing.p10_s, record.timing.median_s, record.timing.p90_s))
-            axes.plot([low, high], [place, place], color=color, lw=2, alpha=0.5)
-            axes.plot([middle], [place], color=color, marker=marker, ms=6)
-        axes.set_xlim(left=0)
-        axes.set_yticks(range(len(lines)), names, fontsize=8.5)
-        axes.set_ylim(len(lines) - 0.5, -0.5)
-        axes.grid(True, axis="x", alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(axis="x", labelsize=8.5)
-    return figure
 
 
 def render_png(figure: Figure) -> bytes:

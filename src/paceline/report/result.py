@@ -14,6 +14,7 @@ from paceline.errors import RecordError
 from paceline.records.environment import NOISY, Doubt, find_doubts
 from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import RUN_FILE, Run, load_run, save_run, write_new
+from paceline.records.training import CONFIG_FILE
 from paceline.report.table import Column, Table
 
 if TYPE_CHECKING:
@@ -23,10 +24,21 @@ if TYPE_CHECKING:
 _MODULES = {
     "bench allreduce": "collectives",
     "bench chunks": "collectives",
+    "bench wrappers": "steps",
+    "profile": "profiles",
+    "profile layers": "profiles",
+    "profile phases": "steps",
+    "profile trace": "profiles",
+    "profile comm-table": "profiles",
+    "profile --compare": "profiles",
+    "train": "training",
     "scale batch": "scaling",
     "scale large-batch": "large_batch",
     "scale ranks": "scaling",
     "scale report": "scaling",
+    "predict": "predictions",
+    "predict csv": "predictions",
+    "tune": "tuning",
 }
 _CLASSES: dict[str, type[Result]] = {}
 
@@ -141,16 +153,19 @@ class Result:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecordError(f"cannot write {folder}: {error.strerror}") from None
-        if not (folder / RUN_FILE).exists():
-            save_run(self.run, folder / RUN_FILE)
-        elif load_run(folder).created != self.run.created or load_run(folder).verb != self.run.verb:
-            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
+        self._save_run(folder)
         self.folder = self.folder or folder
         for name, content in self._render_files().items():
             for old in (folder / name, *folder.glob(f".{name}.*")):  # of an earlier call, or of one that was killed
                 old.unlink(missing_ok=True)
             write_new(folder / name, content() if callable(content) else content)
         return folder
+
+    def _save_run(self, folder: Path) -> None:
+        if not (folder / RUN_FILE).exists():
+            save_run(self.run, folder / RUN_FILE)
+        elif load_run(folder).created != self.run.created or load_run(folder).verb != self.run.verb:
+            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
 
     def _render_files(self) -> dict[str, str | bytes | Callable[[], str | bytes]]:
         from paceline.report.plots import render_png, render_svg
@@ -261,4 +276,8 @@ def build_result(run: Run, folder: Path | None = None) -> Result:
 def load_result(path: str | Path) -> Result:
     """The result of a run from its folder or its `run.json`, as the command or call that made it returned it."""
     path = Path(path)
+    if path.is_dir() and not (path / RUN_FILE).exists() and (path / CONFIG_FILE).exists():
+        from paceline.report.training import load_training
+
+        return load_training(path)
     return build_result(load_run(path), path if path.is_dir() else path.parent)

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.errors import MeasurementError
+from paceline.errors import MeasurementError, PacelineError
 from paceline.predict.networks import find_networks
 from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_assumptions, simulate_scaling
 from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, Record, StepRecord
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE = "report.md"
+NO_PREDICTION = "No prediction for"
 STUDIES = ("scale batch", "scale ranks", "scale large-batch")
 _NEAR = 0.1  # a prediction that is called good
 _MOST_RANKS = 4  # numbers of ranks in one sentence about a prediction
@@ -780,11 +781,16 @@ class RanksResult(StudyResult):
                 continue
             cores = self.run.environment.cores // several[0].threads
             at_hand = most if several[0].device == "cuda" else max(cores, most)
-            evidence = ScalingEvidence.sort(self.records, wrapper, backend, (mode, size), at_hand)
-            points += simulate_scaling(evidence.calibrated_up_to(most // 2), [most])
             ranks = [n for n in counts if mode == "weak" or size % n == 0]
-            points += simulate_scaling(evidence, ranks, networks) if ranks else []
-            notes |= dict.fromkeys(describe_assumptions(evidence, networks))
+            try:
+                evidence = ScalingEvidence.sort(self.records, wrapper, backend, (mode, size), at_hand)
+                found = simulate_scaling(evidence.calibrated_up_to(most // 2), [most])
+                found += simulate_scaling(evidence, ranks, networks) if ranks else []
+                lines = describe_assumptions(evidence, networks)
+            except PacelineError as error:  # times that no model fits, such as on a busy machine
+                found, lines = [], [f"{NO_PREDICTION} {wrapper} on {backend}, {mode} {size}: {error}"]
+            points += found
+            notes |= dict.fromkeys(lines)
         return points, list(notes)
 
     @property
@@ -831,6 +837,7 @@ class RanksResult(StudyResult):
             *describe_contests(compare_with_torch(self.points)),
             *describe_limits([point for point in self.points if point.record.variant in strong]),
             *describe_bandwidths(rates),
+            *[f"{line}." for line in self.assumptions if line.startswith(NO_PREDICTION)][:1],
         ]
         named = {table.name: table.markdown() for table in self.tables()}
         tables = [

@@ -1,63 +1,221 @@
-"""The table and the picture of a training run, from its rows of metrics. What a row is, is in `training.journal`."""
+"""The result of a training run: its epochs, its curves, and where the time of its steps went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.records.training import EpochSummary
-from paceline.report.plots import COLORS, new_figure
-from paceline.report.tables import Column
-from paceline.units import format_speed
+from paceline.errors import RecordError
+from paceline.records.environment import Environment, capture_environment
+from paceline.records.store import Run, write_new
+from paceline.records.training import (
+    CONFIG_FILE,
+    CONFIG_FORMAT,
+    METRICS_FILE,
+    EpochSummary,
+    MetricsLog,
+    load_config,
+    load_metrics,
+    summarize_epochs,
+)
+from paceline.report.plots import COLORS, new_figure, place_legend
+from paceline.report.result import Result
+from paceline.report.table import Column, Table
+from paceline.units import format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["epoch_row", "epoch_table", "plot_training"]
+_PARTS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
+# Options of a job that another command takes, too, and their defaults.
+_JOB_OPTIONS = {
+    "model": "cnn", "data": "synthetic", "batch_size": None, "precision": "fp32", "wrapper": "paceline",
+    "backend": "auto",
+}  # fmt: skip
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
+def _loss(value: float) -> str:
+    return f"{value:.4f}"
 
 
-def _loss(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-epoch_table: Sequence[Column] = (
-    Column("epoch", lambda e: str(e.epoch + 1)),
-    Column("steps", lambda e: str(e.num_steps), is_optional=True),
-    Column("loss", lambda e: _loss(e.loss)),
-    Column("accuracy", lambda e: _percent(e.accuracy)),
-    Column("test loss", lambda e: _loss(e.test_loss)),
-    Column("test accuracy", lambda e: _percent(e.test_accuracy)),
-    Column("time (s)", lambda e: f"{e.seconds:.2f}"),
-    Column("samples/s", lambda e: format_speed(e.samples_per_s)),
-    Column("exposed comm", lambda e: _percent(e.exposed_share)),
-    Column("data wait", lambda e: _percent(e.data_wait_share), is_optional=True),
+_COLUMNS: Sequence[Column] = (
+    Column("epoch", lambda e: e.epoch + 1, "number", "epoch", is_key=True),
+    Column("steps", lambda e: e.num_steps, "number", "steps", priority=-1),
+    Column(None, lambda e: e.num_samples, "number", "samples"),
+    Column("loss", lambda e: e.loss, _loss, "loss", is_key=True),
+    Column("accuracy", lambda e: e.accuracy, "percent.1", "accuracy"),
+    Column("test loss", lambda e: e.test_loss, _loss, "test_loss", priority=1),
+    Column("test accuracy", lambda e: e.test_accuracy, "percent.1", "test_accuracy", priority=2),
+    Column("time", lambda e: e.seconds, "s", "seconds", priority=1),
+    Column("samples/s", lambda e: e.samples_per_s, format_speed, "samples_per_s", priority=2),
+    Column(None, lambda e: e.exposed_comm_s, "s", "exposed_comm_s"),
+    Column("exposed comm", lambda e: e.exposed_share, "percent.1", "exposed_share", priority=1),
+    Column(None, lambda e: e.data_wait_s, "s", "data_wait_s"),
+    Column("data wait", lambda e: e.data_wait_share, "percent.1", priority=-1),
 )
 
 
-def epoch_row(epoch: EpochSummary) -> dict[str, Any]:
-    """One epoch for JSON and CSV; epochs count from 1, as in the table."""
-    return {
-        "epoch": epoch.epoch + 1,
-        "steps": epoch.num_steps,
-        "samples": epoch.num_samples,
-        "loss": epoch.loss if epoch.loss == epoch.loss else None,
-        "accuracy": epoch.accuracy,
-        "test_loss": epoch.test_loss,
-        "test_accuracy": epoch.test_accuracy,
-        "seconds": epoch.seconds,
-        "samples_per_s": epoch.samples_per_s,
-        "exposed_comm_s": epoch.exposed_comm_s,
-        "exposed_share": epoch.exposed_share,
-        "data_wait_s": epoch.data_wait_s,
+class TrainRunResult(Result):
+    """A training run. In its folder, `config.json` and `metrics.jsonl` are the run; all else follows from them.
+
+    `rows` has a row for each step. `run.config` has the settings, and under `outcome` how the run ended: `steps`,
+    `world_size`, `backend`, `device`, `num_parameters`.
+    """
+
+    verbs = ("train",)
+
+    def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:
+        super().__init__(run, folder)
+        if rows is None:
+            file = None if folder is None else folder / METRICS_FILE
+            rows = load_metrics(file) if file is not None and file.exists() else ()
+        self.rows = rows
+
+    @property
+    def epochs(self) -> list[EpochSummary]:
+        return summarize_epochs(self.rows)
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """How the run ended; empty for an unfinished one, and for one of an older Paceline."""
+        found: dict[str, Any] = self.config.get("outcome") or {}
+        return found
+
+    @property
+    def steps(self) -> int:
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @property
+    def finished(self) -> bool:
+        has_weights = self.folder is not None and (self.folder / "weights.safetensors").exists()
+        return bool(self.rows) and self.outcome.get("steps", self.steps if has_weights else -1) == self.steps
+
+    @property
+    def world_size(self) -> int:
+        return int(self.outcome.get("world_size", self.config.get("ranks", 1)))
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The median seconds of each part of the steps that `profile` timed, without the first, which makes the plan.
+
+        Empty for a run without `profile`.
+        """
+        timed = [row for row in self.rows if "forward_s" in row]
+        columns = {name: [row[name] for row in timed[1:] or timed if row[name] is not None] for name in _PARTS}
+        return {name: statistics.median(values) for name, values in columns.items() if values} if timed else {}
+
+    @property
+    def answer(self) -> str:
+        epochs = self.epochs
+        if not epochs:
+            return "No step was taken."
+        last, seconds = epochs[-1], sum(epoch.seconds for epoch in epochs)
+        tested = next((epoch for epoch in reversed(epochs) if epoch.test_loss is not None), None)
+        what = [f"loss {last.loss:.4g}"]
+        if tested is not None:
+            what.append(
+                f"test accuracy {tested.test_accuracy:.1%}"
+                if tested.test_accuracy is not None
+                else f"test loss {tested.test_loss:.4g}"
+            )
+        ranks = format_number_of(self.world_size, "rank")
+        end = "" if self.finished else " (not finished)"
+        parts = [f"{', '.join(what)} after {format_number_of(len(epochs), 'epoch')} on {ranks}{end}"]
+        if seconds:
+            parts.append(f"{format_speed(sum(epoch.num_samples for epoch in epochs) / seconds)} samples/s")
+            exposed = [epoch for epoch in epochs if epoch.exposed_comm_s is not None]
+            if self.world_size > 1 and exposed:
+                share = sum(epoch.exposed_comm_s or 0.0 for epoch in exposed) / sum(epoch.seconds for epoch in exposed)
+                parts.append(f"{share:.0%} of the time is exposed communication")
+            parts.append(f"data wait {sum(epoch.data_wait_s for epoch in epochs) / seconds:.0%}")
+        return "; ".join(parts) + "."
+
+    @property
+    def findings(self) -> Sequence[str]:
+        phases = self.phases
+        if not phases:
+            return ()
+        names = ("data_wait_s", "forward_s", "backward_s", "optimizer_s")
+        parts = ", ".join(f"{name[:-2].replace('_', ' ')} {format_ms(phases[name])}" for name in names)
+        exposed_s = phases.get("exposed_comm_s")
+        sent = (
+            "`paceline profile phases` measures how much of it is communication"
+            if exposed_s is None
+            else f"exposed communication is {format_ms(exposed_s)} ({exposed_s / phases['step_s']:.1%}) of it"
+        )
+        return (f"Median step {format_ms(phases['step_s'])} ms: {parts}; {sent}.",)
+
+    def tables(self) -> list[Table]:
+        return [Table("table", "", _COLUMNS, self.epochs, key="epochs")]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        return {"training": self._plot} if self.rows else {}
+
+    def _plot(self) -> Figure:
+        config, ranks = self.config, format_number_of(self.world_size, "rank")
+        title = f"{config['model']} on {config['data'].split(':')[0]}, {ranks} ({config['wrapper']})"
+        return plot_training(self.rows, title, self.run.environment.machine)
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        given = [(name, value) for name, default in _JOB_OPTIONS.items() if (value := self.config[name]) != default]
+        words = "".join(f" --{name.replace('_', '-')} {value}" for name, value in given)
+        steps = [] if self.world_size == 1 else [f"paceline profile phases --ranks {self.world_size}{words}"]
+        if self.folder is not None:
+            ends = "epochs" if self.config.get("steps") is None else "steps"
+            more = f" --{ends} {2 * self.config[ends]}" if self.finished and not self.config.get("batch_growth") else ""
+            if more or not self.finished:
+                steps.append(f"paceline train --resume {self.folder}{more}")
+        return steps
+
+    def to_json(self) -> dict[str, Any]:
+        outcome = {name: self.outcome.get(name) for name in ("backend", "device", "num_parameters")}
+        facts = {"finished": self.finished, "steps": self.steps, "world_size": self.world_size, **outcome}
+        return super().to_json() | facts | {"phases": self.phases or None}
+
+    def _save_run(self, folder: Path) -> None:
+        """The files of a run that wrote none: it can be loaded from there, but not resumed."""
+        if self.folder is not None and folder.resolve() == self.folder.resolve():
+            return
+        if (folder / CONFIG_FILE).exists() or (folder / METRICS_FILE).exists():
+            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
+        settings = {name: value for name, value in self.config.items() if name != "outcome"}
+        write_new(folder / CONFIG_FILE, render_config(settings, self.run.environment, self.outcome))
+        with MetricsLog(folder / METRICS_FILE) as log:
+            log.append(*self.rows)
+
+
+def render_config(settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None) -> str:
+    """The text of `config.json`."""
+    document = {
+        "format": CONFIG_FORMAT[0],
+        "version": CONFIG_FORMAT[1],
+        "settings": settings,
+        "environment": dataclasses.asdict(environment),
     }
+    return json.dumps(document | ({"outcome": outcome} if outcome else {}), indent=1) + "\n"
+
+
+def load_training(folder: str | Path) -> TrainRunResult:
+    """The result of a training run, finished or not, from its folder."""
+    folder = Path(folder)
+    document = load_config(folder)
+    fields = {field.name for field in dataclasses.fields(Environment)}
+    found = {name: value for name, value in (document.get("environment") or {}).items() if name in fields}
+    try:
+        environment = Environment(**found)
+    except TypeError:  # of an older Paceline, which noted less
+        environment = dataclasses.replace(capture_environment(), cpu="another machine", details={})
+    config = document["settings"] | {"outcome": document.get("outcome")}
+    return TrainRunResult(Run("train", config, environment, ()), folder)
 
 
 def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> Figure:
-    """The loss of every step, and the test loss and accuracy where they were taken."""
+    """The loss of every step, and the test loss and accuracy where they were measured."""
     figure, axes = new_figure(title, f"{subtitle}; measured")
     steps = [row["step"] for row in rows]
     axes.plot(steps, [row["loss"] for row in rows], color=COLORS[0], linewidth=0.9, alpha=0.8, label="training loss")
@@ -68,10 +226,9 @@ def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> 
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.set_ylim(bottom=0)
-    handles, labels = axes.get_legend_handles_labels()
     if tested and all(row.get("test_accuracy") is not None for row in tested):
-        beside = axes.twinx()
-        beside.plot(
+        right = axes.twinx()
+        right.plot(
             [row["step"] for row in tested],
             [100 * row["test_accuracy"] for row in tested],
             color=COLORS[2],
@@ -79,10 +236,8 @@ def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> 
             linestyle="--",
             label="test accuracy",
         )
-        beside.set_ylabel("test accuracy (%)")
-        beside.set_ylim(0, 100)
-        beside.spines[["top"]].set_visible(False)
-        more = beside.get_legend_handles_labels()
-        handles, labels = handles + more[0], labels + more[1]
-    axes.legend(handles, labels, fontsize=8.5, frameon=False, loc="best")
+        right.set_ylabel("test accuracy (%)")
+        right.set_ylim(0, 100)
+        right.spines[["top"]].set_visible(False)
+    place_legend(figure, *figure.axes)
     return figure

@@ -524,9 +524,7 @@ def _error_of(failure: Failure, num_ranks: int) -> PacelineError:
 def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
     if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         name = getattr(fn, "__qualname__", repr(fn))
-        raise ConfigError(
-            f"{name} is defined interactively, and ranks cannot import it: put it into a file"
-        )
+        raise ConfigError(f"{name} is defined interactively, and ranks cannot import it: put it into a file")
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import importlib
 import os
 import queue
 import signal
@@ -41,7 +42,8 @@ _LINE_S = 10.0
 # a launcher that got a signal passes it on to ranks that already have it.
 _ECHO_S = 0.3
 
-Load = Callable[[], Callable[..., Any]]
+# A function of the ranks: "package.module:name", which only the ranks import, or a call that imports it here.
+Load = str | Callable[[], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Progress:
 class Task:
     """One cell of a run: a function that ranks call and that returns records.
 
-    `load` imports the function; the ranks already start while it does. `weight` is its work compared with other tasks.
+    `load` names the function ("package.module:name"), so that this process needs not import torch, or imports it; the
+    ranks already start while it does. `weight` is its work compared with other tasks.
     `follow` makes its arguments from the records of the tasks before it. `on_death` makes its records where its ranks
     were killed; where that is None, or returns None, the error ends the run.
     """
@@ -81,7 +84,8 @@ class Task:
 class Session:
     """One run under way. In a launched world every rank has one, and only rank 0 (`is_leader`) writes and shows.
 
-    `place` is None where the ranks are started here. `folder` is the run's folder, None where nothing is to be written;
+    `place` is None where the ranks are started here, or where this process alone is measured (`here`).
+    `folder` is the run's folder, None where nothing is to be written;
     in a launched world the others than rank 0 have one only to read from, when a run is resumed.
     `config` is the resolved request. `is_finished` says that a resumed run has all of its records already.
     `warnings` are reasons to doubt that the verb adds. `saved` may be set by a verb that saves in its own way: it
@@ -96,6 +100,7 @@ class Session:
     folder: Path | None = None
     study: Study | None = None
     progress: bool | None = None
+    here: bool = False
     is_finished: bool = False
     can_resume: bool = False
     warnings: list[str] = field(default_factory=list)
@@ -117,7 +122,11 @@ class Session:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def ask(
-        self, load: Load, arguments: tuple[Any, ...] = (), ranks: int | None = None, on_interrupt: str = "stop"
+        self,
+        load: Load,
+        arguments: tuple[Any, ...] = (),
+        ranks: int | None = None,
+        on_interrupt: str = "stop",
     ) -> Any:
         """Call the loaded function on the ranks and return the value of rank 0 (in a launched world: of this rank).
 
@@ -127,7 +136,7 @@ class Session:
         """
         task = Task("", load, arguments, ranks or self.ranks)
         with self._show() as display:
-            if self.place is not None:
+            if self.place is not None or self.here:
                 return self._call_here(task, display)
             check_rank_count(task.ranks)
             return self._call_on_pool(0, task, display, saves=on_interrupt == "save")
@@ -153,7 +162,7 @@ class Session:
         missing = [task for task in tasks if task.name not in kept]
         if missing:
             with self._show(tasks, tuple(kept), describe) as display:
-                if self.place is not None:
+                if self.place is not None or self.here:
                     self._run_in_turn(missing, kept, lambda task: self._call_here(task, display), display)
                 else:
                     check_rank_count(max(task.ranks for task in missing) * at_once)
@@ -215,7 +224,7 @@ class Session:
                     break
             done.put(None)
 
-        tasks[0].load()  # once, here: threads that import torch at the same time would wait for each other
+        _load(tasks[0].load)  # once, here: threads that import torch at the same time would wait for each other
         workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(at_once)]
         try:
             for worker in workers:
@@ -243,7 +252,7 @@ class Session:
             self._hear(task, message, display)
 
         with listen(hear):
-            return task.load()(*task.arguments)
+            return find_function(task.load)(*task.arguments)
 
     def _run_on_pool(self, number: int, task: Task, display: ProgressDisplay) -> list[Record]:
         try:
@@ -261,8 +270,7 @@ class Session:
             pool = self._get_pool(number, task.ranks)
             if saves:
                 stack.enter_context(self._forward_signals(pool))
-            with defer_signals():
-                function = task.load()
+            function = _load(task.load)
             if self.signal:  # before there was a rank that could save anything
                 raise SystemExit(128 + self.signal)
 
@@ -276,9 +284,7 @@ class Session:
                     raise SystemExit(128 + self.signal) from None
                 raise
 
-    def _hear(self, task: Task, message: Progress | float, display: ProgressDisplay) -> None:
-        if isinstance(message, float):  # the share that is done
-            message = Progress(message, 1.0)
+    def _hear(self, task: Task, message: Progress, display: ProgressDisplay) -> None:
         if not task.name:  # of a run without tasks, the cells are those that the ranks post
             self._posted.extend(message.records)
             self._num_posted += bool(message.records)
@@ -481,6 +487,15 @@ def joins_world(ranks: int) -> bool:
     return is_launched() and not (read_place().world_size == 1 and ranks > 1)
 
 
+def find_place() -> Place | None:
+    """This process's place in the process group that it has opened, else in the launched world; None in neither."""
+    distributed = sys.modules.get("torch.distributed")  # not imported: who has a group has imported it
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        return Place(rank, world_size, None, None, "torch.distributed", None, None)
+    return read_place() if is_launched() else None
+
+
 @contextlib.contextmanager
 def open_session(
     verb: str,
@@ -493,6 +508,7 @@ def open_session(
     cells: bool = False,
     can_resume: bool | None = None,
     same_machine: bool = False,
+    here: bool = False,
 ) -> Iterator[Session]:
     """The one way to run a verb: ranks, the run's folder, progress on stderr, and a word on what an interrupt left.
 
@@ -501,12 +517,16 @@ def open_session(
     saved, and the run can be resumed; `same_machine` refuses to resume it on another machine. `can_resume` says that
     the verb has its own way to do so (training).
     `progress` True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
+    `here` starts no ranks, for what cannot be sent to them (a user's own model): this process runs the tasks, as a rank
+    of its process group if it has opened one, of the launched world if there is one, and else alone.
     Inside a launched world this is collective: every rank opens the session.
     """
     if can_resume is None:
         can_resume = cells
     with (
-        _open(verb, config, ranks, out, resume, None, progress, cells, same_machine, can_resume=can_resume) as session,
+        _open(
+            verb, config, ranks, out, resume, None, progress, cells, same_machine, can_resume=can_resume, here=here
+        ) as session,
         _raise_on_sigterm(),
     ):
         try:
@@ -537,8 +557,9 @@ def _open(
     same_machine: bool = False,
     command_line: str = "",
     can_resume: bool = False,
+    here: bool = False,
 ) -> Iterator[Session]:
-    place = read_place() if joins_world(ranks) else None
+    place = find_place() if here else read_place() if joins_world(ranks) else None
     if place is not None and place.world_size < ranks:
         raise ConfigError(
             f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer", code="launched"
@@ -567,7 +588,7 @@ def _open(
             stack.enter_context(_lock(folder))
         session = Session(
             verb, config, ranks, environment, place, folder, study, progress,
-            is_finished=folder is not None and (folder / RUN_FILE).exists(), can_resume=can_resume,
+            here=here, is_finished=folder is not None and (folder / RUN_FILE).exists(), can_resume=can_resume,
         )  # fmt: skip
         stack.callback(session.close)
         yield session
@@ -599,6 +620,23 @@ def _lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def find_function(load: Load) -> Callable[..., Any]:
+    """The function of the ranks itself, imported into this process."""
+    if not isinstance(load, str):
+        return load()
+    module, _, name = load.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _load(load: Load) -> str | Callable[..., Any]:
+    """What a pool is given: a name as it is, and else the function, imported where no signal can interrupt that."""
+    if isinstance(load, str):
+        return load
+    with defer_signals():
+        return load()
 
 
 def _wait_for(done: queue.SimpleQueue[Any]) -> Any:

@@ -182,9 +182,16 @@ def init(
 def join_world(backend: str = "auto", device: str = "auto", threads: int | None = None) -> Iterator[World]:
     """The world that is open; else the one of a process group that the program opened itself; else a new one.
 
-    What was open before stays open. Collective: every rank must call this.
+    What was open before stays open, on its backend: another one is refused. Collective: every rank must call this.
     """
     global _open
+    if _open is not None or dist.is_initialized():
+        found = _open.backend if _open is not None else machine.canonical_backend(str(dist.get_backend()))
+        if machine.canonical_backend(backend) not in ("auto", found):
+            raise ConfigError(
+                f"backend {backend} in a process whose group is on {found}: leave it out, or close that group first",
+                code="already-open",
+            )
     if _open is not None:
         yield _open
     elif not dist.is_initialized():

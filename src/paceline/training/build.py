@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
 from paceline.plan import Plan
 from paceline.runtime.ranks import set_seed
-from paceline.runtime.world import World, init
+from paceline.runtime.world import World, join_world
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.training.schedules import BatchSchedule, Schedule
 from paceline.training.settings import (
@@ -74,9 +74,9 @@ class Job:
 
 @contextlib.contextmanager
 def open_world(settings: TrainSettings) -> Iterator[World]:
-    """The world of these settings. Collective: call on every rank."""
+    """The world of these settings: the one that is open, or a new one. Collective: call on every rank."""
     with (
-        init(settings.backend, settings.device, threads=settings.threads, announce=None) as world,
+        join_world(settings.backend, settings.device, threads=settings.threads) as world,
         settled_kernels(world.device, settings.precision),
     ):
         yield world

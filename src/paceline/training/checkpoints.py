@@ -27,6 +27,7 @@ import torch
 from paceline.errors import ConfigError, PacelineError, RecordError
 from paceline.parallel import DataParallel
 from paceline.plan import Plan
+from paceline.records.training import METRICS_FILE, MetricsLog
 from paceline.runtime.ranks import set_seed
 from paceline.runtime.world import World
 from paceline.training.build import Job
@@ -45,7 +46,7 @@ from paceline.training.checkpoint_files import (
     unpack_state,
     verify_folder,
 )
-from paceline.training.journal import EventsLog, MetricsLog
+from paceline.training.journal import EventsLog
 from paceline.training.settings import SaveEvery, TrainSettings
 from paceline.units import format_bytes
 
@@ -274,7 +275,7 @@ def _build_damaged(path: Path, reason: str) -> RecordError:
     return RecordError(f"checkpoint {path.name} is damaged: {reason}", code="damaged")
 
 
-CHECKPOINTS, METRICS, WEIGHTS, EVENTS = "checkpoints", "metrics.jsonl", "weights.safetensors", "events"
+CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
 # The ranks of a run that was killed live on for a moment, and hold its lock.
 _LOCK_TIMEOUT_S = 5.0
 
@@ -318,8 +319,9 @@ class RunFiles:
         """
         if self._lock is not None or self._folder is None:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        handle, until_s = os.open(self._folder, os.O_RDONLY), time.monotonic() + _LOCK_TIMEOUT_S
+        place = self._folder / CHECKPOINTS  # the session that started this rank has locked the folder itself
+        place.mkdir(parents=True, exist_ok=True)
+        handle, until_s = os.open(place, os.O_RDONLY), time.monotonic() + _LOCK_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -413,10 +415,10 @@ class RunFiles:
         assert self._folder is not None and self._store is not None
         self._lock_folder()
         self._store.remove_leftovers()
-        for name in (METRICS, WEIGHTS):
+        for name in (METRICS_FILE, WEIGHTS):
             for path in self._folder.glob(f".{name}.*"):
                 path.unlink(missing_ok=True)
-        self._metrics = MetricsLog.resume(self._folder / METRICS, step)
+        self._metrics = MetricsLog.resume(self._folder / METRICS_FILE, step)
         if self._tensorboard:
             self._events = EventsLog(self._folder / EVENTS, after_step=step)
 

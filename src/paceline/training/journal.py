@@ -1,25 +1,23 @@
-"""What a run records while it trains: the steps of all ranks as rows of metrics, their files, and the stop signal.
+"""What a run records while it trains: the steps of all ranks as rows of metrics, and the stop signal.
 
 Ranks exchange what they recorded about four times a second, not in every step, so that short steps do not pay for it.
-Loads without torch: commands read metrics, too.
+The file of the rows is in `records.training`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +26,9 @@ if TYPE_CHECKING:
     from paceline.training.step import PhaseTimes
 
 # Signals within this time of the first one count as the same request: `timeout` and service managers signal a whole
-# process group, and the launcher then passes the signal on to ranks that already have it.
-SAME_SIGNAL_S = 0.3
+# process group, and the launcher, which may be slow on a busy machine, passes it on to ranks that already have it.
+SAME_SIGNAL_S = 1.0
 _EXCHANGE_EVERY_S, _MAX_STEPS = 0.25, 100
-_NOT_FINITE = "not_finite"
 
 
 @dataclass
@@ -195,106 +192,6 @@ def _build_row(entry: StepEntry, ranks: Sequence[_StepValues]) -> dict[str, Any]
     for phase in ranks[0].phases:
         row[f"{phase}_s"] = max(rank.phases[phase] for rank in ranks)
     return row
-
-
-class MetricsLog:
-    """A file of rows, one JSON object per line: `step`, an integer, and anything that JSON can write.
-
-    JSON has no nan and inf. Such a value is written as null, and its name goes into `not_finite`:
-    `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`. `load_metrics` restores it.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        """Continue a file, or create one. The incomplete last line of a killed run is removed."""
-        self.path = Path(path)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: the rows of one `append` reach the system in one write, and a kill loses none before it.
-            self._file = self.path.open("ab", buffering=0)
-            self._file.truncate(_count_whole_bytes(self.path.read_bytes()))
-        except OSError as error:
-            raise RecordError(f"cannot write {path}: {error.strerror}") from None
-
-    @classmethod
-    def resume(cls, path: str | Path, step: int) -> MetricsLog:
-        """Continue after this step: rows of later steps, which the run will repeat, are dropped."""
-        path = Path(path)
-        if path.exists():
-            rows = load_metrics(path)
-            kept = [row for row in rows if row["step"] <= step]
-            if len(kept) < len(rows):
-                _replace(path, _render(kept))
-        return cls(path)
-
-    def append(self, *rows: Mapping[str, Any]) -> None:
-        """Write rows; they are in the file when this returns, even if the process is killed right after."""
-        data = memoryview(_render(rows))
-        try:
-            while data:
-                data = data[self._file.write(data) :]
-        except OSError as error:
-            raise RecordError(f"cannot write {self.path}: {error.strerror}") from None
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def load_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a file in order. An incomplete last line, which a killed run leaves, is ignored."""
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {error.strerror}") from None
-    rows = []
-    for number, line in enumerate(content[: _count_whole_bytes(content)].splitlines(), 1):
-        try:
-            row = json.loads(line)
-            row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
-            if type(row["step"]) is not int:
-                raise TypeError(f"step {row['step']!r}")
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise RecordError(f"{path}, line {number} is no row with a step: {type(error).__name__} {error}") from None
-        rows.append(row)
-    return rows
-
-
-def _count_whole_bytes(content: bytes) -> int:
-    """The bytes of all complete lines."""
-    return content.rfind(b"\n") + 1
-
-
-def _render(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    return b"".join(_render_row(row) for row in rows)
-
-
-def _render_row(row: Mapping[str, Any]) -> bytes:
-    if type(row.get("step")) is not int or _NOT_FINITE in row:
-        raise ConfigError(f"a row of metrics has the keys {list(row)}: it needs an integer `step`, and no `not_finite`")
-    lost = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    plain = {**row, **dict.fromkeys(lost), **({_NOT_FINITE: lost} if lost else {})}
-    try:
-        return json.dumps(plain, allow_nan=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the row of metrics of step {row['step']} cannot be written as JSON: {error}") from None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RecordError(f"cannot write {path}: {error.strerror}") from None
 
 
 class EventsLog:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_windo
 
 # How many windows are prepared ahead on a GPU.
 _AHEAD = 2
+# The number of a window, its samples on all ranks, and this rank's micro-batches.
+_Share = tuple[int, int, Sequence[MicroBatch]]
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,22 @@ def load_windows(
 
     `batch_size` is the most samples of a micro-batch, in all windows or in each.
     """
+
+    def split() -> Iterator[_Share]:
+        for number in range(start, order.num_windows):
+            indices = order.window(number)
+            most = batch_size[number] if isinstance(batch_size, tuple) else batch_size
+            yield number, len(indices), split_window(indices, rank, world_size, most)
+
     if device.type == "cuda" and data.inputs.device.type == "cpu":
-        yield from _load_ahead(data, order, start, rank, world_size, batch_size, device)
+        yield from _load_ahead(data, order.epoch, split(), device)
         return
-    for number in range(start, order.num_windows):
-        indices = order.window(number)
-        most = _at(batch_size, number)
+    for number, num_samples, micros in split():
         batches = tuple(
             LoadedBatch(data.prepare(data.take(micro.indices), micro.indices, order.epoch), micro.num_counted)
-            for micro in split_window(indices, rank, world_size, most)
+            for micro in micros
         )
-        yield Window(number, len(indices), batches)
+        yield Window(number, num_samples, batches)
 
 
 @dataclass(frozen=True)
@@ -73,18 +80,8 @@ class _PendingWindow:
     arrived: torch.cuda.Event
 
 
-def _at(batch_size: int | tuple[int, ...], number: int) -> int:
-    return batch_size[number] if isinstance(batch_size, tuple) else batch_size
-
-
 def _load_ahead(
-    data: DataSet,
-    order: EpochOrder,
-    start: int,
-    rank: int,
-    world_size: int,
-    batch_size: int | tuple[int, ...],
-    device: torch.device,
+    data: DataSet, epoch: int, shares: Iterator[_Share], device: torch.device
 ) -> Generator[Window, None, None]:
     """A thread gathers into pinned memory and copies on a stream of its own, a few windows ahead."""
     ready: queue.Queue[_PendingWindow | BaseException | None] = queue.Queue(_AHEAD)
@@ -102,16 +99,15 @@ def _load_ahead(
 
     def work() -> None:
         try:
-            for number in range(start, order.num_windows):
-                indices = order.window(number)
+            for number, num_samples, micros in shares:
                 parts = []
                 with torch.cuda.stream(stream):
-                    for micro in split_window(indices, rank, world_size, _at(batch_size, number)):
+                    for micro in micros:
                         batch = _pin(data.take(micro.indices))
                         parts.append((micro, batch.to(device, non_blocking=True)))
                     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     arrived.record(stream)
-                if not put(_PendingWindow(number, len(indices), tuple(parts), arrived)):
+                if not put(_PendingWindow(number, num_samples, tuple(parts), arrived)):
                     return
             put(None)
         except BaseException as error:
@@ -130,7 +126,7 @@ def _load_ahead(
                 for tensor in (batch.inputs, batch.targets, batch.mask):
                     if tensor is not None:
                         tensor.record_stream(current)  # its memory was allocated on the other stream
-                batches.append(LoadedBatch(data.prepare(batch, micro.indices, order.epoch), micro.num_counted))
+                batches.append(LoadedBatch(data.prepare(batch, micro.indices, epoch), micro.num_counted))
             yield Window(item.number, item.num_samples, tuple(batches))
     finally:
         stopped.set()

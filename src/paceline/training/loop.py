@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, TrainingError
 from paceline.parallel import DataParallel
+from paceline.records.training import METRICS_FILE, load_metrics
+from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_job, open_world
@@ -38,7 +40,7 @@ from paceline.training.step import (
     find_bad_parameter,
     take_step,
 )
-from paceline.units import format_number_of
+from paceline.units import format_number_of, format_speed
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import evaluation_share
 from paceline.workloads.models import compute_outcome
@@ -152,31 +154,26 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
 
 
 @dataclass(frozen=True)
-class TrainProgress:
-    """What rank 0 posts: the place in the run, the newest row of metrics, and a message for people if there is one."""
+class TrainOutcome:
+    """How a run ended: `signal` is the signal that stopped it, or 0 when it reached its end.
 
-    step: int
-    num_steps: int
-    epoch: int
-    samples_per_s: float = 0.0
-    row: dict[str, Any] | None = None
-    word: str = ""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended: `signal` is the signal that stopped it, or 0 when it reached its end."""
+    `rows` are those of the metrics where they were requested. `notes` are reasons to look at the run again.
+    """
 
     step: int
     signal: int
     backend: str
     device: str
     num_parameters: int
-    description: str
+    notes: tuple[str, ...] = ()
+    rows: tuple[dict[str, Any], ...] = ()
 
 
-def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainResult:
-    """Train; rank 0 writes into the run's folder. Collective: call on every rank of the launched world."""
+def train(settings: TrainSettings, folder: Path | None, resume: bool = False, rows: bool = False) -> TrainOutcome:
+    """Train; rank 0 writes into the run's folder, if there is one. Collective: call on every rank.
+
+    With `rows`, every rank gets the rows of the metrics; else they are in the folder alone.
+    """
     with catch_stop() as request, open_world(settings) as world, contextlib.ExitStack() as stack:
         settings = dataclasses.replace(settings, ranks=world.world_size)
         settings.check()
@@ -193,13 +190,18 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool) -> TrainRe
                 code="mismatch",
             )
         files.open(start.step)
+        notes = tuple(found.loaded.refused) if found is not None else ()
+        if resume and found is None:
+            notes = ("no checkpoint was saved yet: the run starts at the first step",)
         if world.rank == 0:
-            notes = found.loaded.refused if found is not None else []
-            if resume and found is None:
-                notes = ["no checkpoint was saved yet: starts at the first step"]
-            for note in (*notes, describe_model(settings.model), _describe(job, start)):
-                post(TrainProgress(start.step, job.schedule.num_steps, start.epoch, word=note))
-        return _Run(job, files, request).run(start)
+            for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start))):
+                post(Progress(start.step, job.schedule.num_steps, f"epoch {start.epoch + 1}", line=note))
+        is_saved = rows and world.share(folder is not None)[0]  # that is up to rank 0
+        outcome = _Run(job, files, request, keeps_rows=rows and not is_saved).run(start)
+        if is_saved:
+            saved = load_metrics(folder / METRICS_FILE) if world.rank == 0 and folder is not None else []
+            outcome = dataclasses.replace(outcome, rows=tuple(world.share(saved)[0]))
+        return dataclasses.replace(outcome, notes=notes)
 
 
 def _describe(job: Job, start: Position) -> str:
@@ -231,13 +233,14 @@ def _count_elements(module: nn.Module) -> int:
 class _Run:
     """The run of one rank, with what it keeps from step to step."""
 
-    def __init__(self, job: Job, files: RunFiles, request: StopRequest) -> None:
+    def __init__(self, job: Job, files: RunFiles, request: StopRequest, keeps_rows: bool) -> None:
         self._job, self._files = job, files
+        self._rows: list[dict[str, Any]] | None = [] if keeps_rows else None
         self._journal = Journal(job.world, request)
         self._clock = StepClock(job.world.device)
         self._phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
 
-    def run(self, start: Position) -> TrainResult:
+    def run(self, start: Position) -> TrainOutcome:
         position = start
         self._clock.start()
         for taken in run_steps(self._job, start, self._phases):
@@ -292,6 +295,8 @@ class _Run:
             test = evaluate(job.learner, job.test, job.world)
             rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         files.write_rows(rows)
+        if self._rows is not None:
+            self._rows += rows
         self._report(taken, rows)
         is_due = exchange.is_save_due or files.is_due_by_steps(step) or (taken.is_epoch_end and files.every_epoch)
         if exchange.signal or taken.is_last or is_due:
@@ -310,16 +315,29 @@ class _Run:
         if self._job.world.rank == 0 and rows:
             seconds = sum(row["step_s"] for row in rows)
             rate = sum(row["samples"] for row in rows) / seconds if seconds else 0.0
-            post(TrainProgress(taken.position.step, self._job.schedule.num_steps, rows[-1]["epoch"], rate, rows[-1]))
+            step, total, label = taken.position.step, self._job.schedule.num_steps, _describe_row(rows[-1], rate)
+            line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""
+            post(Progress(step, total, label, line=line))
 
-    def _end(self, position: Position, signal: int) -> TrainResult:
+    def _end(self, position: Position, signal: int) -> TrainOutcome:
         world, module = self._job.world, self._job.learner.module
         if not signal:
             self._files.export(self._job)
         self._files.close()
-        return TrainResult(
-            position.step, signal, world.backend, world.device.type, _count_elements(module), self._job.train.describe()
-        )
+        rows = tuple(self._rows or ())
+        return TrainOutcome(position.step, signal, world.backend, world.device.type, _count_elements(module), rows=rows)
+
+
+def _describe_row(row: dict[str, Any], samples_per_s: float) -> str:
+    parts = [f"epoch {row['epoch'] + 1}: loss {row['loss']:.4f}"]
+    if row.get("accuracy") is not None:
+        parts.append(f"accuracy {row['accuracy']:.1%}")
+    parts.append(f"{format_speed(samples_per_s)} samples/s")
+    if row.get("exposed_comm_s") is not None and row["step_s"]:
+        parts.append(f"exposed {row['exposed_comm_s'] / row['step_s']:.0%}")
+    if row.get("test_accuracy") is not None:
+        parts.append(f"test accuracy {row['test_accuracy']:.1%}")
+    return ", ".join(parts)
 
 
 def read_exposed(model: nn.Module, world_size: int) -> float | None:

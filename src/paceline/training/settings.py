@@ -272,14 +272,16 @@ def build_model_options(settings: TrainSettings) -> ModelOptions:
     return ModelOptions(channels=settings.channels, hidden=settings.hidden, dropout=settings.dropout)
 
 
-def check_requests(settings: TrainSettings) -> None:
-    """Refuse an unknown model, unknown data or missing files, before any rank starts."""
-    check_model(settings.model, build_model_options(settings))
+def check_job(settings: TrainSettings) -> None:
+    """Everything that can be refused before a rank starts: settings, an unknown model, data, or missing files."""
+    options = build_model_options(settings)
+    settings.check()
+    check_model(settings.model, options)
     check_request(build_data_request(settings))
     if settings.plan is not None:
         load_plan(Path(settings.plan))
     if settings.context is not None and settings.data == "synthetic":
-        kind = default_form(settings.model, build_model_options(settings)).kind
+        kind = default_form(settings.model, options).kind
         if kind not in ("pairs", "tokens"):
             raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
 

@@ -6,15 +6,17 @@ Where the micro-batches come from is in `loader`; what happens between steps is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.parallel import SyncBatchNorm
 from paceline.training.loader import LoadedBatch
@@ -218,42 +220,43 @@ def take_step(
     return total
 
 
-@dataclass
-class OwnStep:
-    """A step of a user's own module and loop: `function(model)` runs forward and backward, and perhaps an optimizer.
+@contextlib.contextmanager
+def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
+    """Mark the phases of a step that does not mark its own: forward with its loss, backward, and the rest.
 
-    It may use any inputs, losses and optimizers, and several micro-batches. Called with a clock, it enters the same
-    phases as `take_step`: `backward` while `backward()` runs, `optimizer` after it until the model is called again,
-    `forward` otherwise. Put another wrapper into `model` to step through the same function with it.
+    By the model's forward, `torch.autograd.backward` and the steps of optimizers. What comes before is `data_wait`.
     """
+    if isinstance(phases, NoPhases):
+        yield
+        return
+    phases.enter("data_wait")
+    backward, depth = torch.autograd.backward, 0
+    handles = [
+        # Before the hooks of a profile, whose times are part of forward.
+        model.register_forward_pre_hook(lambda *_: None if depth else phases.enter("forward"), prepend=True),
+        register_optimizer_step_pre_hook(lambda *_: phases.enter("optimizer")),
+    ]
 
-    model: nn.Module
-    function: Callable[[nn.Module], Any]
-
-    def __call__(self, phases: Phases) -> Any:
-        run_backward, is_forward = torch.autograd.backward, True
-
-        def enter_forward(*_: Any) -> None:
-            nonlocal is_forward
-            if not is_forward:
-                phases.enter("forward")
-                is_forward = True
-
-        def backward(*args: Any, **kwargs: Any) -> None:
-            nonlocal is_forward
+    @functools.wraps(backward)
+    def run_backward(*args: Any, **kwargs: Any) -> None:
+        nonlocal depth  # reentrant checkpointing runs backward inside of backward
+        if not depth:
             phases.enter("backward")
-            run_backward(*args, **kwargs)
-            phases.enter("optimizer")
-            is_forward = False
-
-        hook = self.model.register_forward_pre_hook(enter_forward)
-        phases.enter("forward")
-        torch.autograd.backward = backward  # `Tensor.backward` looks it up when it is called
+        depth += 1
         try:
-            return self.function(self.model)
+            backward(*args, **kwargs)
         finally:
-            torch.autograd.backward = run_backward
-            hook.remove()
+            depth -= 1
+        if not depth:
+            phases.enter("optimizer")
+
+    torch.autograd.backward = run_backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+        for handle in handles:
+            handle.remove()
 
 
 def find_bad_parameter(module: nn.Module) -> str:

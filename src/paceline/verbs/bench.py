@@ -1,15 +1,22 @@
-"""`paceline.bench`: how fast collectives are on this machine or cluster."""
+"""`paceline.bench`: how fast collectives and data-parallel wrappers are on this machine or cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
-from paceline.measure.settings import ChunkSettings, CollectiveSettings, GroupSettings
+from paceline.measure.settings import (
+    DEFAULT_MODELS,
+    WRAPPERS,
+    ChunkSettings,
+    CollectiveSettings,
+    GroupSettings,
+    WrapperSettings,
+)
 from paceline.records.exchange import load_table
 from paceline.records.kinds import ITEM_BYTES, CollectiveRecord
 from paceline.records.store import Run, load_run
@@ -19,6 +26,7 @@ from paceline.units import parse_size, parse_sizes
 
 if TYPE_CHECKING:
     from paceline.report.collectives import ChunksResult, CollectiveResult
+    from paceline.report.steps import WrappersResult
 
 SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 _CHUNK_ELEMENTS = (10**4, 3 * 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7)
@@ -72,15 +80,9 @@ def allreduce(
     compared: Sequence[CollectiveRecord] = load_table(Path(compare)) if compare is not None else []
     if compared and not any(record.collective == collective for record in compared):
         raise ConfigError(f"{compare} holds {compared[0].collective} and no {collective}: nothing to compare")
-
-    def load() -> Callable[..., Any]:
-        from paceline.measure.collectives import measure_collectives
-
-        return measure_collectives
-
     with _open("bench allreduce", settings, out, progress) as session:
         session.warnings += notes
-        measured = session.ask(load, (settings,))
+        measured = session.ask("paceline.measure.collectives:measure_collectives", (settings,))
         run = session.save(measured.records, measured.details)
         from paceline.report.collectives import CollectiveResult
 
@@ -126,19 +128,60 @@ def chunks(
         warmup=warmup,
     )
     _check(settings)
-
-    def load() -> Callable[..., Any]:
-        from paceline.measure.collectives import measure_chunks
-
-        return measure_chunks
-
     with _open("bench chunks", settings, out, progress) as session:
         session.warnings += notes
-        measured = session.ask(load, (settings,))
+        measured = session.ask("paceline.measure.collectives:measure_chunks", (settings,))
         run = session.save(measured.records, measured.details)
         from paceline.report.collectives import ChunksResult
 
         result = ChunksResult(run, session.folder)
+        session.write(result)
+        return result
+
+
+def wrappers(
+    models: Names = DEFAULT_MODELS,
+    wrappers: Names = WRAPPERS,
+    ranks: int | Sequence[int] | None = None,
+    backend: Names = "gloo",
+    *,
+    batch_size: int | None = None,
+    dtype: str = "float32",
+    device: str = "auto",
+    threads: int = 1,
+    iters: int | None = None,
+    warmup: int | None = None,
+    out: str | Path | None = None,
+    progress: bool | None = None,
+) -> WrappersResult:
+    """Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one for each wrapper.
+
+    `models`: names of built-in models. `wrappers`: bare, torch, torch-tuned, paceline and its reducers
+    (paceline-flat, ...). `batch_size`: samples per rank, by default the model's own. `dtype`: float32 or bfloat16.
+    The other arguments are those of `allreduce`.
+    Inside a launched world this is collective: every rank must call it and gets the same result.
+    """
+    requested, notes = choose_ranks(_read_counts(ranks))
+    settings = WrapperSettings(
+        models=_read_names(models),
+        wrappers=_read_names(wrappers),
+        batch_size=batch_size,
+        backends=_read_names(backend),
+        ranks=requested,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        iters=iters,
+        warmup=warmup,
+    )
+    _check(settings)
+    with _open("bench wrappers", settings, out, progress) as session:
+        session.warnings += notes
+        measured = session.ask("paceline.measure.wrappers:measure_wrappers", (settings,))
+        run = session.save(measured.records, measured.details)
+        from paceline.report.steps import WrappersResult
+
+        result = WrappersResult(run, session.folder)
         session.write(result)
         return result
 

@@ -62,7 +62,7 @@ def batch(
     _check_resume(resume, out, job)
     _refuse_launched("batch sizes are compared on one rank")
     if resume is not None:
-        settings = BatchSettings.from_json(_load_config("scale batch", resume))
+        settings = BatchSettings.from_json(Study.load(Path(resume), "scale batch").config)
     else:
         settings = build_batch(model=model, batch_size=batch_size, epochs=epochs, device=device, **job)
     with open_session(
@@ -72,11 +72,6 @@ def batch(
 
 
 def _measure_batch(session: Session, settings: BatchSettings) -> list[Record]:
-    def load() -> Callable[..., Any]:
-        from paceline.measure.scaling import measure_batch
-
-        return measure_batch
-
     def describe(records: Sequence[Record]) -> str:
         record = next(record for record in records if isinstance(record, BatchRecord))
         return record.failure or f"{record.samples_per_s:.0f} samples/s"
@@ -88,7 +83,7 @@ def _measure_batch(session: Session, settings: BatchSettings) -> list[Record]:
         def on_death(error: LaunchError, size: int = size) -> list[Record] | None:
             return build_killed(settings.job, size) if error.code == "killed" else None
 
-        tasks.append(Task(f"batch size {size}", load, (job, settings.epochs), on_death=on_death))
+        tasks.append(Task(f"batch size {size}", _load("measure_batch"), (job, settings.epochs), on_death=on_death))
     return session.run(tasks, describe)
 
 
@@ -132,7 +127,7 @@ def ranks(
     """
     _check_resume(resume, out, job)
     if resume is not None:
-        config = _load_config("scale ranks", resume)
+        config = Study.load(Path(resume), "scale ranks").config
         settings = ScaleSettings.from_json(config)
     else:
         settings = build_ranks(
@@ -155,25 +150,17 @@ def _build_ranks_config(settings: ScaleSettings, network: str, predict_ranks: Co
 def _measure_ranks(session: Session, settings: ScaleSettings) -> list[Record]:
     """The cells of all ranks, the job's layers on one, and the all-reduces alone."""
 
-    def load(name: str) -> Callable[[], Callable[..., Any]]:
-        def load_function() -> Callable[..., Any]:
-            from paceline.measure import scaling
-
-            return cast("Callable[..., Any]", getattr(scaling, name))
-
-        return load_function
-
     def sweep_up_to_all(records: Sequence[Record]) -> tuple[Any, ...]:
         return (settings.sweep(max(record.num_bytes for record in records if isinstance(record, StepRecord))),)
 
     most = max(settings.ranks)
-    tasks = [Task(cell.name, load("measure_scaling"), (settings, cell), most, weight=4.0) for cell in settings.cells]
+    tasks = [Task(cell.name, _load("measure_scaling"), (settings, cell), most, weight=4.0) for cell in settings.cells]
     if session.place is None:  # in a launched world the other ranks would compute at the same time
         sizes = sorted({cell.batch_size(1, settings.job.accumulate or 1) for cell in settings.cells})
         jobs = [dataclasses.replace(settings.job, batch_size=size) for size in sizes]
-        tasks += [Task(f"layers {job.batch_size}", load("measure_layers_alone"), (job,)) for job in jobs]
+        tasks += [Task(f"layers {job.batch_size}", _load("measure_layers_alone"), (job,)) for job in jobs]
     if settings.backends and most > 1:
-        tasks.append(Task("allreduce", load("measure_allreduce"), ranks=most, weight=2.0, follow=sweep_up_to_all))
+        tasks.append(Task("allreduce", _load("measure_allreduce"), ranks=most, weight=2.0, follow=sweep_up_to_all))
     return session.run(tasks)
 
 
@@ -210,7 +197,7 @@ def large_batch(
     if at_once < 1:
         raise ConfigError(f"--at-once {at_once}: at least 1 is needed")
     if resume is not None:
-        settings = LargeBatchSettings.from_json(_load_config("scale large-batch", resume))
+        settings = LargeBatchSettings.from_json(Study.load(Path(resume), "scale large-batch").config)
     else:
         settings = build_large_batch(
             model=model, base_batch_size=base_batch_size, global_batch_size=global_batch_size, recipes=recipes,
@@ -225,28 +212,18 @@ def large_batch(
 
 
 def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once: int = 1) -> list[Record]:
-    def load() -> Callable[..., Any]:
-        from paceline.measure.scaling import measure_large_batch
-
-        return measure_large_batch
-
-    def load_survey() -> Callable[..., Any]:
-        from paceline.measure.scaling import survey_job
-
-        return survey_job
-
     def describe(records: Sequence[Record]) -> str:
         record = next(record for record in records if isinstance(record, LargeBatchRecord))
         return record.failure or f"test accuracy {record.test_accuracy:.2%}"
 
-    num_samples, has_norm = session.ask(load_survey, (settings.job,), settings.job.ranks)
+    num_samples, has_norm = session.ask(_load("survey_job"), (settings.job,), settings.job.ranks)
     settings.check_norms(has_norm)
     tasks = []
     for cell in settings.list_cells(num_samples):
         steps = cell.settings.steps
         weight = steps * cell.global_batch_size if steps is not None else num_samples * cell.settings.epochs
         arguments = (cell, settings.evaluations, settings.seeds[0])
-        tasks.append(Task(cell.name, load, arguments, settings.job.ranks, float(weight)))
+        tasks.append(Task(cell.name, _load("measure_large_batch"), arguments, settings.job.ranks, float(weight)))
     return session.run(tasks, describe, at_once)
 
 
@@ -276,11 +253,10 @@ def report(
             f"--resume {resume}: it holds none of {', '.join(PARTS)}; give the folder of a report", code="missing"
         )
     parts: list[Result] = [load_result(path) for path in runs]
-    for path, part in zip(runs, parts, strict=True):
+    for part in parts:
         if part.run.verb not in STUDIES:
-            raise ConfigError(
-                f"{path} is a run of `{part.run.verb}`: a report takes those of {', '.join(STUDIES)}", code="other-verb"
-            )
+            found = f"{part.folder} is a run of `{part.run.verb}`"
+            raise ConfigError(f"{found}: a report takes those of {', '.join(STUDIES)}", code="other-verb")
     settings: list[Settings] = [] if runs else [build_batch(), build_ranks(), build_large_batch()]
     most = max((max(each.ranks) for each in settings if isinstance(each, ScaleSettings)), default=1)
     with open_session(
@@ -333,6 +309,17 @@ def _keep_command_line(session: Session) -> None:
 # -- what they share ---------------------------------------------------------------------------------------------------
 
 
+def _load(name: str) -> Callable[[], Callable[..., Any]]:
+    """How a task imports the function of the ranks, and torch with it, when it is needed."""
+
+    def load() -> Callable[..., Any]:
+        from paceline.measure import scaling
+
+        return cast("Callable[..., Any]", getattr(scaling, name))
+
+    return load
+
+
 def _finish(session: Session, measure: Callable[[], list[Record]]) -> Result:
     """Measure what is missing, save the run, and write its tables, figures and page.
 
@@ -345,10 +332,6 @@ def _finish(session: Session, measure: Callable[[], list[Record]]) -> Result:
     result = build_result(run, session.folder)
     session.write(result)
     return result
-
-
-def _load_config(verb: str, resume: str | Path) -> dict[str, Any]:
-    return Study.load(Path(resume), verb).config
 
 
 def _check_resume(resume: Place, out: Place, job: dict[str, Any]) -> None:

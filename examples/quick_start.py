@@ -1,0 +1,24 @@
+"""Train your own model on several ranks, and see what communication costs."""
+
+import torch
+from torch import nn
+
+import paceline
+
+
+def train():
+    with paceline.init() as world:  # finds torchrun, Slurm, mpirun; or a world of one
+        net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
+        model = paceline.DDP(net)  # in place of DistributedDataParallel
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            x = torch.randn(32, 10, device=world.device)
+            model(x).square().mean().backward()  # gradients are averaged over all ranks
+            optimizer.step()
+            optimizer.zero_grad()
+        if world.rank == 0:
+            print(model.report())  # where the time of a step went
+
+
+if __name__ == "__main__":
+    paceline.run_ranks(train, 2)  # two local ranks; under torchrun, the launched ones

@@ -1,0 +1,199 @@
+"""A tuning run as a whole: from its records to the recommended plan, the answer, and how right the prediction was.
+
+Everything here is pure, so that a saved run gives the same answer again. Measuring is in `measure.tuning`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paceline.errors import ConfigError, RecordError
+from paceline.plan import Gradient, Plan, plan_like_torch
+from paceline.predict.curves import CostCurve
+from paceline.predict.networks import AssumedFabric, find_network
+from paceline.predict.predictor import Choice, Evidence, GridPoint, Judgement, Predictor, judge
+from paceline.predict.search import choose_caps
+from paceline.records import LayerProfileRecord, Record, StepRecord
+from paceline.units import MIB, format_bytes
+
+RECOMMENDED = "recommended"
+KIB = 1 << 10
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: caps of the job itself, rounds within a budget, and sizes of the messages that disturb."""
+
+    num_caps: int
+    min_rounds: int
+    max_rounds: int
+    budget_s: float
+    confirm_s: float
+    message_bytes: tuple[int, ...]
+
+
+EFFORTS = {
+    "full": Effort(8, 12, 60, 75.0, 30.0, (64 * KIB, MIB, 8 * MIB)),
+    "quick": Effort(5, 8, 20, 20.0, 10.0, (256 * KIB, 4 * MIB)),
+}
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """What a tuning is to do with a job. Without `caps_bytes` a range is chosen.
+
+    `confirms` is whether the job itself is run at all. With a `network`, one rank sends to `network_ranks - 1` others
+    that do not exist. `takes_lists`: the wrapper can be given a cap for each bucket.
+    """
+
+    wrapper: str = "paceline"
+    effort: str = "full"
+    caps_bytes: tuple[int, ...] = ()
+    confirms: bool = True
+    iters: int | None = None
+    network: str | None = None
+    network_ranks: int = 2
+    takes_lists: bool = True
+
+    @property
+    def amount(self) -> Effort:
+        return EFFORTS[self.effort]
+
+    def build_curve(self) -> CostCurve | None:
+        """What messages cost on the emulated network; None where they are measured."""
+        if self.network is None:
+            return None
+        network = find_network(self.network)
+        return AssumedFabric(network, network).build_curve(self.network_ranks)
+
+    def check(self, ranks: int) -> None:
+        """Refuse what cannot be tuned on this number of ranks."""
+        if self.wrapper not in ("paceline", "torch"):
+            raise ConfigError(f"--wrapper {self.wrapper} has no buckets to tune: use paceline or torch")
+        if self.network is None and ranks == 1:
+            raise ConfigError("one rank sends nothing: tune 2 or more, or give a --network to emulate", code="ranks")
+        if self.network is not None and (ranks != 1 or self.network_ranks < 2):
+            raise ConfigError(
+                f"--network {self.network} with --ranks {ranks} and {self.network_ranks} on the network: one rank "
+                "sends, to at least one other that does not exist; use --ranks 1 and --network-ranks 2 or more",
+                code="ranks",
+            )
+        self.build_curve()
+        if self.iters is not None and self.iters < 2:
+            raise ConfigError(f"--iters {self.iters}: at least 2 are needed to know the noise")
+        if any(cap < 1 for cap in self.caps_bytes):
+            raise ConfigError(f"--caps {self.caps_bytes}: at least 1 byte each")
+
+    def to_json(self, gradients: Sequence[Gradient], default_plan: Plan) -> dict[str, Any]:
+        """What a saved run needs, besides its records, to be judged again."""
+        return {
+            "tune": asdict(self) | {"caps_bytes": list(self.caps_bytes)},
+            "gradients": [asdict(gradient) for gradient in gradients],
+            "default_plan": json.loads(default_plan.to_json()),
+        }
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The records, the predictor fitted to those that may calibrate it, what it chose, and how right it was."""
+
+    settings: TuneSettings
+    records: tuple[Record, ...]
+    model: Predictor
+    choice: Choice
+    default_plan: Plan
+    recommended_plan: Plan
+    judgement: Judgement
+
+    @property
+    def keeps_default(self) -> bool:
+        """Whether the default is the answer: nothing better was predicted, or it did not prove better."""
+        gain = self.judgement.gain
+        if gain is None:
+            return self.choice.is_default or self.judgement.is_flat
+        return not (gain.is_clear and gain.value < 1)
+
+    @property
+    def plan(self) -> Plan:
+        """The answer."""
+        return self.default_plan if self.keeps_default else self.recommended_plan
+
+
+def _list_jobs(records: Sequence[Record]) -> list[StepRecord]:
+    return [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
+
+
+def find_plan(
+    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
+) -> tuple[Predictor, Choice, Plan]:
+    """The recommended plan, from the records that may calibrate the predictor."""
+    model = Predictor(Evidence.sort(records), settings.build_curve())
+    choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
+    if choice.is_default:
+        return model, choice, default_plan
+    what = f"cap {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "free"
+    plan = model.build_plan(gradients, choice.estimate.cuts, f"tuned: {what}")
+    if settings.wrapper == "torch":
+        plan.as_torch_kwargs()  # refuses what torch's rule cannot make, before anything is confirmed
+    return model, choice, plan
+
+
+def list_candidates(
+    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
+) -> list[tuple[str, int, Plan | None]]:
+    """What is confirmed in turns, as (label, cap, plan): the default, the recommended plan if it is another, and the
+    best cap of the sweep."""
+    _, choice, plan = find_plan(settings, records, gradients, default_plan)
+    candidates: list[tuple[str, int, Plan | None]] = [("default", 0, None)]
+    if not choice.is_default:
+        candidates.append((RECOMMENDED, 0, plan))
+    best = min(_list_jobs(records), key=lambda record: record.timing.median_s, default=None)
+    return candidates if best is None else [*candidates, (best.label, best.cap_bytes, None)]
+
+
+def judge_tuning(
+    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
+) -> Tuning:
+    """Everything that follows from the records of a tuning."""
+    model, choice, plan = find_plan(settings, records, gradients, default_plan)
+    grid = [record for record in _list_jobs(records) if not record.note]
+    confirmed = [record for record in _list_jobs(records) if record.note]
+    if grid:
+        points = [GridPoint(r.cap_bytes, model.estimate_cap(r.cap_bytes), model.plain_s, r) for r in grid]
+    else:
+        caps = settings.caps_bytes or choose_caps(model.job.sizes, settings.amount.num_caps)
+        points = [GridPoint(cap, model.estimate_cap(cap), model.plain_s) for cap in caps]
+    recommended = next((record for record in confirmed if record.label == RECOMMENDED), None)
+    if recommended is not None and recommended.bucket_bytes != plan.bucket_bytes:
+        # Judged is what was recommended when it was confirmed, not what would be recommended today.
+        estimate = model.estimate(model.cut_like(recommended.bucket_bytes))
+        plan = model.build_plan(gradients, estimate.cuts, "tuned")
+        default = model.estimate(model.cut_like(default_plan.bucket_bytes))
+        choice = Choice(estimate, 0, False, 1 - estimate.step_s / default.step_s)
+    elif recommended is None and confirmed:
+        choice = replace(choice, is_default=True)
+    judgement = judge(points, confirmed, "default" if choice.is_default else RECOMMENDED)
+    return Tuning(settings, tuple(records), model, choice, default_plan, plan, judgement)
+
+
+def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: str | None = None) -> Tuning:
+    """The tuning of a saved run. `plan_text` is its plan.json, which runs of versions 1 and 2 need."""
+    if "tune" in config:
+        values = dict(config["tune"])
+        settings = TuneSettings(**values | {"caps_bytes": tuple(values["caps_bytes"])})
+        gradients = tuple(Gradient(**gradient) for gradient in config["gradients"])
+        return judge_tuning(settings, records, gradients, Plan.from_json(json.dumps(config["default_plan"])))
+    if plan_text is None:
+        raise RecordError("this tuning is of an older version and its plan.json is missing: it cannot be judged again")
+    plan = Plan.from_json(plan_text)
+    profile = next(record for record in records if isinstance(record, LayerProfileRecord))
+    place = {gradient.name: index for index, gradient in enumerate(plan.gradients)}
+    order = [place[parameter.name] for parameter in profile.parameters]
+    default = plan_like_torch(plan.gradients, order, config["default_buckets"])
+    settings = TuneSettings(
+        wrapper=config["wrapper"], network=config["network"], network_ranks=config["network_ranks"] or 2
+    )
+    return judge_tuning(settings, records, plan.gradients, default)

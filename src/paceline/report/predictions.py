@@ -1,0 +1,347 @@
+"""`predict` as a result: a step on other networks and numbers of ranks, or backward time against bucket size.
+
+All numbers are simulated, from the records and the request that the run holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError, RecordError
+from paceline.predict.curves import MeasuredCurve, fit_curve
+from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
+from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
+from paceline.predict.search import CapCurve, CapPoint, Change, estimate_caps, estimate_sensitivity, find_best_cuts
+from paceline.predict.simulate import MachineCosts, SimulatedStep
+from paceline.predict.whatif import DRAWS, Scenario, WhatIfRow, describe_scenario, simulate_what_if
+from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
+from paceline.report.plots import COLORS, MARKERS, new_figure, place_legend
+from paceline.report.result import Result
+from paceline.report.table import Column, Table
+from paceline.units import MIB, format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INSIDE = "nvlink"
+# Neighbours whose times differ by less are one row on the terminal; the CSV has them all.
+_SAME = 0.002
+_MOST_ROWS = 24
+
+
+def _advise(row: WhatIfRow) -> str:
+    return "the default" if row.keeps_default else _join(row.plateau_low_bytes, row.plateau_high_bytes)
+
+
+def _join(low_bytes: int, high_bytes: int) -> str:
+    return f"{format_bytes(low_bytes)} to {format_bytes(high_bytes)}"
+
+
+WHAT_IF = (
+    Column("network", lambda r: r.network, "text", "network", is_key=True),
+    Column("ranks", lambda r: r.world_size, "count", "world_size", is_key=True),
+    Column("algorithm", lambda r: r.algorithm, "text", "algorithm", priority=1),
+    Column("step", lambda r: r.step_s, "ms", "step_s", priority=9),
+    Column("90 % (ms)", lambda r: f"{format_ms(r.low_s)} to {format_ms(r.high_s)}", "text", priority=8),
+    Column(None, lambda r: r.low_s, "s", "low_s"),
+    Column(None, lambda r: r.high_s, "s", "high_s"),
+    Column(None, lambda r: r.local_s, "s", "local_step_s"),
+    Column("efficiency", lambda r: r.efficiency, "percent.1", "efficiency", priority=7),
+    Column(None, lambda r: r.efficiency_low, "s", "efficiency_low"),
+    Column(None, lambda r: r.efficiency_high, "s", "efficiency_high"),
+    Column("exposed", lambda r: r.exposed_s, "ms", "exposed_s", priority=5),
+    Column("of step", lambda r: r.exposed_share, "percent.1", "exposed_share"),
+    Column("slowest rank", lambda r: r.straggler_s or None, "ms"),
+    Column(None, lambda r: r.straggler_s, "s", "straggler_s"),
+    Column(None, lambda r: r.best_cap_bytes, "bytes", "best_cap_bytes"),
+    Column(None, lambda r: r.plateau_low_bytes, "bytes", "plateau_low_bytes"),
+    Column(None, lambda r: r.plateau_high_bytes, "bytes", "plateau_high_bytes"),
+    Column("bucket size", _advise, "text", priority=4),
+    Column("buckets", lambda r: r.num_buckets, "count", "num_buckets"),
+    Column(None, lambda r: r.default_step_s, "s", "default_step_s"),
+    Column("saves", lambda r: max(0.0, r.gain), "percent.1", priority=3),
+    Column(None, lambda r: r.gain, "s", "gain"),
+    Column(None, lambda r: r.keeps_default, "yes", "keeps_default"),
+    Column("bound by", lambda r: r.bound, "text", "bound", priority=2),
+    Column(None, lambda r: r.doubt, "text", "doubt"),
+    Column("source", lambda r: r.source, "text", "source"),
+)
+
+
+class PredictResult(Result):
+    """`predict`: rows of networks x ranks. For one row, `step_s`, `interval` and `exposed_s` are its numbers."""
+
+    verbs = ("predict",)
+
+    @cached_property
+    def profile(self) -> LayerProfileRecord:
+        return next(record for record in self.records if isinstance(record, LayerProfileRecord))
+
+    @cached_property
+    def fabrics(self) -> list[Fabric]:
+        config = self.config
+        fabrics: list[Fabric] = []
+        if config["network"] is not None:
+            inside = find_network(config["inside"] or INSIDE)
+            fabrics += [
+                AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"])
+                for network in find_networks(config["network"])
+            ]
+        sweep = [record for record in self.records if isinstance(record, CollectiveRecord)]
+        if sweep:
+            fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
+        return fabrics
+
+    @cached_property
+    def job(self) -> Job:
+        return build_job_from_profile(self.profile, self.config["gradients"])
+
+    @property
+    def scenario(self) -> Scenario:
+        return Scenario(self.config["accumulate"], self.config["spread"])
+
+    @cached_property
+    def rows(self) -> list[WhatIfRow]:
+        draws = draw_jobs(self.profile, self.job, DRAWS)
+        return simulate_what_if(self.job, draws, self.fabrics, self.config["ranks"], self.scenario)
+
+    @property
+    def step_s(self) -> float:
+        return self._only.step_s
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 90 % interval of the step, in seconds."""
+        return self._only.low_s, self._only.high_s
+
+    @property
+    def exposed_s(self) -> float:
+        return self._only.exposed_s
+
+    @property
+    def _only(self) -> WhatIfRow:
+        if len(self.rows) != 1:
+            raise RecordError(f"{len(self.rows)} networks and numbers of ranks were predicted: read `rows`")
+        return self.rows[0]
+
+    @property
+    def answer(self) -> str:
+        row = max(self.rows, key=lambda row: row.world_size)
+        buckets = "" if row.keeps_default else f"; buckets of {_advise(row)} save {max(0.0, row.gain):.1%}"
+        return (
+            f"{self.profile.model} on {row.world_size:,} ranks over {row.network}: a step takes "
+            f"{format_ms(row.step_s)} ms (90 %: {format_ms(row.low_s)} to {format_ms(row.high_s)}), efficiency "
+            f"{row.efficiency:.0%}, bound by {row.bound}{buckets}. Simulated."
+        )
+
+    @property
+    def findings(self) -> Sequence[str]:
+        told = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
+        doubtful = [f"{row.network} on {row.world_size:,} ranks: {row.doubt}" for row in self.rows if row.doubt]
+        assumed = [*self.job.notes, *told, *describe_scenario(self.job, self.fabrics, self.scenario)]
+        return [*(f"assumed: {line}" for line in assumed), *(f"doubtful: {line}" for line in doubtful)]
+
+    def tables(self) -> list[Table]:
+        return [Table("table", f"{self.profile.model} on other networks and ranks", WHAT_IF, self.rows, key="rows")]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        title = f"{self.profile.model}: efficiency on other networks"
+        return {"efficiency": lambda: plot_efficiency(self.rows, title, "each at its best bucket size; band: 90 %")}
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        return ("paceline tune --ranks 1 --network 10gbe --network-ranks 8", "paceline scale ranks --ranks 1,2")
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {
+            "model": self.profile.model,
+            "assumptions": list(self.findings),
+            "source": "simulated",
+        }
+
+
+def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
+    """Weak-scaling efficiency against ranks, with its interval: a line for each network, hollow where doubtful."""
+    figure, axes = new_figure(title, f"{subtitle}; simulated")
+    ranks = sorted({row.world_size for row in rows})
+    for number, network in enumerate(dict.fromkeys(row.network for row in rows)):
+        line = sorted((row for row in rows if row.network == network), key=lambda row: row.world_size)
+        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+        xs = [row.world_size for row in line]
+        axes.plot(xs, [100 * row.efficiency for row in line], "--", color=color, label=f"{network} (simulated)")
+        low, high = [100 * row.efficiency_low for row in line], [100 * row.efficiency_high for row in line]
+        axes.fill_between(xs, low, high, color=color, alpha=0.12)
+        for row in line:
+            face = "white" if row.doubt else color
+            axes.plot([row.world_size], [100 * row.efficiency], marker, color=color, markerfacecolor=face)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(0, 105)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("weak-scaling efficiency (%)")
+    place_legend(figure, axes)
+    return figure
+
+
+# -- bucket sizes, from tables of layers ------------------------------------------------------------------------------
+
+
+def _count(run: Sequence[CapPoint]) -> str:
+    low, high = run[-1].num_buckets, run[0].num_buckets
+    return str(low) if low == high else f"{low}-{high}"
+
+
+# A row is a run of neighbours that take the same time; the rows of files are the single points.
+CAPS = (
+    Column("bucket size", lambda run: _join(run[0].low_bytes, run[-1].high_bytes), "text", is_key=True),
+    Column("buckets", _count, "text", priority=2),
+    Column("backward", lambda run: min(point.backward_s for point in run), "ms", priority=3),
+    Column("exposed", lambda run: min(point.exposed_s for point in run), "ms", priority=1),
+)
+POINTS = (
+    Column("from", lambda p: p.low_bytes, "bytes", "low_bytes", is_key=True),
+    Column("to", lambda p: p.high_bytes, "bytes", "high_bytes", is_key=True),
+    Column("buckets", lambda p: p.num_buckets, "count", "num_buckets"),
+    Column("backward", lambda p: p.backward_s, "ms", "backward_s"),
+    Column("exposed", lambda p: p.exposed_s, "ms", "exposed_s"),
+    Column("source", lambda p: "simulated", "text", "source"),
+)
+CHANGES = (
+    Column("changed", lambda c: c.what, "text", "changed", is_key=True),
+    Column("by", lambda c: c.factor, lambda factor: f"x {factor:g}", "factor", is_key=True),
+    Column("best bucket size", lambda c: _join(*c.curve.plateau), "text", priority=3),
+    Column(None, lambda c: c.curve.plateau[0], "bytes", "plateau_low_bytes"),
+    Column(None, lambda c: c.curve.plateau[1], "bytes", "plateau_high_bytes"),
+    Column("buckets", lambda c: c.curve.best.num_buckets, "count", priority=1),
+    Column("backward", lambda c: c.curve.best.backward_s, "ms", priority=2),
+    Column("exposed", lambda c: c.curve.best.exposed_s, "ms"),
+    Column(None, lambda c: {column.key: column.raw(c.curve.best) for column in POINTS}, "text", "best"),
+)
+
+
+class CapsResult(Result):
+    """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce."""
+
+    verbs = ("predict csv",)
+
+    @cached_property
+    def job(self) -> Job:
+        sizes = [record for record in self.records if isinstance(record, LayerSizeRecord)]
+        return build_job_from_tables(sizes, [r for r in self.records if isinstance(r, LayerTimeRecord)])
+
+    @cached_property
+    def cost(self) -> MeasuredCurve:
+        sweep = [record for record in self.records if isinstance(record, CollectiveRecord)]
+        if len({(record.backend, record.world_size) for record in sweep}) != 1:
+            raise ConfigError("all-reduce of several backends or numbers of ranks: one is needed")
+        return fit_curve((record.num_bytes, record.time_s) for record in sweep)
+
+    @cached_property
+    def caps(self) -> CapCurve:
+        return estimate_caps(self.job, MachineCosts(curve=self.cost))
+
+    @cached_property
+    def changes(self) -> list[Change]:
+        return estimate_sensitivity(self.job, MachineCosts(curve=self.cost), self.cost)
+
+    @cached_property
+    def free_plan(self) -> tuple[tuple[int, ...], SimulatedStep]:
+        return find_best_cuts(self.job, MachineCosts(curve=self.cost))
+
+    @property
+    def answer(self) -> str:
+        return (
+            f"Best bucket size: {_join(*self.caps.plateau)}, all within 1 % of "
+            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication. Simulated."
+        )
+
+    @property
+    def findings(self) -> Sequence[str]:
+        cuts, free = self.free_plan
+        last, size = self.job.gradients[-1].name, self.job.sizes[-1]
+        return [
+            *self.job.notes,
+            f"the best free plan, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
+            f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
+            f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
+            "assumed: one message at a time, no copies, no contention; the times include what ranks waited for each "
+            "other",
+        ]
+
+    def tables(self) -> list[Table]:
+        runs: list[list[CapPoint]] = []
+        for point in self.caps.points:
+            if runs and abs(point.backward_s / runs[-1][0].backward_s - 1) < _SAME:
+                runs[-1].append(point)
+            else:
+                runs.append([point])
+        fast = [run for run in runs if run[0].backward_s < 1.5 * self.caps.best.backward_s]
+        shown = fast if len(fast) <= _MOST_ROWS else [*fast[: _MOST_ROWS // 2], *fast[-_MOST_ROWS // 2 :]]
+        return [
+            Table("summary", "backward against bucket size", CAPS, runs, shown=shown),
+            Table("sensitivity", "what would move it", CHANGES, self.changes),
+            Table("caps", "every partition", POINTS, self.caps.points, shown=()),
+        ]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        where = self.config["csv"]
+        return {
+            "caps": lambda: plot_caps(self.caps, "Backward time against bucket size", where),
+            "sensitivity": lambda: plot_sensitivity(self.changes, "What would move the best bucket size", where),
+        }
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        return ("paceline profile layers --model gpt2-tiny", "paceline tune --model gpt2-tiny --ranks 2")
+
+    def to_json(self) -> dict[str, Any]:
+        cuts, free = self.free_plan
+        document = super().to_json()
+        document.pop("summary")
+        return document | {
+            "best": {column.key: column.raw(self.caps.best) for column in POINTS},
+            "plateau_low_bytes": self.caps.plateau[0],
+            "plateau_high_bytes": self.caps.plateau[1],
+            "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
+            "local_backward_s": self.caps.local_s,
+            "notes": list(self.findings),
+            "source": "simulated",
+        }
+
+
+def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
+    """Backward time against bucket size, with the plateau of the best, and what one rank takes alone."""
+    figure, axes = new_figure(title, f"{subtitle}; simulated")
+    least = max(curve.points[0].high_bytes, 1) / MIB
+    xs = [size / MIB for point in curve.points for size in (point.low_bytes, point.high_bytes)]
+    axes.plot(xs, [p.backward_s * 1e3 for p in curve.points for _ in range(2)], color=COLORS[0], label="predicted")
+    low, high = curve.plateau
+    axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, label="within 1 % of the best")
+    best = curve.best
+    axes.plot([best.high_bytes / MIB], [best.backward_s * 1e3], "o", color=COLORS[2], label="best predicted")
+    axes.axhline(curve.local_s * 1e3, color=COLORS[6], linestyle=":", linewidth=1, label="one rank alone")
+    axes.set_xscale("log")
+    axes.set_xlim(left=least)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("bucket size (MiB)")
+    axes.set_ylabel("backward with communication (ms)")
+    place_legend(figure, axes)
+    return figure
+
+
+def plot_sensitivity(changes: Sequence[Change], title: str, subtitle: str) -> Figure:
+    """Where the best bucket size lies when one input is multiplied: a bar from end to end of each plateau."""
+    figure, axes = new_figure(title, f"{subtitle}; simulated")
+    colors = {"B": COLORS[0], "alpha": COLORS[1], "beta": COLORS[2]}
+    for row, change in enumerate(changes):
+        low, high = (size / MIB for size in change.curve.plateau)
+        axes.barh(row, high - low, left=low, height=0.6, color=colors[change.what])
+        axes.plot([change.curve.best.high_bytes / MIB], [row], "o", color="black", markersize=4)
+    axes.set_yticks(range(len(changes)), [f"{change.what} x {change.factor:g}" for change in changes])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("best bucket size, and what is within 1 % of it (MiB)")
+    return figure

@@ -1,0 +1,146 @@
+"""`paceline.predict`: what a step will cost on other networks, ranks and bucket sizes. Needs no torch and no ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from paceline.errors import ConfigError, RecordError
+from paceline.records import CollectiveRecord, LayerProfileRecord, Record
+from paceline.records.environment import capture_environment
+from paceline.records.exchange import load_layer_sizes, load_layer_times, load_table
+from paceline.records.store import Run, RunFolder, load_run
+
+if TYPE_CHECKING:
+    from paceline.report.predictions import CapsResult, PredictResult
+    from paceline.report.result import Result
+
+RANKS = (8, 64, 1024, 16384)
+R = TypeVar("R", bound="Result")
+
+
+def predict(
+    profile: Result | str | Path,
+    *,
+    network: str | None = None,
+    ranks: int | Sequence[int] = RANKS,
+    allreduce: Result | str | Path | None = None,
+    backend: str | None = None,
+    ranks_per_node: int = 1,
+    inside: str | None = None,
+    algorithm: str = "auto",
+    accumulate: int = 1,
+    gradients: str | None = None,
+    straggler: str = "0%",
+    out: str | Path | None = None,
+) -> PredictResult:
+    """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
+
+    `profile` is a result of `paceline.profile`, or the folder of a run of `profile layers`. `network` names networks
+    ("10gbe,hdr") or gives bandwidth and latency ("10Gb/s,50us"); `allreduce` is a measured sweep, scaled beyond its
+    ranks; `backend` chooses from it. `ranks_per_node` share a node, joined by the network `inside`. `algorithm` is
+    auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
+    standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
+    """
+    from paceline.predict.curves import check_algorithm
+    from paceline.report.predictions import PredictResult
+
+    check_algorithm(algorithm)
+    if network is None and allreduce is None:
+        raise ConfigError("no network to predict for: give --network NAMES, --allreduce RUN, or both")
+    if backend is not None and allreduce is None:
+        raise ConfigError(f"--backend {backend} chooses from an --allreduce run, and there is none")
+    if network is not None and inside is not None and ranks_per_node == 1:
+        raise ConfigError(f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too")
+    if network is None and (ranks_per_node != 1 or inside is not None):
+        raise ConfigError("--ranks-per-node and --inside shape a --network, and there is none")
+    counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"ranks {ranks}: at least one number of at least 1 is needed")
+    record = _find_profile(profile)
+    sweep: list[Record] = []
+    if allreduce is not None:
+        sweep = [r for r in _get_run(allreduce).records if isinstance(r, CollectiveRecord)]
+    config = {
+        "network": network,
+        "ranks": list(counts),
+        "backend": backend,
+        "ranks_per_node": ranks_per_node,
+        "inside": inside,
+        "algorithm": algorithm,
+        "accumulate": accumulate,
+        "gradients": gradients,
+        "spread": _read_spread(straggler, record),
+    }
+    result = PredictResult(Run("predict", config, capture_environment(), (record, *sweep)))
+    try:
+        assert result.fabrics
+    except (ConfigError, RecordError) as error:
+        raise type(error)(f"--allreduce {allreduce}: {error}" if allreduce is not None else str(error)) from None
+    assert result.rows  # refuses what cannot be simulated before a folder is made
+    return _save(result, out)
+
+
+def predict_csv(folder: str | Path, *, out: str | Path | None = None) -> CapsResult:
+    """Backward time for every bucket size, from a folder with layer-sizes, layer-times and allreduce-times (CSV)."""
+    from paceline.report.predictions import CapsResult
+
+    folder = Path(folder)
+    sweep = [r for r in load_table(_find_file(folder, "allreduce-times")) if r.world_size > 1]
+    worlds = {(record.backend, record.world_size) for record in sweep}
+    if len(worlds) != 1:
+        raise ConfigError(f"--csv {folder}: all-reduce of {len(worlds)} backends or numbers of ranks; one is needed")
+    records = [
+        *load_layer_sizes(_find_file(folder, "layer-sizes")),
+        *load_layer_times(_find_file(folder, "layer-times")),
+        *sweep,
+    ]
+    result = CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), tuple(records)))
+    assert result.caps.points
+    return _save(result, out)
+
+
+def _save(result: R, out: str | Path | None) -> R:
+    if out is not None:
+        with RunFolder.create(out, "predict") as folder:
+            result.save(folder.path)
+    return result
+
+
+def _get_run(source: Result | str | Path) -> Run:
+    return load_run(source) if isinstance(source, str | Path) else source.run
+
+
+def _find_profile(source: Result | str | Path) -> LayerProfileRecord:
+    run = _get_run(source)
+    found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
+    if len(found) != 1:
+        raise RecordError(
+            f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed: make one with "
+            "`paceline profile layers` or `paceline.profile`",
+            code="no-profile",
+        )
+    return found[0]
+
+
+def _read_spread(straggler: str, record: LayerProfileRecord) -> float:
+    from paceline.predict.scaling import estimate_spread
+
+    if straggler == "profile":
+        return estimate_spread(record.timing.reduced_s)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", straggler)
+    if not match:
+        raise ConfigError(f"--straggler {straggler!r} is neither a share such as 3% nor `profile`, its own spread")
+    return float(match[1]) / 100
+
+
+def _find_file(folder: Path, stem: str) -> Path:
+    if not folder.is_dir():
+        raise ConfigError(f"--csv {folder}: no such folder")
+    found = sorted(folder.glob(f"{stem}*.csv"))
+    if len(found) != 1:
+        what = "no file" if not found else f"{len(found)} files"
+        raise ConfigError(f"--csv {folder}: {what} named {stem}*.csv; one is needed")
+    return found[0]
