@@ -16,7 +16,9 @@ model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), t
 model = paceline.GhostBatchNorm.convert(model, ghost_size=BATCH)  # statistics of 16 samples, however large the batch
 
 # 16 samples in a step, 64 from half of the run on, 256 from three quarters on: in place of a rate that falls.
-sizes = paceline.BatchSchedule(global_batch_size=BATCH, num_samples=SAMPLES, epochs=EPOCHS, growths=((0.5, 4), (0.75, 16)))
+sizes = paceline.BatchSchedule(
+    global_batch_size=BATCH, num_samples=SAMPLES, epochs=EPOCHS, growths=((0.5, 4), (0.75, 16))
+)
 rates = paceline.Schedule(shape="constant", peak=0.5, num_steps=sizes.num_steps, warmup_steps=10)
 optimizer = paceline.LARS(paceline.split_parameters(model, weight_decay=1e-4), lr=rates.peak, trust_coefficient=0.02)
 

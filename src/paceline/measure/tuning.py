@@ -75,7 +75,11 @@ def tune_job(settings: TuneSettings, job: TrainSettings) -> Tuned:
 
 
 def tune_own(
-    settings: TuneSettings, model: nn.Module | Callable[[], Any], step: OwnStep | None, name: str, **where: Any
+    settings: TuneSettings,
+    model: nn.Module | Callable[[], Any],
+    step: OwnStep | None,
+    name: str,
+    where: dict[str, Any],
 ) -> Tuned:
     """Tune a user's own module and step, or what a factory returns. Collective: every rank must call this."""
     with join_world(**where) as world:

@@ -79,13 +79,8 @@ def profile(
     (count,) = _choose_one(ranks, "a profile")
     settings = _build_settings(model, count, wrapper, backend, device, threads, job)
 
-    def load() -> Callable[..., Any]:
-        from paceline.measure.profiles import measure_profile
-
-        return measure_profile
-
     with open_session("profile", settings.to_json(), ranks=count, out=out, progress=progress) as session:
-        return _finish(session, session.ask(load, (settings, iters, warmup)))
+        return _finish(session, session.ask("paceline.measure.profiles:measure_profile", (settings, iters, warmup)))
 
 
 def phases(
@@ -112,18 +107,13 @@ def phases(
         for count in counts
     ]
 
-    def load() -> Callable[..., Any]:
-        from paceline.measure.profiles import measure_phases
-
-        return measure_phases
-
     config = all_settings[0].to_json() | {"batch_sizes": list(sizes), "ranks": list(counts)}
     with open_session("profile phases", config, ranks=max(counts), out=out, progress=progress) as session:
         records: list[Any] = []
         for number, settings in enumerate(all_settings):
             before, after = (count * len(sizes) for count in (number, len(counts) - number - 1))
             arguments = (settings, sizes, iters, warmup, before, after)
-            records += session.ask(load, arguments, ranks=settings.ranks)
+            records += session.ask("paceline.measure.profiles:measure_phases", arguments, ranks=settings.ranks)
         result: PhasesResult = _finish(session, records)
         return result
 
@@ -185,23 +175,17 @@ def trace(
         (count,) = _choose_one(ranks, "a trace")
         settings = _build_settings(model, count, wrapper, backend, device, threads, job)
 
-        def load() -> Callable[..., Any]:
-            from paceline.measure.traces import trace_job
-
-            return trace_job
-
         with open_session("profile trace", settings.to_json(), ranks=count, out=out, progress=progress) as session:
-            return _finish_trace(session, session.ask(load, (settings, *recorded, session.place is not None)), plot)
+            return _finish_trace(
+                session,
+                session.ask("paceline.measure.traces:trace_job", (settings, *recorded, session.place is not None)),
+                plot,
+            )
     own = _OwnJob(model, step, ranks, wrapper, backend, device, threads, job)
-
-    def load_own() -> Callable[..., Any]:
-        from paceline.measure.traces import trace_own
-
-        return trace_own
 
     with own.open("profile trace", out, progress) as session:
         arguments = (model, step, wrapper, own.options, *recorded, session.place is not None)
-        return _finish_trace(session, session.ask(load_own, arguments), plot)
+        return _finish_trace(session, session.ask("paceline.measure.traces:trace_own", arguments), plot)
 
 
 def comm_table(
@@ -370,13 +354,14 @@ class _OwnJob:
 def _profile_own(
     own: _OwnJob, kind: str, iters: int | None, warmup: int | None, out: str | Path | None, progress: bool | None
 ) -> Any:
-    def load() -> Callable[..., Any]:
-        from paceline.measure.profiles import measure_own_profile
-
-        return measure_own_profile
-
     with own.open("profile" if kind == "all" else f"profile {kind}", out, progress) as session:
-        return _finish(session, session.ask(load, (own.model, own.step, kind, own.wrapper, own.options, iters, warmup)))
+        return _finish(
+            session,
+            session.ask(
+                "paceline.measure.profiles:measure_own_profile",
+                (own.model, own.step, kind, own.wrapper, own.options, iters, warmup),
+            ),
+        )
 
 
 # -- measuring and results ---------------------------------------------------------------------------------------------
@@ -385,12 +370,9 @@ def _profile_own(
 def _measure_layers(
     session: Session, settings: TrainSettings, iters: int, warmup: int | None, default: int
 ) -> LayerProfileRecord:
-    def load() -> Callable[..., Any]:
-        from paceline.measure.profiles import measure_job_layers
-
-        return measure_job_layers
-
-    record: LayerProfileRecord = session.ask(load, (settings, iters, default if warmup is None else warmup))
+    record: LayerProfileRecord = session.ask(
+        "paceline.measure.profiles:measure_job_layers", (settings, iters, default if warmup is None else warmup)
+    )
     return record
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Place = str | Path | None
 Settings = BatchSettings | ScaleSettings | LargeBatchSettings
 
+_ROOM = "paceline.measure.scaling:"
 PARTS = ("batch", "ranks", "large-batch")
 
 
@@ -83,7 +84,7 @@ def _measure_batch(session: Session, settings: BatchSettings) -> list[Record]:
         def on_death(error: LaunchError, size: int = size) -> list[Record] | None:
             return build_killed(settings.job, size) if error.code == "killed" else None
 
-        tasks.append(Task(f"batch size {size}", _load("measure_batch"), (job, settings.epochs), on_death=on_death))
+        tasks.append(Task(f"batch size {size}", _ROOM + "measure_batch", (job, settings.epochs), on_death=on_death))
     return session.run(tasks, describe)
 
 
@@ -154,13 +155,13 @@ def _measure_ranks(session: Session, settings: ScaleSettings) -> list[Record]:
         return (settings.sweep(max(record.num_bytes for record in records if isinstance(record, StepRecord))),)
 
     most = max(settings.ranks)
-    tasks = [Task(cell.name, _load("measure_scaling"), (settings, cell), most, weight=4.0) for cell in settings.cells]
+    tasks = [Task(cell.name, _ROOM + "measure_scaling", (settings, cell), most, weight=4.0) for cell in settings.cells]
     if session.place is None:  # in a launched world the other ranks would compute at the same time
         sizes = sorted({cell.batch_size(1, settings.job.accumulate or 1) for cell in settings.cells})
         jobs = [dataclasses.replace(settings.job, batch_size=size) for size in sizes]
-        tasks += [Task(f"layers {job.batch_size}", _load("measure_layers_alone"), (job,)) for job in jobs]
+        tasks += [Task(f"layers {job.batch_size}", _ROOM + "measure_layers_alone", (job,)) for job in jobs]
     if settings.backends and most > 1:
-        tasks.append(Task("allreduce", _load("measure_allreduce"), ranks=most, weight=2.0, follow=sweep_up_to_all))
+        tasks.append(Task("allreduce", _ROOM + "measure_allreduce", ranks=most, weight=2.0, follow=sweep_up_to_all))
     return session.run(tasks)
 
 
@@ -216,14 +217,14 @@ def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once
         record = next(record for record in records if isinstance(record, LargeBatchRecord))
         return record.failure or f"test accuracy {record.test_accuracy:.2%}"
 
-    num_samples, has_norm = session.ask(_load("survey_job"), (settings.job,), settings.job.ranks)
+    num_samples, has_norm = session.ask(_ROOM + "survey_job", (settings.job,), settings.job.ranks)
     settings.check_norms(has_norm)
     tasks = []
     for cell in settings.list_cells(num_samples):
         steps = cell.settings.steps
         weight = steps * cell.global_batch_size if steps is not None else num_samples * cell.settings.epochs
         arguments = (cell, settings.evaluations, settings.seeds[0])
-        tasks.append(Task(cell.name, _load("measure_large_batch"), arguments, settings.job.ranks, float(weight)))
+        tasks.append(Task(cell.name, _ROOM + "measure_large_batch", arguments, settings.job.ranks, float(weight)))
     return session.run(tasks, describe, at_once)
 
 
@@ -307,17 +308,6 @@ def _keep_command_line(session: Session) -> None:
 
 
 # -- what they share ---------------------------------------------------------------------------------------------------
-
-
-def _load(name: str) -> Callable[[], Callable[..., Any]]:
-    """How a task imports the function of the ranks, and torch with it, when it is needed."""
-
-    def load() -> Callable[..., Any]:
-        from paceline.measure import scaling
-
-        return cast("Callable[..., Any]", getattr(scaling, name))
-
-    return load
 
 
 def _finish(session: Session, measure: Callable[[], list[Record]]) -> Result:

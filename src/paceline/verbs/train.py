@@ -7,7 +7,7 @@ import dataclasses
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,6 @@ def train(
         wanted, num_before = _load_resumed(resume, given)
     check_job(wanted)
 
-    def load() -> Callable[..., Any]:
-        from paceline.training.loop import train
-
-        return train
-
     config = wanted.to_json()
     with open_session(
         "train", config, ranks=wanted.ranks, out=out, resume=resume, progress=progress, can_resume=True
@@ -83,7 +78,9 @@ def train(
         rows_wanted = folder is None or session.place is not None
         with _discard_false_start(folder if resume is None and session.is_leader else None):
             arguments = (wanted, folder, resume is not None, rows_wanted)
-            outcome = session.ask(load, arguments, on_interrupt="stop" if folder is None else "save")
+            outcome = session.ask(
+                "paceline.training.loop:train", arguments, on_interrupt="stop" if folder is None else "save"
+            )
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
             number = session.signal or outcome.signal
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

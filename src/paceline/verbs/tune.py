@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,7 +78,7 @@ def tune(
     (count,), _ = choose_ranks(None if ranks is None else (ranks,), (2,) if network is None else (1,))
     settings.check(count)
     config: dict[str, Any]
-    load: Callable[[], Callable[..., Any]]
+    load: str
     arguments: tuple[Any, ...]
     if isinstance(model, str):
         values = {"batch_size": BATCH_SIZE} | {name: value for name, value in job.items() if value is not None}
@@ -92,7 +91,7 @@ def tune(
                 f"--accumulate {train.batches.accumulate}: gradients travel with the last micro-batch alone, so tune "
                 "without it; the plan is the same"
             )
-        config, load, arguments = train.to_json(), _load_job, (settings, train)
+        config, load, arguments = train.to_json(), "paceline.measure.tuning:tune_job", (settings, train)
     else:
         if job:
             raise ConfigError(f"{', '.join(job)}: options of a model by name; your own job sets them itself")
@@ -101,7 +100,8 @@ def tune(
         config = {"model": name, "ranks": count, "wrapper": wrapper, **where}
         if not is_pair and not is_launched():
             _check_factory(model, name)
-        load, arguments = functools.partial(_load_own, where), (settings, model, step, name if is_pair else "")
+        load = "paceline.measure.tuning:tune_own"
+        arguments = (settings, model, step, name if is_pair else "", where)
     with open_session("tune", config, ranks=count, out=out, progress=progress, here=is_pair) as session:
         records, gradients, default_plan = session.ask(load, arguments)
         session.config |= settings.to_json(gradients, default_plan)
@@ -137,18 +137,6 @@ def _check_factory(factory: Callable[[], Any], name: str) -> None:
             f"the factory {name} cannot be sent to another process ({error}): define it at the top level of a module",
             code="not-picklable",
         ) from None
-
-
-def _load_job() -> Callable[..., Any]:
-    from paceline.measure.tuning import tune_job
-
-    return tune_job
-
-
-def _load_own(where: dict[str, Any]) -> Callable[..., Any]:
-    from paceline.measure.tuning import tune_own
-
-    return functools.partial(tune_own, **where)
 
 
 def _read_caps(caps: str | Sequence[str | int]) -> tuple[int, ...]:
