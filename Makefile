@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gloo bench check sanitize install clean
+.PHONY: help demo test test-all test-gloo bench check sanitize install clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 19
@@ -25,11 +25,16 @@ demo: $(STAMP) ## Look at this machine, and find the best buckets for a small GP
 	$(BIN)/paceline doctor
 	$(BIN)/paceline tune --model gpt2-tiny --ranks 2 --quick
 
-test: $(STAMP) ## Run the tests (minutes on two cores)
-	$(BIN)/python -m pytest
+# Two workers, each with warm ranks of its own; a file of tests stays on one of them.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(STAMP) ## Run the tests, without the slow ones (minutes on two cores)
+	$(PYTEST) -m "not slow"
+
+test-all: $(STAMP) ## Run all tests, the slow matrices too
+	$(PYTEST)
 
 test-gloo: $(STAMP) ## Run the tests with real ranks once more, all on gloo
-	PACELINE_TEST_BACKEND=gloo $(BIN)/python -m pytest tests/dist
+	PACELINE_TEST_BACKEND=gloo $(PYTEST) tests/dist
 
 check: $(STAMP) ## Lint, format and type-check
 	$(BIN)/ruff check .
