@@ -18,7 +18,8 @@ PLACEHOLDERS = {"FILE": "file.csv", "FOLDER": "folder"}
 
 def find_commands(text: str, program: str) -> list[str]:
     """Lines of console blocks, and code in running text, that call this program (behind torchrun, too)."""
-    blocks = [line for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    joined = re.sub(r"\\\n\s*", "", text)  # a line that ends in a backslash continues
+    blocks = [line for block in re.findall(r"```console\n(.*?)```", joined, re.DOTALL) for line in block.splitlines()]
     inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     lines = [line.split("#")[0].strip().removeprefix("$ ") for line in (*blocks, *inline)]
     found = [re.search(rf"^{program} .*|(?<=-m ){program} .*", line) for line in lines]
