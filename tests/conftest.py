@@ -28,6 +28,9 @@ for _number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
 
+# Tests do not depend on a terminal; pytest-xdist sets the width of one.
+os.environ.pop("COLUMNS", None)
+
 # Enough ranks for a 2 x 2 mesh; a test takes as many of them as it needs.
 MAX_RANKS = 4
 ASKED_BACKEND = os.environ.get("PACELINE_TEST_BACKEND", "")

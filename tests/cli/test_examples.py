@@ -11,11 +11,12 @@ from paceline.records import CollectiveRecord, Run, Samples, capture_environment
 from tests.conftest import BACKEND
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def run_example(start, name: str, *arguments: str, prefix: tuple[str, ...] = ()) -> str:
     job = start(*prefix, str(EXAMPLES / name), *arguments)
-    out, err = job.communicate(timeout=90)
+    out, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
     return out
 
@@ -25,17 +26,32 @@ def test_every_example_has_a_test():
     assert all(f'"{path.name}"' in source for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("prefix", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
 def test_allreduce_by_hand(start, prefix):
     assert run_example(start, "allreduce_by_hand.py", prefix=prefix) == "the sum over 2 ranks is 3\n"
 
 
-@pytest.mark.parametrize("prefix", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
 def test_train_by_hand(start, prefix):
     out = run_example(start, "train_by_hand.py", prefix=prefix)
     first, *report = out.splitlines()
     assert first.startswith("loss 0.0") and first.endswith("after training on 2 ranks")
     assert report[0].startswith(f"rank 0 of 2 on {BACKEND}") and "bucket" in report[1]
+
+
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
+def test_the_program_of_the_readme_is_one_world_of_two_ranks(start, prefix):
+    out = run_example(start, "quick_start.py", prefix=prefix)
+    assert out.count("rank 0 of 2 on") == 1 and "rank 1" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
+def test_own_model(start, prefix):
+    profiled, predicted, tuned = run_example(start, "own_model.py", prefix=prefix).splitlines()
+    assert profiled.startswith("profile: A step of Matcher takes ")
+    assert re.fullmatch(r"predicted on 64 ranks: [\d.]+ ms \([\d.]+ to [\d.]+\)", predicted)
+    assert re.fullmatch(r"tuned: (use|keep): \d+ buckets", tuned)
 
 
 def test_who_am_i(start):
