@@ -100,6 +100,7 @@ def test_a_resumed_study_is_the_one_that_never_stopped(whole, tmp_path):
         assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_several_runs_at_once_find_the_same(whole, tmp_path):
     answer = type_command(*STUDY, "--at-once", "2", "--json", "--out", str(tmp_path))
     assert answer.code == 0, answer.err
@@ -319,6 +320,7 @@ def test_a_report_makes_everything_from_nothing(play, small, studies, tmp_path):
     assert "interrupted" not in answer.err
 
 
+@pytest.mark.slow
 def test_a_report_is_resumed_wherever_it_was_interrupted(play, small, studies, monkeypatch, tmp_path):
     counts = {name: len(list_cells(Path(study["run"]))) for name, study in studies.items()}
     command = ("scale", "report", "--out", str(tmp_path))

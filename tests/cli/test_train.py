@@ -237,6 +237,7 @@ def test_what_would_make_it_another_run_is_refused(trained, asked, words):
     assert sorted((path.name, path.stat().st_mtime_ns) for path in run.iterdir()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_same_command_under_torchrun(start, mnist, tmp_path):
     asked = ("train", *TINY, "--data", mnist, "--batch-size", "8", "--json")

@@ -116,6 +116,7 @@ def wait_for_a_save(job: subprocess.Popen[str], checkpoints: Path) -> None:
         time.sleep(0.0005)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90 + 40 * KILLS)
 def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(start, tmp_path, whole):
     moments = random.Random(os.environ.get("PACELINE_KILL_SEED"))
@@ -173,6 +174,7 @@ def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
     assert gone(ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_under_torchrun_a_signal_saves_and_the_run_goes_on(start, tmp_path, whole):
     job = start(*TORCHRUN, *TRAIN, "--out", "out")

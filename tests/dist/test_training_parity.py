@@ -181,6 +181,7 @@ def test_sync_batchnorm_is_that_of_the_whole_batch(train_on, train_alone, wrappe
     assert_parity(train_on(2, settings, num_test=1), train_alone(RESNET, num_test=1))
 
 
+@pytest.mark.slow
 def test_ghost_batchnorm_on_one_rank_is_batchnorm_on_two(train_on, train_alone):
     """Global batches of 4, no tail: ghosts of 2 samples are the shares of two ranks, as are averages."""
     settings = replace(RESNET, samples=8)

@@ -148,6 +148,7 @@ def test_torch_finds_the_backend_by_itself_and_in_silence(start, installed):
     assert (out, err) == (f"{wanted}\nTrue True\n", ""), err
 
 
+@pytest.mark.slow
 def test_a_program_that_knows_no_paceline_runs_on_it_under_torchrun(start, installed):
     program = str(Path(__file__).with_name("program_for_gloo.py"))
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -101,6 +101,7 @@ def job(hosts: list[str], tmp_path: Path) -> Iterator[Callable[..., list[Ended]]
         process.communicate(timeout=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("counts", "victim"), [((2, 2), 2), ((2, 1), 1)])
 def test_two_hosts_train_reduce_and_name_a_rank_that_dies(job, counts, victim):
     """The victim is the leader of its host, or one that only shares memory with its leader."""
