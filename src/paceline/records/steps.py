@@ -267,13 +267,18 @@ class Standing:
     to_torch_on_gloo: Ratio | None
 
     @property
+    def added_s(self) -> float | None:
+        """The median of what the wrapper adds to the bare module's step of the same repetition."""
+        return _median_difference(self.record.timing, self.bare.timing) if self.bare else None
+
+    @property
     def host_s_per_parameter(self) -> float | None:
-        """The host time that the wrapper adds to the bare module's step, per parameter, where it can be known: beyond
-        the noise, and on one rank on CPU, where nothing is sent and nothing is hidden behind a device."""
-        here, alone = self.record, self.record.world_size == 1 and self.record.device == "cpu"
-        if not alone or self.bare is None or not self.to_bare or not self.to_bare.is_clear or not here.num_parameters:
+        """The host time that the wrapper adds per parameter, where it can be known: beyond the noise, and on one rank
+        on CPU, where nothing is sent and nothing is hidden behind a device."""
+        here, is_clear = self.record, self.to_bare is not None and self.to_bare.is_clear
+        if (here.world_size, here.device) != (1, "cpu") or self.added_s is None or not is_clear:
             return None
-        return _median_difference(here.timing, self.bare.timing) / here.num_parameters
+        return self.added_s / here.num_parameters if here.num_parameters else None
 
     @property
     def added_bytes(self) -> int | None:
