@@ -365,8 +365,11 @@ class DDP(Joinable, nn.Module):
             value = getattr(module, name, _wrappers)  # methods and attributes of the user's own model
             if value is not _wrappers and not name.startswith("_"):
                 return value
-            has = f"but its module has: write .module.{name}" if value is not _wrappers else "nor has its module"
-            text = f"{type(self).__name__!r} object has no attribute {name!r}, {has} ({type(module).__name__})"
+            kind = type(module).__name__
+            why = f"nor has its module, {kind}"
+            if value is not _wrappers:
+                why = f"but its module, {kind}, has: write .module.{name}"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}, {why}"
             raise AttributeError(text, name=name, obj=self) from error
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
