@@ -99,9 +99,7 @@ class Timed:
 
 
 def measure_cells(
-    settings: GroupSettings,
-    sizes: Sequence[int],
-    build: Callable[[Sequence[Group], int, int, Allocator], list[Timed]],
+    settings: GroupSettings, sizes: Sequence[int], build: Callable[[Sequence[Group], int, int, Allocator], list[Timed]]
 ) -> Measured:
     """Time and check every cell: each number of ranks x each size in bytes, with everything of a cell in turns.
 
