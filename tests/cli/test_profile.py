@@ -128,7 +128,7 @@ def test_two_traces_beside_each_other(trace, phases, out, command):
     assert other["picture"] is None
     answer = command("profile", "--compare", str(find_run(trace)), other["run"])
     assert answer.code == 0, answer.err
-    assert "phase backward" in answer.out and "they differ in ranks: 2 and 1" in answer.out
+    assert "  backward " in answer.out and "they differ in ranks: 2 and 1" in answer.out
     unlike = command("profile", "--compare", str(find_run(trace)), str(find_run(phases)))
     assert unlike.code == 2 and unlike.out == "" and len(unlike.err.splitlines()) == 1
     assert "is a run of `profile trace` and" in unlike.err and "`paceline profile phases`" in unlike.err
