@@ -34,6 +34,7 @@ from paceline.predict.traces import (
     is_matmul,
     uses_tensor_cores,
 )
+from paceline.records.kinds import decode
 
 # -- intervals of time -------------------------------------------------------------------------------------------------
 
@@ -520,12 +521,8 @@ def overview_from_json(document: Mapping[str, Any]) -> Overview:
     found = fields.pop("format", None), fields.pop("version", None)
     if found != (FORMAT, VERSION):
         raise RecordError(f"an overview of format {found} cannot be read: {(FORMAT, VERSION)} is needed")
-    try:
-        for name, kind in (("steps", StepShares), ("operators", OperatorRow), ("kernels", KernelRow)):
-            fields[name] = tuple(kind(**row) for row in fields[name])
-        return Overview(**fields | {"gpu": None if fields["gpu"] is None else GpuUse(**fields["gpu"])})
-    except (KeyError, TypeError) as error:
-        raise RecordError(f"the overview is damaged: {error}; write it again from its trace") from None
+    overview: Overview = decode(Overview, fields, "overview")
+    return overview
 
 
 # -- late ranks --------------------------------------------------------------------------------------------------------

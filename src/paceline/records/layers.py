@@ -7,10 +7,11 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from paceline.errors import RecordError
-from paceline.records.kinds import KINDS, LayerSizeRecord, LayerTimeRecord, Record
+from paceline.records.kinds import LayerSizeRecord, LayerTimeRecord, Record
 from paceline.records.samples import Ratio, Samples, compare_times
 
 # The name for what belongs to no block: parameters of the model itself, and the time between blocks.
@@ -19,7 +20,7 @@ OUTSIDE = "outside"
 
 def _check_seconds(name: str, values: Iterable[float | None]) -> None:
     for value in values:
-        if value is not None and (type(value) not in (float, int) or not 0 <= value < math.inf):
+        if value is not None and not 0 <= value < math.inf:
             raise RecordError(f"{name} has the time {value!r}; it must be finite and not negative")
 
 
@@ -39,13 +40,11 @@ class ParameterTimes:
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ready_s", tuple(self.ready_s))  # JSON has lists
-        object.__setattr__(self, "aliases", tuple(self.aliases))
         _check_seconds(self.name, self.ready_s)
         if self.num_bytes < 0 or self.num_elements < 0:
             raise RecordError(f"{self.name} has {self.num_elements} elements in {self.num_bytes} bytes")
 
-    @property
+    @cached_property
     def median_s(self) -> float | None:
         """Over the repetitions in which it had a gradient; None if it never had one."""
         known = [value for value in self.ready_s if value is not None]
@@ -69,9 +68,7 @@ class BlockTimes:
     backward_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for field in ("forward_s", "backward_s"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
-            _check_seconds(f"{self.name}.{field}", getattr(self, field))
+        _check_seconds(self.name, (*self.forward_s, *self.backward_s))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +83,6 @@ class LayerProfileRecord(Record):
     """
 
     kind: ClassVar[str] = "layer_profile"
-    parts: ClassVar[dict[str, type]] = {"parameters": ParameterTimes, "blocks": BlockTimes}
     model: str
     device: str
     dtype: str
@@ -212,6 +208,3 @@ class LayerProfileRecord(Record):
             LayerTimeRecord(layer=layer, timing=Samples(tuple((value,) for value in values)), source=self.source)
             for layer, values in times.items()
         )
-
-
-KINDS[LayerProfileRecord.kind] = LayerProfileRecord
