@@ -45,7 +45,7 @@ from paceline.workloads.models import find_blocks
 
 _PACE = Pace(budget_s=15.0, min_iters=12, max_iters=100, warmup=4)
 _KINDS = ("plain", "marked", "no_comm")
-_LAYER_ITERS, _LAYER_WARMUP = 20, 3
+_PHASES = ("forward", "backward", "optimizer")
 _OUTSIDE = -1
 
 Block = tuple[str, nn.Module]
@@ -54,58 +54,42 @@ Tell = Callable[[float], None]
 Given = TrainSettings | tuple[nn.Module | Callable[[], Any], OwnStep | None, str, dict[str, Any]]
 
 
-# -- moments and hooks ------------------------------------------------------------------------------------------------
+# -- one step, looked into ---------------------------------------------------------------------------------------------
 
 
-class Moments:
-    """Moments in the order of their marks: clock readings on CPU, events on CUDA that are used again in each step."""
+class Seen(NamedTuple):
+    """Seconds of the whole step and of its phases; of backward before each gradient was ready; of blocks."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[Any] = []
-        self._events: list[torch.cuda.Event] = []  # to be used again
-
-    def restart(self) -> None:
-        if self._device.type == "cuda":
-            self._events += self._marks
-        self._marks = []
-
-    def mark(self) -> int:
-        """Note this moment, and return its number."""
-        if self._device.type == "cuda":
-            self._marks.append(self._events.pop() if self._events else torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
-        return len(self._marks) - 1
-
-    def read_s(self) -> list[float]:
-        """Seconds of every moment since the first one; waits for the device."""
-        synchronize(self._device)
-        first = self._marks[0]
-        if self._device.type == "cuda":
-            return [first.elapsed_time(event) / 1e3 for event in self._marks]
-        return [reading - first for reading in self._marks]
+    took_s: dict[str, float]
+    ready_s: dict[int, float]
+    forward_s: list[float]
+    backward_s: list[float]
 
 
-class LayerHooks:
-    """What happened in one step, as numbers of moments: gradients that became ready, and blocks that came and went.
+class LayerClock:
+    """The phases of a step, the gradients that become ready in it, and the blocks that come and go, as moments.
 
-    A hook on a parameter would cost in every later step even after its removal, because torch still looks for it; a
-    hook on the node that accumulates its gradient goes with the graph. Full backward hooks of modules put views around
-    every output, which breaks operations in place; hooks on the nodes of a block's inputs and outputs do not.
+    A moment is a number: of a reading of the clock or, on CUDA, of an event, which is used again in each step. A hook
+    on a parameter would cost in every later step even after its removal, because torch still looks for it; a hook on
+    the node that accumulates its gradient goes with the graph. Full backward hooks of modules put views around every
+    output, which breaks operations in place; hooks on the nodes of a block's inputs and outputs do not.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], moments: Moments) -> None:
-        self._params, self._blocks, self._moments = params, blocks, moments
+    def __init__(self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device) -> None:
+        self._params, self._blocks, self._device = params, blocks, device
+        self._moments: list[Any] = []
+        self._events: list[torch.cuda.Event] = []  # to be used again
         self._clear()
 
     def _clear(self) -> None:
+        if self._device.type == "cuda":
+            self._events += self._moments
+        self._moments = []
+        self.marks: list[tuple[str, int]] = []  # phases and when they begin
         self.ready: dict[int, int] = {}
-        self.calls: list[tuple[int, int, int]] = []  # block, begin and end of one forward
-        self.owners: list[tuple[int, int]] = []  # from this moment of backward on, this block or none is at work
+        self._calls: list[tuple[int, int, int]] = []  # block, begin and end of one forward
+        self._owners: list[tuple[int, int]] = []  # from this moment of backward on, this block or none is at work
         self._open: dict[int, tuple[int, list[Any]]] = {}  # a block that runs again may stop half-way
-        self._is_forward = True
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -123,38 +107,70 @@ class LayerHooks:
                 hooks.callback(block.register_forward_hook(after).remove)
             yield
 
-    def read_blocks(self, at_s: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Seconds of each block in forward and in backward, given those of all moments."""
+    def mark(self) -> int:
+        """Note this moment, and return its number."""
+        if self._device.type == "cuda":
+            self._moments.append(self._events.pop() if self._events else torch.cuda.Event(enable_timing=True))
+            self._moments[-1].record()
+        else:
+            self._moments.append(time.perf_counter())
+        return len(self._moments) - 1
+
+    def enter(self, phase: str) -> None:
+        moment = self.mark()
+        if self._is_backward or phase == "backward":
+            self._owners.append((moment, _OUTSIDE))
+        self.marks.append((phase, moment))
+
+    def end(self) -> PhaseTimes:
+        self.enter("end")
+        return PhaseTimes([(phase, self._moments[moment]) for phase, moment in self.marks])
+
+    def read_s(self) -> list[float]:
+        """Seconds of every moment since the first one; waits for the device."""
+        synchronize(self._device)
+        first = self._moments[0]
+        if self._device.type == "cuda":
+            return [first.elapsed_time(event) / 1e3 for event in self._moments]
+        return [reading - first for reading in self._moments]
+
+    def read(self) -> Seen:
+        at_s = self.read_s()
+        took_s = dict.fromkeys(_PHASES, 0.0) | {"whole": at_s[self.marks[-1][1]] - at_s[self.marks[0][1]]}
+        spans = [(phase, begin, end) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
+        for phase, begin, end in spans:
+            took_s[phase] = took_s.get(phase, 0.0) + at_s[end] - at_s[begin]
+        # A step may run backward several times: a gradient is ready after as much of backward as had passed by then.
+        backwards = [(begin, end) for phase, begin, end in spans if phase == "backward"]
+        ready_s = {
+            index: sum(min(at_s[end], at_s[moment]) - at_s[begin] for begin, end in backwards if begin <= moment)
+            for index, moment in self.ready.items()
+        }
         forward_s, backward_s = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
-        for index, first, last in self.calls:
-            forward_s[index] += at_s[last] - at_s[first]
-        for (first, index), (last, _) in itertools.pairwise(self.owners):
+        for index, begin, end in self._calls:
+            forward_s[index] += at_s[end] - at_s[begin]
+        for (begin, index), (end, _) in itertools.pairwise(self._owners):
             if index != _OUTSIDE:
-                backward_s[index] += at_s[last] - at_s[first]
-        return forward_s, backward_s
+                backward_s[index] += at_s[end] - at_s[begin]
+        return Seen(took_s, ready_s, forward_s, backward_s)
 
-    def begin_backward(self, moment: int) -> None:
-        # A forward that is run again from here on (checkpointing) is part of its block's backward.
-        self._is_forward = False
-        self.owners.append((moment, _OUTSIDE))
-
-    def end_backward(self, moment: int) -> None:
-        self._is_forward = True
-        self.owners.append((moment, _OUTSIDE))
+    @property
+    def _is_backward(self) -> bool:
+        return bool(self.marks) and self.marks[-1][0] == "backward"
 
     def _note_ready(self, index: int, *grads: Any) -> None:
-        self.ready[index] = self._moments.mark()  # a gradient may come in parts: the last one counts
+        self.ready[index] = self.mark()  # a gradient may come in parts: the last one counts
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs = _find_nodes(*args, *kwargs.values())
-        self._open[index] = self._moments.mark(), inputs
-        if not self._is_forward:
+        self._open[index] = self.mark(), _find_nodes(*args, *kwargs.values())
+        # A forward that is run again in backward (checkpointing) is part of its block's backward.
+        if self._is_backward:
             self._begin_block(index)
 
     def _end_forward(self, index: int, block: nn.Module, args: Any, output: Any) -> None:
         begin, inputs = self._open.pop(index)
-        if self._is_forward:
-            self.calls.append((index, begin, self._moments.mark()))
+        if not self._is_backward:
+            self._calls.append((index, begin, self.mark()))
         # A block that hands on its input has no backward of its own.
         for node in _find_nodes(output):
             if not any(node is other for other in inputs):
@@ -164,13 +180,13 @@ class LayerHooks:
             node.register_prehook(functools.partial(self._end_block, index, waiting, number))
 
     def _begin_block(self, index: int, *grads: Any) -> None:
-        if self.owners[-1][1] != index:
-            self.owners.append((self._moments.mark(), index))
+        if self._owners[-1][1] != index:
+            self._owners.append((self.mark(), index))
 
     def _end_block(self, index: int, waiting: set[int], number: int, *grads: Any) -> None:
         waiting.discard(number)
-        if not waiting and self.owners[-1][1] == index:
-            self.owners.append((self._moments.mark(), _OUTSIDE))
+        if not waiting and self._owners[-1][1] == index:
+            self._owners.append((self.mark(), _OUTSIDE))
 
 
 def _find_nodes(*values: Any) -> list[Any]:
@@ -185,40 +201,7 @@ def _find_nodes(*values: Any) -> list[Any]:
     return found
 
 
-class _LayerPhases:
-    """The phases of one step as moments; it tells the hooks when backward begins and ends."""
-
-    def __init__(self, moments: Moments, hooks: LayerHooks) -> None:
-        self._moments, self._hooks = moments, hooks
-        self.marks: list[tuple[str, int]] = []
-
-    def enter(self, phase: str) -> None:
-        moment = self._moments.mark()
-        if self.marks and self.marks[-1][0] == "backward":
-            self._hooks.end_backward(moment)
-        if phase == "backward":
-            self._hooks.begin_backward(moment)
-        self.marks.append((phase, moment))
-
-    def end(self) -> PhaseTimes:
-        self.enter("end")
-        return PhaseTimes()
-
-    def spans(self, phase: str) -> list[tuple[int, int]]:
-        """The moments at which each occurrence of a phase begins and ends."""
-        return [(begin, end) for (name, begin), (_, end) in itertools.pairwise(self.marks) if name == phase]
-
-
 # -- layers of the bare model -----------------------------------------------------------------------------------------
-
-
-class _Step(NamedTuple):
-    """Seconds of the whole step and of its phases; of backward before each gradient was ready; of blocks."""
-
-    took_s: dict[str, float]
-    ready_s: dict[int, float]
-    forward_s: list[float]
-    backward_s: list[float]
 
 
 def measure_layers(
@@ -226,8 +209,8 @@ def measure_layers(
     labels: dict[str, Any],
     blocks: Sequence[Block] | None = None,
     *,
-    iters: int = _LAYER_ITERS,
-    warmup: int = _LAYER_WARMUP,
+    iters: int | None = None,
+    warmup: int | None = None,
     tell: Tell | None = None,
 ) -> LayerProfileRecord:
     """Profile `iters` steps of a bare replica after `warmup` others, in turns with plain steps.
@@ -236,23 +219,26 @@ def measure_layers(
     `blocks` are modules that do not contain each other, by name and in the order of the model's definition; by default
     the module's children. The steps train the module. No hook is left on it. `tell` gets the share that is done.
     """
-    if iters < 1 or warmup < 0:
-        raise ConfigError(f"{iters} steps after {warmup} warm-ups: at least one step and no fewer than 0 warm-ups")
-    module, model = replica.module, labels["model"]
-    names = _name_parameters(module)
-    device = _find_device(model, module, names)
+    iters, warmup = 20 if iters is None else iters, 3 if warmup is None else warmup
+    module, model, device = replica.module, labels["model"], replica.device
+    names: dict[nn.Parameter, list[str]] = {}  # of every trained parameter; a tied one has several
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    if len(devices := {parameter.device for parameter in names}) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "no device, for nothing is trained"
+        raise ConfigError(f"the trained parameters of {model} are on {found}: they must be on one device")
     chosen = list(_find_children(module)) or [("model", module)] if blocks is None else list(blocks)
     block_of = _check_blocks(module, chosen)
-    moments = Moments(device)
-    hooks = {"plain": LayerHooks([], [], moments)}
-    hooks["profiled"] = LayerHooks(list(names), [block for _, block in chosen], moments)
-    steps: dict[str, list[_Step]] = {"plain": [], "profiled": []}
+    clocks = {"plain": LayerClock([], [], device)}
+    clocks["profiled"] = LayerClock(list(names), [block for _, block in chosen], device)
+    steps: dict[str, list[Seen]] = {"plain": [], "profiled": []}
     with no_garbage_collection():
         replica.activate()
         for number in range(warmup + iters):
             # The order changes, so that neither sort always follows the other.
             for sort in ("plain", "profiled") if number % 2 else ("profiled", "plain"):
-                steps[sort].append(_take_step(replica, model, device, moments, hooks[sort]))
+                steps[sort].append(_take_step(replica, model, clocks[sort]))
             if tell is not None and number >= warmup:
                 tell((number + 1 - warmup) / iters)
 
@@ -295,49 +281,19 @@ def measure_layers(
     )
 
 
-def _take_step(replica: Replica, model: str, device: torch.device, moments: Moments, hooks: LayerHooks) -> _Step:
+def _take_step(replica: Replica, model: str, clock: LayerClock) -> Seen:
     given = replica.load()
-    synchronize(device)
-    moments.restart()
-    phases = _LayerPhases(moments, hooks)
-    with hooks.attached():
-        replica.run(given, phases)
-        phases.end()
-    at_s = moments.read_s()
-    spans = {phase: phases.spans(phase) for phase in ("forward", "backward", "optimizer")}
+    synchronize(replica.device)
+    with clock.attached():
+        replica.run(given, clock)
+        clock.end()
     for phase in ("forward", "backward"):
-        if not spans[phase]:
+        if phase not in dict(clock.marks):
             raise MeasurementError(
                 f"the step of {model} ran no {phase}: it must call the model that it gets, and backward() on a loss",
                 code="no-phase",
             )
-    # A step may run backward several times: a gradient is ready after as much of backward as had passed by then.
-    ready_s = {
-        index: sum(min(at_s[end], at_s[moment]) - at_s[begin] for begin, end in spans["backward"] if begin <= moment)
-        for index, moment in hooks.ready.items()
-    }
-    took_s = {phase: sum(at_s[end] - at_s[begin] for begin, end in found) for phase, found in spans.items()}
-    took_s["whole"] = at_s[phases.marks[-1][1]] - at_s[phases.marks[0][1]]
-    return _Step(took_s, ready_s, *hooks.read_blocks(at_s))
-
-
-def _name_parameters(module: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """The names of every trained parameter; a tied one has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
-    return names
-
-
-def _find_device(model: str, module: nn.Module, names: dict[nn.Parameter, list[str]]) -> torch.device:
-    if hasattr(module, "no_sync"):
-        raise ConfigError(f"{model} is wrapped in {type(module).__name__}: pass the bare module, which sends nothing")
-    devices = {parameter.device for parameter in names}
-    if len(devices) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "no device, for nothing is trained"
-        raise ConfigError(f"the trained parameters of {model} are on {found}: they must be on one device")
-    return devices.pop()
+    return clock.read()
 
 
 def _find_children(module: nn.Module, prefix: str = "") -> Iterator[Block]:
@@ -451,7 +407,6 @@ def measure_profile(given: Given, kind: str, iters: int | None, warmup: int | No
             else:
                 bare = build() if kind == "layers" else job.build(world)
                 records.append(_share_layers(world, job, bare, iters, warmup, tell))
-                bare.close()
     return records
 
 
@@ -459,14 +414,9 @@ def _share_layers(
     world: World, job: MeasuredJob, bare: Replica, iters: int | None, warmup: int | None, tell: Tell
 ) -> LayerProfileRecord:
     """Rank 0's layers, the same on every rank. All ranks compute at the same time, as they do in training."""
-    record = measure_layers(
-        bare,
-        job.labels,
-        find_blocks(bare.module) if isinstance(job, TrainingJob) else None,
-        iters=_LAYER_ITERS if iters is None else iters,
-        warmup=_LAYER_WARMUP if warmup is None else warmup,
-        tell=tell,
-    )
+    blocks = find_blocks(bare.module) if isinstance(job, TrainingJob) else None
+    record = measure_layers(bare, job.labels, blocks, iters=iters, warmup=warmup, tell=tell)
+    bare.close()
     if world.world_size > 1:
         more = f"of rank 0, while {world.world_size} ranks computed"
         record = dataclasses.replace(record, note="; ".join(filter(None, (record.note, more))))
@@ -475,12 +425,7 @@ def _share_layers(
 
 
 def _run_phases(
-    world: World,
-    job: MeasuredJob,
-    build: Callable[[], Replica],
-    iters: int | None,
-    warmup: int | None,
-    tell: Tell,
+    world: World, job: MeasuredJob, build: Callable[[], Replica], iters: int | None, warmup: int | None, tell: Tell
 ) -> StepRecord:
     replica, wrapper = build(), job.labels["wrapper"]
     # torch's wrapper is timed by a second replica, which one module that all share cannot be.
