@@ -432,10 +432,7 @@ def _run_phases(
     is_alone = wrapper == "torch" and isinstance(job, OwnJob) and job.is_shared
     can_time = world.world_size > 1 and wrapper in ("paceline", "torch") and not is_alone
     timed = TimedMessages(replica, build) if can_time else None
-    bench = StepBench(world, job.labels | {"num_parameters": len(replica.parameters)}, loads_inside=True)
-    try:
+    with StepBench(world, job.labels | {"num_parameters": len(replica.parameters)}, loads_inside=True) as bench:
         variant = bench.add(Variant({}, replica, (*_KINDS, "timed") if can_time else _KINDS, timed))
         bench.run(_PACE, iters, warmup, tell)
         return bench.build_record(variant)
-    finally:
-        bench.clear()
