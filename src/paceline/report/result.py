@@ -145,10 +145,7 @@ class Result:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecordError(f"cannot write {folder}: {error.strerror}") from None
-        if not (folder / RUN_FILE).exists():
-            save_run(self.run, folder / RUN_FILE)
-        elif ((there := load_run(folder)).created, there.verb) != (self.run.created, self.run.verb):
-            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
+        self._save_run(folder)
         self.folder = self.folder or folder
         files: dict[str, str | bytes] = {}
         for table in self.tables():
@@ -161,6 +158,12 @@ class Result:
                 old.unlink(missing_ok=True)
             write_new(folder / name, content)
         return folder
+
+    def _save_run(self, folder: Path) -> None:
+        if not (folder / RUN_FILE).exists():
+            save_run(self.run, folder / RUN_FILE)
+        elif ((there := load_run(folder)).created, there.verb) != (self.run.created, self.run.verb):
+            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
 
     def text(self, width: int | None = 80) -> str:
         """What a terminal of this width shows; None is as wide as needed, with every column of every table."""
