@@ -19,7 +19,7 @@ from functools import cached_property
 from paceline.errors import ConfigError, RecordError
 from paceline.machine import canonical_backend
 from paceline.plan import plan_like_torch
-from paceline.predict.curves import CostCurve, Resample, TwoLevelCurve
+from paceline.predict.curves import CostCurve, Resample, TwoLevelCurve, hold_draws
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import (
     ASSUMED_ERROR,
@@ -358,6 +358,7 @@ def simulate_scaling(
         for place in range(len(networks)) if world_size > here else (0,):
             step_s = best.simulate_s(world_size, place)
             times = [draw.simulate_s(world_size, place) * own for draw, own in zip(draws, noises, strict=True)]
+            low_s, high_s = hold_draws(step_s, times)
             points.append(
                 PredictedPoint(
                     variant=evidence.variant,
@@ -365,8 +366,8 @@ def simulate_scaling(
                     cell_size=evidence.alone.cell_size,
                     world_size=world_size,
                     step_s=step_s,
-                    low_s=min(step_s, quantile(times, 0.05)),
-                    high_s=max(step_s, quantile(times, 0.95)),
+                    low_s=low_s,
+                    high_s=high_s,
                     alone_s=best.alone_s,
                     network=networks[place].name if world_size > here else "",
                     doubt=best.describe_doubt(world_size, place),
@@ -439,18 +440,13 @@ class _ScalingCurve:
         ready = tuple(job.ready_s[min(max(0, number), len(job.sizes) - 1)] for number in places)
         curve, layout = self.build_curve(world_size, place), Layout(buckets, ready)
         seconds: dict[float, float] = {size: curve.estimate_s(size) for size in buckets}
-        costs = MachineCosts(
-            curve, self.servers, pair_rate=1 / self.servers, contention=self.find_contention(world_size)
-        )
+        servers = self.fabric.servers if self.fabric else 1
+        costs = MachineCosts.assume(curve, servers, self.find_contention(world_size))
 
         def expose(factor: float) -> float:
             return simulate(job, layout, replace(costs, curve=_SlowedCurve(seconds, factor))).exposed_s
 
         return expose
-
-    @property
-    def servers(self) -> int:
-        return self.fabric.servers if self.fabric else 1
 
     def find_contention(self, world_size: int) -> Contention:
         here = min(world_size, self.evidence.most_on_host)
@@ -494,7 +490,7 @@ class _ScalingCurve:
             f"rank {straggler.rank} was disturbed in steps on {straggler.record.world_size} ranks"
             for straggler in filter(None, map(find_straggler, self.evidence.shared))
         ]
-        doubts.append(self.build_curve(world_size, place).describe_doubt(max(self.evidence.list_buckets(world_size))))
+        doubts.append(self.build_curve(world_size, place).explain(max(self.evidence.list_buckets(world_size)))[1])
         return "; ".join(filter(None, doubts))
 
 

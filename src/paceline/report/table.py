@@ -6,6 +6,7 @@ import csv
 import html
 import io
 import math
+import operator
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ class Column:
         if isinstance(value, float) and not math.isfinite(value):
             return None
         return value / GB if self.unit == "GB/s" and value is not None else value
+
+
+def for_programs(*names: str) -> tuple[Column, ...]:
+    """Columns for programs alone: attributes of a row, such as `estimate.low_s`, with the last part as the key."""
+    return tuple(Column(None, operator.attrgetter(name), key=name.rpartition(".")[2]) for name in names)
 
 
 @dataclass(frozen=True)
