@@ -28,7 +28,7 @@ from paceline.measure.profiles import LayerHooks, Moments, order_by_ready
 from paceline.measure.steps import PHASES, MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
-from paceline.parallel.ddp import Options, has_spare_cores
+from paceline.parallel.replicas import Options
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
 from paceline.predict.search import choose_caps
@@ -174,8 +174,8 @@ class _Variants:
                 self._networks[group is self._group].attach(wrapped)
             return wrapped
 
-        labels |= {"role": role, "label": label}
-        return self._bench.add_wrapped(self._job, None if group is None else wrap_by, ("marked",), **labels)
+        replica = self._job.build(self._world, None if group is None else wrap_by)
+        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
 
     def _add_job(self, label: str, cap_bytes: int, plan: Plan | None = None) -> None:
         variant = self._add("job", label, self._group, cap_bytes, plan)
@@ -240,17 +240,12 @@ class _Variants:
 
     def _plan_default(self, names: Sequence[str]) -> Plan:
         """The buckets of the wrapper without any option, by the names of the gradients in ready order."""
-        gradients, world_size = self._job.gradients, self._world.world_size
+        gradients = self._job.gradients
         place = {gradient.name: index for index, gradient in enumerate(gradients)}
-        planner: Callable[[Sequence[Gradient], Sequence[int]], Plan] = plan_like_torch
-        if self._settings.wrapper != "torch":
-            planner = Options().make_planner(
-                on_nccl=self._channel.is_nccl,
-                with_hook=self._networks is not None,
-                world_size=world_size,
-                has_spare_cores=has_spare_cores(world_size),
-            )
-        return planner(gradients, [place[name] for name in names])
+        order = [place[name] for name in names]
+        if self._settings.wrapper == "torch":
+            return plan_like_torch(gradients, order)
+        return Options().make_planner(self._channel, with_hook=self._networks is not None)(gradients, order)
 
 
 # -- what looks into steps ------------------------------------------------------------------------------------------
