@@ -24,8 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
 from paceline.measure.engine import Pace, build_samples, synchronize
+<<<<<<< HEAD
 from paceline.measure.profiles import LayerHooks, Moments, order_by_ready
 from paceline.measure.steps import PHASES, MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
+=======
+from paceline.measure.profiles import LayerClock, order_by_ready
+from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
+>>>>>>> main
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
@@ -39,7 +44,7 @@ from paceline.runtime.worker import post
 from paceline.runtime.world import World, join_world
 from paceline.training.build import build_job, open_world
 from paceline.training.settings import TrainSettings
-from paceline.training.step import PhaseClock, Phases
+from paceline.training.step import Phases
 from paceline.units import format_bytes
 
 _WARMUP = 4
@@ -251,6 +256,7 @@ class _Variants:
 # -- what looks into steps ------------------------------------------------------------------------------------------
 
 
+<<<<<<< HEAD
 class _ReadyPhases(PhaseClock):
     """Notes the moments at which the first backward begins and ends, besides the phases."""
 
@@ -265,10 +271,13 @@ class _ReadyPhases(PhaseClock):
         super().enter(phase)
 
 
+=======
+>>>>>>> main
 class _ReadyTimes(Probe):
     """When each gradient is ready, in every step: seconds since backward began by parameter, and of all of backward."""
 
     def __init__(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
+<<<<<<< HEAD
         self._device, self._moments = device, Moments(device)
         self._hooks = LayerHooks(params, [], self._moments)
         self._attached = contextlib.ExitStack()
@@ -286,6 +295,22 @@ class _ReadyTimes(Probe):
         begin_s, backward_end_s = (at_s[moment] for moment in self._phases.borders)
         ready_s = {index: at_s[moment] - begin_s for index, moment in self._hooks.ready.items()}
         self.ready.append((ready_s, backward_end_s - begin_s))
+=======
+        self._clock, self._attached = LayerClock(params, [], device), contextlib.ExitStack()
+        self.num_params = len(params)
+        self.ready: list[tuple[dict[int, float], float]] = []
+
+    def begin(self, kind: str) -> Phases | None:
+        self._attached.enter_context(self._clock.attached())
+        return self._clock
+
+    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
+        self._attached.close()
+        at_s, marks = self._clock.read_s(), self._clock.marks
+        begin, end = (next(m for phase, m in marks if phase == border) for border in ("backward", "optimizer"))
+        ready_s = {index: at_s[moment] - at_s[begin] for index, moment in self._clock.ready.items()}
+        self.ready.append((ready_s, at_s[end] - at_s[begin]))
+>>>>>>> main
 
 
 class _Disturbance(Probe):
