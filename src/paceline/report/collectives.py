@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.predict.curves import AlphaBeta, fit_collectives
+from paceline.predict.curves import FamilyCurve, fit_collectives
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
 from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds
@@ -48,7 +47,7 @@ class CollectiveResult(Result):
         self._columns = build_columns(self.rows, self.bounds)
 
     @property
-    def fits(self) -> list[tuple[CollectiveRecord, AlphaBeta]]:
+    def fits(self) -> list[tuple[CollectiveRecord, FamilyCurve]]:
         """For each curve, one of its records and the line `time = alpha + size / beta`."""
         return fit_collectives(self.rows)
 
@@ -120,8 +119,8 @@ class CollectiveResult(Result):
         labels = ("collective", "backend", "memory", "device", "world_size")
         fits = [
             {name: getattr(record, name) for name in labels}
-            | dataclasses.asdict(fit)
-            | {"max_rel_residual": fit.max_rel_residual, "residuals": list(fit.residuals)}
+            | {"alpha_s": fit.alpha_s, "beta_bytes_per_s": fit.bytes_per_s, "max_rel_residual": fit.max_rel_residual}
+            | {"min_bytes": fit.min_bytes, "max_bytes": fit.max_bytes, "residuals": list(fit.residuals)}
             for record, fit in self.fits
         ]
         document = super().to_json() | {"fits": fits}
@@ -255,12 +254,12 @@ COMPARISON = (
 )
 
 
-def _describe_fit(record: CollectiveRecord, fit: AlphaBeta) -> str:
+def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
     backend = record.backend if record.memory == "ordinary" else f"{record.backend} in {record.memory} memory"
     check = f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "of two sizes, so unchecked,"
     return (
         f"fit: {backend}, {format_number_of(record.world_size, 'rank')}: time = {format_duration(fit.alpha_s)} + "
-        f"size / {format_rate(fit.beta_bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to "
+        f"size / {format_rate(fit.bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to "
         f"{format_bytes(fit.max_bytes)}"
     )
 
