@@ -7,6 +7,7 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.advice import Advice, StepFacts
 from paceline.predict.networks import MeasuredFabric, find_networks
-from paceline.predict.overview import (
+from paceline.predict.traces import (
     CATEGORIES,
     Overview,
+    RankTrace,
     StepLane,
     build_lanes,
     find_lanes,
+    merge_traces,
     overview_from_json,
     overview_to_json,
+    render_trace,
 )
-from paceline.predict.traces import RankTrace, merge_traces, render_trace
 from paceline.predict.whatif import CommRow, build_comm_table
 from paceline.records import LayerProfileRecord
 from paceline.records.environment import Environment
@@ -44,6 +47,7 @@ OVERVIEW = "overview.json"
 COMPARE = "profile --compare"
 MAX_RANKS = 8  # in one timeline
 _MAX_ROWS = 12  # of operators or kernels on a terminal
+_PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
@@ -330,13 +334,7 @@ class TraceResult(Result):
         return super().to_json() | self.document | {"picture": picture}
 
 
-def _share_column(category: str) -> Column:
-    name = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}.get(category, category)
-    return Column(name, lambda o: o.share(category), "percent.1", f"{category}_share", priority=2)
-
-
-def _seconds_column(category: str) -> Column:
-    return Column(None, lambda o: o.seconds(category), key=f"{category}_s")
+_SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
 
 
 def _phase_column(phase: str) -> Column:
@@ -354,15 +352,18 @@ OVERVIEWS = (
     Column("device", attrgetter("device"), key="device"),
     Column("steps", lambda o: len(o.steps), "number", "steps", priority=-1),
     Column("step", attrgetter("step_s"), "ms", "step_s", is_key=True),
-    *map(_share_column, CATEGORIES),
-    *map(_phase_column, ("forward", "backward", "optimizer")),
+    *(
+        Column(_SHOWN.get(c, c), partial(Overview.share, category=c), "percent.1", f"{c}_share", priority=2)
+        for c in CATEGORIES
+    ),
+    *map(_phase_column, _PHASE_COLORS),
     _gpu_column("GPU busy", "busy"),
     _gpu_column("SM efficiency (est.)", "sm_efficiency"),
     _gpu_column("occupancy (est.)", "occupancy"),
     _gpu_column("tensor cores", "tensor_core_share"),
     _gpu_column("messages of kernels", "communication_share"),
     *(_gpu_column(None, name) for name in ("missed_s", "kernel_s", "num_kernels")),
-    *map(_seconds_column, CATEGORIES),
+    *(Column(None, partial(Overview.seconds, category=c), key=f"{c}_s") for c in CATEGORIES),
     *raw_columns("message_s", "host_s"),
     Column("peak memory", attrgetter("peak_bytes"), "bytes", "peak_bytes", priority=-1),
     Column("source", attrgetter("source"), key="source", priority=-1),
@@ -406,23 +407,20 @@ KERNELS = (
 
 # The height of a row of buckets, the width of a label as a share of the step, and how many labels can be read.
 _ROW, _LABEL_WIDTH, _MAX_LABELS = 0.22, 0.065, 16
-_PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
 _WAITING, _MOVING, _EXPOSED = "#F5D9A8", "#E69F00", "#D55E00"
 
 
-def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str, source: str = "measured") -> Figure:
+def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figure:
     """For each rank a lane of phases and one of buckets, in ms; what moves after the end of backward is hatched."""
     from matplotlib.figure import Figure
 
-    if not 1 <= len(lanes) <= MAX_RANKS:
-        raise ConfigError(f"{len(lanes)} ranks cannot be drawn: choose 1 to {MAX_RANKS} of them")
     end_ms = max(lane.end_s for lane in lanes) * 1e3
     rows = {lane.rank: _choose_rows(lane, end_ms / 1e3) for lane in lanes}
     heights = {rank: 0.65 + _ROW * (max(places, default=-1) + 1) for rank, places in rows.items()}
     figure = Figure(figsize=(9.6, 1.7 + 0.8 * sum(heights.values())), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold")
-    axes.text(0, 1.0, f"{source}. {subtitle}", transform=axes.transAxes, fontsize=8.5, color="#555555", va="bottom")
+    axes.text(0, 1.0, f"measured. {subtitle}", transform=axes.transAxes, fontsize=8.5, color="#555555", va="bottom")
     ticks: dict[float, str] = {}
     top = 0.0
     for lane in lanes:
@@ -663,9 +661,7 @@ class ComparisonResult(Result):
     @property
     def answer(self) -> str:
         first, second = self.config["runs"]
-        ratio = next((row.ratio for row in self.rows if row.name.split(": ")[-1] == "step"), None)
-        if ratio is None:
-            return f"{first} and {second} compared."
+        ratio = next(row.ratio for row in self.rows if row.name.split(": ")[-1] == "step")
         return f"A step of {second} takes {ratio:.2f} times as long as one of {first}."
 
     @property
