@@ -324,7 +324,7 @@ def train_on_a_bad_sample(settings: TrainSettings, folder: Path, rank: int, numb
 
 @pytest.mark.parametrize("wrapper", ["paceline", "torch"])
 def test_a_loss_that_is_no_number_ends_all_ranks_with_one_text(on_ranks, tmp_path, wrapper):
-    from paceline.training.checkpoints import CheckpointStore
+    from paceline.training.checkpoint_files import CheckpointStore
 
     settings = replace(CNN, samples=60, global_batch_size=12, save_every="2steps", keep=1, wrapper=wrapper)
     first, second = on_ranks(2, train_on_a_bad_sample, settings, tmp_path, 1, 2)

@@ -190,7 +190,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
                 code="mismatch",
             )
         files.open(start.step)
-        notes = tuple(found.loaded.refused) if found is not None else ()
+        notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
             notes = ("no checkpoint was saved yet: the run starts at the first step",)
         if world.rank == 0:
