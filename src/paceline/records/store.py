@@ -73,8 +73,8 @@ def upgrade_record(record: Any, version: int) -> Any:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def write_new(path: Path, content: str | bytes) -> None:
-    """Write a file that appears whole or not at all; refuse to replace an existing one."""
+def write_new(path: Path, content: str | bytes, replace: bool = False) -> None:
+    """Write a file that appears whole or not at all; refuse an existing one, unless it is to be replaced."""
     data = content.encode() if isinstance(content, str) else content
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -86,7 +86,7 @@ def write_new(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
-        _move_new(temporary, path)
+        (os.replace if replace else _move_new)(temporary, path)
     except FileExistsError:
         raise RecordError(f"{path} exists and is never overwritten: choose another name", code="exists") from None
     except OSError as error:

@@ -146,7 +146,7 @@ class RunFiles:
         for name in (METRICS_FILE, WEIGHTS):
             for path in self._folder.glob(f".{name}.*"):
                 path.unlink(missing_ok=True)
-        self._logs.append(MetricsLog.resume(self._folder / METRICS_FILE, step))
+        self._logs.append(MetricsLog(self._folder / METRICS_FILE, step))
         if self._tensorboard:
             self._logs.append(EventsLog(self._folder / EVENTS, after_step=step))
 

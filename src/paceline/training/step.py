@@ -21,10 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.parallel import SyncBatchNorm
 from paceline.training.loader import LoadedBatch
 from paceline.workloads.data import Batch, DataForm
-from paceline.workloads.models import Outcome, compute_outcome
+from paceline.workloads.models import compute_outcome
 
 _OVER_RANKS = (SyncBatchNorm, nn.SyncBatchNorm)
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PhaseTimes:
@@ -68,35 +67,15 @@ class PhaseClock:
         self._moments: list[tuple[str, Any]] = []
 
     def enter(self, phase: str) -> None:
-        if not self._on_gpu:
-            self._moments.append((phase, time.perf_counter()))
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._moments.append((phase, event))
+        moment: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()  # type: ignore[no-untyped-call]
+        if self._on_gpu:
+            moment.record()
+        self._moments.append((phase, moment))
 
     def end(self) -> PhaseTimes:
         self.enter("end")
         moments, self._moments = self._moments, []
         return PhaseTimes(moments)
-
-
-class StepClock:
-    """The time from step to step. On a GPU it is the device's: the host may be steps ahead of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._clock = PhaseClock(device)
-
-    def start(self) -> None:
-        """The next step begins now, and not where the last one ended."""
-        self._clock.end()
-        self._clock.enter("step")
-
-    def lap(self) -> PhaseTimes:
-        """The step that ends now, as `step`; the next one begins."""
-        times = self._clock.end()
-        self._clock.enter("step")
-        return times
 
 
 @contextlib.contextmanager
@@ -120,7 +99,7 @@ def settled_kernels(device: torch.device, precision: str) -> Iterator[None]:
 
 @dataclass
 class Learner:
-    """What learns on one rank: the model in its wrapper, its optimizer, and the three phases of a step on them."""
+    """What learns on one rank: the model in its wrapper, the bare module, its optimizer and how it computes."""
 
     model: nn.Module
     module: nn.Module
@@ -137,35 +116,17 @@ class Learner:
     def parameters(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
 
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, gradients of a backward pass stay on this rank."""
-        manager = getattr(self.model, "no_sync", None)
-        return manager() if manager is not None else contextlib.nullcontext()
-
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=_AUTOCAST[self.precision])
+        return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
-    def forward(self, loaded: LoadedBatch, num_targets: int) -> tuple[torch.Tensor, Outcome]:
-        """The loss of a micro-batch as its part of a global batch of `num_targets`, and what it was made from.
-
-        The wrapper averages over ranks, which the factor `world_size` undoes.
-        """
-        with self.autocast():
-            outcome = compute_outcome(self.model, self._fill(loaded), self.form, label_smoothing=self.label_smoothing)
-        weight = 1.0 if loaded.num_counted else 0.0
-        return outcome.loss_sum * (weight * self.world_size / num_targets), outcome
-
-    def _fill(self, loaded: LoadedBatch) -> Batch:
+    def fill(self, loaded: LoadedBatch) -> Batch:
         """What is computed where a rank has no sample: one that does not count or, before layers that normalise over
         all ranks and would count it, none."""
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
         return loaded.batch.first(0)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.scaler.scale(loss).backward()
 
     def update(self, rate: float) -> None:
         """Apply the averaged gradients at this learning rate, and drop them."""
@@ -185,7 +146,6 @@ class StepOutcome:
 
     loss_sum: torch.Tensor
     num_correct: torch.Tensor | None
-    num_samples: int
     bad_parameter: str = ""
 
 
@@ -195,22 +155,26 @@ def take_step(
     """Learn from this rank's micro-batches of one global batch, which has `num_targets` targets over all ranks.
 
     Each loss is a sum, divided by the targets of the whole global batch: so micro-batches, ranks and a short tail count
-    by what they hold, and their gradients add up to the gradient of one big batch. Gradients are sent once, with the
-    last micro-batch. Collective: call on every rank, with the same number of micro-batches.
+    by what they hold, and their gradients add up to the gradient of one big batch. The wrapper averages over ranks,
+    which the factor `world_size` undoes. Gradients are sent once, with the last micro-batch. Collective: call on every
+    rank, with the same number of micro-batches.
     """
     # A rank whose part of a short tail is empty has 0 correct, which is not the same as no accuracy.
     correct = torch.zeros((), dtype=torch.int64, device=learner.device) if learner.form.num_classes else None
-    total = StepOutcome(torch.zeros((), device=learner.device), correct, 0)
+    total = StepOutcome(torch.zeros((), device=learner.device), correct)
+    no_sync = getattr(learner.model, "no_sync", contextlib.nullcontext)
     for number, loaded in enumerate(window):
-        is_last = number == len(window) - 1
-        with contextlib.nullcontext() if is_last else learner.no_sync():
+        with contextlib.nullcontext() if number == len(window) - 1 else no_sync():
             phases.enter("forward")
-            loss, outcome = learner.forward(loaded, num_targets)
+            batch, smoothing = learner.fill(loaded), learner.label_smoothing
+            with learner.autocast():
+                outcome = compute_outcome(learner.model, batch, learner.form, label_smoothing=smoothing)
+            weight = 1.0 if loaded.num_counted else 0.0
+            loss = outcome.loss_sum * (weight * learner.world_size / num_targets)
             phases.enter("backward")
-            learner.backward(loss)
+            learner.scaler.scale(loss).backward()
         if loaded.num_counted:
             total.loss_sum = total.loss_sum + outcome.loss_sum.detach()
-            total.num_samples += loaded.num_counted
             if outcome.num_correct is not None and total.num_correct is not None:
                 total.num_correct = total.num_correct + outcome.num_correct
     if learner.device.type == "cpu" and not math.isfinite(total.loss_sum.item()):
