@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.errors import ConfigError, RecordError
-from paceline.records.kinds import KINDS, Record
+from paceline.records.kinds import Record
 from paceline.records.samples import Samples
 from paceline.records.store import write_new
 
@@ -112,7 +112,6 @@ class LargeBatchRecord(Record):
     """
 
     kind: ClassVar[str] = "large_batch"
-    parts: ClassVar[dict[str, type]] = {"curve": CurvePoint}
     model: str
     data: str
     device: str
@@ -349,7 +348,6 @@ class NoiseRecord(Record):
     """
 
     kind: ClassVar[str] = "noise_scale"
-    parts: ClassVar[dict[str, type]] = {"probes": NoiseProbe}
     model: str
     data: str
     device: str
@@ -430,7 +428,7 @@ def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
 def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
     def total(name: str) -> float:
         """The sum over samples; not a number where a step has none."""
-        return sum((math.nan if row.get(name) is None else row[name]) * row["samples"] for row in rows)
+        return float(sum((math.nan if row.get(name) is None else row[name]) * row["samples"] for row in rows))
 
     samples, accuracy = sum(row["samples"] for row in rows), total("accuracy")
     # A wrapper does not report it for its first step, in which it makes its plan.
@@ -447,10 +445,6 @@ def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
         exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
         data_wait_s=sum(row["data_wait_s"] for row in rows),
     )
-
-
-for _kind in (BatchRecord, LargeBatchRecord, NoiseRecord):
-    KINDS[_kind.kind] = _kind
 
 
 # -- the folder of a training run: config.json and metrics.jsonl -------------------------------------------------------

@@ -221,4 +221,5 @@ def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.d
     if settings.optimizer in ("sgd", "adamw"):
         options["fused"] = device.type == "cuda"
     kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "lars": LARS, "lamb": LAMB}
-    return kinds[settings.optimizer](groups, **options)
+    optimizer: torch.optim.Optimizer = kinds[settings.optimizer](groups, **options)
+    return optimizer
