@@ -107,7 +107,7 @@ class RunFiles:
         for is_same, problem in (
             (
                 saved == shape,
-                f"is of {saved[0]} samples in batches of {saved[1]}, and now there are {shape[0]} in batches of "
+                f"is of {saved[0]} samples in batches of {saved[1]}, and now there are {shape[0]} samples in batches of "
                 f"{shape[1]}: keep both",
             ),
             (
