@@ -103,26 +103,18 @@ class RunFiles:
         shape = (len(job.train), job.batches.global_batch_size)
         saved = (meta["num_samples"], meta["global_batch_size"])
         grown, wanted = [tuple(mark) for mark in meta.get("growth", [])], list(job.batch_schedule.marks)
-        checksum = job.train.checksum
-        for is_same, problem in (
-            (
-                saved == shape,
-                f"is of {saved[0]} samples in batches of {saved[1]}, and now there are {shape[0]} samples in batches of "
-                f"{shape[1]}: keep both",
-            ),
-            (
-                grown == wanted,
-                f"has a global batch that grows as {_describe_marks(grown)}, and now it would grow as "
-                f"{_describe_marks(wanted)}: keep --batch-growth and --epochs",
-            ),
-            (
-                meta.get("checksum", checksum) == checksum,
-                f"was trained on other samples than {job.train.describe()}: name the data that it was trained on "
-                "(synthetic data also differs between cpu and cuda)",
-            ),
-        ):
-            if not is_same:
-                raise ConfigError(f"{loaded.path} {problem}, or its place in the data would change", code="mismatch")
+        problem = ""
+        if saved != shape:
+            texts = [f"{samples} samples in batches of {size}" for samples, size in (saved, shape)]
+            problem = f"is of {texts[0]}, and now there are {texts[1]}: keep both"
+        elif grown != wanted:
+            texts = [", ".join(f"{size} from sample {at} on" for at, size in x) or "none" for x in (grown, wanted)]
+            problem = f"grows its batch as {texts[0]}, and now as {texts[1]}: keep --batch-growth and --epochs"
+        elif meta.get("checksum", job.train.checksum) != job.train.checksum:
+            problem = f"was trained on other samples than {job.train.describe()}: name the data that it was trained on"
+            problem += " (synthetic data also differs between cpu and cuda)"
+        if problem:
+            raise ConfigError(f"{loaded.path} {problem}, or its place in the data would change", code="mismatch")
         expected = fingerprint(learner.module.state_dict())
         check_fingerprint(fingerprint(loaded.model), expected, f"checkpoint {loaded.path}")
         learner.module.load_state_dict(loaded.model)
@@ -203,10 +195,6 @@ class RunFiles:
 
     def describe_last(self) -> str:
         return "no checkpoint was saved yet" if self._last is None else f"the checkpoint of step {self._last} is kept"
-
-
-def _describe_marks(marks: Sequence[tuple[int, ...]]) -> str:
-    return ", ".join(f"{size} from sample {start} on" for start, size in marks) or "none"
 
 
 def _get_random(device: torch.device) -> dict[str, Any]:

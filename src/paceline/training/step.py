@@ -67,8 +67,9 @@ class PhaseClock:
         self._moments: list[tuple[str, Any]] = []
 
     def enter(self, phase: str) -> None:
-        moment: Any = torch.cuda.Event(enable_timing=True) if self._on_gpu else time.perf_counter()  # type: ignore[no-untyped-call]
+        moment: Any = time.perf_counter()
         if self._on_gpu:
+            moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             moment.record()
         self._moments.append((phase, moment))
 
