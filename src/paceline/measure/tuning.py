@@ -214,9 +214,8 @@ class TuningBench:
                 self._networks[group is self._group].attach(wrapped)
             return wrapped
 
-        return self._bench.add_wrapped(
-            self.job, None if candidate is None else wrap_by, ("marked",), role=role, label=label, **labels
-        )
+        replica = self.job.build(self._world, None if candidate is None else wrap_by)
+        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
 
     def _add_job(self, candidate: Candidate) -> None:
         source = "measured" if self._networks is None else "emulated"
