@@ -434,17 +434,12 @@ def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
     # A wrapper does not report it for its first step, in which it makes its plan.
     exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
     return EpochSummary(
-        epoch=epoch,
-        num_steps=len(rows),
-        num_samples=samples,
-        loss=total("loss") / samples,
+        epoch, len(rows), samples, loss=total("loss") / samples,
         accuracy=None if math.isnan(accuracy) else accuracy / samples,
-        test_loss=rows[-1].get("test_loss"),
-        test_accuracy=rows[-1].get("test_accuracy"),
-        seconds=sum(row["step_s"] for row in rows),
+        test_loss=rows[-1].get("test_loss"), test_accuracy=rows[-1].get("test_accuracy"),
+        seconds=sum(row["step_s"] for row in rows), data_wait_s=sum(row["data_wait_s"] for row in rows),
         exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
-        data_wait_s=sum(row["data_wait_s"] for row in rows),
-    )
+    )  # fmt: skip
 
 
 # -- the folder of a training run: config.json and metrics.jsonl -------------------------------------------------------

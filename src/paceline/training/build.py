@@ -1,7 +1,4 @@
-"""From settings to a job: data, model, wrapper, optimizer. Every rank builds its own.
-
-What they do together is in `loop`.
-"""
+"""From settings to a job: data, model, wrapper, optimizer. Every rank builds its own; `loop` is what they do."""
 
 from __future__ import annotations
 
@@ -96,23 +93,16 @@ def build_job(
     if num_steps is not None:
         epochs = -(-num_steps // per_epoch)
     batch_schedule = BatchSchedule(
-        global_batch_size=size,
-        num_samples=len(train),
-        epochs=epochs,
-        growths=settings.batch_growth,
-        tail=settings.tail,
+        global_batch_size=size, num_samples=len(train), epochs=epochs, growths=settings.batch_growth, tail=settings.tail
     )
     batch_schedule.check()
     num_steps = num_steps or batch_schedule.num_steps
     if settings.lr_warmup >= num_steps:
         raise ConfigError(f"--lr-warmup {settings.lr_warmup} of {num_steps} steps in all: leave some to train at --lr")
     schedule = Schedule(
-        shape=settings.schedule,
-        peak=settings.lr,
-        num_steps=num_steps,
-        warmup_steps=settings.lr_warmup,
+        shape=settings.schedule, peak=settings.lr, num_steps=num_steps, warmup_steps=settings.lr_warmup,
         drops=settings.lr_drops,
-    )
+    )  # fmt: skip
     return Job(settings, world, settings.batches, train, test, learner, schedule, batch_schedule)
 
 
@@ -169,18 +159,12 @@ def build_learner(
     if settings.label_smoothing and not data.form.num_classes:
         found = f"--label-smoothing {settings.label_smoothing}: {data.name} has numbers as targets"
         raise ConfigError(f"{found}; leave it out")
+    optimizer = _build_optimizer(module, settings, world.device)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
     return Learner(
-        model=_wrap(module, settings, plan),
-        module=module,
-        optimizer=_build_optimizer(module, settings, world.device),
-        scaler=torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16"),
-        form=data.form,
-        device=world.device,
-        world_size=world.world_size,
-        precision=settings.precision,
-        clip=settings.clip,
-        label_smoothing=settings.label_smoothing,
-    )
+        _wrap(module, settings, plan), module, optimizer, scaler, data.form, world.device, world.world_size,
+        settings.precision, settings.clip, settings.label_smoothing,
+    )  # fmt: skip
 
 
 def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.Module:
@@ -197,16 +181,12 @@ def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.M
     here = {name: param.nbytes for name, param in module.named_parameters() if param.requires_grad}
     if planned != here:
         odd = sorted(planned.items() ^ here.items())[0][0]
-        raise ConfigError(
-            f"--plan is of {len(planned)} gradients and the model has {len(here)} (the first that differs is {odd}): "
-            "make a plan for this model"
-        )
+        found = f"--plan is of {len(planned)} gradients and the model has {len(here)} (the first that differs is {odd})"
+        raise ConfigError(f"{found}: make a plan for this model")
     kwargs = plan.as_torch_kwargs()
     if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
-        raise ConfigError(
-            "--plan has buckets that no single cap gives, and a cap for each needs torch 2.13 or newer: use "
-            "--wrapper paceline, or a plan of `tune --wrapper torch` on this torch"
-        )
+        found = "--plan has buckets that no single cap gives, and a cap for each needs torch 2.13 or newer"
+        raise ConfigError(f"{found}: use --wrapper paceline, or a plan of `tune --wrapper torch` on this torch")
     return DistributedDataParallel(module, **kwargs)
 
 

@@ -83,10 +83,8 @@ def _pack(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tens
             key += "'"
         tensors[key] = value.detach()
         return {_TENSOR: key}
-    raise ConfigError(
-        f"{_name(path)} is {_type(value)}: a checkpoint holds dense tensors, int, float, bool, str, None, "
-        "and dicts, lists and tuples of these; convert it"
-    )
+    kinds = "dense tensors, int, float, bool, str, None, and dicts, lists and tuples of these"
+    raise ConfigError(f"{_name(path)} is {_type(value)}: a checkpoint holds {kinds}; convert it")
 
 
 def _unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -113,11 +111,10 @@ def _name(path: tuple[str | int, ...]) -> str:
 
 
 def _type(value: Any) -> str:
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, torch.Tensor):
-        return f"a tensor ({name}, {value.layout}, {value.dtype}, on {value.device})"
-    return f"an integer of {value.bit_length()} bits" if kind is int else f"of type {name}"
+        return f"a tensor ({value.layout}, {value.dtype}, on {value.device})"
+    is_int, name = type(value) is int, f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"an integer of {value.bit_length()} bits" if is_int else f"of type {name.removeprefix('builtins.')}"
 
 
 # -- safetensors -------------------------------------------------------------------------------------------------------
@@ -134,20 +131,15 @@ _PAGE_BYTES = 4096
 
 
 class TensorBuffer:
-    """A whole file in host memory, allocated once and reused; pinned where tensors come from a GPU.
-
-    Copies from a GPU may still be running after `fill`: `synchronize` waits for them.
-    """
+    """A whole file in host memory, allocated once and reused; pinned where tensors come from a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._events: list[torch.cuda.Event] = []
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> memoryview:
-        """Copy the tensors; the bytes of the file, valid until the next `fill`.
-
-        A copy from a GPU is queued on its current stream, so work that is queued there later cannot change it.
-        """
+        """Copy the tensors; the bytes of the file, valid until the next `fill`. Copies from a GPU are queued on its
+        current stream, so work that is queued there later cannot change them."""
         entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
         num_bytes = 0
         # Large elements first, as the format's own writer does: then every tensor is aligned.
@@ -155,15 +147,14 @@ class TensorBuffer:
         for name in order:
             tensor, start = tensors[name], num_bytes
             if tensor.dtype not in _NAMES:
-                raise ConfigError(
-                    f"tensor {name!r} of {tensor.dtype} cannot be saved: safetensors knows {', '.join(_DTYPES)}"
-                )
-            num_bytes += tensor.numel() * tensor.element_size()
-            offsets = [start, num_bytes]
-            entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-        header += b" " * (-len(header) % 8)
-        header = len(header).to_bytes(8, "little") + header
+                known = ", ".join(_DTYPES)
+                raise ConfigError(f"tensor {name!r} of {tensor.dtype} cannot be saved: safetensors knows {known}")
+            num_bytes += tensor.nbytes
+            place = [start, num_bytes]
+            entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
         on_gpu = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         num_bytes += len(header)
         if self._buffer.numel() < num_bytes + _PAGE_BYTES or (on_gpu and not self._buffer.is_pinned()):
@@ -185,7 +176,7 @@ class TensorBuffer:
         return view
 
     def synchronize(self) -> None:
-        """Wait until the bytes of the last `fill` are there."""
+        """Wait for copies from a GPU, which may still be running after `fill`."""
         for event in self._events:
             event.synchronize()
 
@@ -223,7 +214,6 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 # -- the names of a model ----------------------------------------------------------------------------------------------
 
 _PREFIXES = ("module.", "_orig_mod.")  # of wrappers for data parallelism and of torch.compile
-_SHOWN = 3
 
 
 def plain_names(model_state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -261,26 +251,15 @@ def fingerprint(model_state: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def check_fingerprint(found: Mapping[str, str], expected: Mapping[str, str], where: str) -> None:
     """Refuse weights of another model; the error names the first differences."""
-    differences = {
-        "missing": [name for name in expected if name not in found],
-        "extra": [name for name in found if name not in expected],
-        "of another type or shape": [
-            f"{name} is {found[name]} and should be {expected[name]}"
-            for name in expected
-            if found.get(name, expected[name]) != expected[name]
-        ],
-    }
-    parts = [
-        f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
-        for what, names in differences.items()
-        if names
+    odd = [
+        f"{name} is {found.get(name, 'missing')} and should be {expected.get(name, 'absent')}"
+        for name in dict.fromkeys((*expected, *found))
+        if found.get(name) != expected.get(name)
     ]
-    if parts:
-        raise ConfigError(
-            f"{where} is of another model: of {len(expected)} tensors {'; '.join(parts)}: "
-            "train the model that it was saved from, or choose another folder",
-            code="mismatch",
-        )
+    if odd:
+        some = f"{len(odd)} tensors differ ({', '.join(odd[:3])}{', ...' if len(odd) > 3 else ''})"
+        hint = "train the model that it was saved from, or choose another folder"
+        raise ConfigError(f"{where} is of another model: {some}: {hint}", code="mismatch")
 
 
 def export_weights(path: Path, model_state: Mapping[str, torch.Tensor]) -> None:
@@ -305,9 +284,9 @@ _SUM = b', "crc32": "'
 
 
 def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
-    """Write the files and their manifest as a new folder; it replaces one of that name when it is complete.
+    """Write the files and their manifest as a new folder, which replaces one of that name when it is complete.
 
-    OSError where that fails; then nothing of the new folder is left.
+    OSError where that fails; then nothing of it is left.
     """
     temporary = path.with_name(_SAVING + path.name)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -335,11 +314,8 @@ def verify_folder(path: Path, names: Collection[str]) -> None:
         document = json.loads(content)
         if document["version"] != _VERSION:
             # Not damaged: falling back to an older one would lose what a newer Paceline trained.
-            raise ConfigError(
-                f"{path} has version {document['version']!r} and this Paceline reads version {_VERSION}: "
-                "use the Paceline that wrote it, or choose another folder",
-                code="version",
-            )
+            text = f"{path} has version {document['version']!r} and this Paceline reads version {_VERSION}"
+            raise ConfigError(f"{text}: use the Paceline that wrote it, or choose another folder", code="version")
         files = document["files"]
         if files.keys() != set(names):
             raise RecordError(f"{MANIFEST} lists {', '.join(files) or 'no files'} and should list {', '.join(names)}")
@@ -513,10 +489,8 @@ class CheckpointStore:
             return  # one step has one state
         later = [there for there in self.find() if there >= step and there not in self._refused]
         if later:
-            raise ConfigError(
-                f"{self.folder} holds step {later[0]}, and step {step} cannot be saved before it: resume that run, "
-                "remove its checkpoints, or choose another folder"
-            )
+            found = f"{self.folder} holds step {later[0]}, and step {step} cannot be saved before it"
+            raise ConfigError(f"{found}: resume that run, remove its checkpoints, or choose another folder")
         kept, aliases = _split_tied(model_state)
         tensors, structure = pack_state(dict(state))
         document = {
@@ -566,11 +540,8 @@ class CheckpointStore:
             loaded.refused.extend(f"{error}; the one before it is used" for error in refused)
             return loaded
         if refused:
-            raise RecordError(
-                f"no checkpoint in {self.folder} is intact, of {len(refused)} ({refused[0]}): restore one, or remove "
-                "them to start from the beginning",
-                code="damaged",
-            )
+            found = f"no checkpoint in {self.folder} is intact, of {len(refused)} ({refused[0]})"
+            raise RecordError(f"{found}: restore one, or remove them to start from the beginning", code="damaged")
         return None
 
     def _write(self, step: int, files: Mapping[str, bytes | memoryview], needed_bytes: int) -> None:
@@ -603,8 +574,6 @@ def _explain(path: Path, needed_bytes: int) -> Iterator[None]:
         free = "an unknown amount"
         with contextlib.suppress(OSError):
             free = format_bytes(shutil.disk_usage(path.parent).free)
-        raise RecordError(
-            f"cannot save checkpoint {path}: {error.strerror}; it needs {format_bytes(needed_bytes)} and {free} is "
-            "free: make room, keep fewer, or choose another folder",
-            code="disk",
-        ) from None
+        found = f"{error.strerror}; it needs {format_bytes(needed_bytes)} and {free} is free"
+        hint = "make room, keep fewer, or choose another folder"
+        raise RecordError(f"cannot save checkpoint {path}: {found}: {hint}", code="disk") from None

@@ -146,12 +146,10 @@ class RunFiles:
     def is_due_by_time(self) -> bool:
         return self._every.seconds is not None and time.monotonic() - self._saved_s >= self._every.seconds
 
-    def is_due_by_steps(self, step: int) -> bool:
-        return self._every.steps is not None and step % self._every.steps == 0
-
-    @property
-    def every_epoch(self) -> bool:
-        return self._every == SaveEvery()
+    def is_due(self, step: int, is_epoch_end: bool) -> bool:
+        """Whether a save is due after this step, whatever the time."""
+        steps, is_each_epoch = self._every.steps, self._every == SaveEvery()
+        return (is_each_epoch and is_epoch_end) or (steps is not None and step % steps == 0)
 
     def save(self, job: Job, position: Position) -> None:
         """Save everything that the next step depends on. Collective: call on every rank."""
@@ -166,13 +164,10 @@ class RunFiles:
         plan = learner.model.plan if isinstance(learner.model, DataParallel) else None
         optimizer, scaler = learner.optimizer.state_dict(), learner.scaler.state_dict()
         meta = dataclasses.asdict(position) | {
-            "world_size": self._world.world_size,
-            "global_batch_size": job.batches.global_batch_size,
-            "growth": [list(mark) for mark in job.batch_schedule.marks],
-            "num_samples": len(job.train),
-            "checksum": job.train.checksum,
-            "plan": None if plan is None else plan.to_json(),
-        }
+            "world_size": self._world.world_size, "global_batch_size": job.batches.global_batch_size,
+            "growth": [list(mark) for mark in job.batch_schedule.marks], "num_samples": len(job.train),
+            "checksum": job.train.checksum, "plan": None if plan is None else plan.to_json(),
+        }  # fmt: skip
         state = {"optimizer": optimizer, "scaler": scaler, "random": randoms}
         self._store.save(position.step, learner.module.state_dict(), state, meta)
 

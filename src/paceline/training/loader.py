@@ -42,14 +42,9 @@ class Window:
 
 
 def load_windows(
-    data: DataSet,
-    order: EpochOrder,
-    start: int,
-    rank: int,
-    world_size: int,
-    batch_size: int | tuple[int, ...],
+    data: DataSet, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int | tuple[int, ...],
     device: torch.device,
-) -> Generator[Window, None, None]:
+) -> Generator[Window, None, None]:  # fmt: skip
     """This rank's share of every window of the epoch, from window `start` on.
 
     `batch_size` is the most samples of a micro-batch, in all windows or in each.

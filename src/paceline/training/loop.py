@@ -1,7 +1,6 @@
-"""The training loop, top to bottom: epochs of global batches, a step each, evaluation, metrics, checkpoints.
+"""The training loop, top to bottom: `run_steps` is the loop, `train` a run that people keep.
 
-`run_steps` is the one loop. `train` is a run that people keep: metrics, checkpoints, resume. One step is in `step`,
-what ranks exchange in `journal`, what is on disk in `checkpoints`.
+One step is in `step`, what ranks exchange in `journal`, what is on disk in `checkpoints`.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
             dist.broadcast(buffer, src=0)
     was_training = learner.module.training
     learner.module.eval()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=learner.device)
-    correct = torch.zeros((), dtype=torch.int64, device=learner.device)
+    loss_sum, correct = torch.zeros((2,), dtype=torch.float64, device=learner.device)
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
     starts = range(0, len(data), size)
     share = evaluation_share(len(starts), world.rank, world.world_size)
@@ -112,7 +110,7 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
                 correct += outcome.num_correct
     finally:
         learner.module.train(was_training)
-    sums = torch.stack([loss_sum, correct.double()]).cpu()
+    sums = torch.stack([loss_sum, correct]).cpu()
     if world.world_size > 1:
         dist.all_reduce(sums, group=world.control)
     num_targets = len(data) * learner.form.targets_per_sample
@@ -152,11 +150,8 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         total = job.schedule.num_steps
         if start.step > total:
             ends = "epochs" if settings.steps is None else "steps"
-            raise ConfigError(
-                f"--{ends} {getattr(settings, ends)} ends after step {total}, and the run is already at step "
-                f"{start.step}: give more {ends}",
-                code="mismatch",
-            )
+            text = f"--{ends} {getattr(settings, ends)} ends after step {total}, and the run is already at step"
+            raise ConfigError(f"{text} {start.step}: give more {ends}", code="mismatch")
         files.open(start.step)
         notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
@@ -211,7 +206,8 @@ class _Run:
             step = taken.position.step
             exposed_s = read_exposed(job.learner.model, job.world.world_size)
             self._journal.add(taken, phases=self._phases.end(), lap=self._lap(), exposed_s=exposed_s)
-            if taken.is_epoch_end or taken.is_last or self._journal.is_due or files.is_due_by_steps(step):
+            is_due = self._journal.is_due or files.is_due(step, taken.is_epoch_end)
+            if taken.is_epoch_end or taken.is_last or is_due:
                 number = self._synchronize(taken).signal
                 if number:
                     break
@@ -249,7 +245,7 @@ class _Run:
             total, label = job.schedule.num_steps, _describe_rows(rows)
             line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""
             post(Progress(step, total, label, line=line))
-        is_due = exchange.is_save_due or files.is_due_by_steps(step) or (taken.is_epoch_end and files.every_epoch)
+        is_due = exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
         if exchange.signal or taken.is_last or is_due:
             # A finite loss can have gradients that are not: never save what they made of the model.
             if name := find_bad_parameter(job.learner.module):

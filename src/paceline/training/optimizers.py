@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,14 +74,8 @@ class _LayerwiseOptimizer(Optimizer):
             for name, value in self.defaults.items():  # the state of torch's optimizers has fewer
                 group.setdefault(name, value)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take a step; `closure` recomputes the loss and its gradients, and the loss is returned."""
         loss = None
         if closure is not None:
@@ -122,15 +116,9 @@ class LARS(_LayerwiseOptimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        trust_coefficient: float = 0.001,
-        nesterov: bool = False,
-        eps: float = 1e-8,
-    ) -> None:
+        self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001, nesterov: bool = False, eps: float = 1e-8,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient,
             "nesterov": nesterov, "eps": eps,
@@ -168,13 +156,9 @@ class LAMB(_LayerwiseOptimizer):
     """
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
+        self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
         weight_decay: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _move(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
