@@ -16,7 +16,6 @@ from paceline.records.kinds import record_from_json, record_to_json
 from paceline.records.training import (
     NoiseProbe,
     RecipeSummary,
-    Spread,
     estimate_noise_scale,
     find_knee,
     summarize_epochs,
@@ -176,7 +175,6 @@ def test_runs_that_do_not_belong_together_are_refused(runs, reason):
 def test_the_made_study_has_what_the_tests_of_tables_need():
     summaries = summarize_recipes(make_runs(make_rng()))
     assert [s.num_failed for s in summaries] == [0, 0, 0, 1, 0]
-    assert Spread.of([1.0]) == Spread(1.0, None)
 
 
 # -- the gradient noise scale ------------------------------------------------------------------------------------------

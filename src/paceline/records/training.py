@@ -1,7 +1,4 @@
-"""Records of training: batch sizes, large-batch runs, the gradient noise scale, and summaries of epochs.
-
-Derived numbers (spread over seeds, the knee of a batch sweep, averages of an epoch) are computed here and never stored.
-"""
+"""Records of training: batch sizes, large-batch runs, the gradient noise scale, epochs and the files of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +28,7 @@ _MIN_PROBES = 3  # the spread of fewer probes is not known
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord(Record):
     """Epochs on one rank at one batch size. `timing` has one repetition per epoch: the seconds of its steps, without
-    the time that they waited for data, which is `data_wait`. Warm-up epochs are kept apart.
+    the time that they waited for data, which is `data_wait`.
 
     If the batch does not fit into memory, `failure` says so and there are no times. `peak_bytes` is the peak memory of
     the process (on CUDA: of its tensors); 0 if it is not known.
@@ -103,12 +100,10 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatchRecord(Record):
-    """One training run of a large-batch study. `recipe` is its name, `configuration` its full description.
+    """One training run of a large-batch study, of a `budget` of `epochs` (maybe a fraction) or `updates`.
 
-    All runs of a study have the same `budget`: a number of `epochs` or of `updates`. A run of updates may end within an
-    epoch, so `epochs` may be a fraction. `batch_size` is the samples that one rank computes at once,
-    `largest_batch_size` the global batch size at the end if it grew. A run whose loss became NaN or infinite has a
-    `failure`, and its curve ends there.
+    `batch_size` is the samples that one rank computes at once, `largest_batch_size` the global batch size at the end if
+    it grew. A run whose loss became NaN or infinite has a `failure`, and its curve ends there.
     """
 
     kind: ClassVar[str] = "large_batch"
@@ -160,23 +155,26 @@ class Spread:
     mean: float
     deviation: float | None
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
-
 
 @dataclass(frozen=True)
 class RecipeSummary:
-    """All seeds of one recipe at one global batch size, compared with `baseline`."""
+    """All seeds of one recipe at one global batch size, compared with `baseline`. Spreads are of finished runs."""
 
     runs: tuple[LargeBatchRecord, ...]
     baseline: RecipeSummary | None = None
+    accuracy: Spread | None = field(init=False)
+    test_loss: Spread | None = field(init=False)
+    train_loss: Spread | None = field(init=False)
 
     def __post_init__(self) -> None:
         if len({run.cell for run in self.runs}) != 1:
             raise RecordError("a summary needs runs of one recipe, batch size and budget; these are of several cells")
         if len({run.seed for run in self.runs}) != len(self.runs):
             raise RecordError(f"{self.first.recipe} at {self.first.global_batch_size}: a seed appears twice")
+        for name, of in (("accuracy", "test_accuracy"), ("test_loss", "test_loss"), ("train_loss", "train_loss")):
+            values = [getattr(run.curve[-1], of) for run in self.finished]
+            deviation = statistics.stdev(values) if len(values) > 1 else None
+            object.__setattr__(self, name, Spread(statistics.fmean(values), deviation) if values else None)
 
     @property
     def first(self) -> LargeBatchRecord:
@@ -189,23 +187,6 @@ class RecipeSummary:
     @property
     def num_failed(self) -> int:
         return len(self.runs) - len(self.finished)
-
-    def _spread(self, name: str) -> Spread | None:
-        """Of a value at the end of the runs, over those that finished."""
-        values = [getattr(run.curve[-1], name) for run in self.finished]
-        return Spread.of(values) if values else None
-
-    @property
-    def accuracy(self) -> Spread | None:
-        return self._spread("test_accuracy")
-
-    @property
-    def test_loss(self) -> Spread | None:
-        return self._spread("test_loss")
-
-    @property
-    def train_loss(self) -> Spread | None:
-        return self._spread("train_loss")
 
     @property
     def gap(self) -> float | None:
@@ -236,10 +217,8 @@ def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary
 
 @dataclass(frozen=True)
 class NoiseProbe:
-    """Squared gradient norms of small batches of equal size, from all ranks, and the squared norm of their mean.
-
-    The mean is the gradient of the big batch that the small batches form.
-    """
+    """Squared gradient norms of small batches of equal size, from all ranks, and that of their mean: the gradient of
+    the big batch that they form."""
 
     small_squares: tuple[float, ...]
     big_square: float
@@ -253,13 +232,7 @@ class NoiseProbe:
                 raise RecordError(f"a probe has the squared norm {value!r}; it must be finite and not negative")
         small, big = self.mean_small_square, self.big_square
         if big > small * (1 + _ROUNDING):
-            raise RecordError(
-                f"the squared norm of a probe's mean gradient, {big:g}, is above that of its parts, {small:g}"
-            )
-
-    @property
-    def num_small(self) -> int:
-        return len(self.small_squares)
+            raise RecordError(f"the squared norm of a probe's mean gradient, {big:g}, is above its parts', {small:g}")
 
     @property
     def mean_small_square(self) -> float:
@@ -270,9 +243,8 @@ class NoiseProbe:
 class NoiseEstimate:
     """The squared norm of the true gradient, and the trace of the covariance of one sample's gradient.
 
-    Both estimates are unbiased, so the first can be negative if the noise is large. `interval` is the 90 % confidence
-    interval of the noise scale. Its upper end is infinite if the probes only give a lower bound; it is None if there
-    are too few probes.
+    Both are unbiased, so the first can be negative if the noise is large. `interval` is the 90 % interval of the noise
+    scale, infinite where the probes only give a lower bound; None if there are too few.
     """
 
     gradient_square: float
@@ -281,8 +253,7 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self) -> float | None:
-        """In samples. None if the estimate of the gradient is not positive: the noise scale then only has a lower
-        bound."""
+        """In samples; None where it only has a lower bound, because the estimate of the gradient is not positive."""
         return self.noise_trace / self.gradient_square if self.gradient_square > 0 else None
 
 
@@ -297,7 +268,7 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
         raise RecordError(f"{len(probes)} probes of batches of {b} samples: both must be at least 1")
     signals, noises = [], []
     for probe in probes:
-        big, small_square = b * probe.num_small, probe.mean_small_square
+        big, small_square = b * len(probe.small_squares), probe.mean_small_square
         signals.append((big * probe.big_square - b * small_square) / (big - b))
         noises.append((small_square - probe.big_square) / (1 / b - 1 / big))
     noise = max(0.0, statistics.fmean(noises))
@@ -307,8 +278,8 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
 def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[float, float] | None:
     """Fieller's 90 % interval of mean(noises) / mean(signals): all r for which mean(noises - r * signals) may be 0.
 
-    Unlike quantiles of resampled ratios it is valid for few probes. It has no upper end if the mean of the signals may
-    be 0. The true mean of the signals is a square, so a negative estimate counts as 0.
+    It is valid for few probes, and has no upper end if the mean of the signals may be 0. Their true mean is a square,
+    so a negative estimate counts as 0.
     """
     count = len(signals)
     if count < _MIN_PROBES:
@@ -366,14 +337,14 @@ class NoiseRecord(Record):
             raise RecordError(f"{self.model}: {found} are not valid: all must be positive")
         if type(self.epoch) not in (float, int) or not 0 <= self.epoch < math.inf:
             raise RecordError(f"{self.model}: the epoch is {self.epoch!r}; it must be finite and not negative")
-        sizes = sorted({probe.num_small for probe in self.probes})
+        sizes = sorted({len(probe.small_squares) for probe in self.probes})
         if len(sizes) != 1:
             found = f"{len(self.probes)} probes of {sizes} small gradients"
             raise RecordError(f"{self.model}: {found}: at least one probe is needed, and equally many in each")
 
     @property
     def big_batch_size(self) -> int:
-        return self.small_batch_size * self.probes[0].num_small
+        return self.small_batch_size * len(self.probes[0].small_squares)
 
     @cached_property
     def estimate(self) -> NoiseEstimate:

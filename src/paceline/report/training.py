@@ -30,7 +30,6 @@ from paceline.report.table import Column, Table
 from paceline.units import format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _PARTS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
@@ -59,10 +58,9 @@ _COLUMNS: Sequence[Column] = (
 
 
 class TrainRunResult(Result):
-    """A training run. In its folder, `config.json` and `metrics.jsonl` are the run; all else follows from them.
+    """A training run: in its folder, `config.json` and `metrics.jsonl`. `rows` has a row for each step.
 
-    `rows` has a row for each step. `run.config` has the settings, and under `outcome` how the run ended: `steps`,
-    `world_size`, `backend`, `device`, `num_parameters`.
+    `run.config` has the settings, and in `outcome` its `steps`, `world_size`, `backend`, `device`, `num_parameters`.
     """
 
     verbs = ("train",)
@@ -81,8 +79,7 @@ class TrainRunResult(Result):
     @property
     def outcome(self) -> dict[str, Any]:
         """How the run ended; empty for an unfinished one, and for one of an older Paceline."""
-        found: dict[str, Any] = self.config.get("outcome") or {}
-        return found
+        return dict(self.config.get("outcome") or {})
 
     @property
     def steps(self) -> int:
@@ -99,10 +96,7 @@ class TrainRunResult(Result):
 
     @property
     def phases(self) -> dict[str, float]:
-        """The median seconds of each part of the steps that `profile` timed, without the first, which makes the plan.
-
-        Empty for a run without `profile`.
-        """
+        """The median seconds of each part of a step, without the first, which makes the plan; {} without `profile`."""
         timed = [row for row in self.rows if "forward_s" in row]
         columns = {name: [row[name] for row in timed[1:] or timed if row[name] is not None] for name in _PARTS}
         return {name: statistics.median(values) for name, values in columns.items() if values} if timed else {}
@@ -183,13 +177,8 @@ class TrainRunResult(Result):
 
 def render_config(settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None) -> str:
     """The text of `config.json`."""
-    name, version = CONFIG_FORMAT
-    document = {
-        "format": name,
-        "version": version,
-        "settings": settings,
-        "environment": dataclasses.asdict(environment),
-    }
+    document = dict(zip(("format", "version"), CONFIG_FORMAT, strict=True))
+    document |= {"settings": settings, "environment": dataclasses.asdict(environment)}
     return json.dumps(document | ({"outcome": outcome} if outcome else {}), indent=1) + "\n"
 
 
@@ -210,22 +199,20 @@ def load_training(folder: str | Path) -> TrainRunResult:
 def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> Figure:
     """The loss of every step, and the test loss and accuracy where they were measured."""
     figure, axes = new_figure(title, f"{subtitle}; measured")
+    axes.plot(
+        [row["step"] for row in rows], [row["loss"] for row in rows], color=COLORS[0], linewidth=0.9, alpha=0.8,
+        label="training loss",
+    )  # fmt: skip
     tested = [row for row in rows if row.get("test_loss") is not None]
-
-    def draw(on: Axes, some: Sequence[dict[str, Any]], name: str, scale: float = 1.0, **style: Any) -> None:
-        on.plot([row["step"] for row in some], [scale * row[name] for row in some], **style)
-
-    draw(axes, rows, "loss", color=COLORS[0], linewidth=0.9, alpha=0.8, label="training loss")
+    at, accuracy = [row["step"] for row in tested], [row.get("test_accuracy") for row in tested]
     if tested:
-        draw(axes, tested, "test_loss", color=COLORS[1], marker="o", label="test loss")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+        axes.plot(at, [row["test_loss"] for row in tested], color=COLORS[1], marker="o", label="test loss")
+    axes.set(xlabel="step", ylabel="loss")
     axes.set_ylim(bottom=0)
-    if tested and all(row.get("test_accuracy") is not None for row in tested):
-        right = axes.twinx()
-        draw(right, tested, "test_accuracy", 100, color=COLORS[2], marker="s", linestyle="--", label="test accuracy")
-        right.set_ylabel("test accuracy (%)")
-        right.set_ylim(0, 100)
+    if tested and None not in accuracy:
+        right, percent = axes.twinx(), [100 * row["test_accuracy"] for row in tested]
+        right.plot(at, percent, color=COLORS[2], marker="s", linestyle="--", label="test accuracy")
+        right.set(ylabel="test accuracy (%)", ylim=(0, 100))
         right.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
     return figure

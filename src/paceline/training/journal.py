@@ -1,7 +1,6 @@
 """What a run records while it trains: the steps of all ranks as rows of metrics, and the stop signal.
 
 Ranks exchange what they recorded about four times a second, not in every step, so that short steps do not pay for it.
-The file of the rows is in `records.training`.
 """
 
 from __future__ import annotations
@@ -84,15 +83,8 @@ class TakenStep:
     is_last: bool
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A step that is not yet exchanged. `values` is (loss sum, number of correct targets), on the host."""
-
-    taken: TakenStep
-    values: torch.Tensor
-    lap: PhaseTimes
-    phases: PhaseTimes
-    exposed_s: float | None
+# A step that is not yet exchanged: (loss sum, number of correct targets) on the host, its lap, its phases, exposed_s.
+_Entry = tuple[TakenStep, "torch.Tensor", "PhaseTimes", "PhaseTimes", float | None]
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,7 @@ class Journal:
         if values.is_cuda:
             host = torch.empty_like(values, device="cpu", pin_memory=True)
             values = host.copy_(values, non_blocking=True)
-        self._entries.append(_Entry(taken, values, lap, phases, exposed_s))
+        self._entries.append((taken, values, lap, phases, exposed_s))
 
     @property
     def is_due(self) -> bool:
@@ -141,9 +133,8 @@ class Journal:
             torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
         entries, self._entries = self._entries, []
         reports: list[Exchange] = self.world.share(self._build_report(entries, is_save_due))
-        rows = tuple(
-            _build_row(entry.taken, [report.rows[index] for report in reports]) for index, entry in enumerate(entries)
-        )
+        by_step = zip(*(report.rows for report in reports), strict=True)
+        rows = tuple(_build_row(taken, ranks) for (taken, *_), ranks in zip(entries, by_step, strict=True))
         if rows:
             slowest_s = sum(row["step_s"] for row in rows) / len(rows)
             self.every = max(1, min(_MAX_STEPS, int(_EXCHANGE_EVERY_S / max(slowest_s, 1e-6))))
@@ -153,13 +144,13 @@ class Journal:
 
     def _build_report(self, entries: Sequence[_Entry], is_save_due: bool) -> Exchange:
         rows, bad = [], None
-        for entry in entries:
-            loss_sum, num_correct = entry.values.tolist()
+        for taken, values, lap, phases, exposed_s in entries:
+            loss_sum, num_correct = values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
-                bad = entry.taken.position.step, self.world.rank, entry.taken.outcome.bad_parameter
-            times = {"step_s": entry.lap.read()["step"], "data_wait_s": entry.taken.data_wait_s}
-            times |= {f"{phase}_s": seconds for phase, seconds in entry.phases.read().items()}
-            rows.append({"loss": loss_sum, "correct": num_correct, "exposed_s": entry.exposed_s, "times": times})
+                bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
+            times = {"step_s": lap.read()["step"], "data_wait_s": taken.data_wait_s}
+            times |= {f"{phase}_s": seconds for phase, seconds in phases.read().items()}
+            rows.append({"loss": loss_sum, "correct": num_correct, "exposed_s": exposed_s, "times": times})
         return Exchange(tuple(rows), bad, self.request.number, is_save_due)
 
 
@@ -168,15 +159,13 @@ def _build_row(taken: TakenStep, ranks: Sequence[Mapping[str, Any]]) -> dict[str
     exposed = [rank["exposed_s"] for rank in ranks if rank["exposed_s"] is not None]
     correct = None if taken.outcome.num_correct is None else sum(rank["correct"] for rank in ranks)
     return {
-        "step": taken.position.step,
-        "epoch": taken.epoch,
+        "step": taken.position.step, "epoch": taken.epoch,
         "loss": sum(rank["loss"] for rank in ranks) / taken.num_targets,
         "accuracy": None if correct is None else correct / taken.num_targets,
-        "samples": taken.num_samples,
-        "lr": taken.rate,
+        "samples": taken.num_samples, "lr": taken.rate,
         "exposed_comm_s": sum(exposed) / len(exposed) if exposed else None,
         **{name: max(rank["times"][name] for rank in ranks) for name in ranks[0]["times"]},
-    }
+    }  # fmt: skip
 
 
 class EventsLog:
@@ -187,10 +176,8 @@ class EventsLog:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ConfigError(
-                "TensorBoard's files need the package tensorboard, which is not installed: "
-                "install paceline[tensorboard], or train without them"
-            ) from None
+            hint = "install paceline[tensorboard], or train without them"
+            raise ConfigError(f"TensorBoard's files need the package tensorboard, which is not there: {hint}") from None
         purge_step = None if after_step is None else after_step + 1
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
         self.close = self._writer.close

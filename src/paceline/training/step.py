@@ -1,7 +1,4 @@
-"""One training step, top to bottom: forward, backward and optimizer, each a phase on a clock.
-
-Where the micro-batches come from is in `loader`; what happens between steps is in `loop`.
-"""
+"""One training step, top to bottom: forward, backward and optimizer, each a phase on a clock."""
 
 from __future__ import annotations
 
@@ -83,8 +80,7 @@ class PhaseClock:
 def settled_kernels(device: torch.device, precision: str) -> Iterator[None]:
     """Turn oneDNN off where the CPU does not support this precision with it, and restore it afterwards.
 
-    Otherwise torch tries, prints a page, and turns it off for the rest of the process: in the middle of the first step,
-    so that a resumed run would compute its first step by other kernels than an uninterrupted one.
+    Else torch turns it off in the middle of the first step, which a resumed run would compute by other kernels.
     """
     supports = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
     if device.type != "cpu" or precision not in supports or getattr(torch.ops.mkldnn, supports[precision])():
@@ -123,8 +119,7 @@ class Learner:
         return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
     def fill(self, loaded: LoadedBatch) -> Batch:
-        """What is computed where a rank has no sample: one that does not count or, before layers that normalise over
-        all ranks and would count it, none."""
+        """Where a rank has no sample: one that does not count or, where norms over all ranks would count it, none."""
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
         return loaded.batch.first(0)
