@@ -176,12 +176,12 @@ def build():
 
 @pytest.fixture(scope="module")
 def normed(tmp_path_factory) -> TrainSettings:
-    """A small model with BatchNorm. 7 samples leave a tail of 3, which 2 ranks share as 1 and 2."""
+    """A small model with BatchNorm. 13 samples leave a tail of 5, which 2 ranks share as 2 and 3."""
     file = tmp_path_factory.mktemp("model") / "normed.py"
     file.write_text(NORMED)
     return TrainSettings(
-        model=f"{file}:build", data="synthetic:numbers", device="cpu", threads=1, lr=0.01, samples=7,
-        global_batch_size=4,
+        model=f"{file}:build", data="synthetic:numbers", device="cpu", threads=1, lr=0.01, samples=13,
+        global_batch_size=8,
     )  # fmt: skip
 
 
