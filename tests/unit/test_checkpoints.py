@@ -46,10 +46,18 @@ def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+@contextlib.contextmanager
+def opened(*arguments, **options):
+    """A store whose last save is on disk at the end."""
+    store = CheckpointStore(*arguments, **options)
+    yield store
+    store.wait()
+
+
 @pytest.fixture
 def store(tmp_path):
     """A store that has saved steps 10 and 20."""
-    with CheckpointStore(tmp_path / "run" / "checkpoints") as store:
+    with opened(tmp_path / "run" / "checkpoints") as store:
         save(store, 10, 20)
         yield store
 
@@ -69,7 +77,7 @@ def test_nothing_there_is_no_error(tmp_path):
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [50]), (3, [50, 40, 30]), (9, [50, 40, 30, 20, 10])])
 def test_the_newest_stay(tmp_path, keep, kept):
-    with CheckpointStore(tmp_path, keep) as store:
+    with opened(tmp_path, keep) as store:
         save(store, 10, 20, 30, 40, 50)
         assert store.find() == kept and len(names(tmp_path)) == len(kept)
 
@@ -83,7 +91,7 @@ def test_older_ones_go_only_when_the_new_one_is_complete(tmp_path, monkeypatch):
 
     save_folder = checkpoint_files.save_folder
     monkeypatch.setattr(checkpoint_files, "save_folder", watch)
-    with CheckpointStore(tmp_path, keep=1) as store:
+    with opened(tmp_path, keep=1) as store:
         save(store, 1, 2, 3)
     assert seen == [[], [1], [2]]
 
@@ -99,7 +107,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(t
     save_folder = checkpoint_files.save_folder
     monkeypatch.setattr(checkpoint_files, "save_folder", hold)
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    with CheckpointStore(tmp_path) as store:
+    with opened(tmp_path) as store:
         weights = torch.ones(1000)
         store.save(1, {"w": weights}, {"m": weights}, {})
         weights.zero_()  # the next step
@@ -177,7 +185,7 @@ def test_a_run_that_fell_back_replaces_what_was_damaged(store):
     save(store, 30)
     for step in (20, 30):
         flip(store.path(step) / "model.safetensors", 1000)
-    with CheckpointStore(store.folder, keep=1) as resumed:
+    with opened(store.folder, keep=1) as resumed:
         assert len(resumed.load_latest().refused) == 2
         save(resumed, 20)
         assert resumed.find() == [20]
@@ -268,12 +276,6 @@ def test_an_error_of_the_writer_is_raised_by_the_next_save(store):
     assert store.find() == [20, 10]
 
 
-def test_the_error_of_the_training_is_not_hidden_by_one_of_the_writer(tmp_path):
-    with pytest.raises(KeyError), full_disk(0), CheckpointStore(tmp_path) as store:
-        store.save(1, model_of(1), {}, {})
-        raise KeyError
-
-
 @pytest.mark.parametrize("name", [".saving-step-00000030", ".removing-step-00000010"])
 def test_what_an_interrupted_save_left_goes_and_the_rest_stays(store, name):
     for place in (name, "notes", ".hidden"):
@@ -361,14 +363,14 @@ import torch
 from paceline.training.checkpoint_files import CheckpointStore
 
 def train(folder, ready):
-    with CheckpointStore(folder, keep=2) as store:
-        loaded = store.load_latest()
-        step = loaded.step if loaded else 0
-        for step in range(step + 1, step + 10_000):
-            store.save(step, {"w": torch.full((10_000,), float(step))}, {"m": [torch.full((5_000,), step)]}, {})
-            if ready:
-                os.write(ready, b"x")
-                ready = 0
+    store = CheckpointStore(folder, keep=2)
+    loaded = store.load_latest()
+    step = loaded.step if loaded else 0
+    for step in range(step + 1, step + 10_000):
+        store.save(step, {"w": torch.full((10_000,), float(step))}, {"m": [torch.full((5_000,), step)]}, {})
+        if ready:
+            os.write(ready, b"x")
+            ready = 0
 
 chance, last = random.Random(int(sys.argv[2])), 0
 for trial in range(12):

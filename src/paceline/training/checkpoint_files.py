@@ -438,7 +438,7 @@ class CheckpointStore:
     """The checkpoints of one run: `folder/step-00000120/` and so on, of which the newest `keep` stay.
 
     `save` copies the state to host memory and returns; a thread of low priority writes. Only one store may save into
-    a folder; any number may load. Leaving the `with` block waits for the last save.
+    a folder; any number may load.
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
@@ -448,15 +448,6 @@ class CheckpointStore:
         self._error: Exception | None = None
         self._current: int | None = None  # the step that was loaded or saved last
         self._refused: set[int] = set()  # steps that were found damaged
-
-    def __enter__(self) -> CheckpointStore:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.wait()
-        elif self._writer is not None:  # the error that is under way matters more than one of the writer
-            self._writer.join()
 
     def find(self) -> list[int]:
         """The steps of the checkpoints that are there, newest first."""

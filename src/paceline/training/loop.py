@@ -86,8 +86,7 @@ class Evaluation:
 def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
     """Loss and accuracy on a whole data set, each sample counted once. Collective: call on every rank.
 
-    Ranks share out whole batches, which are the same for every number of ranks: how a product is rounded, and how far a
-    sequence is padded, follows from its batch.
+    Ranks share out whole batches, the same for every number of ranks: rounding and padding follow from the batch.
     """
     if isinstance(learner.model, DistributedDataParallel):
         # torch makes buffers equal only in the next training forward.
@@ -95,7 +94,7 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
             dist.broadcast(buffer, src=0)
     was_training = learner.module.training
     learner.module.eval()
-    loss_sum, correct = torch.zeros((2,), dtype=torch.float64, device=learner.device)
+    sums = torch.zeros((2,), dtype=torch.float64, device=learner.device)
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
     starts = range(0, len(data), size)
     share = evaluation_share(len(starts), world.rank, world.world_size)
@@ -105,12 +104,11 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
             batch = data.prepare(data.take(indices).to(learner.device), indices, 0)
             with learner.autocast():
                 outcome = compute_outcome(learner.module, batch, learner.form)
-            loss_sum += outcome.loss_sum.double()
-            if outcome.num_correct is not None:
-                correct += outcome.num_correct
+            sums[0] += outcome.loss_sum.double()
+            sums[1] += 0 if outcome.num_correct is None else outcome.num_correct
     finally:
         learner.module.train(was_training)
-    sums = torch.stack([loss_sum, correct]).cpu()
+    sums = sums.cpu()
     if world.world_size > 1:
         dist.all_reduce(sums, group=world.control)
     num_targets = len(data) * learner.form.targets_per_sample
@@ -120,10 +118,7 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended: `signal` is the signal that stopped it, or 0 when it reached its end.
-
-    `rows` are those of the metrics where they were requested. `notes` are reasons to look at the run again.
-    """
+    """How a run ended: `signal` is the signal that stopped it, or 0. `notes` are reasons to look at it again."""
 
     step: int
     signal: int

@@ -221,15 +221,11 @@ def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
 
 def find_bad_parameter(module: nn.Module) -> str:
     """The first parameter or buffer of the model that is not finite; else the first whose gradient is not."""
-    floating = (pair for pair in module.named_buffers() if pair[1].is_floating_point() and pair[1].numel())
-    named = [*module.named_parameters(), *floating]
+    params = list(module.named_parameters())
+    grads = [(f"the gradient of {name}", param.grad) for name, param in params if param.grad is not None]
+    floating = [pair for pair in (*params, *module.named_buffers(), *grads) if pair[1].is_floating_point()]
+    named = [(name, tensor.detach()) for name, tensor in floating if tensor.numel()]
     # One pass over all, and one wait for a GPU.
-    norms = torch._foreach_norm([param.detach() for _, param in named], ord=float("inf"))
+    norms = torch._foreach_norm([tensor for _, tensor in named], ord=float("inf"))
     finite = torch.isfinite(torch.stack([norm.float() for norm in norms])).tolist()
-    for (name, _), is_finite in zip(named, finite, strict=True):
-        if not is_finite:
-            return name
-    for name, param in module.named_parameters():
-        if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
-            return f"the gradient of {name}"
-    return ""
+    return next((name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite), "")
