@@ -189,7 +189,7 @@ def average_a_long_vector(lanes: int) -> list[torch.Tensor]:
             for work in works:
                 work.wait()
             results += [ordinary, shared / dist.get_world_size()]
-        assert len(group._native._groups) == lanes  # type: ignore[union-attr]
+        assert len(group._native._handles) == lanes  # type: ignore[union-attr]
         return [result.clone() for result in results]
     finally:
         dist.destroy_process_group()
