@@ -27,7 +27,7 @@ from paceline.measure.engine import Pace, build_samples, choose_control_backend,
 from paceline.parallel import DDP
 from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
-from paceline.parallel.ddp import only_computing
+from paceline.parallel.replicas import only_computing
 from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
 from paceline.runtime.world import World
