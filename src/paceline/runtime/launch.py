@@ -1,8 +1,5 @@
-"""Local ranks: started, watched, and ended without orphans. The one launcher of commands, examples and tests.
-
-A launched rank sees torchrun's variables, so the same function also runs under torchrun. Ranks are forked by a server
-that has imported torch; where that is not possible they are spawned.
-"""
+"""Local ranks: started, watched, and ended without orphans. A rank sees torchrun's variables, and is forked by a server
+that has imported torch; where that is not possible it is spawned."""
 
 from __future__ import annotations
 
@@ -305,7 +302,7 @@ class RankPool:
                         process.start()
                 else:
                     with open(os.devnull, "wb") as nothing:
-                        outputs = [fd if _is_open(fd) else nothing.fileno() for fd in (1, 2)]
+                        outputs = [fd if os.path.lexists(f"/proc/self/fd/{fd}") else nothing.fileno() for fd in (1, 2)]
                         process = self._server.fork("rank", far_link.fileno(), [far_stacks.fileno(), *outputs])
                     os.umask(mask := os.umask(0))
                     with contextlib.suppress(OSError):
@@ -420,19 +417,9 @@ def run_ranks(
     of that world, which must have `num_ranks` ranks, and every rank gets the list of all values. Collective there:
     every rank must call this. `timeout_s` then bounds the wait for the other ranks after `fn` returned here.
     """
-    if is_launched():
-        return _run_in_launched_world(fn, num_ranks, args, timeout_s, on_message)
-    with RankPool(num_ranks) as pool:
-        return pool.run(fn, args, timeout_s=timeout_s, on_message=on_message)
-
-
-def _run_in_launched_world(
-    fn: Callable[..., Any],
-    num_ranks: int,
-    args: Sequence[Any],
-    timeout_s: float | None,
-    on_message: Callable[[int, Any], None] | None,
-) -> list[Any]:
+    if not is_launched():
+        with RankPool(num_ranks) as pool:
+            return pool.run(fn, args, timeout_s=timeout_s, on_message=on_message)
     place = read_place()
     if place.world_size != num_ranks:
         raise ConfigError(
@@ -466,13 +453,12 @@ def _run_in_launched_world(
 
 
 def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
+    name = getattr(fn, "__qualname__", repr(fn))
     if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        name = getattr(fn, "__qualname__", repr(fn))
         raise ConfigError(f"{name} is defined interactively, and ranks cannot import it: put it into a file")
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        name = getattr(fn, "__qualname__", repr(fn))
         raise ConfigError(
             f"{name} and its arguments cannot be sent to another process ({error}): "
             "use a function at the top level of a module, and plain values"
@@ -548,14 +534,6 @@ def _sigint_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

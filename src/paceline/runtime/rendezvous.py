@@ -15,8 +15,8 @@ import secrets
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,39 +31,26 @@ from paceline.runtime.environment import Place
 _STORE_S, _LINGER_S = 120.0, 3.0
 
 
-@dataclass
-class _OpenStore:
-    """An open store and how to close it, kept for as long as this process may use it again."""
-
-    store: dist.Store
-    close: Callable[[], None] = lambda: None
-    num_worlds: int = 0
-    num_gathers: int = 0
+# By address and job, with how often each was opened. A second world at the same address reuses the store under a prefix
+# of its own: the keys of the first are still there, and a store that rank 0 opened again could be mistaken for the old.
+_stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
+_closers = contextlib.ExitStack()
 
 
-# By address and job. A second world at the same address reuses the store under a prefix of its own: the keys of the
-# first are still there, and a store that rank 0 closed and opened again could be mistaken for the old one.
-_stores: dict[tuple[str, ...], _OpenStore] = {}
-
-
-def open_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
+def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "") -> Any:
     """The store of a new world. `rendezvous` is `env://`, `tcp://HOST:PORT` or `file:///PATH`.
 
-    Collective: every rank must call this, the n-th time for the n-th world at an address.
+    Collective: every rank must call this, the n-th time for the n-th world at an address (and topic).
     """
-    found, attempt = _find_store(rendezvous, place, timeout_s)
-    found.num_worlds += 1
-    return dist.PrefixStore(f"paceline/{attempt}/{found.num_worlds}", found.store)
-
-
-def _find_store(rendezvous: str, place: Place, timeout_s: float) -> tuple[_OpenStore, str]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     where = (rendezvous, str(place.master_addr), str(place.master_port))
     key = (*where, os.environ.get("PACELINE_JOB", ""), attempt, f"{place.rank}/{place.world_size}")
     if key not in _stores:
-        _stores[key] = _connect_store(rendezvous, place, timeout_s)
+        _stores[key] = _connect_store(rendezvous, place, timeout_s), Counter()
         atexit.register(close_stores)
-    return _stores[key], attempt
+    store, counts = _stores[key]
+    counts[topic] += 1
+    return dist.PrefixStore(f"paceline/{attempt}/{topic}{counts[topic]}", store)
 
 
 class Gathering:
@@ -73,10 +60,7 @@ class Gathering:
     """
 
     def __init__(self, place: Place) -> None:
-        found, attempt = _find_store("env://", place, _STORE_S)
-        found.num_gathers += 1
-        self._place = place
-        self._store: Any = dist.PrefixStore(f"paceline/{attempt}/gather-{found.num_gathers}", found.store)
+        self._place, self._store = place, open_store("env://", place, _STORE_S, "gather-")
 
     def gather(self, mine: bytes, timeout_s: float | None) -> tuple[list[bytes], bytes]:
         """The bytes of all ranks in rank order and nothing; or nothing and what the first rank to `fail` said."""
@@ -113,8 +97,8 @@ class Gathering:
 def close_stores() -> None:
     """Close every store that this process opened, and remove its files; does nothing the second time."""
     atexit.unregister(close_stores)
-    while _stores:
-        _stores.popitem()[1].close()
+    _stores.clear()
+    _closers.close()
 
 
 def serve_local_store(listener: int) -> dist.TCPStore:
@@ -124,11 +108,11 @@ def serve_local_store(listener: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
 
 
-def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> _OpenStore:
+def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
     url = urlparse(rendezvous)
     if url.scheme == "env":
         if place.world_size == 1 and place.master_addr is None:
-            return _OpenStore(dist.HashStore())
+            return dist.HashStore()
         if place.master_addr is None or place.master_port is None:
             missing = "MASTER_ADDR" if place.master_addr is None else "MASTER_PORT"
             raise ConfigError(
@@ -150,7 +134,7 @@ def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> _OpenStor
     raise ConfigError(f"rendezvous {rendezvous!r} is unknown: use env://, tcp://HOST:PORT or file:///PATH")
 
 
-def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> _OpenStore:
+def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> dist.Store:
     who = f"rank {place.rank} of {place.world_size}"
     deadline, reason = time.monotonic() + timeout_s, ""
     while not serve:  # until rank 0 listens; torch would wait too, and end with a page of text
@@ -170,7 +154,7 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
     limit = timedelta(seconds=timeout_s)
     try:
         # `await_ranks` waits for the others, and names the missing ranks.
-        store = dist.TCPStore(host, port, place.world_size, serve, limit, wait_for_workers=False, multi_tenant=True)
+        return dist.TCPStore(host, port, place.world_size, serve, limit, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
@@ -179,10 +163,9 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
                 "or start with `torchrun --standalone`, which finds a free one"
             ) from None
         raise LaunchError(f"{who} could not open the store at {host}:{port}: {text}") from None
-    return _OpenStore(store)
 
 
-def _open_file(path: Path, place: Place, timeout_s: float) -> _OpenStore:
+def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
     """A store in a file next to `path`. Rank 0 holds a lock on `path`, so that a stale file is found at once."""
     deadline, held = time.monotonic() + timeout_s, -1
     if place.rank == 0:
@@ -196,19 +179,19 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> _OpenStore:
                 )
             time.sleep(0.02)
     # A name of its own for every claim: a late rank of an old store cannot touch a new one.
-    file = path.with_name(f"{path.name}.{token}")
-    store = dist.FileStore(str(file), place.world_size)
+    store = dist.FileStore(f"{path}.{token}", place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
 
     def close() -> None:
         # The store's own file is removed with the last FileStore that is freed; removed earlier, a late rank's would
         # create it again.
-        if held >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            os.close(held)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        os.close(held)
 
-    return _OpenStore(store, close)
+    if held >= 0:
+        _closers.callback(close)
+    return store
 
 
 def _stale(path: Path) -> LaunchError:

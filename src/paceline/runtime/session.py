@@ -1,7 +1,4 @@
-"""One run of a command: it starts ranks or joins the launched world, shows progress, saves, and survives interrupts.
-
-Every verb runs in a session, from the command line and from Python. What is measured belongs to `measure`.
-"""
+"""One run of a verb: it starts ranks or joins the launched world, shows progress, saves, and survives interrupts."""
 
 from __future__ import annotations
 
@@ -82,12 +79,10 @@ class Task:
 class Session:
     """One run under way. In a launched world every rank has one, and only rank 0 (`is_leader`) writes and shows.
 
-    `place` is None where the ranks are started here, or where this process alone is measured (`here`).
-    `folder` is the run's folder, None where nothing is to be written;
-    in a launched world the others than rank 0 have one only to read from, when a run is resumed.
-    `config` is the resolved request. `is_finished` says that a resumed run has all of its records already.
-    `warnings` are reasons to doubt that the verb adds. `saved` may be set by a verb that saves in its own way: it
-    describes what is on disk, for the message of an interrupt ("step 40"); empty where there is nothing.
+    `place` is None where the ranks are started here, or where this process alone is measured (`here`). `folder` is None
+    where nothing is to be written; ranks other than 0 have one only to read from, when a run is resumed. `is_finished`
+    says that a resumed run has all of its records. `warnings` are reasons to doubt that the verb adds. `saved` may be
+    set by a verb that saves in its own way: it describes what is on disk ("step 40"), for the message of an interrupt.
     """
 
     verb: str
@@ -159,15 +154,14 @@ class Session:
     def _run_missing(
         self, tasks: Sequence[Task], kept: dict[str, list[Record]], at_once: int, display: ProgressDisplay
     ) -> None:
-        def call(task: Task) -> list[Record]:
+        def call(task: Task) -> Any:
             try:
-                records: list[Record] | None = self._call(task, display)
+                return self._call(task, display)
             except LaunchError as error:
                 records = task.on_death(error) if task.on_death is not None else None
                 if records is None:
                     raise
-            assert records is not None
-            return records
+                return records
 
         def finish(task: Task, records: list[Record]) -> None:
             kept[task.name] = records
@@ -297,9 +291,9 @@ class Session:
             return []
         begun, here = self.study.config.get("machine", "unknown"), self.environment.machine_and_torch
         counts = Counter(self.study.find_machine(cell) or begun for cell in self._cells)
-        if set(counts) <= {here}:
-            return []
         counts[here] += 0
+        if len(counts) == 1:
+            return []
         made = "; ".join(f"{format_number_of(count, 'cell')} on {name}" for name, count in counts.items())
         return [f"measured on more than one machine: {made}. A mean may mix them; the run names the last."]
 
@@ -313,9 +307,11 @@ class Session:
         place = self.folder / name
         place.mkdir(exist_ok=True)
         begun = place if (place / STUDY_FILE).exists() else None
-        options: dict[str, Any] = {"ranks": self.ranks, "progress": self.progress, "same_machine": same_machine}
         try:
-            with open_session(verb, config, out=place, resume=begun, cells=True, whole=self, **options) as part:
+            with open_session(
+                verb, config, ranks=self.ranks, out=place, resume=begun, progress=self.progress, cells=True,
+                same_machine=same_machine, whole=self,
+            ) as part:  # fmt: skip
                 self._parts.append(part)
                 yield part
         finally:
@@ -368,21 +364,18 @@ def choose_ranks(requested: Sequence[int] | None, default: Sequence[int] = (2,))
     Without a request: all of the launched world or, in a plain process, the default. A launched world of one rank, such
     as a shell of a batch job, does not limit a request: local ranks are started for it.
     """
-    place = read_place() if is_launched() else None
+    size = read_place().world_size if is_launched() else None
     if requested is None:
-        return (tuple(default) if place is None else (place.world_size,)), []
-    if place is None or place.world_size == 1:
+        return (tuple(default) if size is None else (size,)), []
+    if size is None or size == 1:
         return tuple(requested), []
-    fitting = tuple(n for n in requested if n <= place.world_size)
-    if not fitting:
-        raise ConfigError(
-            f"--ranks {','.join(map(str, requested))} in a launched world of {place.world_size}: "
-            "start more ranks, or leave out --ranks",
-            code="launched",
-        )
-    left_out = ", ".join(str(n) for n in requested if n > place.world_size)
-    note = f"not measured: {left_out} ranks, because the launched world has {place.world_size}"
-    return fitting, [note] if left_out else []
+    left_out = [n for n in requested if n > size]
+    listed = ", ".join(map(str, left_out))
+    if len(left_out) == len(requested):
+        message = f"--ranks {listed} in a launched world of {size}: start more ranks, or leave out --ranks"
+        raise ConfigError(message, code="launched")
+    note = f"not measured: {listed} ranks, because the launched world has {size}"
+    return tuple(n for n in requested if n <= size), [note] if left_out else []
 
 
 def joins_world(ranks: int) -> bool:
@@ -427,9 +420,8 @@ def open_session(
     """
     place = find_place() if here else read_place() if joins_world(ranks) else None
     if place is not None and place.world_size < ranks:
-        raise ConfigError(
-            f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer", code="launched"
-        )
+        message = f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer"
+        raise ConfigError(message, code="launched")
     environment = capture_environment()  # now, because our own ranks will raise the load
     is_leader = place is None or place.rank == 0
     folder, study = None if resume is None else Path(resume), None
@@ -509,13 +501,9 @@ class ProgressDisplay:
     """
 
     def __init__(
-        self,
-        verb: str,
-        progress: bool | None,
-        tasks: Sequence[Task] = (),
-        finished: Sequence[str] = (),
+        self, verb: str, progress: bool | None, tasks: Sequence[Task] = (), finished: Sequence[str] = (),
         describe: Describe | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._verb, self._describe, self._lock = verb, describe, threading.Lock()
         self._has_bar = progress is not False and sys.stderr.isatty()
         self._has_lines = bool(progress) and not self._has_bar

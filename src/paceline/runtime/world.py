@@ -1,7 +1,4 @@
-"""`init`: from a launcher's variables to a process group on the right device, closed on every way out.
-
-Starting processes does not belong here (`launch`).
-"""
+"""`init`: from a launcher's variables to a process group on the right device, closed on every way out."""
 
 from __future__ import annotations
 
@@ -83,10 +80,6 @@ def current_world() -> World | None:
     return _open
 
 
-def _print_on_stderr(line: str) -> None:
-    print(f"paceline: {line}", file=sys.stderr, flush=True)
-
-
 def init(
     backend: str = "auto",
     device: str = "auto",
@@ -97,7 +90,7 @@ def init(
     threads: int | None = None,
     timeout_s: float = 600.0,
     rendezvous_timeout_s: float = 120.0,
-    announce: Callable[[str], None] | None = _print_on_stderr,
+    announce: Callable[[str], None] | None = lambda line: print(f"paceline: {line}", file=sys.stderr, flush=True),
 ) -> World:
     """Join the world and return it. Collective: every rank must call this.
 
@@ -119,7 +112,6 @@ def init(
     place = _settle_place(rank, world_size)
     register()
     backend = machine.canonical_backend(backend)
-    _check_backend_text(backend)
     if timeout_s <= 0 or rendezvous_timeout_s <= 0:
         raise ConfigError(f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}: both must be above 0")
     store = open_store(rendezvous, place, rendezvous_timeout_s)
@@ -291,27 +283,20 @@ def _choose_backend(device: torch.device, local_size: int, hosts: list[str]) -> 
     return "shm" if len(hosts) > 1 and len(set(hosts)) == 1 and not why_not() else "gloo"
 
 
-def _split_backend(backend: str) -> list[tuple[str | None, str]]:
-    """`cpu:gloo,cuda:nccl` as [(device, name), ...]; a bare name stands for every device."""
-    parts = [part.strip().partition(":") for part in backend.split(",")]
-    return [(first, name) if colon else (None, first) for first, colon, name in parts]
+def check_backend(backend: str, device_type: str, local_world_size: int) -> None:
+    """Raise for a backend that cannot work with these devices, before torch fails later.
 
-
-def _check_backend_text(backend: str) -> None:
+    `cpu:gloo,cuda:nccl` names one for each device; a bare name stands for every device.
+    """
+    backend = machine.canonical_backend(backend)
     listed = [known for known in dist.Backend.backend_list if known not in (dist.Backend.UNDEFINED, "fake")]
     known = [known for known in listed if known == "nccl" or dist.is_backend_available(known)]
-    for device, name in _split_backend(backend) if backend != "auto" else ():
+    for part in backend.split(","):
+        device, _, name = part.strip().rpartition(":")
         if name.lower() not in known:
             raise ConfigError(f"backend {name!r} is unknown: torch knows {', '.join(known)} here")
-        if device not in (None, "cpu", "cuda"):
+        if device not in ("", "cpu", "cuda"):
             raise ConfigError(f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda")
-
-
-def check_backend(backend: str, device_type: str, local_world_size: int) -> None:
-    """Raise for a backend that cannot work with these devices, before torch fails later."""
-    backend = machine.canonical_backend(backend)
-    _check_backend_text(backend)
-    for _, name in _split_backend(backend):
         if name == "nccl":
             if not torch.cuda.is_available() or not dist.is_nccl_available():
                 raise ConfigError("backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo")

@@ -30,7 +30,7 @@ _RedOp: Any = dist.ReduceOp.RedOpType
 _OPS = {_RedOp.SUM: native.SUM, _RedOp.AVG: native.AVG, _RedOp.MIN: native.MIN, _RedOp.MAX: native.MAX}
 # An operation of the core, with its tensors instead of their addresses.
 _Operation = tuple[int, int, int, int, torch.Tensor, torch.Tensor, int]
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 # torch describes the methods of a group with overloads that only its own class can have.
 _TorchGroup: Any = dist.ProcessGroup

@@ -150,16 +150,15 @@ class Lanes:
     """Ranks that share memory, in one group of the core or several side by side, each in a segment of its own.
 
     One core waits for memory most of the time. Where a host has more cores than ranks, a long vector is cut, and each
-    piece goes through a group of its own with a thread of its own. The sums do not depend on it: every element is added
-    up in rank order wherever the cuts are. What operations are on must stay until they are over. The C side lives as
-    long as this object and not only until `close`: another thread may be inside a call.
+    piece goes through a group and a thread of its own. The sums do not depend on it: every element is added up in rank
+    order. The C side lives as long as this object and not only until `close`: another thread may be inside a call.
     """
 
     def __init__(
         self, segments: Sequence[Any], slot_bytes: int, rank: int, names: list[int], pids: list[int], *limits_s: float
     ) -> None:
-        self._library, self._handles, self._segments = load_library(), list[int](), segments
-        size = len(names)
+        self._handles: list[int] = []
+        self._library, self._segments, size = load_library(), segments, len(names)
         c_names, c_pids = (ctypes.c_int32 * size)(*names), (ctypes.c_int64 * size)(*pids)
         for segment in segments:
             handle = self._library.pln_open(segment.address, slot_bytes, rank, size, c_names, c_pids, *limits_s)

@@ -117,11 +117,9 @@ class FinishedWork(TensorWork):
 
 
 class NativeWork(TensorWork):
-    """Operations that belong together. `after` is what is left to do here when they have finished; the first caller
-    that looks does it.
+    """Operations that belong together. The first caller that looks does what is left `after` them.
 
-    `kept` holds this Work, and with it all `memory` that the operations need, until then, whether or not the caller
-    does.
+    `kept` holds this Work, and with it all `memory` that the operations need, until then.
     """
 
     def __init__(
