@@ -172,11 +172,12 @@ class Lanes:
     def run(self, operation: Operation, timeout_s: float = 0.0) -> None:
         """One operation, from its beginning to its end. A time limit of 0 is the group's."""
         first, *others = self._cut(operation)
-        ticket = self._submit_all(self._others, others, timeout_s)
+        ticket = self._submit_all(self._others, others, timeout_s) if others else []
         code = self._run(self._first, *first, timeout_s)
         if code:
             raise self._fail(self._first, code, ticket)
-        self.wait(ticket)
+        if ticket:
+            self.wait(ticket)
 
     def submit(self, operation: Operation, timeout_s: float = 0.0) -> Ticket:
         """Start an operation behind those before it."""
