@@ -1,7 +1,4 @@
-"""The process of a launched rank: the server that forks it, the loop that runs its jobs, and `post` to the launcher.
-
-What starts, watches and ends ranks is in `launch`.
-"""
+"""The process of a launched rank: the server that forks it, the loop that runs its jobs, and `post` to the launcher."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
 import multiprocessing
 import multiprocessing.spawn
 import os
 import pickle
+import pkgutil
 import select
 import signal
 import socket
@@ -161,10 +158,7 @@ def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection) -> None:
 
 def find_function(fn: Callable[..., Any] | str) -> Callable[..., Any]:
     """The function itself, imported where it is given as "package.module:name"."""
-    if not isinstance(fn, str):
-        return fn
-    module, _, name = fn.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    found: Callable[..., Any] = pkgutil.resolve_name(fn) if isinstance(fn, str) else fn
     return found
 
 
