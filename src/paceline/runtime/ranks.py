@@ -98,8 +98,8 @@ class _Get:
         _need_world()
         if mesh is None:
             return None
-        if dist.get_rank() not in mesh.mesh.flatten().tolist():
-            raise ConfigError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}: it has no group there")
+        if (rank := dist.get_rank()) not in mesh.mesh.flatten().tolist():
+            raise ConfigError(f"rank {rank} is not part of the mesh {mesh.mesh.tolist()}: it has no group there")
         if (group := _find_group(mesh)) is None:
             raise ConfigError(
                 f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole: "
