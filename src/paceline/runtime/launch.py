@@ -1,5 +1,7 @@
-"""Local ranks: started, watched, and ended without orphans. A rank sees torchrun's variables, and is forked by a server
-that has imported torch; where that is not possible it is spawned."""
+"""Local ranks: started, watched, and ended without orphans.
+
+They see torchrun's variables, and are forked by a server that has imported torch, or spawned where that cannot be.
+"""
 
 from __future__ import annotations
 
