@@ -29,13 +29,14 @@ from paceline.parallel.channel import Sent
 from paceline.parallel.replicas import only_computing
 from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
-from paceline.records.steps import EXTRA_SAMPLES, PHASES
+from paceline.records.steps import EXTRA_SAMPLES
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, mark_phases, take_step
 from paceline.units import MIB
 
+PHASES = ("forward", "backward", "optimizer")
 # Steps after a wrapper is put around a module that others used before: torch's makes its final buckets in the second.
 _SETTLING_STEPS = 2
 # Timed steps before the next variant is put around a shared module.
@@ -512,7 +513,7 @@ class StepBench:
             variant.bucket_bytes = read_buckets(replica.model)  # now: a shared module may be bare at the end
         if kind == "marked":
             parts_s["data_wait"] = waited_s + parts_s.get("data_wait", 0.0)
-            for name in PHASES:
+            for name in ("data_wait", *PHASES):
                 variant.note(name, parts_s.get(name, 0.0))
         elif kind == "no_comm":
             variant.note("no_comm_backward", parts_s.get("backward", 0.0))

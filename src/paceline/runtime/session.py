@@ -449,7 +449,7 @@ def open_session(
             config = study.config
             environment = dataclasses.replace(environment, command_line=study.command_line or environment.command_line)
         if folder is not None and is_leader:
-            _lock_folder(folder, stack)
+            stack.callback(os.close, lock_folder(folder))
         session = Session(
             verb, config, ranks, environment, place, folder, study, progress, here=here,
             is_finished=folder is not None and (folder / RUN_FILE).exists(),
@@ -470,17 +470,22 @@ def open_session(
             raise
 
 
-def _lock_folder(folder: Path, stack: contextlib.ExitStack) -> None:
-    """Refuse a folder in which another process runs: both would measure the same cells."""
-    handle = os.open(folder, os.O_RDONLY)
-    stack.callback(os.close, handle)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        message = f"{folder} is used by another process: wait until it ends, or stop it"
-        raise ConfigError(message, code="locked") from None
-    except OSError:  # a file system without locks
-        pass
+def lock_folder(folder: Path, timeout_s: float = 0.0) -> int:
+    """Refuse a folder in which another process runs; the lock lasts until the handle is closed or this process ends."""
+    handle, until_s = os.open(folder, os.O_RDONLY), time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until_s:
+                time.sleep(0.05)
+                continue
+            os.close(handle)
+            text = f"{folder} is used by another process: wait until it ends, or stop it"
+            raise ConfigError(text, code="locked") from None
+        except OSError:  # a file system without locks
+            pass
+        return handle
 
 
 def _load(load: Load) -> str | Callable[..., Any]:
