@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.predict.curves import AlphaBeta, fit_collectives
+from paceline.predict.curves import FamilyCurve, fit_collectives
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
 from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds
@@ -48,7 +48,7 @@ class CollectiveResult(Result):
         self.rows = [record for record in run.records if isinstance(record, CollectiveRecord)]
 
     @property
-    def fits(self) -> list[tuple[CollectiveRecord, AlphaBeta]]:
+    def fits(self) -> list[tuple[CollectiveRecord, FamilyCurve]]:
         """For each curve, one of its records and the line `time = alpha + size / beta`."""
         return fit_collectives(self.rows)
 
@@ -256,7 +256,7 @@ def _row_json(columns: Sequence[Column], record: CollectiveRecord) -> dict[str, 
     return Table("", "", columns, [record]).rows_json()[0]
 
 
-def _fit_row(record: CollectiveRecord, fit: AlphaBeta) -> dict[str, Any]:
+def _fit_row(record: CollectiveRecord, fit: FamilyCurve) -> dict[str, Any]:
     return {
         "collective": record.collective,
         "backend": record.backend,
@@ -264,7 +264,7 @@ def _fit_row(record: CollectiveRecord, fit: AlphaBeta) -> dict[str, Any]:
         "device": record.device,
         "world_size": record.world_size,
         "alpha_s": fit.alpha_s,
-        "beta_bytes_per_s": fit.beta_bytes_per_s,
+        "beta_bytes_per_s": fit.bytes_per_s,
         "max_rel_residual": fit.max_rel_residual,
         "min_bytes": fit.min_bytes,
         "max_bytes": fit.max_bytes,
@@ -272,12 +272,12 @@ def _fit_row(record: CollectiveRecord, fit: AlphaBeta) -> dict[str, Any]:
     }
 
 
-def _describe_fit(record: CollectiveRecord, fit: AlphaBeta) -> str:
+def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
     backend = record.backend if record.memory == "ordinary" else f"{record.backend} in {record.memory} memory"
     check = f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "of two sizes, so unchecked,"
     return (
         f"fit: {backend}, {format_number_of(record.world_size, 'rank')}: time = {format_duration(fit.alpha_s)} + "
-        f"size / {format_rate(fit.beta_bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to "
+        f"size / {format_rate(fit.bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to "
         f"{format_bytes(fit.max_bytes)}"
     )
 

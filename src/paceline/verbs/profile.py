@@ -80,7 +80,9 @@ def profile(
     settings = _build_settings(model, count, wrapper, backend, device, threads, job)
 
     with open_session("profile", settings.to_json(), ranks=count, out=out, progress=progress) as session:
-        return _finish(session, session.ask("paceline.measure.profiles:measure_profile", (settings, iters, warmup)))
+        return _finish(
+            session, session.ask("paceline.measure.profiles:measure_profile", (settings, "all", iters, warmup))
+        )
 
 
 def phases(
@@ -184,8 +186,8 @@ def trace(
     own = _OwnJob(model, step, ranks, wrapper, backend, device, threads, job)
 
     with own.open("profile trace", out, progress) as session:
-        arguments = (model, step, wrapper, own.options, *recorded, session.place is not None)
-        return _finish_trace(session, session.ask("paceline.measure.traces:trace_own", arguments), plot)
+        arguments = (own.given, *recorded, session.place is not None)
+        return _finish_trace(session, session.ask("paceline.measure.traces:trace_job", arguments), plot)
 
 
 def comm_table(
@@ -344,6 +346,7 @@ class _OwnJob:
         if is_module and device == "auto":
             device = next((str(param.device) for param in model.parameters()), "auto")
         self.options = {"backend": canonical_backend(backend), "device": device, "threads": threads}
+        self.given = (model, step, wrapper, self.options)
 
     def open(self, verb: str, out: str | Path | None, progress: bool | None) -> Any:
         name = type(self.model).__name__ if self.step is not None else getattr(self.model, "__name__", "factory")
@@ -358,8 +361,8 @@ def _profile_own(
         return _finish(
             session,
             session.ask(
-                "paceline.measure.profiles:measure_own_profile",
-                (own.model, own.step, kind, own.wrapper, own.options, iters, warmup),
+                "paceline.measure.profiles:measure_profile",
+                (own.given, kind, iters, warmup),
             ),
         )
 
@@ -370,9 +373,8 @@ def _profile_own(
 def _measure_layers(
     session: Session, settings: TrainSettings, iters: int, warmup: int | None, default: int
 ) -> LayerProfileRecord:
-    record: LayerProfileRecord = session.ask(
-        "paceline.measure.profiles:measure_job_layers", (settings, iters, default if warmup is None else warmup)
-    )
+    arguments = (settings, "layers", iters, default if warmup is None else warmup)
+    record: LayerProfileRecord = session.ask("paceline.measure.profiles:measure_profile", arguments)[0]
     return record
 
 
@@ -390,16 +392,16 @@ def _finish_trace(session: Session, traced: Any, plot: bool) -> TraceResult:
     from paceline.predict.overview import build_overview, find_lateness
     from paceline.report.profiles import TraceResult
 
-    overviews = [build_overview(trace) for trace in traced.traces]
-    advice = advise(overviews, traced.facts, find_lateness(traced.traces))
-    document = TraceResult.build_document(overviews, traced.facts, advice)
-    result = TraceResult(session.save([]), session.folder, document, traced.traces, plot)
+    traces, facts = traced
+    overviews = [build_overview(trace) for trace in traces]
+    document = TraceResult.build_document(overviews, facts, advise(overviews, facts, find_lateness(traces)))
+    result = TraceResult(session.save([]), session.folder, document, traces, plot)
     session.write(result)
     return result
 
 
 def _load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[Any]:
-    from paceline.predict.whatif import build_sweeps
+    from paceline.predict.networks import build_sweeps
     from paceline.records import CollectiveRecord, load_run
 
     sweeps: list[Any] = []
