@@ -256,7 +256,6 @@ class _ReadyTimes(Probe):
 
     def __init__(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
         self._clock, self._attached = LayerClock(params, [], device), contextlib.ExitStack()
-        self.num_params = len(params)
         self.ready: list[tuple[dict[int, float], float]] = []
 
     def begin(self, kind: str) -> Phases | None:

@@ -33,7 +33,7 @@ from paceline.records.store import Run
 from paceline.report.plots import COLORS, new_figure
 from paceline.report.result import Result
 from paceline.report.steps import PHASES, PhasesResult, StepResult, describe_cost
-from paceline.report.table import Column, Table, for_programs
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def _gpu_column(name: str | None, field: str) -> Column:
 # A row is the overview of one rank. The shares sum to the step.
 OVERVIEWS = (
     Column("rank", attrgetter("rank"), "number", "rank", is_key=True),
-    *for_programs("world_size"),
+    *raw_columns("world_size"),
     Column("device", attrgetter("device"), key="device"),
     Column("steps", lambda o: len(o.steps), "number", "steps", priority=-1),
     Column("step", attrgetter("step_s"), "ms", "step_s", is_key=True),
@@ -363,7 +363,7 @@ OVERVIEWS = (
     _gpu_column("messages of kernels", "communication_share"),
     *(_gpu_column(None, name) for name in ("missed_s", "kernel_s", "num_kernels")),
     *map(_seconds_column, CATEGORIES),
-    *for_programs("message_s", "host_s"),
+    *raw_columns("message_s", "host_s"),
     Column("peak memory", attrgetter("peak_bytes"), "bytes", "peak_bytes", priority=-1),
     Column("source", attrgetter("source"), key="source", priority=-1),
 )
@@ -390,14 +390,14 @@ def _shorten(name: str, width: int = 44) -> str:
 
 KERNELS = (
     Column("kernel", lambda r: _shorten(r.name), is_key=True),
-    *for_programs("name"),
+    *raw_columns("name"),
     Column("kind", attrgetter("kind"), key="kind"),
     Column("calls/step", attrgetter("calls"), "{:g}".format, "calls"),
     Column("time (ms/step)", attrgetter("time_s"), format_ms, "time_s", priority=3),
     Column("mean (µs)", lambda r: r.mean_s * 1e6, "{:.1f}".format, priority=1),
-    *for_programs("mean_s"),
+    *raw_columns("mean_s"),
     Column("occupancy (est.)", attrgetter("occupancy"), "percent.1", "occupancy", priority=-1),
-    *for_programs("uses_tensor_cores"),
+    *raw_columns("uses_tensor_cores"),
     Column("tensor cores", lambda r: r.uses_tensor_cores if r.uses_tensor_cores or r.kind == "matmul" else None, "yes"),
 )
 
@@ -556,14 +556,14 @@ COMM = (
     Column("network", lambda r: r.step.network, key="network", is_key=True),
     Column("ranks", lambda r: r.step.world_size, "number", "world_size", is_key=True),
     Column("compute", lambda r: r.step.local_s, "ms", "compute_s", priority=1),
-    *for_programs("backward_s", "compute_source"),
+    *raw_columns("backward_s", "compute_source"),
     Column("comm", lambda r: r.message_s, "ms", "comm_s", priority=1),
     Column("overhead", lambda r: r.overhead, "percent.1", "overhead", priority=2),
-    *for_programs("step.algorithm"),
+    *raw_columns("step.algorithm"),
     Column("step", lambda r: r.step.step_s, "ms", "step_s", priority=3),
-    *for_programs("step.low_s", "step.high_s", "step.exposed_s"),
+    *raw_columns("step.low_s", "step.high_s", "step.exposed_s"),
     Column("exposed", lambda r: r.step.exposed_share, "percent.1", "exposed_overhead", priority=3),
-    *for_programs("step.best_cap_bytes", "assumption", "step.source"),
+    *raw_columns("step.best_cap_bytes", "assumption", "step.source"),
     Column("source", lambda r: f"compute {r.compute_source}, comm {r.step.source}", priority=-2),
 )
 
@@ -699,7 +699,7 @@ def _compared_columns(name: str) -> tuple[Column, Column]:
 
 COMPARED = (
     Column("quantity", attrgetter("name"), key="name", is_key=True),
-    *for_programs("unit"),
+    *raw_columns("unit"),
     *_compared_columns("first"),
     *_compared_columns("second"),
     Column("second / first", attrgetter("ratio"), "ratio", "ratio"),

@@ -12,7 +12,7 @@ from paceline.records.steps import PRECISIONS, Standing, StepRecord, compare_wra
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, for_programs
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ PHASES = (
     Column("ranks", lambda r: r.world_size, "number", "world_size", is_key=True),
     Column("batch", lambda r: r.batch_size, "number", "batch_size", is_key=True),
     Column("accumulate", lambda r: r.accumulate, "number", "accumulate", priority=-2),
-    *for_programs("num_parameters", "num_bytes", "num_messages"),
+    *raw_columns("num_parameters", "num_bytes", "num_messages"),
     Column("step", lambda r: r.timing.median_s, "ms", "step_s", is_key=True),
     Column("data wait", lambda r: r.data_wait.median_s if r.data_wait else None, "ms", "data_wait_s", priority=-1),
     Column("forward", lambda r: r.phase("forward").median_s, "ms", "forward_s", priority=4),
@@ -93,7 +93,7 @@ PHASES = (
     Column("host gaps", lambda r: r.gap_s, "ms", "gap_s", priority=-2),
     Column("compute", lambda r: r.compute_s, "ms", "compute_s"),
     Column("exposed", lambda r: r.exposed_s, "ms", "exposed_comm_s", priority=5),
-    *for_programs("exposed_noise_s"),
+    *raw_columns("exposed_noise_s"),
     Column("busy", lambda r: r.busy_s, "ms", "busy_comm_s"),
     Column("overlap", lambda r: r.overlap, "percent.1", "overlap", priority=-1),
     Column("comm overhead", lambda r: r.overhead, "percent.1", "comm_overhead", priority=3),
@@ -249,16 +249,16 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
         *_ratio_columns("/ tuned", "torch_tuned", 2),
         *_ratio_columns("/ bare", "bare", 1),
         Column("than torch", _describe_verdict, priority=3),
-        *for_programs("added_s"),
+        *raw_columns("added_s"),
         Column("host µs/param", _host_us, "{:.2f}".format, "host_us_per_parameter", priority=-1),
         Column(None, lambda s: s.record.held_bytes or None, key="held_bytes"),
         Column(None, lambda s: s.record.peak_step_bytes or None, key="peak_step_bytes"),
         Column("memory added", lambda s: s.added_bytes, "bytes", "added_bytes", priority=-1),
-        *for_programs("record.num_parameters", "record.num_bytes", "record.configuration", "record.note"),
+        *raw_columns("record.num_parameters", "record.num_bytes", "record.configuration", "record.note"),
         Column("#wrong", lambda s: s.record.num_wrong, "number", "nwrong", priority=2),
         Column(None, lambda s: s.record.num_checked, key="nchecked"),
         Column("iters", lambda s: s.record.timing.count, "number", "iters", priority=-2),
-        *for_programs("record.timing.skew_s"),
+        *raw_columns("record.timing.skew_s"),
         Column("source", lambda s: s.record.source, key="source", priority=-3),
     ]
 

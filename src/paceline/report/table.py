@@ -6,10 +6,10 @@ import csv
 import html
 import io
 import math
-import operator
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from paceline.units import (
@@ -88,9 +88,9 @@ class Column:
         return value / GB if self.unit == "GB/s" and value is not None else value
 
 
-def for_programs(*names: str) -> tuple[Column, ...]:
-    """Columns for programs alone: attributes of a row, such as `estimate.low_s`, with the last part as the key."""
-    return tuple(Column(None, operator.attrgetter(name), key=name.rpartition(".")[2]) for name in names)
+def raw_columns(*paths: str) -> list[Column]:
+    """Columns for programs alone: the attribute at each dotted path, under its last name."""
+    return [Column(None, attrgetter(path), key=path.split(".")[-1]) for path in paths]
 
 
 @dataclass(frozen=True)
