@@ -156,10 +156,9 @@ def _has_spare_cores(world_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Replica:
-    """What is kept equal on all ranks: trained parameters, frozen parameters, and buffers.
+    """What is kept equal on all ranks. A tied parameter is one entry with several names, the first name first.
 
-    A tied parameter is one entry with several names: `names[i]` belongs to `params[i]`, the first name first.
-    `layouts` are the parameters as they were when the model was wrapped.
+    `layouts` are the trained parameters as they were when the model was wrapped.
     """
 
     params: tuple[nn.Parameter, ...]
@@ -336,8 +335,7 @@ def _count_registrations() -> list[int]:
 class StructureWatch:
     """Notices parameters that are added to, or set to be trained in, a module after it was wrapped.
 
-    Walking a model takes longer than a step may spend on it. So registrations are counted where torch makes them, and
-    only a changed count, or a changed `requires_grad` of a frozen parameter, leads to a walk.
+    Only a changed count of registrations, or of `requires_grad`, leads to a walk of the model, which takes long.
     """
 
     def __init__(self, replica: Replica, ignored: Collection[str]) -> None:

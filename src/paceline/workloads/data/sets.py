@@ -113,10 +113,9 @@ _PARTS = 1 << 14
 @dataclass(frozen=True)
 class Augmentation:
     """A random crop of the image padded by `pad` pixels that mirror its edge, a horizontal flip where it may, and a
-    square of `cutout` pixels a side, anywhere and partly outside perhaps, in which nothing is seen.
+    square of `cutout` pixels a side, perhaps partly outside, in which nothing is seen.
 
-    What a sample gets follows from seed, epoch and its index alone: it is the same on any rank, for any number of
-    ranks, and after a resume.
+    It follows from seed, epoch and index alone: the same on any rank, for any number of ranks, and after a resume.
     """
 
     pad: int
@@ -192,8 +191,7 @@ def _select(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small host tensor on the device, without waiting: from pageable memory `to` would make the host wait for all
-    queued work of the GPU, a whole step, and the metrics would show it as time for data."""
+    """A small host tensor on the device. From pageable memory `to` would wait for all queued work of the GPU."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -323,8 +321,8 @@ def load_data(
 ) -> DataSet:  # fmt: skip
     """A split of a data set, `train` or `test`.
 
-    `form` is what suits the model: the kind and shape of a synthetic set, the context of text. `device` is where a
-    synthetic set is made; others stay on the host. `model_folder` may hold the model's own tokenizer.
+    `form` is what suits the model: the kind and shape of a synthetic set, which is made on `device`, or the context of
+    text. `model_folder` may hold the model's own tokenizer.
     """
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is unknown: known are {', '.join(SPLITS)}")
