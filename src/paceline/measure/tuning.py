@@ -24,13 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
 from paceline.measure.engine import Pace, build_samples, synchronize
-<<<<<<< HEAD
-from paceline.measure.profiles import LayerHooks, Moments, order_by_ready
-from paceline.measure.steps import PHASES, MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
-=======
 from paceline.measure.profiles import LayerClock, order_by_ready
-from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
->>>>>>> main
+from paceline.measure.steps import PHASES, MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
@@ -256,48 +251,11 @@ class _Variants:
 # -- what looks into steps ------------------------------------------------------------------------------------------
 
 
-<<<<<<< HEAD
-class _ReadyPhases(PhaseClock):
-    """Notes the moments at which the first backward begins and ends, besides the phases."""
-
-    def __init__(self, device: torch.device, moments: Moments) -> None:
-        super().__init__(device)
-        self._marks = moments
-        self.borders: list[int] = []
-
-    def enter(self, phase: str) -> None:
-        if len(self.borders) < 2 and phase == ("optimizer" if self.borders else "backward"):
-            self.borders.append(self._marks.mark())
-        super().enter(phase)
-
-
-=======
->>>>>>> main
 class _ReadyTimes(Probe):
     """When each gradient is ready, in every step: seconds since backward began by parameter, and of all of backward."""
 
     def __init__(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
-<<<<<<< HEAD
-        self._device, self._moments = device, Moments(device)
-        self._hooks = LayerHooks(params, [], self._moments)
-        self._attached = contextlib.ExitStack()
-        self.ready: list[tuple[dict[int, float], float]] = []
-
-    def begin(self, kind: str) -> Phases | None:
-        self._moments.restart()
-        self._phases = _ReadyPhases(self._device, self._moments)
-        self._attached.enter_context(self._hooks.attached())
-        return self._phases
-
-    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
-        self._attached.close()
-        at_s = self._moments.read_s()
-        begin_s, backward_end_s = (at_s[moment] for moment in self._phases.borders)
-        ready_s = {index: at_s[moment] - begin_s for index, moment in self._hooks.ready.items()}
-        self.ready.append((ready_s, backward_end_s - begin_s))
-=======
         self._clock, self._attached = LayerClock(params, [], device), contextlib.ExitStack()
-        self.num_params = len(params)
         self.ready: list[tuple[dict[int, float], float]] = []
 
     def begin(self, kind: str) -> Phases | None:
@@ -310,7 +268,6 @@ class _ReadyTimes(Probe):
         begin, end = (next(m for phase, m in marks if phase == border) for border in ("backward", "optimizer"))
         ready_s = {index: at_s[moment] - at_s[begin] for index, moment in self._clock.ready.items()}
         self.ready.append((ready_s, at_s[end] - at_s[begin]))
->>>>>>> main
 
 
 class _Disturbance(Probe):

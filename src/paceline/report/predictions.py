@@ -28,7 +28,7 @@ from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulat
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.report.plots import COLORS, MARKERS, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, for_programs
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -55,21 +55,21 @@ WHAT_IF = (
     Column("algorithm", lambda r: r.algorithm, "text", "algorithm", priority=1),
     Column("step", lambda r: r.step_s, "ms", "step_s", priority=9),
     Column("90 % (ms)", lambda r: f"{format_ms(r.low_s)} to {format_ms(r.high_s)}", str, priority=8),
-    *for_programs("low_s", "high_s"),
+    *raw_columns("low_s", "high_s"),
     Column(None, lambda r: r.local_s, "s", "local_step_s"),
     Column("efficiency", lambda r: r.efficiency, "percent.1", "efficiency", priority=7),
-    *for_programs("efficiency_low", "efficiency_high"),
+    *raw_columns("efficiency_low", "efficiency_high"),
     Column("exposed", lambda r: r.exposed_s, "ms", "exposed_s", priority=5),
     Column("of step", lambda r: r.exposed_share, "percent.1", "exposed_share"),
     Column("slowest rank", lambda r: r.straggler_s or None, "ms"),
-    *for_programs("straggler_s", "best_cap_bytes", "plateau_low_bytes", "plateau_high_bytes"),
+    *raw_columns("straggler_s", "best_cap_bytes", "plateau_low_bytes", "plateau_high_bytes"),
     Column("bucket size", _advise, str, priority=4),
     Column("buckets", lambda r: r.num_buckets, "count", "num_buckets"),
-    *for_programs("default_step_s"),
+    *raw_columns("default_step_s"),
     Column("saves", lambda r: max(0.0, r.gain), "percent.1", priority=3),
-    *for_programs("gain", "keeps_default"),
+    *raw_columns("gain", "keeps_default"),
     Column("bound by", lambda r: r.bound, str, "bound", priority=2),
-    *for_programs("doubt", "source"),
+    *raw_columns("doubt", "source"),
     Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", "text"),
 )
 
@@ -207,7 +207,7 @@ def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Fig
 
 POINTS = (
     Column("bucket size", lambda p: _join(p.low_bytes, p.high_bytes), "text", is_key=True),
-    *for_programs("low_bytes", "high_bytes"),
+    *raw_columns("low_bytes", "high_bytes"),
     Column("buckets", lambda p: len(p.cuts), "count", "num_buckets", priority=2),
     Column("backward", lambda p: p.backward_s, "ms", "backward_s", priority=3),
     Column("exposed", lambda p: p.step.exposed_s, "ms", "exposed_s", priority=1),

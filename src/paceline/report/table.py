@@ -6,7 +6,6 @@ import csv
 import html
 import io
 import math
-import operator
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,15 +88,9 @@ class Column:
         return value / GB if self.unit == "GB/s" and value is not None else value
 
 
-<<<<<<< HEAD
-def for_programs(*names: str) -> tuple[Column, ...]:
-    """Columns for programs alone: attributes of a row, such as `estimate.low_s`, with the last part as the key."""
-    return tuple(Column(None, operator.attrgetter(name), key=name.rpartition(".")[2]) for name in names)
-=======
 def raw_columns(*paths: str) -> list[Column]:
     """Columns for programs alone: the attribute at each dotted path, under its last name."""
     return [Column(None, attrgetter(path), key=path.split(".")[-1]) for path in paths]
->>>>>>> main
 
 
 @dataclass(frozen=True)

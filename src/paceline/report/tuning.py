@@ -23,7 +23,7 @@ from paceline.records.samples import Ratio
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.predictions import draw_caps
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, for_programs
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ GRID = (
     Column("buckets", lambda p: p.estimate.num_buckets, "count", "num_buckets", priority=2),
     Column("predicted", lambda p: p.estimate.step_s, "ms", "predicted_s", priority=5),
     Column("90 % (ms)", lambda p: f"{format_ms(p.estimate.low_s)} to {format_ms(p.estimate.high_s)}", str, priority=1),
-    *for_programs("estimate.low_s", "estimate.high_s"),
+    *raw_columns("estimate.low_s", "estimate.high_s"),
     Column("measured", lambda p: p.measured_s, "ms", "measured_s", priority=5),
     Column("error", lambda p: p.error, lambda error: f"{error:+.1%}", priority=4),
     Column("predicted exposed", lambda p: p.estimate.exposed_s, "ms", "predicted_exposed_s"),
     Column("measured exposed", lambda p: p.exposed_s, "ms", "measured_exposed_s"),
-    *for_programs("same_layout"),
+    *raw_columns("same_layout"),
     Column("source", lambda p: "simulated" if p.measured is None else p.measured.source, "text", "source"),
 )
 BUCKETS = (
