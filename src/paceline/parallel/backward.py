@@ -76,7 +76,7 @@ class GradientSync:
         self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs_in_forward
         self.num_steps, self.do_sync = 0, True
         self.is_pending = False  # gradients were accumulated that no step has synchronised
-        self._join: Joining | None = None
+        self.join: Joining | None = None
         self._is_announced, self._all_finished = False, False
         self._last_active: list[int] = []
         self._weight, self._expected_total = 1, self.channel.world_size  # of all ranks: that of the step before
@@ -108,10 +108,6 @@ class GradientSync:
         self._is_stopped = True
         self._hook(())
         self.reducer.stop()
-
-    @property
-    def is_joining(self) -> bool:
-        return self._join is not None
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -183,16 +179,12 @@ class GradientSync:
         if not is_certain and not self._change and not _will_accumulate(self.replica.params):
             return
         if is_later and self._syncing:
-            text = (
-                "the backward before this one ended with an error: run a forward first, which reports it to all ranks"
-            )
+            text = "the backward before this one ended with an error: run a forward, which reports it to all ranks"
             raise CollectiveError(text, code="unfinished-backward")
         if is_certain and _is_nested():
-            raise ConfigError(
-                "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen; "
-                "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields",
-                code="reentrant-checkpoint",
-            )
+            what = "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen"
+            how = "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields"
+            raise ConfigError(f"{what}; {how}", code="reentrant-checkpoint")
         syncing = self.do_sync and not self.options.manual
         if syncing:
             self._announce_step()
@@ -239,11 +231,11 @@ class GradientSync:
 
     @contextlib.contextmanager
     def joining(self, how: Joining) -> Iterator[None]:
-        self._join, self._last_active = how, []
+        self.join, self._last_active = how, []
         try:
             yield
         finally:
-            self._join = None
+            self.join = None
 
     def step_without_data(self, keep_gradients: bool = False) -> bool:
         """Take part in a step with zeros; True when no rank has data any more. Collective.
@@ -261,8 +253,8 @@ class GradientSync:
         self.channel.broadcast(self.replica.tensors().values(), self._last_active[0] if self._last_active else 0)
 
     def _announce_step(self) -> None:
-        if self._join is not None and self._join.announce is not None and not self._is_announced:
-            self._join.announce()
+        if self.join and self.join.announce and not self._is_announced:
+            self.join.announce()
             self._is_announced = True
 
     # -- one step: gradients and control words are exchanged, then every rank acts on what all ranks reported ---------
@@ -335,7 +327,7 @@ class GradientSync:
         options = self.options
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
-        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.is_joining)
+        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.join)
 
     def _read_later(self, slots: torch.Tensor, missing: list[int]) -> None:
         kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
@@ -358,7 +350,7 @@ class GradientSync:
         if together & ERRORS:
             self._raise_for_all(missing, failure)
             return False
-        if self._join is not None and self._join.raise_early and 0 < len(active) < len(reports):
+        if self.join and self.join.raise_early and 0 < len(active) < len(reports):
             done = ", ".join(str(rank) for rank in range(len(reports)) if rank not in active)
             text = f"step {self.num_steps}: rank {done} has no more data, and others have"
             raise CollectiveError(text, code="uneven-inputs")
@@ -402,7 +394,7 @@ class GradientSync:
                 if not used[index]:
                     self.replica.params[index].grad = None
         by_samples, total = self.options.average == "samples", sum(report.samples for report in reports)
-        if not by_samples and (self._join is None or self._join.divide_by_world):
+        if not by_samples and (self.join is None or self.join.divide_by_world):
             total = self.channel.world_size
         if total not in (0, self._expected_total) and take_part:
             self.reducer.multiply(self._expected_total / total)

@@ -181,9 +181,7 @@ class SyncBatchNorm(_AnyInputBatchNorm):
         # every rank reads, and all of them raise.
         known = int(total) if input.numel() < 2 * self.num_features else None
         if known == 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got 1 on all {size} ranks together"
-            )
+            raise ValueError(f"Expected more than 1 value per channel when training, got 1 on {size} ranks together")
         if self.track_running_stats:
             self._track(*((None, None) if known == 0 else (mean, squares / (total - 1))))
         total = total.clamp(min=1)

@@ -121,8 +121,6 @@ def build_step_error(findings: Sequence[Finding], step: int, replica: Replica) -
         is_frozen = any(index in finding.frozen for finding in findings)
         after = " (frozen after wrapping: call rebuild())" if is_frozen else ""
         lines.append(f"{replica.name(index)} on {where}{after}")
-    return CollectiveError(
-        f"step {step}: no gradient for {list_some(lines, most=8)}. To allow it, pass find_unused_parameters=True "
-        "(the rank then adds zeros); otherwise make the loss depend on these parameters",
-        code="missing-gradient",
-    )
+    advice = "make the loss depend on these parameters, or pass find_unused_parameters=True (they then count as zeros)"
+    text = f"step {step}: no gradient for {list_some(lines, most=8)}: {advice}"
+    return CollectiveError(text, code="missing-gradient")

@@ -151,7 +151,7 @@ class DDP(Joinable, nn.Module):
 
     def rebuild(self) -> None:
         """Read the module again, after parameters were added, frozen, unfrozen or moved. Collective."""
-        if self._sync is not None and self._sync.is_joining:
+        if self._sync is not None and self._sync.join is not None:
             raise ConfigError("rebuild() inside join(): ranks without data cannot take part in it")
         replica, channel = read_replica(self.module, self._ignored), self._open_channel()
         # torch can make only one more group of a part of the ranks: who needs several must pass them.

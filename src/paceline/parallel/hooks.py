@@ -32,26 +32,21 @@ class HookBucket:
         self._params = [params[index] for index in plan.partition[number]]
 
     def index(self) -> int:
-        """Its position in the order of launch."""
         return self._index
 
     def is_last(self) -> bool:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """All its gradients as one vector."""
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replace what `buffer` returns."""
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """Its gradients, as views of the vector in the shapes of their parameters."""
         return self._gradients
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of `gradients`."""
         return self._params
 
 

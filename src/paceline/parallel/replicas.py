@@ -182,27 +182,19 @@ class Replica:
         """Refuse a gradient that is sparse, or that has another shape, dtype or device than the ranks agreed on."""
         was = self.layouts[index]
         if grad.layout != torch.strided:
-            raise ConfigError(
-                f"the gradient of {self.name(index)} is sparse, and only dense gradients are supported: build its "
-                "layer with sparse=False, or put the parameter in `ignore`",
-                code="sparse-gradient",
-            )
+            text = "is sparse: build its layer with sparse=False, or put the parameter in `ignore`"
+            raise ConfigError(f"the gradient of {self.name(index)} {text}", code="sparse-gradient")
         if (grad.shape, grad.dtype, grad.device) != was:
             before, now = (f"{tuple(a)} {_name(b)} on {c}" for a, b, c in (was, (grad.shape, grad.dtype, grad.device)))
-            raise ConfigError(
-                f"the gradient of {self.name(index)} is {now}, and was {before} when the model was wrapped: call "
-                "rebuild() on all ranks after such a change",
-                code="model-changed",
-            )
+            text = f"is {now}, and was {before} when the model was wrapped: call rebuild() on all ranks"
+            raise ConfigError(f"the gradient of {self.name(index)} {text}", code="model-changed")
 
     def build_late_error(self, late: Sequence[int]) -> CollectiveError:
         """The error for gradients that changed after they had been sent, which cannot be repaired."""
         names = list_some([self.name(index) for index in late], ", ")
-        return CollectiveError(
-            f"the gradient of {names} changed after it had been sent: the graph differs from the steps before; "
-            "reducer='flat' always waits for the end of backward",
-            code="late-gradient",
-        )
+        why = "the graph differs from the steps before; reducer='flat' always waits for the end of backward"
+        text = f"the gradient of {names} changed after it had been sent: {why}"
+        return CollectiveError(text, code="late-gradient")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them: trained, frozen, buffers."""
