@@ -213,12 +213,7 @@ class TrainSettings:
         if self.trust_coefficient is not None and self.optimizer != "lars":
             found = f"--trust-coefficient {self.trust_coefficient} with --optimizer {self.optimizer}"
             raise ConfigError(f"{found}: leave it out, or use lars")
-        if bool(self.lr_drops) != (self.schedule == "piecewise"):
-            found = f"--lr-drops {','.join(map(str, self.lr_drops))}" if self.lr_drops else "no --lr-drops"
-            raise ConfigError(
-                f"{found} with --schedule {self.schedule}: drops belong to piecewise, which needs them, as 0.5,0.75"
-            )
-        check_drops(self.lr_drops, "--lr-drops")
+        check_drops(self.lr_drops, self.schedule)
         if self.ghost_batchnorm is not None and self.sync_batchnorm:
             raise ConfigError(
                 f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: one makes the batch of a norm "
