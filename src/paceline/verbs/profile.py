@@ -389,7 +389,7 @@ def _finish(session: Session, records: Sequence[Any]) -> Any:
 
 def _finish_trace(session: Session, traced: Any, plot: bool) -> TraceResult:
     from paceline.predict.advice import advise
-    from paceline.predict.overview import build_overview, find_lateness
+    from paceline.predict.traces import build_overview, find_lateness
     from paceline.report.profiles import TraceResult
 
     traces, facts = traced
