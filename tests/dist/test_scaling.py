@@ -224,10 +224,11 @@ def sweep(settings: TrainSettings, epochs: int, breaks_at: int | None = None, te
     """(the record, samples of each step); the step with this number meets an error."""
     import torch
 
-    from paceline.measure import scaling
+    from paceline.measure.scaling import measure_batch
+    from paceline.training import loop
 
     kinds = {"runtime": RuntimeError, "memory": MemoryError, "gpu": torch.OutOfMemoryError}
-    real, steps = scaling.take_step, []
+    real, steps = loop.take_step, []
 
     def take_step(learner: Any, window: Any, *rest: Any) -> Any:
         steps.append(sum(len(loaded.batch) for loaded in window))
@@ -235,11 +236,11 @@ def sweep(settings: TrainSettings, epochs: int, breaks_at: int | None = None, te
             raise kinds[kind](text)
         return real(learner, window, *rest)
 
-    scaling.take_step = take_step
+    loop.take_step = take_step
     try:
-        (record,) = scaling.measure_batch(settings, epochs)
+        (record,) = measure_batch(settings, epochs)
     finally:
-        scaling.take_step = real
+        loop.take_step = real
     return record, steps
 
 

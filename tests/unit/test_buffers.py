@@ -19,8 +19,8 @@ def test_statistics_are_averaged_over_the_ranks_that_wrote(writers, holders, wan
     for rank in range(3):
         layer = nn.BatchNorm1d(4)
         layer.running_mean.fill_(rank + 1)
-        buffers = SharedBuffers(layer, (), torch.device("cpu"), 1)
-        words = torch.full((buffers.num_words(words_are_precise=True),), 7.0)
+        buffers = SharedBuffers(layer, (), torch.device("cpu"), 1, words_are_precise=True)
+        words = torch.full((buffers.num_words,), 7.0)
         assert words.numel() == 4 + 4 + 1
         buffers.write(words, rank in writers, rank in holders)
         total = words if total is None else total + words

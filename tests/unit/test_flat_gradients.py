@@ -40,7 +40,7 @@ def test_every_element_has_a_place_of_its_own_inside_its_bucket(cap):
     # Ones as often as there are elements: no two views share one, and all lie in ranges. What is between is zero.
     assert sum(int((span == 1).sum()) for span in flat.ranges) == sum(param.numel() for param in REPLICA.params)
     assert all(((span == 1) | (span == 0)).all() for span in flat.ranges)
-    assert flat.last.nbytes >= flat.ranges[-1].nbytes + 7 * flat.words.element_size()
+    assert flat.messages[-1].nbytes >= flat.ranges[-1].nbytes + 7 * flat.words.element_size()
 
 
 def test_buckets_and_large_gradients_begin_at_a_vector_of_the_processor():
@@ -61,10 +61,9 @@ def test_buckets_and_large_gradients_begin_at_a_vector_of_the_processor():
 )
 def test_a_message_is_its_gradients_and_its_extra_bytes(plan, separate, has_gaps):
     flat = FlatGradients(REPLICA, plan, num_words=7, separate=separate)
-    messages = (*flat.ranges[:-1], flat.last)
-    left = [message.nbytes - extra for message, extra in zip(messages, flat.extra_bytes, strict=True)]
+    left = [message.nbytes - extra for message, extra in zip(flat.messages, flat.extra_bytes, strict=True)]
     assert left == list(plan.bucket_bytes)
-    assert (sum(flat.extra_bytes) > flat.last.nbytes - flat.ranges[-1].nbytes) == has_gaps
+    assert (sum(flat.extra_bytes) > flat.messages[-1].nbytes - flat.ranges[-1].nbytes) == has_gaps
 
 
 def test_a_write_through_a_view_counts_in_its_bucket_alone():

@@ -315,7 +315,7 @@ def test_an_impossible_wrapper_is_refused(build_wrapper, changes, reason):
 
 @pytest.mark.parametrize(
     ("value", "reason"),
-    [([[1.0]], "backward.* not list"), ({"seconds": [1.0]}, "backward.seconds is not a list of")],
+    [([[1.0]], "backward.* not list"), ({"seconds": [1.0]}, "backward.seconds must be a list")],
 )
 def test_a_wrapper_with_a_broken_phase_is_refused(build_wrapper, value, reason):
     with pytest.raises(RecordError, match=reason):
@@ -343,20 +343,20 @@ TIMED_LAYER = {"kind": "layer_time", "layer": "a"}
     [
         ({**LAYER, "kind": "poem"}, "unknown kind of record 'poem'"),
         ({**LAYER, "kind": ["layer_size"]}, "unknown kind"),
-        ({"layer": "a"}, "unknown kind of record None"),
+        ({"layer": "a"}, "unknown kind of record 'None'"),
         ([LAYER], "not list"),
         ({**LAYER, "colour": "red"}, "LayerSizeRecord has no field colour"),
         ({"kind": "layer_size", "layer": "a"}, "num_params"),
         ({**LAYER, "summary": {"mean_s": 1.0}}, "no field timing"),
         (TIMED_LAYER, "timing"),
         ({**TIMED_LAYER, "summary": {"mean_s": 1.0, "mode_s": 1.0}}, "Summary has no field mode_s"),
-        ({**TIMED_LAYER, "summary": {"mean_s": "slow"}}, "Summary"),
+        ({**TIMED_LAYER, "summary": {"mean_s": "slow"}}, "summary.mean_s"),
         ({**TIMED_LAYER, "samples": {"seconds": [[1.0]], "hours": []}}, "Samples has no field hours"),
-        ({**TIMED_LAYER, "samples": {"seconds": [1.0]}}, "samples.seconds is not a list of lists"),
-        ({**TIMED_LAYER, "samples": {"seconds": [["x"]]}}, "samples.seconds is not a list of lists"),
+        ({**TIMED_LAYER, "samples": {"seconds": [1.0]}}, "samples.seconds must be a list"),
+        ({**TIMED_LAYER, "samples": {"seconds": [["x"]]}}, "samples.seconds"),
         ({**TIMED_LAYER, "samples": {"reducer": "max"}}, "seconds"),
         ({**TIMED_LAYER, "samples": {"seconds": [[-1.0]]}}, "negative"),
-        ({**TIMED_LAYER, "samples": [[1.0]]}, "timing"),
+        ({**TIMED_LAYER, "samples": [[1.0]]}, "samples must be a JSON object"),
     ],
 )
 def test_a_broken_record_is_refused(document, reason):

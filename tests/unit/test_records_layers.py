@@ -101,7 +101,7 @@ FIRST = record_to_json(build_profile())["parameters"][0]
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("blocks", 3, "blocks .* not 3"),
+        ("blocks", 3, "blocks .* not int"),
         ("blocks", [["a"]], "blocks .* not"),
         ("blocks", [{"name": "a"}], "forward_s"),
         ("parameters", [{"name": "a", "colour": "red"}], "ParameterTimes has no field colour"),
@@ -109,10 +109,10 @@ FIRST = record_to_json(build_profile())["parameters"][0]
         (
             "parameters",
             [{**FIRST, "ready_s": ["soon", 1]}],
-            "the time 'soon'",
+            "parameters.ready_s.*'soon'",
         ),
         ("parameters", [{**FIRST, "ready_s": [-1.0, 1]}], "the time -1.0"),
-        ("parameters", [{**FIRST, "ready_s": 1.0}], "ParameterTimes"),
+        ("parameters", [{**FIRST, "ready_s": 1.0}], "ready_s must be a list"),
     ],
 )
 def test_a_broken_profile_is_refused(field, value, reason):

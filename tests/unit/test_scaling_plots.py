@@ -9,6 +9,7 @@ from paceline.errors import RecordError
 from paceline.records.steps import list_points
 from paceline.records.training import summarize_recipes
 from paceline.report import large_batch, plots, scaling_plots
+from paceline.report.scaling import match_predictions
 
 from .made_scaling import (
     interval,
@@ -27,11 +28,15 @@ POINTS = list_points(SCALES)
 RUNS = make_runs(make_rng())
 
 
+def plot_predicted(mode, predicted):
+    return scaling_plots.plot_ranks(mode, POINTS, "box", match_predictions(predicted, POINTS))
+
+
 def _draw_all():
     return {
         "batches": scaling_plots.plot_batches(make_batches(make_rng()), "box"),
-        "weak": scaling_plots.plot_weak(POINTS, "box", make_predictions()),
-        "strong": scaling_plots.plot_strong(POINTS, "box", make_predictions(mode="strong", cell_size=256)),
+        "weak": plot_predicted("weak", make_predictions()),
+        "strong": plot_predicted("strong", make_predictions(mode="strong", cell_size=256)),
         "communication": scaling_plots.plot_communication(SCALES, "box"),
         "accuracy": large_batch.plot_accuracy(summarize_recipes(RUNS), "box"),
         "curves": large_batch.plot_curves([r for r in RUNS if r.global_batch_size == 1024], "box"),
@@ -91,19 +96,17 @@ def test_memory_that_nobody_counted_is_not_drawn():
 
 @pytest.mark.parametrize(("mode", "size", "number"), [("weak", 32, 0), ("weak", 128, 1), ("strong", 256, 0)])
 def test_lines_of_ranks_start_at_one_rank_and_follow_the_seconds(mode, size, number):
-    plot = scaling_plots.plot_weak if mode == "weak" else scaling_plots.plot_strong
-    panel = plot(POINTS, "box").axes[number]
+    panel = scaling_plots.plot_ranks(mode, POINTS, "box").axes[number]
     records = {r.world_size: r for r in SCALES if r.cell == (mode, size) and r.variant in ("none", "torch on gloo")}
     ratios = [interval(slowest(records[1].timing) / slowest(records[n].timing))[0] for n in (2, 4)]
     assert _lines(panel)["torch on gloo (measured)"] == ([1, 2, 4], pytest.approx([1.0, *ratios]))
-    ideal = ([1, 4], [1, 1]) if mode == "weak" else ([1, 2, 4], [1, 2, 4])
-    assert _lines(panel)["ideal"] == ideal
+    assert _lines(panel)["ideal"] == ([1, 2, 4], [1, 1, 1] if mode == "weak" else [1, 2, 4])
 
 
 def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
     best = make_predictions(counts=(4, 64, 1024))
     slow = [replace(p, variant="torch on gloo", step_s=2 * p.step_s) for p in best]
-    panel = scaling_plots.plot_weak(POINTS, "box", [*best, *slow]).axes[0]
+    panel = plot_predicted("weak", [*best, *slow]).axes[0]
     handles = dict(zip(*panel.get_legend_handles_labels()[::-1], strict=True))
     [name] = [label for label in handles if "simulated" in label and "half" not in label]
     assert name == f"paceline on gloo, {best[0].network} (simulated)"
@@ -157,8 +160,8 @@ def test_curves_are_means_over_seeds_against_epochs_and_updates():
 @pytest.mark.parametrize(
     "plot",
     [
-        lambda: scaling_plots.plot_weak([], "box"),
-        lambda: scaling_plots.plot_strong([p for p in POINTS if p.record.mode == "weak"], "box"),
+        lambda: scaling_plots.plot_ranks("weak", [], "box"),
+        lambda: scaling_plots.plot_ranks("strong", [p for p in POINTS if p.record.mode == "weak"], "box"),
         lambda: scaling_plots.plot_communication([r for r in SCALES if r.world_size == 1], "box"),
         lambda: large_batch.plot_accuracy([], "box"),
     ],
@@ -169,7 +172,7 @@ def test_nothing_to_draw_is_refused_in_words(plot):
 
 
 def test_the_legend_hides_no_line():
-    figure = scaling_plots.plot_weak(POINTS, "box", make_predictions())
+    figure = plot_predicted("weak", make_predictions())
     figure.draw_without_rendering()
     (legend,) = figure.legends
     left = legend.get_window_extent().x0

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.measure.engine import Allocator, Group, Timed, measure_cells
-from paceline.measure.settings import REDUCING, ChunkSettings, CollectiveSettings, Measured
-from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
+from paceline.measure.settings import REDUCING, ChunkSettings, CollectiveSettings, GroupSettings, Measured
+from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord, Record
 from paceline.transport.group import PacelineGroup
 
 # torch 2.13 renames these two; 2.11 has only the older names.
@@ -37,15 +37,9 @@ def measure_collectives(settings: CollectiveSettings) -> Measured:
             for group in groups
             for memory in settings.memories_of(group.backend)
         ]
-        if settings.limit:
-            first_on: dict[torch.device, Group] = {}
-            for group in groups:
-                first_on.setdefault(group.device, group)
-            timed += [
-                make(settings, group, rank, num_bytes, allocate)
-                for group in first_on.values()
-                for make in (MemoryAdd, MemoryCopy)
-            ]
+        for group in groups if settings.limit else ():
+            if group is next(other for other in groups if other.device == group.device):
+                timed += [make(settings, group, rank, num_bytes, allocate) for make in (MemoryAdd, MemoryCopy)]
         return timed
 
     return measure_cells(settings, settings.sizes, build)
@@ -63,7 +57,37 @@ def measure_chunks(settings: ChunkSettings) -> Measured:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-class AllReduce(Timed):
+class _Vector(Timed):
+    """A vector of known data, one on every rank. `record` is told what the group knows."""
+
+    def __init__(
+        self,
+        settings: GroupSettings,
+        group: Group,
+        rank: int,
+        elements: int,
+        allocate: Allocator,
+        record: Callable[..., Record],
+        op: str = "sum",
+        memory: str = "ordinary",
+    ) -> None:
+        self.dtype, self.device = getattr(torch, settings.dtype), group.device
+        self.group, self.rank, self.op, self.num_elements = group.data, rank, _OPS[op], elements
+        self.pattern = Pattern(group.world_size, self.dtype, op, group.device)
+        if memory == "shared":
+            self.vector = _allocate_shared(group, elements, self.dtype)
+        else:
+            self.vector = allocate("vector", elements, self.dtype, group.device)
+        self.record = partial(record, device=group.device.type, world_size=group.world_size, dtype=settings.dtype)
+
+    def prepare(self, repetition: int) -> None:
+        self.pattern.fill(self.vector, self.rank, repetition)
+
+    def check(self, repetition: int) -> int:
+        return self.pattern.count_wrong(self.vector, repetition)
+
+
+class AllReduce(_Vector):
     """Reduces a vector in place. The others differ in how they fill, call and check; some also have a share of 1/n."""
 
     has_share = False
@@ -77,36 +101,20 @@ class AllReduce(Timed):
         allocate: Allocator,
         memory: str = "ordinary",
     ) -> None:
-        dtype = getattr(torch, settings.dtype)
         elements = settings.num_elements(num_bytes, group.world_size)
-        self.device, self.group, self.rank, self.op = group.device, group.data, rank, _OPS[settings.op]
-        self.pattern = Pattern(group.world_size, dtype, settings.op, group.device)
-        if memory == "shared":
-            self.vector = _allocate_shared(group, elements, dtype)
-        else:
-            self.vector = allocate("vector", elements, dtype, group.device)
-        self.share = allocate("share", elements // group.world_size if self.has_share else 0, dtype, group.device)
-        self.num_elements = elements
-        self.record = functools.partial(
+        record = partial(
             CollectiveRecord,
             collective=settings.collective,
             backend=group.backend,
             memory=memory,
             op=settings.op if settings.collective in REDUCING else "none",
-            device=group.device.type,
-            world_size=group.world_size,
             num_bytes=elements * settings.item_bytes,
-            dtype=settings.dtype,
         )
-
-    def prepare(self, repetition: int) -> None:
-        self.pattern.fill(self.vector, self.rank, repetition)
+        super().__init__(settings, group, rank, elements, allocate, record, settings.op, memory)
+        self.share = allocate("share", elements // group.world_size if self.has_share else 0, self.dtype, group.device)
 
     def call(self) -> Any:
         return dist.all_reduce(self.vector, self.op, self.group)
-
-    def check(self, repetition: int) -> int:
-        return self.pattern.count_wrong(self.vector, repetition)
 
 
 class AllGather(AllReduce):
@@ -179,45 +187,28 @@ def _allocate_shared(group: Group, elements: int, dtype: torch.dtype) -> torch.T
     return vector
 
 
-class ChunkedAllReduce(Timed):
+class ChunkedAllReduce(_Vector):
     """One total in many messages, all launched before the first is waited for, as a wrapper launches its buckets."""
 
     def __init__(self, settings: ChunkSettings, group: Group, rank: int, chunk_bytes: int, allocate: Allocator) -> None:
-        dtype = getattr(torch, settings.dtype)
-        self.device, self.group, self.rank = group.device, group.data, rank
-        self.num_elements = settings.total_bytes // settings.item_bytes
-        self.vector = allocate("vector", self.num_elements, dtype, group.device)
+        total = settings.total_bytes
+        record = partial(ChunksRecord, backend=group.backend, total_bytes=total, chunk_bytes=chunk_bytes)
+        super().__init__(settings, group, rank, total // settings.item_bytes, allocate, record)
         self.chunks = self.vector.split(chunk_bytes // settings.item_bytes)
-        self.pattern = Pattern(group.world_size, dtype, "sum", group.device)
-        self.record = functools.partial(
-            ChunksRecord,
-            backend=group.backend,
-            device=group.device.type,
-            world_size=group.world_size,
-            total_bytes=settings.total_bytes,
-            chunk_bytes=chunk_bytes,
-            dtype=settings.dtype,
-        )
-
-    def prepare(self, repetition: int) -> None:
-        self.pattern.fill(self.vector, self.rank, repetition)
 
     def call(self) -> None:
         works: list[Any] = [dist.all_reduce(chunk, group=self.group, async_op=True) for chunk in self.chunks]
         for work in works:
             work.wait()
 
-    def check(self, repetition: int) -> int:
-        return self.pattern.count_wrong(self.vector, repetition)
-
 
 # -- passes over memory ------------------------------------------------------------------------------------------------
 
 
-class MemoryAdd(Timed):
+class MemoryAdd(_Vector):
     """What memory could do: every rank at once reads its vector once and writes it once, by adding a number in place.
 
-    `MemoryBounds` derives the bound of an all-reduce from this and from the copy.
+    `MemoryBounds` derives the bound of an all-reduce, which uses the same vector, from this and from the copy.
     """
 
     operation = "add"
@@ -225,22 +216,10 @@ class MemoryAdd(Timed):
     def __init__(
         self, settings: CollectiveSettings, group: Group, rank: int, num_bytes: int, allocate: Allocator
     ) -> None:
-        self.dtype = getattr(torch, settings.dtype)
-        self.device, self.rank = group.device, rank
-        self.num_elements = settings.num_elements(num_bytes, group.world_size)
-        self.vector = allocate("vector", self.num_elements, self.dtype, group.device)  # the all-reduces use it, too
-        self.pattern = Pattern(group.world_size, self.dtype, "sum", group.device)
-        self.record = functools.partial(
-            MemoryRecord,
-            operation=self.operation,
-            device=group.device.type,
-            world_size=group.world_size,
-            num_bytes=self.num_elements * settings.item_bytes,
-            dtype=settings.dtype,
-        )
-
-    def prepare(self, repetition: int) -> None:
-        self.pattern.fill(self.vector, self.rank, repetition)
+        elements = settings.num_elements(num_bytes, group.world_size)
+        record = partial(MemoryRecord, operation=self.operation, num_bytes=elements * settings.item_bytes)
+        super().__init__(settings, group, rank, elements, allocate, record)
+        self.target = self.vector if self.operation == "add" else allocate("target", elements, self.dtype, group.device)
 
     def call(self) -> Any:
         return self.vector.add_(1)
@@ -254,12 +233,6 @@ class MemoryCopy(MemoryAdd):
     """The same by a copy into another vector."""
 
     operation = "copy"
-
-    def __init__(
-        self, settings: CollectiveSettings, group: Group, rank: int, num_bytes: int, allocate: Allocator
-    ) -> None:
-        super().__init__(settings, group, rank, num_bytes, allocate)
-        self.target = allocate("target", self.num_elements, self.dtype, group.device)
 
     def prepare(self, repetition: int) -> None:
         # The source last: an all-reduce, too, finds its vector in the caches as far as it fits.
@@ -314,16 +287,9 @@ class Pattern:
         return torch.randint(0, self._ceiling + 1, (_PERIOD,), generator=generator)
 
     def _reduce(self, sources: list[torch.Tensor]) -> torch.Tensor:
-        match self._op:
-            case "sum":
-                return sum(sources, torch.zeros_like(sources[0]))
-            case "avg":
-                return sum(sources, torch.zeros_like(sources[0])).double() / self._world_size
-            case "min":
-                return functools.reduce(torch.minimum, sources)
-            case "max":
-                return functools.reduce(torch.maximum, sources)
-        return functools.reduce(torch.mul, sources)
+        pairwise = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(self._op, torch.add)
+        reduced = reduce(pairwise, sources)
+        return reduced.double() / self._world_size if self._op == "avg" else reduced
 
     def _expand(self, source: torch.Tensor) -> torch.Tensor:
         """One block and one period more, so that a block can start anywhere in the period."""

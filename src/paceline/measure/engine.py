@@ -1,17 +1,17 @@
 """One measurement, top to bottom: groups, cells, turns, repetitions, the timed call, the check, the samples.
 
-It times anything that ranks do together. What is called, and what its data must be, comes from the benchmark that uses
-it (`collectives`); what a benchmark is asked to do is checked in `settings`.
+It times anything that ranks do together; what that is comes from `collectives` and `wrappers`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,7 +28,6 @@ from paceline.transport import why_not
 from paceline.units import format_bytes, format_number_of
 
 Point = TypeVar("Point")
-Answer = TypeVar("Answer")
 Report = Callable[[float], None]
 
 # Ranks that are not part of a cell wait for it; a cell on a slow network may take long.
@@ -66,9 +65,9 @@ class Group:
 class Timing:
     """One rank's raw times of one cell: when each repetition began (this host's clock) and how long it took."""
 
-    starts_s: list[float]
-    seconds: list[float]
-    num_warmup: int
+    starts_s: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    num_warmup: int = 0
     num_wrong: int = 0
     num_checked: int = 0
 
@@ -89,7 +88,6 @@ class Timed:
         raise NotImplementedError
 
     def call(self) -> Any:
-        """What is timed."""
         raise NotImplementedError
 
     def check(self, repetition: int) -> int:
@@ -111,76 +109,64 @@ def measure_cells(
     Collective: every rank of the launched world must call this.
     """
 
-    def measure(groups: Sequence[Group], rank: int, size: int, report: Report | None) -> list[tuple[Any, Timing]]:
-        # A fresh allocator, so that the memory of the last cell is free again.
-        timed = build(groups, rank, size, Allocator())
-        timings = time_in_turns(timed, groups[0].control, settings.iters, settings.warmup, report)
-        return [(item.record, timing) for item, timing in zip(timed, timings, strict=True)]
-
-    def build_records(
-        groups: Sequence[Group], size: int, answers: list[list[tuple[Any, Timing]]], shares_clock: bool
-    ) -> list[Record]:
+    def measure(world: World, groups: Sequence[Group], size: int, report: Report) -> list[Record]:
+        mine = None
+        if world.rank < groups[0].world_size:
+            # A fresh allocator, so that the memory of the last cell is free again.
+            timed = build(groups, world.rank, size, Allocator())
+            timings = time_in_turns(timed, groups[0].control, settings.iters, settings.warmup, report)
+            mine = [(item.record, timing) for item, timing in zip(timed, timings, strict=True)]
+        # The ranks outside of the cell wait here for the others.
+        answers = [answer for answer in world.share(mine) if answer is not None]
         records = []
         for turn in zip(*answers, strict=True):
-            timings = [timing for _, timing in turn]
+            build_record, timings = turn[0][0], [timing for _, timing in turn]
+            starts = [timing.starts_s for timing in timings] if world.shares_clock else ()
             records.append(
-                turn[0][0](
-                    timing=merge_timings(timings, shares_clock),
+                build_record(
+                    timing=build_samples([timing.seconds for timing in timings], timings[0].num_warmup, starts),
                     num_wrong=sum(timing.num_wrong for timing in timings),
                     num_checked=sum(timing.num_checked for timing in timings),
                 )
             )
         return records
 
-    return run_cells(settings, sizes, format_bytes, measure, build_records)
+    return run_cells(settings, sizes, format_bytes, measure)
 
 
 def run_cells(
     settings: GroupSettings,
     points: Sequence[Point],
     name_point: Callable[[Point], str],
-    measure: Callable[[Sequence[Group], int, Point, Report | None], Answer],
-    build_records: Callable[[Sequence[Group], Point, list[Answer], bool], Sequence[Record]],
+    measure: Callable[[World, Sequence[Group], Point, Report], Sequence[Record]],
 ) -> Measured:
     """Open the world, measure every cell (each number of ranks x each point) and post its records.
 
-    Worlds smaller than the launched one are its first n ranks, and the others wait. `measure(groups, rank, point,
-    report)` runs on the ranks of the cell, with one group per backend; `build_records(groups, point, answers,
-    shares_clock)` makes records of what they returned, on every rank.
+    `measure(world, groups, point, report)` gets one group per backend and returns the records, on every rank of the
+    world: a cell of n ranks is measured on its first n, and the others wait in it.
     Collective: every rank of the launched world must call this.
     """
     cells = [(n, point) for n in settings.ranks for point in points]
     records: list[Record] = []
-    with _open_world(settings) as world:
+    on_gpu = any(settings.device_of(backend) == "cuda" for backend in settings.backends)
+    # One thread per rank unless requested otherwise: with more, filling and checking the data wakes OpenMP's threads,
+    # which then spin on the cores that the timed call needs (`engine_against_loop.py --threads 8` shows it).
+    # The world's own group is gloo, for control; the measured groups are made inside it.
+    device = "cuda" if on_gpu else "cpu"
+    with init("gloo", device, threads=settings.threads, timeout_s=_PATIENCE_S, announce=None) as world:
+
+        def tell(index: int, label: str, share: float, new: Sequence[Record] = ()) -> None:
+            if world.rank == 0:
+                post(Progress(index + share, len(cells), label, tuple(new)))
+
         groups = _build_groups(settings, world)
         for index, (n, point) in enumerate(cells):
-            label = f"{format_number_of(n, 'rank')}, {name_point(point)}"
-
-            def report(share: float, index: int = index, label: str = label) -> None:
-                post(Progress(index + share, len(cells), label))
-
-            if world.rank == 0:
-                report(0.0)
-            mine = None
-            if world.rank < n:
-                mine = measure(groups[n], world.rank, point, report if world.rank == 0 else None)
-            # The ranks outside of the cell wait here for the others.
-            answers = [answer for answer in world.share(mine) if answer is not None]
-            new = tuple(build_records(groups[n], point, answers, world.shares_clock))
+            report = functools.partial(tell, index, f"{format_number_of(n, 'rank')}, {name_point(point)}")
+            report(0.0)
+            new = measure(world, groups[n], point, report)
+            report(1.0, new)
             records += new
-            if world.rank == 0:
-                post(Progress(index + 1, len(cells), label, new))
         return Measured(tuple(records), _describe_rank(world))
-
-
-def _open_world(settings: GroupSettings) -> World:
-    """A world whose own group is gloo, for control; the measured groups are made inside it.
-
-    One thread per rank unless requested otherwise: with more, filling and checking the data wakes OpenMP's threads,
-    which then spin on the cores that the timed call needs (`engine_against_loop.py --threads 8` shows it).
-    """
-    device = "cuda" if any(settings.device_of(backend) == "cuda" for backend in settings.backends) else "cpu"
-    return init("gloo", device, threads=settings.threads, timeout_s=_PATIENCE_S, announce=None)
 
 
 def choose_control_backend(world: World) -> str:
@@ -209,12 +195,8 @@ def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group
 
 def _describe_rank(world: World) -> dict[str, Any]:
     """What only a rank knows of the environment: threads, launcher, GPUs, NCCL."""
-    details: dict[str, Any] = {
-        "launcher": world.launcher,
-        "threads_per_rank": world.threads,
-        "hosts": len(set(world.hosts)),
-        "world_size": world.world_size,
-    }
+    details: dict[str, Any] = {"launcher": world.launcher, "threads_per_rank": world.threads}
+    details |= {"hosts": len(set(world.hosts)), "world_size": world.world_size}
     if world.device.type == "cuda":
         details["gpu"] = torch.cuda.get_device_name(world.device)
         details["cuda"] = torch.version.cuda
@@ -256,10 +238,9 @@ def time_in_turns(
     Each repetition: make the data, synchronize the device, wait at a barrier, read the clock, call, synchronize,
     read the clock, check the data. Nothing but the call is between the two readings.
     """
-    timings = [Timing([], [], 0) for _ in timed]
+    timings = [Timing() for _ in timed]
 
     def run_once(repetition: int) -> float:
-        slowest_s = 0.0
         for item, timing in zip(timed, timings, strict=True):
             item.prepare(repetition)
             synchronize(item.device)
@@ -267,12 +248,11 @@ def time_in_turns(
             start_s = time.perf_counter()
             item.call()
             synchronize(item.device)
-            timing.starts_s.append(start_s)
             timing.seconds.append(time.perf_counter() - start_s)
+            timing.starts_s.append(start_s)
             timing.num_wrong += item.check(repetition)
             timing.num_checked += item.num_elements
-            slowest_s = max(slowest_s, timing.seconds[-1])
-        return slowest_s
+        return max(timing.seconds[-1] for timing in timings)
 
     def end_warmup(num_warmup: int) -> None:
         for timing in timings:
@@ -340,19 +320,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# -- samples -----------------------------------------------------------------------------------------------------------
-
-
-def merge_timings(timings: list[Timing], shares_clock: bool) -> Samples:
-    """The ranks' timings as one set of samples, repetition by repetition."""
-    warm = timings[0].num_warmup
-    rows = list(zip(*(timing.seconds for timing in timings), strict=True))
-    starts = list(zip(*(timing.starts_s for timing in timings), strict=True))
-    arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[warm:]) if shares_clock else ()
-    return Samples(seconds=tuple(rows[warm:]), warmup_seconds=tuple(rows[:warm]), arrivals_s=arrivals)
-
-
-def build_samples(by_rank: Sequence[Sequence[float]], num_warmup: int) -> Samples:
-    """What each rank timed in every round, warm-ups first, as samples."""
-    rows = tuple(zip(*by_rank, strict=True))
-    return Samples(seconds=rows[num_warmup:], warmup_seconds=rows[:num_warmup])
+def build_samples(
+    by_rank: Sequence[Sequence[float]], num_warmup: int, starts_by_rank: Sequence[Sequence[float]] = ()
+) -> Samples:
+    """What each rank timed in every round, warm-ups first, as samples; with arrivals where a common clock gives
+    starts."""
+    rows, starts = tuple(zip(*by_rank, strict=True)), tuple(zip(*starts_by_rank, strict=True))
+    arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[num_warmup:])
+    return Samples(rows[num_warmup:], rows[:num_warmup], arrivals)

@@ -33,11 +33,10 @@ def measure_noise_scale(
     """Probe the model as it is after `step` steps and `epoch` epochs; every rank gets the record.
 
     A probe is `num_small` gradients of `batch_size` samples each on every rank, and one message of a gradient's size.
-    The model is in training mode, with the precision, the label smoothing and the augmentation of training, but is not
-    compiled. Samples are drawn with replacement, so that they are as independent as the formulas take them to be;
-    which they are, and what dropout drops, follows from the job's seed, `step` and the probe, not from the ranks.
-    BatchNorm sees `batch_size` samples: the noise scale is that of training with such micro-batches. (SyncBatchNorm
-    sees those of all ranks, and the small gradients are the contributions of each rank.)
+    The model trains as it does in the job (mode, precision, label smoothing, augmentation), but is not compiled.
+    Samples are drawn with replacement, so that they are as independent as the formulas take them to be. They and what
+    dropout drops follow from the job's seed, `step` and the probe, not from the ranks. BatchNorm sees `batch_size`
+    samples, and SyncBatchNorm those of all ranks: the noise scale is that of training with such micro-batches.
     Parameters, gradients, buffers, the optimizer and random numbers are as before when this returns.
     Needs the memory of two further gradients. Collective: every rank must call this, between steps.
     """
@@ -52,7 +51,8 @@ def measure_noise_scale(
     with _restoring(job.learner.module), _uncompiled(job):
         job.learner.module.train()
         while len(probes) < num_probes:
-            small_squares, big_square = _Probe(job, step, len(probes), batch_size, num_small, int(epoch)).take(scale)
+            purpose = job.settings.seed, step, len(probes)
+            small_squares, big_square = _take_probe(job, purpose, int(epoch), batch_size, num_small, scale)
             if all(map(math.isfinite, (*small_squares, big_square))):
                 probes.append(NoiseProbe(small_squares, big_square))
             elif scale > 1:
@@ -63,68 +63,52 @@ def measure_noise_scale(
                     "lower --lr, --clip, or look at the model"
                 )
     return NoiseRecord(
-        model=job.settings.model,
-        data=job.train.name,
-        device=job.world.device.type,
-        world_size=job.world.world_size,
-        precision=job.settings.precision,
-        step=step,
-        epoch=epoch,
-        seed=job.settings.seed,
-        small_batch_size=batch_size,
-        probes=tuple(probes),
-        note=note,
-    )
+        model=job.settings.model, data=job.train.name, device=job.world.device.type, world_size=job.world.world_size,
+        precision=job.settings.precision, step=step, epoch=epoch, seed=job.settings.seed, small_batch_size=batch_size,
+        probes=tuple(probes), note=note,
+    )  # fmt: skip
 
 
-class _Probe:
-    """One probe of one rank. Small batches are numbered over all ranks, and their content follows from their number."""
+def _take_probe(
+    job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, num_small: int, scale: float
+) -> tuple[tuple[float, ...], float]:
+    """The squared norms of all ranks' gradients, and of their mean; losses are multiplied by `scale` on the way.
 
-    def __init__(self, job: Job, step: int, number: int, batch_size: int, num_small: int, epoch: int) -> None:
-        self._job, self._size, self._epoch = job, batch_size, epoch
-        self._purpose = (job.settings.seed, step, number)
-        first = job.world.rank * num_small
-        self._numbers = range(first, first + num_small)
-        self._count = num_small * job.world.world_size
+    Small batches are numbered over all ranks, and their content follows from their number. Collective.
+    """
+    params, world = job.learner.parameters, job.world
+    widest = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize)
+    dtype = torch.float64 if widest == torch.float64 else torch.float32
+    total = torch.zeros(sum(param.numel() for param in params), dtype=dtype, device=world.device)
+    pieces = [piece.view(p.shape) for piece, p in zip(total.split([p.numel() for p in params]), params, strict=True)]
+    squares = []
+    for number in range(world.rank * num_small, (world.rank + 1) * num_small):
+        found = zip(pieces, _compute_grad(job, (*purpose, number), epoch, batch_size, scale), strict=True)
+        used = [(piece, grad) for piece, grad in found if grad is not None]
+        squares.append(_square([grad for _, grad in used]))
+        torch._foreach_add_([piece for piece, _ in used], [grad for _, grad in used])
+    if world.world_size > 1:
+        dist.all_reduce(total)
+    # The only wait for the device: the host has queued all small batches long before.
+    *small, big = (torch.stack([*squares, _square(pieces)]) / scale**2).tolist()
+    everyone: list[tuple[list[float], float]] = world.share((small, big / (num_small * world.world_size) ** 2))
+    # A backend may round sums differently on another rank, and all must return the same record.
+    return tuple(square for squares, _ in everyone for square in squares), everyone[0][1]
 
-    def take(self, scale: float) -> tuple[tuple[float, ...], float]:
-        """The squared norms of all ranks' gradients, and of their mean; losses are multiplied by `scale` on the way.
 
-        Collective: every rank must call this, and every rank gets the same.
-        """
-        params = self._job.learner.parameters
-        widest = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize)
-        dtype = torch.float64 if widest == torch.float64 else torch.float32
-        total = torch.zeros(sum(param.numel() for param in params), dtype=dtype, device=self._job.world.device)
-        pieces = [
-            piece.view(p.shape) for piece, p in zip(total.split([p.numel() for p in params]), params, strict=True)
-        ]
-        squares = []
-        for number in self._numbers:
-            found = self._grad(number, scale)
-            used = [index for index, grad in enumerate(found) if grad is not None]
-            grads = [grad for grad in found if grad is not None]
-            squares.append(_square(grads))
-            torch._foreach_add_([pieces[index] for index in used], grads)
-        if self._job.world.world_size > 1:
-            dist.all_reduce(total)
-        # The only wait for the device: the host has queued all small batches long before.
-        *small, big = (torch.stack([*squares, _square(pieces)]) / scale**2).tolist()
-        everyone: list[tuple[list[float], float]] = self._job.world.share((small, big / self._count**2))
-        # A backend may round sums differently on another rank, and all must return the same record.
-        return tuple(square for squares, _ in everyone for square in squares), everyone[0][1]
-
-    def _grad(self, number: int, scale: float) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of the mean loss of one small batch, times `scale`; no `.grad` and no hook sees it."""
-        data, learner = self._job.train, self._job.learner
-        generator = torch.Generator().manual_seed(derive_seed("noise samples", *self._purpose, number))
-        indices = torch.randint(len(data), (self._size,), generator=generator)
-        batch = data.prepare(data.take(indices).to(learner.device), indices, self._epoch)
-        set_seed(derive_seed("noise dropout", *self._purpose, number) % 2**32)
-        with learner.autocast():
-            outcome = compute_outcome(learner.module, batch, learner.form, label_smoothing=learner.label_smoothing)
-        loss = outcome.loss_sum * (scale / (self._size * learner.form.targets_per_sample))
-        return torch.autograd.grad(loss, learner.parameters, allow_unused=True)
+def _compute_grad(
+    job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, scale: float
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradient of the mean loss of one small batch, times `scale`; no `.grad` and no hook sees it."""
+    data, learner = job.train, job.learner
+    generator = torch.Generator().manual_seed(derive_seed("noise samples", *purpose))
+    indices = torch.randint(len(data), (batch_size,), generator=generator)
+    batch = data.prepare(data.take(indices).to(learner.device), indices, epoch)
+    set_seed(derive_seed("noise dropout", *purpose) % 2**32)
+    with learner.autocast():
+        outcome = compute_outcome(learner.module, batch, learner.form, label_smoothing=learner.label_smoothing)
+    loss = outcome.loss_sum * (scale / (batch_size * learner.form.targets_per_sample))
+    return torch.autograd.grad(loss, learner.parameters, allow_unused=True)
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -559,10 +559,7 @@ def _run_phases(
     tell: Tell,
 ) -> StepRecord:
     labels = job.labels | {"wrapper": wrapper, "num_parameters": len(replica.parameters)}
-    bench = StepBench(world, labels, loads_inside=True)
-    try:
+    with StepBench(world, labels, loads_inside=True) as bench:
         variant = bench.add(Variant({}, replica, _KINDS if timed is None else (*_KINDS, "timed"), timed))
         bench.run(_PACE, iters, warmup, tell)
         return bench.build_record(variant)
-    finally:
-        bench.clear()

@@ -1,7 +1,6 @@
 """The cells of scaling studies on ranks: steps of all wrappers in turns, epochs at a batch size, training runs.
 
-Which cells there are is in `scale_settings`. How steps take turns is in `steps`, the training loop in `training.loop`,
-what follows from the records in `records.steps` and `records.training`.
+Which cells there are is in `scale_settings`. How steps take turns is in `steps`, the training loop in `training.loop`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import gc
 import math
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import torch
@@ -35,7 +34,7 @@ from paceline.training.build import Job, build_job, build_learner, load_sets, op
 from paceline.training.loader import Window, load_windows
 from paceline.training.loop import evaluate, run_steps
 from paceline.training.settings import TrainSettings
-from paceline.training.step import NoPhases, PhaseClock, take_step
+from paceline.training.step import PhaseClock
 from paceline.workloads.data.sharding import EpochOrder
 
 _LAYER_ITERS = 12
@@ -47,6 +46,20 @@ _FULL = re.compile(r"can't allocate memory|not enough memory|out of memory|CUBLA
 _PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
 _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
+
+
+def _build_report(world: World, label: str) -> Callable[[float], None]:
+    """Posts the share that is done, from one rank and at most twice a second."""
+    posted_s = 0.0
+
+    def report(share: float) -> None:
+        nonlocal posted_s
+        if world.rank == 0 and time.perf_counter() - posted_s > 0.5:
+            posted_s = time.perf_counter()
+            post(Progress(share, 1, label))
+
+    return report
+
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
@@ -65,11 +78,8 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
     """All of one cell, in turns. Collective: every rank of the launched world must call this."""
     with open_world(dataclasses.replace(settings.job, backend="gloo")) as world:
         job = _build_job(settings, cell, world)
-        labels = TrainingJob(job).labels | {
-            "mode": cell.mode,
-            "cell_size": cell.count_samples(job.batches.accumulate),
-            "threads": torch.get_num_threads(),
-        }
+        samples = cell.count_samples(job.batches.accumulate)
+        labels = TrainingJob(job).labels | {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
         bench = StepBench(world, labels)
         try:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
@@ -80,34 +90,22 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
                     groups[backend] = dist.new_group(list(range(world_size)), backend=backend, timeout=PATIENCE)
                 for setup in settings.setups:
                     bench.add(_build_variant(job, cell, world, setup, world_size, groups.get(setup.backend)))
-            bench.run(_PACE, settings.iters, None, lambda share: _post_share(world, share, cell.name))
+            bench.run(_PACE, settings.iters, None, _build_report(world, cell.name))
             return [bench.build_record(variant) for variant in bench.variants]
         finally:
             bench.clear()
 
 
-def _post_share(world: World, share: float, label: str) -> None:
-    if world.rank == 0:
-        post(Progress(share, 1, label))
-
-
 def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> Job:
     if max(settings.ranks) > world.world_size:
         raise ConfigError(f"{max(settings.ranks)} ranks are needed, and the world has {world.world_size}")
-    alone = dataclasses.replace(
-        settings.job,
-        ranks=1,
-        wrapper="none",
-        batch_size=cell.batch_size(1, settings.job.accumulate or 1),
-        global_batch_size=None,
-    )
+    size = cell.batch_size(1, settings.job.accumulate or 1)
+    alone = dataclasses.replace(settings.job, ranks=1, wrapper="none", batch_size=size, global_batch_size=None)
     job = build_job(alone, world)
     largest = cell.count_samples(job.batches.accumulate) * (max(settings.ranks) if cell.mode == "weak" else 1)
     if len(job.train) < largest:
-        raise ConfigError(
-            f"{job.train.describe()}: less than one global batch of {largest}; use fewer ranks, a smaller batch, or "
-            "more --samples"
-        )
+        found = f"{job.train.describe()}: less than one global batch of {largest}"
+        raise ConfigError(f"{found}; use fewer ranks, a smaller batch, or more --samples")
     return job
 
 
@@ -117,12 +115,8 @@ def _build_variant(
     """A wrapper on the first `world_size` ranks; without a replica on a rank outside."""
     is_one_process = setup.wrapper in ("none", "dp")
     kinds = ("plain",) if is_one_process else ("plain", "no_comm", "timed")
-    labels = {
-        "wrapper": setup.wrapper,
-        "backend": setup.backend,
-        "world_size": world_size,
-        "batch_size": cell.batch_size(world_size, job.batches.accumulate),
-    }
+    batch_size = cell.batch_size(world_size, job.batches.accumulate)
+    labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size}
     if world.rank >= (1 if is_one_process else world_size):
         return Variant(labels, None, kinds)
 
@@ -153,39 +147,34 @@ def _cycle(job: Job, cell: Cell, world: World, world_size: int, is_one: bool) ->
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
     """Epochs of the job, the first of them a warm-up. A batch that does not fit into memory gives a record, too."""
     with open_world(settings) as world:
-        _prefer_to_be_killed()
-        job = build_job(dataclasses.replace(settings, ranks=world.world_size), world)
-        job.learner.model.train()
+        with contextlib.suppress(OSError):
+            # Where the kernel must end a process for memory, let it be this one and not somebody's desktop.
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        job = build_job(dataclasses.replace(settings, ranks=world.world_size, epochs=epochs, steps=None), world)
         _reset_peak(world.device)
-        epoch_s: list[float] = []
-        waits_s: list[float] = []
-        # A short batch would appear in the table as the larger one.
-        is_short = job.batches.global_batch_size > len(job.train)
-        failure = f"more than the {len(job.train)} samples of an epoch" if is_short else ""
+        times: list[tuple[float, float]] = []
+        failure = ""
+        if job.batches.global_batch_size > len(job.train):  # a short batch would appear in the table as the larger one
+            failure = f"more than the {len(job.train)} samples of an epoch"
         try:
-            for epoch in range(0 if is_short else epochs):
-                seconds, waited_s = _run_epoch(job, epoch, epochs)
-                epoch_s.append(seconds)
-                waits_s.append(waited_s)
+            if not failure:
+                times.extend(_time_epochs(job))
         except (RuntimeError, MemoryError) as error:
             if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(error))):
                 raise
-            failure = f"out of memory in epoch {len(epoch_s) + 1}"
-        peak_bytes = _read_peak(world.device)
-        record = BatchRecord(
-            model=settings.model,
-            data=job.train.name,
-            device=world.device.type,
-            precision=settings.precision,
-            threads=torch.get_num_threads(),
-            batch_size=job.batches.batch_size,
-            num_samples=len(job.train),
-            num_steps=job.batch_schedule.count_steps(0),
-            timing=None if failure else _build_samples(epoch_s),
-            data_wait=None if failure else _build_samples(waits_s),
-            peak_bytes=peak_bytes,
-            failure=failure,
+            failure = f"out of memory in epoch {len(times) + 1}"
+        timing, data_wait = (
+            None
+            if failure
+            else Samples(seconds=tuple((row[part],) for row in times[1:]), warmup_seconds=((times[0][part],),))
+            for part in (0, 1)
         )
+        record = BatchRecord(
+            model=settings.model, data=job.train.name, device=world.device.type, precision=settings.precision,
+            threads=torch.get_num_threads(), batch_size=job.batches.batch_size, num_samples=len(job.train),
+            num_steps=job.batch_schedule.count_steps(0), timing=timing, data_wait=data_wait,
+            peak_bytes=_read_peak(world.device), failure=failure,
+        )  # fmt: skip
         del job
         gc.collect()
         if world.device.type == "cuda":
@@ -193,42 +182,25 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         return [record]
 
 
-def _build_samples(seconds: list[float]) -> Samples:
-    return Samples(seconds=tuple((s,) for s in seconds[1:]), warmup_seconds=((seconds[0],),))
-
-
-def _run_epoch(job: Job, epoch: int, epochs: int) -> tuple[float, float]:
-    """(seconds of the epoch's steps, the rest of it: what they waited for data).
+def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
+    """(seconds of an epoch's steps, the rest of it: what they waited for data), epoch after epoch.
 
     On a GPU the steps are timed by its own clock. The host runs ahead there, and while it waits for data or in a full
     queue the GPU computes: taken off, such a wait would make steps too short.
     """
-    world, learner = job.world, job.learner
-    order = job.order(epoch)
-    windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
-    synchronize(world.device)
-    begin_s = reported_s = time.perf_counter()
-    laps = []
-    for window in windows:
-        phases = PhaseClock(world.device)
-        phases.enter("step")
-        num_targets = window.num_samples * learner.form.targets_per_sample
-        take_step(learner, window.batches, num_targets, job.settings.lr, NoPhases())
-        laps.append(phases.end())
-        if time.perf_counter() - reported_s > 0.5:
-            reported_s = time.perf_counter()
-            done = (epoch + (window.number + 1) / order.num_windows) / epochs
-            post(Progress(done, 1, f"batch size {job.batches.batch_size}"))
-    synchronize(world.device)
-    epoch_s = time.perf_counter() - begin_s
-    steps_s = min(epoch_s, sum(lap.read()["step"] for lap in laps))
-    return steps_s, epoch_s - steps_s
-
-
-def _prefer_to_be_killed() -> None:
-    """Where the kernel must end a process for memory, let it be this one and not somebody's desktop."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    device, laps, report = job.world.device, [], _build_report(job.world, f"batch size {job.batches.batch_size}")
+    clock = PhaseClock(device)
+    synchronize(device)
+    begin_s = time.perf_counter()
+    for taken in run_steps(job, phases=clock):
+        laps.append(clock.end())
+        report(taken.position.step / job.schedule.num_steps)
+        if taken.is_epoch_end:
+            synchronize(device)
+            epoch_s = time.perf_counter() - begin_s
+            steps_s = min(epoch_s, sum(sum(lap.read().values()) for lap in laps))
+            yield steps_s, epoch_s - steps_s
+            laps, begin_s = [], time.perf_counter()
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -273,111 +245,65 @@ def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) ->
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
         is_synthetic = settings.data.startswith("synthetic")
         sets = load_sets(dataclasses.replace(settings, seed=data_seed) if is_synthetic else settings, world)
-        return _CellRun(build_job(settings, world, sets=sets), cell, evaluations).run()
+        return _train_cell(build_job(settings, world, sets=sets), cell, evaluations)
 
 
-class _CellRun:
-    """A run of one cell on this rank, with what it keeps from step to step."""
-
-    def __init__(self, job: Job, cell: TrainingCell, evaluations: int) -> None:
-        self._job, self._cell = job, cell
-        num_steps = job.schedule.num_steps
-        self._due = [(number + 1) / evaluations for number in range(evaluations - 1)]
-        self._probed = {max(1, round(num_steps * share)) for share in _PROBE_SHARES} if cell.probes else set()
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=job.world.device)
-        self._num_targets = self._num_samples = 0
-        self._curve: list[CurvePoint] = []
-        self._noise: list[NoiseRecord] = []
-        self._reported_s = 0.0
-
-    def run(self) -> list[Record]:
-        begin_s, step, largest, failure = time.perf_counter(), 0, 0, ""
-        for taken in run_steps(self._job):
-            step = taken.position.step
-            self._loss_sum += taken.outcome.loss_sum.detach().double()
-            self._num_targets += taken.num_targets
-            self._num_samples += taken.num_samples
-            largest = max(largest, taken.num_samples)
-            if (self._is_due(step) or taken.is_last) and (failure := self._evaluate(step)):
+def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
+    settings, num_steps, epoch_samples = job.settings, job.schedule.num_steps, len(job.train)
+    due = [(number + 1) / evaluations for number in range(evaluations - 1)]
+    probed = {max(1, round(num_steps * share)) for share in _PROBE_SHARES} if cell.probes else set()
+    loss_sum = torch.zeros((), dtype=torch.float64, device=job.world.device)
+    step = num_targets = num_samples = largest = 0
+    curve: list[CurvePoint] = []
+    noise: list[NoiseRecord] = []
+    report, failure, begin_s = _build_report(job.world, cell.name), "", time.perf_counter()
+    for taken in run_steps(job):
+        step = taken.position.step
+        loss_sum += taken.outcome.loss_sum.detach().double()
+        num_targets += taken.num_targets
+        num_samples += taken.num_samples
+        largest = max(largest, taken.num_samples)
+        # By samples, for a batch that grows has most of its updates at the beginning; by updates where those end it.
+        done = step / num_steps if settings.steps is not None else num_samples / (job.epochs * epoch_samples)
+        passed = sum(share <= done + 1e-9 for share in due)
+        due = due[passed:]
+        if passed or taken.is_last:
+            point = _evaluate(job, loss_sum, num_targets, step, num_samples)
+            if not (math.isfinite(point.train_loss) and math.isfinite(point.test_loss)):
+                failure = f"the loss was no number after {step} updates"
                 break
-            if step in self._probed:
-                self._probe(step)
-            self._report(step)
-        return [self._build_record(step, largest, failure, time.perf_counter() - begin_s), *self._noise]
+            curve.append(point)
+            loss_sum.zero_()
+            num_targets = 0
+        if step in probed:
+            # Gradients that are not finite have no noise scale; the next evaluation reports what is wrong with the run.
+            with contextlib.suppress(MeasurementError):
+                noise.append(_probe(job, cell, step, num_samples / epoch_samples))
+        report(done)
+    record = LargeBatchRecord(
+        model=settings.model, data=job.train.name, device=job.world.device.type, precision=settings.precision,
+        world_size=job.world.world_size, batch_size=job.batches.batch_size, global_batch_size=cell.global_batch_size,
+        largest_batch_size=largest, recipe=cell.recipe, configuration=cell.configuration, budget=cell.budget,
+        epochs=job.epochs if settings.steps is None else num_samples / epoch_samples, num_updates=step,
+        num_samples=num_samples, seed=settings.seed, lr=settings.lr, seconds=time.perf_counter() - begin_s,
+        curve=tuple(curve), failure=failure,
+    )  # fmt: skip
+    return [record, *noise]
 
-    def _share_done(self, step: int) -> float:
-        """By samples, for a batch that grows has most of its updates at the beginning; by updates where those are what
-        ends the run."""
-        job = self._job
-        if job.settings.steps is not None:
-            return step / job.schedule.num_steps
-        return self._num_samples / (job.epochs * len(job.train))
 
-    def _is_due(self, step: int) -> bool:
-        done = self._share_done(step)
-        passed = [share for share in self._due if share <= done + 1e-9]
-        self._due = self._due[len(passed) :]
-        return bool(passed)
+def _evaluate(job: Job, loss_sum: torch.Tensor, num_targets: int, step: int, num_samples: int) -> CurvePoint:
+    """The same on all ranks; `loss_sum` is this rank's part."""
+    total = loss_sum.cpu()
+    if job.world.world_size > 1:
+        dist.all_reduce(total, group=job.world.control)
+    found = evaluate(job.learner, job.test, job.world)
+    return CurvePoint(step, num_samples, float(total) / num_targets, found.loss, found.accuracy or 0.0)
 
-    def _evaluate(self, step: int) -> str:
-        """Add a point to the curve; returns what is wrong where the loss is not finite, the same on all ranks."""
-        job = self._job
-        total = self._loss_sum.cpu()
-        if job.world.world_size > 1:
-            dist.all_reduce(total, group=job.world.control)
-        train_loss = float(total) / self._num_targets
-        evaluation = evaluate(job.learner, job.test, job.world)
-        if not math.isfinite(train_loss) or not math.isfinite(evaluation.loss):
-            return f"the loss was no number after {step} updates"
-        self._curve.append(CurvePoint(step, self._num_samples, train_loss, evaluation.loss, evaluation.accuracy or 0.0))
-        self._loss_sum.zero_()
-        self._num_targets = 0
-        return ""
 
-    def _probe(self, step: int) -> None:
-        job = self._job
-        size = min(_SMALL_BATCH_SIZE, job.batches.batch_size)
-        budget = _PROBE_COST * job.epochs * len(job.train) / len(_PROBE_SHARES)
-        num_small = int(budget / (_NUM_PROBES * size * job.world.world_size))
-        # Gradients that are not finite have no noise scale; the next evaluation reports what is wrong with the run.
-        with contextlib.suppress(MeasurementError):
-            self._noise.append(
-                measure_noise_scale(
-                    job,
-                    step=step,
-                    epoch=self._num_samples / len(job.train),
-                    batch_size=size,
-                    num_small=max(_LEAST_SMALL, min(_MOST_SMALL, num_small)),
-                    num_probes=_NUM_PROBES,
-                    note=f"{self._cell.recipe} at {self._cell.global_batch_size}",
-                )
-            )
-
-    def _report(self, step: int) -> None:
-        if self._job.world.rank == 0 and time.perf_counter() - self._reported_s > 0.5:
-            self._reported_s = time.perf_counter()
-            post(Progress(self._share_done(step), 1, self._cell.name))
-
-    def _build_record(self, step: int, largest: int, failure: str, seconds: float) -> LargeBatchRecord:
-        job, cell = self._job, self._cell
-        return LargeBatchRecord(
-            model=job.settings.model,
-            data=job.train.name,
-            device=job.world.device.type,
-            precision=job.settings.precision,
-            world_size=job.world.world_size,
-            batch_size=job.batches.batch_size,
-            global_batch_size=cell.global_batch_size,
-            largest_batch_size=largest,
-            recipe=cell.recipe,
-            configuration=cell.configuration,
-            budget=cell.budget,
-            epochs=job.epochs if job.settings.steps is None else self._num_samples / len(job.train),
-            num_updates=step,
-            num_samples=self._num_samples,
-            seed=job.settings.seed,
-            lr=job.settings.lr,
-            seconds=seconds,
-            curve=tuple(self._curve),
-            failure=failure,
-        )
+def _probe(job: Job, cell: TrainingCell, step: int, epoch: float) -> NoiseRecord:
+    size = min(_SMALL_BATCH_SIZE, job.batches.batch_size)
+    budget = _PROBE_COST * job.epochs * len(job.train) / len(_PROBE_SHARES)
+    num_small = int(budget / (_NUM_PROBES * size * job.world.world_size))
+    num_small, note = max(_LEAST_SMALL, min(_MOST_SMALL, num_small)), f"{cell.recipe} at {cell.global_batch_size}"
+    asked = {"batch_size": size, "num_small": num_small, "num_probes": _NUM_PROBES}
+    return measure_noise_scale(job, step=step, epoch=epoch, note=note, **asked)

@@ -27,21 +27,18 @@ from paceline.measure.engine import Pace, build_samples, choose_control_backend,
 from paceline.parallel import DDP
 from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
-from paceline.parallel.ddp import only_computing
+from paceline.parallel.replicas import only_computing
 from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
+from paceline.records.steps import EXTRA_SAMPLES
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, mark_phases, take_step
 from paceline.units import MIB
 
-# The kinds of steps. Each is taken in every round by every variant that has it.
-#   plain    the step as it is
-#   marked   its phases are marked
-#   no_comm  communication is off
-#   timed    its messages are timed
-#   messages single messages are timed, which a probe sends (`role` disturbed)
+# The kinds of steps, each taken in every round by every variant that has it: plain as it is; marked with its phases
+# marked; no_comm without communication; timed with its messages timed; messages with a probe's single messages timed.
 KINDS = ("plain", "marked", "no_comm", "timed", "messages")
 PHASES = ("forward", "backward", "optimizer")
 # Ranks outside a variant's world wait for the others' steps.
@@ -99,11 +96,20 @@ def wrap(
     **options: Any,
 ) -> nn.Module:
     """The module in a data-parallel wrapper: `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults."""
-    cap: dict[str, Any] = {"bucket_cap_mb": cap_bytes / MIB} if cap_bytes else {}
+    if cap_bytes:
+        options["bucket_cap_mb"] = cap_bytes / MIB
     if wrapper == "paceline":
-        return DDP(module, process_group=group, plan=plan, **cap, **options)
-    return DistributedDataParallel(
-        module, process_group=group, **(plan.as_torch_kwargs() if plan is not None else cap), **options
+        return DDP(module, process_group=group, plan=plan, **options)
+    options |= {} if plan is None else plan.as_torch_kwargs()
+    return DistributedDataParallel(module, process_group=group, **options)
+
+
+def list_gradients(module: nn.Module) -> tuple[Gradient, ...]:
+    """The gradients of a bare module in the order of its definition, as a plan names them."""
+    return tuple(
+        Gradient(name, p.nbytes, p.element_size(), str(p.dtype).removeprefix("torch."), p.device.type)
+        for name, p in module.named_parameters()
+        if p.requires_grad
     )
 
 
@@ -135,12 +141,7 @@ class MeasuredJob:
 
     @property
     def gradients(self) -> tuple[Gradient, ...]:
-        """In the order of the model's definition, as a plan names them."""
-        return tuple(
-            Gradient(name, p.nbytes, p.element_size(), str(p.dtype).removeprefix("torch."), p.device.type)
-            for name, p in self.module.named_parameters()
-            if p.requires_grad
-        )
+        return list_gradients(self.module)
 
 
 class TrainingJob(MeasuredJob):
@@ -158,9 +159,7 @@ class TrainingJob(MeasuredJob):
         }
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
-        learner = build_learner(
-            dataclasses.replace(self.job.settings, wrapper="none"), world, self.job.train, like=self.module
-        )
+        learner = build_bare(self.job, world)
         return self.as_replica(learner if wrap is None else dataclasses.replace(learner, model=wrap(learner.module)))
 
     def as_replica(self, learner: Learner, windows: Generator[Window, None, None] | None = None) -> Replica:
@@ -175,6 +174,12 @@ class TrainingJob(MeasuredJob):
         return Replica(learner.model, learner.module, learner.device, run, lambda: next(windows), finish=windows.close)
 
 
+def build_bare(job: Job, world: World) -> Learner:
+    """A learner without a wrapper, with the values of the job's own."""
+    settings = dataclasses.replace(job.settings, wrapper="none")
+    return build_learner(settings, world, job.train, like=job.learner.module)
+
+
 class OwnJob(MeasuredJob):
     """A user's own module and step: `step(model)` runs one forward and backward, and may update, with any inputs.
 
@@ -184,35 +189,33 @@ class OwnJob(MeasuredJob):
     """
 
     def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None, name: str = "") -> None:
+        self.is_shared = isinstance(model, nn.Module)  # all replicas are the one module that was given
         if isinstance(model, nn.Module):
             if step is None or not callable(step):
                 raise ConfigError("a module needs a step: pass a function step(model) that runs forward and backward")
             if isinstance(model, DDP | DistributedDataParallel):
                 raise ConfigError(f"the module is wrapped in {type(model).__name__}: pass the bare module")
-            self._pair, self._factory = (model, step), None
+            self.module, self._step = model, step
         else:
             self._factory = model
-            self._pair = self._make()
-        self.module = self._pair[0]
-        self.steps_per_turn = 1 if self._factory is not None else _SHARED_STEPS
-        if not any(param.requires_grad for param in self.module.parameters()):
+            self.module, self._step = self._make()
+            self._spare: tuple[nn.Module, OwnStep] | None = (self.module, self._step)
+        trained = [param for param in self.module.parameters() if param.requires_grad]
+        if not trained:
             raise ConfigError("the module has no parameter that requires a gradient: nothing to measure")
-        self._is_taken = False
+        self.steps_per_turn = _SHARED_STEPS if self.is_shared else 1
         self._active: Replica | None = None
         self._saved = {key: value.detach().clone() for key, value in self.module.state_dict().items()}
         self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
-        self._device = next(param.device for param in self.module.parameters() if param.requires_grad)
-        self._was_training = self.module.training
-        dtype = next(param.dtype for param in self.module.parameters() if param.requires_grad)
+        self._device, self._was_training = trained[0].device, self.module.training
         self.labels = {
             "model": name or type(self.module).__name__,
             "data": "own",
-            "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32"),
+            "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(trained[0].dtype, "fp32"),
             "batch_size": self._count_samples(),
         }
 
     def _make(self) -> tuple[nn.Module, OwnStep]:
-        assert self._factory is not None
         made = self._factory()
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
             raise ConfigError(f"the factory must return (model, step), and returned {type(made).__name__}")
@@ -229,35 +232,22 @@ class OwnJob(MeasuredJob):
             if optimizer not in self._optimizers:
                 self._optimizers[optimizer] = copy.deepcopy(optimizer.state_dict())
 
-        handles = [
-            self.module.register_forward_pre_hook(look, with_kwargs=True),
-            register_optimizer_step_pre_hook(save),
-        ]
-        try:
-            self._pair[1](self.module)
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._clear(self.module)
+        with self.module.register_forward_pre_hook(look, with_kwargs=True), register_optimizer_step_pre_hook(save):
+            self._step(self.module)
+        _clear_gradients(self.module)
         return max(1, found[0]) if found else 1
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether all replicas are the one module that was given."""
-        return self._factory is None
-
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
-        is_shared = self.is_shared
-        if is_shared or not self._is_taken:
-            (module, step), self._is_taken = self._pair, True
+        if self.is_shared:
+            module, step = self.module, self._step
         else:
-            module, step = self._make()
+            (module, step), self._spare = self._spare or self._make(), None
         replica = Replica(module, module, self._device, lambda _, phases: None)
 
         def run(_: Any, phases: Phases) -> None:
             with mark_phases(replica.model, phases):
                 step(replica.model)
-            self._clear(module)
+            _clear_gradients(module)
 
         def activate() -> None:
             if self._active is replica:
@@ -272,17 +262,11 @@ class OwnJob(MeasuredJob):
                 run(None, NoPhases())
 
         replica.run = run
-        if is_shared:
+        if self.is_shared:
             replica.activate = activate
         elif wrap is not None:
             replica.model = wrap(module)
         return replica
-
-    @staticmethod
-    def _clear(module: nn.Module) -> None:
-        """A step that does not update leaves gradients, which would accumulate."""
-        for param in module.parameters():
-            param.grad = None
 
     def close(self) -> None:
         if self._active is not None:
@@ -291,6 +275,12 @@ class OwnJob(MeasuredJob):
         for optimizer, state in self._optimizers.items():
             optimizer.load_state_dict(state)
         self.module.train(self._was_training)
+
+
+def _clear_gradients(module: nn.Module) -> None:
+    """A step that does not update leaves gradients, which would accumulate."""
+    for param in module.parameters():
+        param.grad = None
 
 
 def check_whole(job: Job, size: int) -> None:
@@ -315,37 +305,6 @@ def cycle_windows(job: Job) -> Generator[Window, None, None]:
 # -- messages that are timed ------------------------------------------------------------------------------------------
 
 
-class _TorchMessages:
-    """A communication hook for torch's wrapper that does what it does without one, and notes from when to when."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group, self._world_size = group, dist.get_world_size(group)
-        self.spans: list[tuple[float, float]] = []
-        self.sent = Sent(0, 0)
-
-    def send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        begin_s = time.perf_counter()
-        buffer = bucket.buffer().div_(self._world_size)
-        self.sent = Sent(self.sent.num_messages + 1, self.sent.num_bytes + buffer.nbytes)
-        future = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
-
-        def note(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-            self.spans.append((begin_s, time.perf_counter()))
-            return done.value()[0]
-
-        timed: torch.futures.Future[torch.Tensor] = future.then(note)
-        return timed
-
-    def take_busy_s(self) -> float:
-        """How long at least one message was in flight since the last call."""
-        spans, self.spans = sorted(self.spans), []
-        busy_s, until_s = 0.0, 0.0
-        for begin_s, end_s in spans:
-            busy_s += max(0.0, end_s - max(begin_s, until_s))
-            until_s = max(until_s, end_s)
-        return busy_s
-
-
 class TimedMessages:
     """A replica whose messages can be timed: `begin` before a step, `read` after it.
 
@@ -354,20 +313,35 @@ class TimedMessages:
     """
 
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
-        self.replica, self._owns = replica, False
-        self._messages: _TorchMessages | None = None
-        self._before: Sent | None = None
-        if isinstance(replica.model, DistributedDataParallel) and replica.device.type == "cpu":
-            self.replica, self._owns = build(), True
-            messages = self._messages = _TorchMessages(group)
+        self.replica, self._sent = replica, Sent(0, 0)  # since `begin` in a hook, before it in Paceline's wrapper
+        self._group, self._spans = group, list[tuple[float, float]]()
+        self._has_hook = isinstance(replica.model, DistributedDataParallel) and replica.device.type == "cpu"
+        if self._has_hook:
+            self.replica = build()
             assert isinstance(self.replica.model, DistributedDataParallel)
             # torch compares annotations with types, and ours are strings: a lambda has none.
-            self.replica.model.register_comm_hook(None, lambda state, bucket: messages.send(bucket))
+            self.replica.model.register_comm_hook(None, lambda state, bucket: self._send(bucket))
+
+    def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What torch's wrapper does without a hook, noted from when to when."""
+        begin_s = time.perf_counter()
+        buffer = bucket.buffer().div_(dist.get_world_size(self._group))
+        self._sent = Sent(self._sent.num_messages + 1, self._sent.num_bytes + buffer.nbytes)
+        future = dist.all_reduce(buffer, group=self._group, async_op=True).get_future()
+
+        def note(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            self._spans.append((begin_s, time.perf_counter()))
+            return done.value()[0]
+
+        timed: torch.futures.Future[torch.Tensor] = future.then(note)
+        return timed
 
     def begin(self) -> None:
+        self._sent = Sent(0, 0)
+        self._spans.clear()
         if isinstance(self.replica.model, DDP):
             self.replica.model.time_next_step()
-        self._before = self._count()
+            self._sent = self.replica.model.count_sent()
 
     def read(self) -> tuple[float, Sent] | None:
         """Seconds in which at least one message of the last step was in flight, and the gradients that were sent.
@@ -375,23 +349,21 @@ class TimedMessages:
         Gradients alone count, not what travels with them (control words, BatchNorm's statistics, torch's map of used
         parameters), which no plan of buckets knows.
         """
-        before, now = self._before, self._count()
-        if before is None or now is None:
+        model, before = self.replica.model, self._sent
+        if isinstance(model, DDP):
+            now, times = model.count_sent(), model.report().times
+            sent = Sent(now.num_messages - before.num_messages, now.num_bytes - before.num_bytes)
+            return 0.0 if times is None else times.busy_s, sent
+        if not self._has_hook:
             return None
-        sent = Sent(now.num_messages - before.num_messages, now.num_bytes - before.num_bytes)
-        if self._messages is not None:
-            return self._messages.take_busy_s(), sent
-        times = self.replica.model.report().times if isinstance(self.replica.model, DDP) else None
-        return 0.0 if times is None else times.busy_s, sent
-
-    def _count(self) -> Sent | None:
-        if self._messages is not None:
-            return self._messages.sent
-        model = self.replica.model
-        return model.count_sent() if isinstance(model, DDP) else None
+        busy_s, until_s = 0.0, 0.0
+        for begin_s, end_s in sorted(self._spans):
+            busy_s += max(0.0, end_s - max(begin_s, until_s))
+            until_s = max(until_s, end_s)
+        return busy_s, before
 
     def close(self) -> None:
-        if self._owns:
+        if self._has_hook:
             self.replica.close()
 
 
@@ -467,6 +439,12 @@ class StepBench:
         self.variants: list[Variant] = []
         self.num_warmup = 0  # rounds
 
+    def __enter__(self) -> StepBench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
     @property
     def num_warm_steps(self) -> int:
         return self.num_warmup * self._steps_per_turn
@@ -474,23 +452,6 @@ class StepBench:
     def add(self, variant: Variant) -> Variant:
         self.variants.append(variant)
         return variant
-
-    def add_wrapped(
-        self,
-        job: MeasuredJob,
-        wrap_by: Wrap | None,
-        kinds: tuple[str, ...],
-        group: dist.ProcessGroup | None = None,
-        **labels: Any,
-    ) -> Variant:
-        """A variant on all ranks, built from the job."""
-
-        def build() -> Replica:
-            return job.build(self.world, wrap_by)
-
-        replica = build()
-        timed = TimedMessages(replica, build, group) if "timed" in kinds else None
-        return self.add(Variant(labels, replica, kinds, timed))
 
     def clear(self) -> None:
         for variant in self.variants:
@@ -595,15 +556,10 @@ class StepBench:
             by_rank = [times.get(name, []) for times, _, _ in everyone]
             if not all(len(row) > warm for row in by_rank):
                 return None
-            found = build_samples(by_rank, warm)
-            if name != variant.kinds[0] or not self.world.shares_clock:
-                return found
-            starts = zip(*(starts for _, starts, _ in everyone), strict=True)
-            arrivals = tuple(tuple(start - min(row) for start in row) for row in starts)
-            return dataclasses.replace(found, arrivals_s=arrivals[warm:])
+            has_starts = name == variant.kinds[0] and self.world.shares_clock
+            return build_samples(by_rank, warm, [starts for _, starts, _ in everyone] if has_starts else ())
 
-        names = ("marked", "data_wait", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped")
-        found: dict[str, Any] = {name: samples(name) for name in names}
+        found: dict[str, Any] = {name: samples(name) for name in EXTRA_SAMPLES}
         timing = samples("plain")
         if timing is None:
             timing, found["marked"] = found["marked"], None
@@ -615,14 +571,8 @@ class StepBench:
             Sent(sum(size > 0 for size in buckets), sum(buckets)),
             f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
         )
-        defaults: dict[str, Any] = {
-            "device": device or self.world.device.type,
-            "world_size": self.world.world_size,
-            "backend": self.world.backend,
-            "num_bytes": sent.num_bytes,
-            "num_messages": sent.num_messages,
-            "bucket_bytes": buckets,
-        }
+        defaults: dict[str, Any] = {"world_size": self.world.world_size, "backend": self.world.backend}
+        defaults |= {"device": device or self.world.device.type, "bucket_bytes": buckets, **sent._asdict()}
         return StepRecord(timing=timing, **found, **(defaults | labels))
 
 
@@ -639,9 +589,7 @@ def order_turns(count: int, repetition: int) -> list[int]:
 
 def build_scaled(job: Job, world: World, wrapper: str, group: dist.ProcessGroup | None, world_size: int) -> Learner:
     """A learner on the first `world_size` ranks of the world, or in one process (`none`, `dp`)."""
-    learner = build_learner(
-        dataclasses.replace(job.settings, wrapper="none"), world, job.train, like=job.learner.module
-    )
+    learner = build_bare(job, world)
     if wrapper == "dp":
         model: nn.Module = nn.DataParallel(learner.module, device_ids=list(range(world_size)))
     elif wrapper in _ONE_PROCESS:

@@ -29,7 +29,7 @@ from paceline.measure.profiles import LayerHooks, Moments, order_by_ready
 from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
-from paceline.parallel.ddp import Options, has_spare_cores
+from paceline.parallel.replicas import Options
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
 from paceline.predict.search import choose_caps
@@ -151,13 +151,7 @@ class TuningBench:
         order = [place[parameter.name] for parameter in self._profile.parameters]
         if self._settings.wrapper == "torch":
             return plan_like_torch(gradients, order)
-        planner = Options().make_planner(
-            on_nccl=self._channel.is_nccl,
-            with_hook=self._networks is not None,
-            world_size=self._world.world_size,
-            has_spare_cores=has_spare_cores(self._world.world_size),
-        )
-        return planner(gradients, order)
+        return Options().make_planner(self._channel, with_hook=self._networks is not None)(gradients, order)
 
     def calibrate(self) -> list[Record]:
         """Sweep, plain steps, ready times, contention, the wrapper's own cost; and the job itself at a grid of caps."""
@@ -220,9 +214,8 @@ class TuningBench:
                 self._networks[group is self._group].attach(wrapped)
             return wrapped
 
-        return self._bench.add_wrapped(
-            self.job, None if candidate is None else wrap_by, ("marked",), role=role, label=label, **labels
-        )
+        replica = self.job.build(self._world, None if candidate is None else wrap_by)
+        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
 
     def _add_job(self, candidate: Candidate) -> None:
         source = "measured" if self._networks is None else "emulated"

@@ -10,8 +10,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,15 +19,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
-from paceline.measure import engine
-from paceline.measure.engine import Group, Pace
+from paceline.measure.engine import Group, Pace, Report, run_cells
 from paceline.measure.settings import MAX_CANDIDATES, Measured, WrapperSettings
-from paceline.measure.steps import Probe, Replica, StepBench, Variant, wrap
-from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
-from paceline.records import Record, StepRecord
+from paceline.measure.steps import Probe, Replica, StepBench, Variant, list_gradients, wrap
+from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_like_torch
+from paceline.records import StepRecord
 from paceline.records.steps import PRECISIONS
-from paceline.runtime.session import Progress
-from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.training.step import NoPhases, Phases
 from paceline.units import MIB, format_bytes, format_duration
@@ -86,25 +82,14 @@ def build_module(model: str, seed: int, device: torch.device) -> nn.Module:
 
 def measure_wrappers(settings: WrapperSettings) -> Measured:
     """Time and check every cell: each number of ranks x each model. Collective: all ranks must call this."""
-    cells = [(n, model) for n in settings.ranks for model in settings.models]
-    records: list[Record] = []
-    with engine._open_world(settings) as world:
-        groups = engine._build_groups(settings, world)
-        for index, (n, model) in enumerate(cells):
 
-            def tell(share: float, done: int = index, label: str = f"{n} ranks, {model}") -> None:
-                if world.rank == 0:
-                    post(Progress(done + share, len(cells), label))
+    def measure(world: World, groups: Sequence[Group], model: str, report: Report) -> list[StepRecord]:
+        try:
+            return _Cell(settings, world, groups, model).measure(report)
+        finally:
+            _free()  # the next cell finds the memory that this one found
 
-            tell(0.0)
-            try:
-                new = _Cell(settings, world, groups[n], model).measure(tell)
-            finally:
-                _free()  # the next cell finds the memory that this one found
-            records += new
-            if world.rank == 0:
-                post(Progress(index + 1, len(cells), "done", tuple(new)))
-        return Measured(tuple(records), engine._describe_rank(world))
+    return run_cells(settings, settings.models, str, measure)
 
 
 class _Memory(Probe):
@@ -114,14 +99,10 @@ class _Memory(Probe):
         self._device, self.held_bytes, self.peak_step_bytes = device, held_bytes, 0
         self._num_steps, self._before = 0, 0
 
-    @property
-    def _is_settling(self) -> bool:
-        # A wrapper may make its buffers in its first steps; only this replica works between two barriers.
-        return self._num_steps < _SETTLING_STEPS
-
     def begin(self, kind: str) -> Phases | None:
         if self._device.type == "cuda":
-            self._before = _count_allocated(self._device, self._is_settling)
+            # A wrapper may make its buffers in its first steps; only this replica works between two barriers.
+            self._before = _count_allocated(self._device, self._num_steps < _SETTLING_STEPS)
             torch.cuda.reset_peak_memory_stats(self._device)
         return None
 
@@ -129,67 +110,70 @@ class _Memory(Probe):
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device) - self._before
             self.peak_step_bytes = max(self.peak_step_bytes, peak)
-            if self._is_settling:
+            if self._num_steps < _SETTLING_STEPS:
                 self.held_bytes += _count_allocated(self._device, True) - self._before
         self._num_steps += 1
 
 
-@dataclass
+@dataclass(kw_only=True)
+class _Wrapped(Variant):
+    """A wrapper on a backend. `num_wrong` are the parameters that changed differently than under torch's wrapper."""
+
+    wrapper: str
+    group: Group
+    wrapping: Wrapping
+    num_wrong: int = 0
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        assert self.replica is not None
+        return list(self.replica.model.parameters())
+
+
 class _Cell:
     """One model on the first n ranks: every wrapper on every backend. Ranks outside take part in the waiting only."""
 
-    settings: WrapperSettings
-    world: World
-    groups: Sequence[Group]
-    model: str
-    wrong: dict[int, int] = field(default_factory=dict)  # parameters that differ from torch's, by variant
+    def __init__(self, settings: WrapperSettings, world: World, groups: Sequence[Group], model: str) -> None:
+        self.settings, self.world, self.groups, self.model = settings, world, groups, model
+        self.workload, self.batch_size = WORKLOADS[model], settings.batch_of(model)
+        self.is_in = world.rank < groups[0].world_size
 
-    @property
-    def _is_in(self) -> bool:
-        return self.world.rank < self.groups[0].world_size
-
-    def measure(self, tell: Callable[[float], None]) -> list[StepRecord]:
+    def measure(self, report: Report) -> list[StepRecord]:
         self._check_gpu_memory()
-        bench = self._open_bench()
-        try:
-            places: list[tuple[Group, str, Wrapping]] = []
-            for group in self.groups:
-                for wrapper, wrapping in self._find_wrappings(group).items():
-                    places.append((group, wrapper, wrapping))
-                    bench.add(self._build_variant(group, wrapper, wrapping))
-            bench.run(
-                _PACE, self.settings.iters, self.settings.warmup, tell,
-                end_warmup=lambda: self._compare_with_torch(bench, places),
-            )  # fmt: skip
-            return [
-                self._build_record(bench, variant, group, wrapper, wrapping)
-                for variant, (group, wrapper, wrapping) in zip(bench.variants, places, strict=True)
+        with self._open_bench() as bench:
+            variants = [
+                self._add(bench, group, wrapper, wrapping)
+                for group in self.groups
+                for wrapper, wrapping in self._find_wrappings(group).items()
             ]
-        finally:
-            bench.clear()
+            asked = self.settings.iters, self.settings.warmup
+            bench.run(_PACE, *asked, report, end_warmup=lambda: self._compare_with_torch(bench.num_warmup, variants))
+            return [self._build_record(bench, variant) for variant in variants]
 
     def _open_bench(self) -> StepBench:
         labels = {
             "model": self.model,
             "precision": PRECISIONS[self.settings.dtype],
-            "batch_size": self.settings.batch_of(self.model),
-            "num_parameters": WORKLOADS[self.model].num_parameters,
+            "batch_size": self.batch_size,
+            "num_parameters": self.workload.num_parameters,
         }
         return StepBench(self.world, labels)
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def _build_variant(self, group: Group, wrapper: str, wrapping: Wrapping, kind: str = "marked") -> Variant:
+    def _add(self, bench: StepBench, group: Group, wrapper: str, wrapping: Wrapping, kind: str = "marked") -> _Wrapped:
         labels = {"wrapper": wrapper, "backend": group.backend, "world_size": group.world_size, "note": wrapping.note}
-        if not self._is_in:
-            return Variant(labels, None, (kind,))
-        replica, held_bytes = self._build_replica(group, wrapping)
-        return Variant(labels, replica, (kind,), probe=_Memory(group.device, held_bytes))
+        variant = _Wrapped(labels, None, (kind,), wrapper=wrapper, group=group, wrapping=wrapping)
+        if self.is_in:
+            variant.replica, held_bytes = self._build_replica(group, wrapping)
+            variant.probe = _Memory(group.device, held_bytes)
+        bench.add(variant)
+        return variant
 
     def _build_replica(self, group: Group, wrapping: Wrapping) -> tuple[Replica, int]:
         """A new replica in its wrapper, and the bytes that both hold. Ranks begin with different parameters: a wrapper
         that does not broadcast rank 0's is found. Collective: every rank of the group must call this."""
-        workload, device, rank = WORKLOADS[self.model], group.device, self.world.rank
+        workload, device, rank = self.workload, group.device, self.world.rank
         if device.type == "cuda":
             # NCCL frees the memory of its last message when another one is over: perhaps a former replica's.
             dist.all_reduce(torch.zeros(1, device=device), group=group.data)
@@ -197,7 +181,7 @@ class _Cell:
         module = build_module(self.model, _SEED + rank, device)
         model = wrapping.wrap(module, group.data)
         held_bytes = _count_allocated(device, True) - before
-        batch = workload.make_batch(self.settings.batch_of(self.model), _SEED, rank, device)
+        batch = workload.make_batch(self.batch_size, _SEED, rank, device)
         optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
         is_low = self.settings.dtype == "bfloat16"
 
@@ -246,27 +230,21 @@ class _Cell:
         _free()
         if len(candidates) == 1:
             return replace(candidates[0], note="the only way to set its buckets")
-        bench = self._open_bench()
-        try:
+        with self._open_bench() as bench:
             for candidate in candidates:
-                bench.add(self._build_variant(group, "torch", candidate, "plain"))
+                self._add(bench, group, "torch", candidate, "plain")
             bench.run(_TUNING_PACE)
             records = [bench.build_record(variant) for variant in bench.variants]
-        finally:
-            bench.clear()
         medians = [record.timing.median_s for record in records]
-        text = "; ".join(
-            f"{candidate.configuration.rpartition(', ')[2]} {format_duration(median)}"
-            for candidate, median in zip(candidates, medians, strict=True)
-        )
-        best = min(range(len(candidates)), key=medians.__getitem__)
-        num_rounds = records[0].timing.count
-        return replace(candidates[best], note=f"fastest of {len(candidates)} in {num_rounds} rounds: {text}")
+        tried = zip((candidate.configuration.rpartition(", ")[2] for candidate in candidates), medians, strict=True)
+        text = "; ".join(f"{name} {format_duration(median)}" for name, median in tried)
+        note = f"fastest of {len(candidates)} in {records[0].timing.count} rounds: {text}"
+        return replace(candidates[medians.index(min(medians))], note=note)
 
     def _ask_for_plan(self, group: Group) -> Plan | None:
         """The plan that Paceline's wrapper uses after its first step, equal on every rank."""
         plan = None
-        if self._is_in:
+        if self.is_in:
             replica, _ = self._build_replica(group, find_wrapping("paceline"))
             for _ in range(2):
                 replica.run(None, NoPhases())
@@ -277,57 +255,48 @@ class _Cell:
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    def _compare_with_torch(self, bench: StepBench, places: Sequence[tuple[Group, str, Wrapping]]) -> None:
+    def _compare_with_torch(self, num_steps: int, variants: Sequence[_Wrapped]) -> None:
         """Count, in each replica, the parameters that changed differently than under torch's wrapper. After the
         warm-ups: later, rounding alone can lead replicas far apart."""
-        if not self._is_in or not bench.num_warmup:
+        if not self.is_in or not num_steps:
             return
         for group in self.groups:
-            mine = {
-                wrapper: (index, bench.variants[index].replica)
-                for index, (other, wrapper, _) in enumerate(places)
-                if other is group
-            }
+            mine = {v.wrapper: v for v in variants if v.group is group and v.wrapper != "bare"}
             reference = mine.get("torch") or mine.get("torch-tuned")
             if reference is None:
                 continue
             start = list(build_module(self.model, _SEED, group.device).parameters())
             is_coarse = self.settings.dtype == "bfloat16" or group.device.type == "cuda"
-            for wrapper, (index, replica) in mine.items():
-                if wrapper != "bare" and index != reference[0]:
-                    assert replica is not None and reference[1] is not None
-                    self.wrong[index] = count_wrong_parameters(
-                        list(replica.model.parameters()), start, list(reference[1].model.parameters()), group.data,
-                        bench.num_warmup, _COARSE_TOLERANCE if is_coarse else _TOLERANCE,
+            for variant in mine.values():
+                if variant is not reference:
+                    variant.num_wrong = count_wrong_parameters(
+                        variant.parameters, start, reference.parameters, group.data, num_steps,
+                        _COARSE_TOLERANCE if is_coarse else _TOLERANCE,
                     )  # fmt: skip
 
-    def _build_record(
-        self, bench: StepBench, variant: Variant, group: Group, wrapper: str, wrapping: Wrapping
-    ) -> StepRecord:
+    def _build_record(self, bench: StepBench, variant: _Wrapped) -> StepRecord:
         """The record, with the parameters checked to be equal on all ranks."""
-        mine = None
+        mine, is_checked = None, variant.wrapper != "bare"
         if variant.replica is not None:
-            params, num_wrong = list(variant.replica.model.parameters()), 0
-            if wrapper != "bare":
-                unequal = count_wrong_parameters(params, params, None, group.data, 0, 0.0)
-                num_wrong = max(self.wrong.get(bench.variants.index(variant), 0), unequal)
-            plan = getattr(variant.replica.model, "plan", None) if wrapper.startswith("paceline") else None
-            buckets = f", {len(plan.buckets)} buckets: {plan.rule}" if plan is not None else ""
-            memory = variant.probe
+            params, memory = variant.parameters, variant.probe
             assert isinstance(memory, _Memory)
-            mine = (num_wrong, len(params), wrapping.configuration + buckets, memory.held_bytes, memory.peak_step_bytes)
-        found = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
-        is_checked = wrapper != "bare"
+            unequal = count_wrong_parameters(params, params, None, variant.group.data, 0, 0.0) if is_checked else 0
+            plan = getattr(variant.replica.model, "plan", None) if variant.wrapper.startswith("paceline") else None
+            buckets = f", {len(plan.buckets)} buckets: {plan.rule}" if plan is not None else ""
+            counts = max(variant.num_wrong, unequal), len(params), memory.held_bytes, memory.peak_step_bytes
+            mine = *counts, variant.wrapping.configuration + buckets
+        answers = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
+        wrong, checked, held, peaks, configurations = zip(*answers, strict=True)
         record = bench.build_record(
             variant,
-            configuration=found[0][2],
-            device=group.device.type,
-            num_wrong=sum(item[0] for item in found) if is_checked else None,
-            num_checked=sum(item[1] for item in found) if is_checked else None,
-            held_bytes=max(item[3] for item in found),
-            peak_step_bytes=max(item[4] for item in found),
+            configuration=configurations[0],
+            device=variant.group.device.type,
+            num_wrong=sum(wrong) if is_checked else None,
+            num_checked=sum(checked) if is_checked else None,
+            held_bytes=max(held),
+            peak_step_bytes=max(peaks),
         )
-        return replace(record, num_bytes=4 * WORKLOADS[self.model].num_elements)
+        return replace(record, num_bytes=4 * self.workload.num_elements)
 
 
 def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
@@ -335,11 +304,7 @@ def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
 
     Sameness is judged by the reverse order of parameters, which is close to the order of gradients.
     """
-    gradients = [
-        Gradient(name, p.numel() * p.element_size(), p.element_size(), str(p.dtype), str(p.device))
-        for name, p in module.named_parameters()
-        if p.requires_grad
-    ]
+    gradients = list_gradients(module)
     order, total = list(reversed(range(len(gradients)))), sum(gradient.num_bytes for gradient in gradients)
     ways: list[tuple[str, list[int], dict[str, Any]]] = [
         ("torch's own caps", [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES], {}),
@@ -362,11 +327,7 @@ def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
 
 def _tuned_wrapping(name: str, options: dict[str, Any]) -> Wrapping:
     text = f"bucket view, static graph, no buffers in forward, {name}"
-    return Wrapping(text, partial(_wrap_tuned, options=options))
-
-
-def _wrap_tuned(module: nn.Module, group: dist.ProcessGroup, options: dict[str, Any]) -> nn.Module:
-    return wrap(module, "torch", group, **_TUNED, **options)
+    return Wrapping(text, lambda module, group: wrap(module, "torch", group, **_TUNED, **options))
 
 
 @torch.no_grad()

@@ -10,15 +10,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import operator
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,11 @@ from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
-from paceline.parallel.hooks import CommHook, HookCalls, agree_on_hook, build_hook_bucket
+from paceline.parallel.hooks import CommHook, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.reducers import IN_FORWARD, IN_HOOK, Collected, Failure, FlatGradients, Reducer, on_gradient
-from paceline.parallel.replicas import Replica, build_drift_error, digest_replica
+from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.timeline import Timeline
-from paceline.plan import Gradient, Plan, plan_torch_start
+from paceline.plan import Plan, plan_torch_start
 
 _engine = torch.autograd.Variable._execution_engine
 _RUN_BACKWARD = _engine_run_backward.__code__
@@ -50,44 +50,41 @@ _LARGE_BYTES = 64 << 10
 # How often the ready order is recorded in all. If the graph changes in every step, recording more does not help.
 _MAX_RECORDS = 5
 
-MakePlan = Callable[[Sequence[Gradient], Sequence[int]], Plan]
+
+class Joining(NamedTuple):
+    """How ranks without data are treated, in `join`."""
+
+    divide_by_world: bool  # as in torch: by all ranks, not by those that still have data
+    raise_early: bool = False
+    announce: Callable[[], object] | None = None  # in torch's Join: announce a step to ranks without data
+
+
+class _Forward:
+    """A forward whose backward has not begun. Its graph holds it: after the output was dropped it is gone."""
+
+    def __init__(self, samples: int, is_training: bool) -> None:
+        self.samples, self.is_training = samples, is_training
 
 
 class GradientSync:
     """The step logic: watches the passes of one model on one rank, and synchronises the gradients.
 
-    `average` is by `ranks` or by `samples`. Every `check_every` steps the replicas are compared (0: never).
     `syncs_in_forward`: layers of the model exchange messages in forward.
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        channel: Channel,
-        reducer: Reducer,
-        control: ControlWords,
-        buffers: SharedBuffers,
-        *,
-        average: str = "ranks",
-        allow_missing: bool = False,
-        check_every: int = 100,
-        manual: bool = False,
-        syncs_in_forward: bool = False,
+        self, reducer: Reducer, control: ControlWords, buffers: SharedBuffers, options: Options, syncs_in_forward: bool
     ) -> None:
-        self.replica, self.channel, self.reducer, self.control = replica, channel, reducer, control
-        self.buffers, self.average, self.allow_missing = buffers, average, allow_missing
-        self.check_every, self.manual, self.syncs_in_forward = check_every, manual, syncs_in_forward
+        self.replica, self.channel, self.reducer, self.control = reducer.replica, reducer.channel, reducer, control
+        self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs_in_forward
         self.num_steps = 0
         self.do_sync = True
         self.is_pending = False  # gradients were accumulated that no step has synchronised
-        self.is_joining = False
-        self._divide_by_world = True  # in `join`, as in torch: divide by all ranks, not by those that still have data
-        self._raise_early = False
-        self._announce: Callable[[], object] | None = None  # in torch's Join: announce a step to ranks without data
+        self._join: Joining | None = None
         self._is_announced = False
         self._last_active: list[int] = []
         self._all_finished = False
-        self._expected_total = channel.world_size  # of the weights of all ranks: that of the step before
+        self._expected_total = self.channel.world_size  # of the weights of all ranks: that of the step before
         self._weight = 1
         self._task: int | None = None  # autograd's number of the backward that is running
         self._syncing = False
@@ -96,25 +93,33 @@ class GradientSync:
         self._warned = False
         self._is_stopped = False
         self._unusable = ""  # the failure after which the ranks cannot match their messages any more
-        self._forwards = _Forwards()
+        self._open: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
+        self._last_samples = 0  # in the last step: for another backward through the same graph
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
         # Where the tensors in a forward's output cannot be found, these two show that a backward has begun.
-        ends = {id(param): param for param in (replica.params[0], replica.params[-1])}
+        self._hook({self.replica.params[0], self.replica.params[-1]})
+
+    def _hook(self, params: Collection[torch.Tensor]) -> None:
+        for handle in self._handles:
+            handle.remove()
         own = weakref.ref(self)
 
-        def begin(is_certain: bool = False) -> None:
+        def begin(_: torch.Tensor) -> None:
             if (me := own()) is not None:
-                me._on_backward(is_certain)
+                me._on_backward(is_certain=True)
 
-        self._begin = begin
-        self._handles = [on_gradient(param, lambda _: begin(True)) for param in ends.values()]
+        self._handles = [on_gradient(param, begin) for param in params]
 
     def stop(self) -> None:
         """Synchronise nothing from now on, not even the backward of a forward that has already run."""
         self._is_stopped = True
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hook(())
         self.reducer.stop()
+
+    @property
+    def is_joining(self) -> bool:
+        return self._join is not None
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -134,13 +139,26 @@ class GradientSync:
 
     def after_forward(self, output: Any, samples: int, is_training: bool) -> None:
         """Get notice when a backward passes through the output."""
-        is_seen = self._forwards.watch(output, samples, is_training, self._begin)
-        # Where the output hides its tensors, any parameter may be the first to show that a backward has begun.
-        if not is_seen and len(self._handles) < len(self.replica.params):
-            for handle in self._handles:
-                handle.remove()
-            begin, trained = self._begin, [param for param in self.replica.params if param.requires_grad]
-            self._handles = [on_gradient(param, lambda _: begin(True)) for param in trained]
+        if isinstance(output, torch.Tensor) and not output.requires_grad:
+            return  # for example of a teacher: no backward will follow
+        own, forward = weakref.ref(self), _Forward(samples, is_training)
+        self._open.add(forward)
+
+        def begin(_: Any) -> None:
+            if (me := own()) is not None:
+                if forward in me._open:
+                    me._open.discard(forward)
+                    me._samples = (me._samples or 0) + forward.samples
+                me._on_backward()
+
+        nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
+        for node in nodes:
+            node.register_prehook(begin)
+        if not nodes:
+            self._samples = (self._samples or 0) + samples
+            # The output hides its tensors: any parameter may be the first to show that a backward has begun.
+            if len(self._handles) < len(self.replica.params):
+                self._hook([param for param in self.replica.params if param.requires_grad])
 
     def fail(self, error: Exception) -> None:
         """This rank's forward raised: take part in the step that the others are in, so that none waits for it.
@@ -168,34 +186,31 @@ class GradientSync:
         task = torch._C._current_graph_task_id()
         if self._is_stopped or task == self._task:
             return
-        if self._task is not None and task > self._task and _is_nested():
+        is_later = self._task is not None and task > self._task
+        if is_later and _is_nested():
             return  # re-entrant checkpointing: the outer one counts
         if not is_certain and not self._change and not _will_accumulate(self.replica.params):
             return
-        if self._task is not None and task > self._task and self._syncing:
-            raise CollectiveError(
-                "the backward before this one ended with an error and was never finished: run a forward first, which "
-                "reports it to the other ranks",
-                code="unfinished-backward",
+        if is_later and self._syncing:
+            text = (
+                "the backward before this one ended with an error: run a forward first, which reports it to all ranks"
             )
+            raise CollectiveError(text, code="unfinished-backward")
         if is_certain and _is_nested():
             raise ConfigError(
                 "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen; "
                 "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields",
                 code="reentrant-checkpoint",
             )
-        syncing = self.do_sync and not self.manual
+        syncing = self.do_sync and not self.options.manual
         if syncing:
             self._announce_step()
         self._task, self._syncing = task, syncing
         if syncing:
             if torch.is_grad_enabled() and not self._warned:
                 self._warned = True
-                warnings.warn(
-                    "backward(create_graph=True): the averaged gradients carry no graph; for a penalty on gradients "
-                    "use torch.autograd.grad",
-                    stacklevel=2,
-                )
+                text = "the averaged gradients carry no graph; for a penalty on gradients use torch.autograd.grad"
+                warnings.warn(f"backward(create_graph=True): {text}", stacklevel=2)
             self._weight = self._count_weight()
             self.reducer.begin(self._factor)
         _engine.queue_callback(lambda: self._on_backward_over(task))
@@ -216,7 +231,13 @@ class GradientSync:
         self._run_step(Status.OK, take_part=True)
 
     def _count_weight(self) -> int:
-        return 1 if self.average == "ranks" else self._forwards.count_samples()
+        """1, or the samples of all forwards since the last step, those included whose backward is still to come."""
+        if self.options.average == "ranks":
+            return 1
+        ahead = [forward.samples for forward in self._open if forward.is_training]
+        if self._samples is None and not ahead:
+            return self._last_samples
+        return (self._samples or 0) + sum(ahead)
 
     @property
     def _factor(self) -> float:
@@ -226,16 +247,12 @@ class GradientSync:
     # -- ranks without data (`join`) ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def joining(
-        self, divide_by_world: bool, raise_early: bool = False, announce: Callable[[], object] | None = None
-    ) -> Iterator[None]:
-        self.is_joining, self._divide_by_world, self._raise_early = True, divide_by_world, raise_early
-        self._announce, self._last_active = announce, []
+    def joining(self, how: Joining) -> Iterator[None]:
+        self._join, self._last_active = how, []
         try:
             yield
         finally:
-            self.is_joining, self._divide_by_world, self._raise_early = False, True, False
-            self._announce = None
+            self._join = None
 
     def step_without_data(self, keep_gradients: bool = False) -> bool:
         """Take part in a step with zeros; True when no rank has data any more. Collective: every rank must call this.
@@ -250,11 +267,11 @@ class GradientSync:
 
     def broadcast_final(self) -> None:
         """Give all ranks the values of one that had data to the end. Collective: every rank must call this."""
-        self.channel.broadcast(self.replica.tensors(), self._last_active[0] if self._last_active else 0)
+        self.channel.broadcast(self.replica.tensors().values(), self._last_active[0] if self._last_active else 0)
 
     def _announce_step(self) -> None:
-        if self._announce is not None and not self._is_announced:
-            self._announce()
+        if self._join is not None and self._join.announce is not None and not self._is_announced:
+            self._join.announce()
             self._is_announced = True
 
     # -- one step: gradients and control words are exchanged, then every rank acts on what all ranks reported ---------
@@ -264,19 +281,19 @@ class GradientSync:
 
         A `status` of FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` alone.
         """
-        has_data = status == Status.OK
+        has_data, every = status == Status.OK, self.options.check_every
         try:
             self._read_deferred()
-            check = has_data and self.check_every and self.num_steps % self.check_every == 0
-            digest = digest_replica(self.replica) if check else 0
+            digest = digest_replica(self.replica) if has_data and every and self.num_steps % every == 0 else 0
             words, missing, found = self.reducer.collect(self._factor, take_part)
             failure = failure or found
+            report = RankReport(status, samples=0)
             if has_data:
                 report = RankReport(self._find_status(missing), self._weight, digest)
             else:
-                report, missing = RankReport(status, samples=0), []
+                missing = []
             if failure is not None:
-                report, take_part = replace(report, status=report.status | Status.FAILED), False
+                report, take_part = report._replace(status=report.status | Status.FAILED), False
             absent = missing if has_data and failure is None else list(range(len(self.replica.params)))
             with torch.no_grad():
                 self._write_words(words, report, absent)
@@ -284,12 +301,13 @@ class GradientSync:
             self.num_steps += 1
             self.is_pending = False
             if take_part:
-                self._forwards.end_step(self._weight)
+                self._samples, self._last_samples = None, self._weight
             if words.device.type != "cuda" or self._must_read_now(report):
                 reports = self.control.read_reports(words[: self.control.num_slot_words].tolist())
                 if not self._act_on(reports, missing, failure):
                     return
-                self._complete(reports, words, absent, take_part)
+                with torch.no_grad():
+                    self._complete(reports, words, absent, take_part)
             else:
                 self._read_later(words, report, missing)
         finally:
@@ -298,11 +316,12 @@ class GradientSync:
 
     def _find_status(self, missing: Sequence[int]) -> Status:
         status = Status.OK
-        if missing and not self.allow_missing:
+        if missing and not self.options.allow_missing:
             status |= Status.MISSING
         if self._change:
             status |= Status.CHANGED
-        if self._forwards.need_buffers:
+        # A backward is still to come that needs the buffers as they are. An output of evaluation may be kept for ever.
+        if any(forward.is_training for forward in self._open):
             return status | Status.HOLD
         if self.buffers.are_due(self.num_steps):
             status |= Status.STATISTICS
@@ -319,7 +338,8 @@ class GradientSync:
             self.buffers.write(self.control.statistics(words), writes, hold)
 
     def _must_read_now(self, report: RankReport) -> bool:
-        has_option = self.average == "samples" or self.allow_missing or self.buffers.need_message
+        options = self.options
+        has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
         return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.is_joining)
 
@@ -336,8 +356,7 @@ class GradientSync:
 
     def _read_deferred(self) -> None:
         if self._unread is not None:
-            slots, event, missing = self._unread
-            self._unread = None
+            (slots, event, missing), self._unread = self._unread, None
             event.synchronize()
             self._act_on(self.control.read_reports(slots.tolist()), missing, None)
 
@@ -346,20 +365,18 @@ class GradientSync:
 
         False where every rank's forward failed: each is about to raise its own error.
         """
-        together = Status.OK
-        for report in reports:
-            together |= report.status
+        together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
         self._all_finished = not active
         self._last_active = active or self._last_active
         if together & ERRORS:
             self._raise_for_all(missing, failure)
             return False
-        if self._raise_early and 0 < len(active) < len(reports):
+        if self._join is not None and self._join.raise_early and 0 < len(active) < len(reports):
             done = ", ".join(str(rank) for rank in range(len(reports)) if rank not in active)
             text = f"step {self.num_steps}: rank {done} has no more data, and others have"
             raise CollectiveError(text, code="uneven-inputs")
-        if len({report.digest for report in reports if not report.status & Status.FINISHED}) > 1:
+        if len({reports[rank].digest for rank in active}) > 1:
             raise build_drift_error(self.replica, self.channel, self.num_steps)
         if together & Status.BUFFERS and not together & Status.HOLD:
             self.buffers.broadcast(self.channel, active[0])
@@ -368,109 +385,46 @@ class GradientSync:
     def _raise_for_all(self, missing: list[int], failure: Failure | None) -> None:
         """Share what is wrong on each rank, and raise one error with the same text everywhere."""
         params = self.replica.params
-        text = ""
-        if failure is not None:
-            text = f"{failure.place}: {type(failure.error).__name__}: {failure.error}"
-        mine = Finding(
-            error=text.partition("\n\n")[0],  # without the traceback that the error of a Future contains
-            change=self._change,
-            missing=tuple(missing),
-            frozen=tuple(index for index in missing if not params[index].requires_grad),
-            in_hook=failure is not None and failure.place == IN_HOOK,
-        )
+        error, place = failure or (None, "")
+        text = "" if error is None else f"{place}: {type(error).__name__}: {error}"
+        text = text.partition("\n\n")[0]  # without the traceback that the error of a Future contains
+        frozen = tuple(index for index in missing if not params[index].requires_grad)
         for index in missing:
             params[index].grad = None
-        findings = self.channel.share(mine)
-        if failure is not None and all(finding.error for finding in findings):
+        findings = self.channel.share(Finding(text, place == IN_HOOK, self._change, tuple(missing), frozen))
+        if error is not None and all(finding.error for finding in findings):
             # Every rank failed, and each raises its own error. That of a forward is already being raised.
-            if failure.place == IN_FORWARD:
+            if place == IN_FORWARD:
                 return
-            raise failure.error
-        error = build_step_error(findings, self.num_steps, self.replica)
+            raise error
+        found = build_step_error(findings, self.num_steps, self.replica)
         if any(finding.in_hook for finding in findings):
-            self._unusable = str(error)
-        raise error from (None if failure is None else failure.error)
+            self._unusable = str(found)
+        raise found from error
 
     def _complete(self, reports: list[RankReport], words: torch.Tensor, absent: list[int], take_part: bool) -> None:
         """Take the averaged statistics, drop gradients that no rank has, and divide by the true total."""
-        with torch.no_grad():
-            writers = sum(bool(report.status & Status.STATISTICS) for report in reports)
-            if any(report.status & Status.HOLD for report in reports):
-                writers = 0
-            if writers and self.control.num_statistics:
-                self.buffers.read(self.control.statistics(words)[:-1], writers)
-            elif writers:
-                mine = bool(reports[self.channel.rank].status & Status.STATISTICS)
-                self.buffers.average(self.channel, mine, writers)
-            if self.control.num_used and take_part and absent:
-                used = self.control.used(words).tolist()
-                for index in absent:
-                    if not used[index]:
-                        self.replica.params[index].grad = None
-            total = sum(report.samples for report in reports)
-            if self.average == "ranks" and self._divide_by_world:
-                total = self.channel.world_size
-            if total not in (0, self._expected_total) and take_part:
-                self.reducer.multiply(self._expected_total / total)
-            if self.average == "samples" and total:
-                self._expected_total = total
+        writes = [bool(report.status & Status.STATISTICS) for report in reports]
+        if any(writes) and not any(report.status & Status.HOLD for report in reports):
+            if self.control.num_statistics:
+                self.buffers.read(self.control.statistics(words)[:-1], sum(writes))
+            else:
+                self.buffers.average(self.channel, writes[self.channel.rank], sum(writes))
+        if self.control.num_used and take_part and absent:
+            used = self.control.used(words).tolist()
+            for index in absent:
+                if not used[index]:
+                    self.replica.params[index].grad = None
+        by_samples, total = self.options.average == "samples", sum(report.samples for report in reports)
+        if not by_samples and (self._join is None or self._join.divide_by_world):
+            total = self.channel.world_size
+        if total not in (0, self._expected_total) and take_part:
+            self.reducer.multiply(self._expected_total / total)
+        if by_samples and total:
+            self._expected_total = total
 
 
-# -- what is known of forwards and of the backward that is running ----------------------------------------------------
-
-
-class _Forward:
-    """A forward whose backward has not begun: its samples, and whether the model was in training mode."""
-
-    def __init__(self, samples: int, is_training: bool) -> None:
-        self.samples, self.is_training = samples, is_training
-
-
-class _Forwards:
-    """The open forwards of one model. One counts as long as its graph lives: not after its output was dropped."""
-
-    def __init__(self) -> None:
-        self._open: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
-        self._last_samples = 0  # in the last step: for another backward through the same graph
-
-    def watch(self, output: Any, samples: int, is_training: bool, on_backward: Callable[[], None]) -> bool:
-        """Call `on_backward` when a backward passes through the output. False if no tensor is found in it."""
-        if isinstance(output, torch.Tensor) and not output.requires_grad:
-            return True  # for example of a teacher: no backward will follow
-        own, forward = weakref.ref(self), _Forward(samples, is_training)
-        self._open.add(forward)
-
-        def begin(_: Any) -> None:
-            if (me := own()) is not None and forward in me._open:
-                me._open.discard(forward)
-                me._samples = (me._samples or 0) + forward.samples
-            on_backward()
-
-        nodes = {tensor.grad_fn for tensor in find_tensors(output) if tensor.grad_fn is not None}
-        for node in nodes:
-            node.register_prehook(begin)
-        if not nodes:
-            self._samples = (self._samples or 0) + samples
-        return bool(nodes)
-
-    @property
-    def need_buffers(self) -> bool:
-        """Whether a backward is still to come that needs the buffers as they are.
-
-        Only in training: an output of evaluation may be kept for ever, and rarely has a backward.
-        """
-        return any(forward.is_training for forward in self._open)
-
-    def count_samples(self) -> int:
-        """The samples of all forwards since the last step, those included whose backward is still to come in it."""
-        still = [forward.samples for forward in self._open if forward.is_training]
-        if self._samples is None and not still:
-            return self._last_samples
-        return (self._samples or 0) + sum(still)
-
-    def end_step(self, samples: int) -> None:
-        self._samples, self._last_samples = None, samples
+# -- what is known of an output and of the backward that is running ---------------------------------------------------
 
 
 def find_tensors(value: Any) -> list[torch.Tensor]:
@@ -549,8 +503,9 @@ class BucketedReducer(Reducer):
 
     @property
     def ready_order(self) -> list[int]:
-        """All parameters in the order in which their gradients arrived, when it was last recorded."""
-        return self._arrivals.find_order()
+        """All parameters in the order in which they were complete when it was last recorded; the others are last."""
+        places = self._arrivals.places
+        return sorted(reversed(range(len(self.replica.params))), key=lambda index: places.get(index, math.inf))
 
     # -- backward begins ----------------------------------------------------------------------------------------------
 
@@ -582,9 +537,8 @@ class BucketedReducer(Reducer):
                 for index, param in enumerate(params):
                     grad, view = param.grad, views.get(index)
                     if grad is not None and view is not None and grad is not view:
-                        view.copy_(grad)
-                        param.grad = grad = view
-                    if grad is not None and index in self._uncopied_strides:
+                        param.grad = view.copy_(grad)
+                    elif grad is not None and view is None:
                         self._before[index] = grad._version
         except Exception as error:
             self._fail(error)
@@ -628,7 +582,9 @@ class BucketedReducer(Reducer):
     def _fail(self, error: Exception) -> None:
         """Keep the error until `collect` returns it; or the reason for it, where the gradients show one."""
         try:
-            self.replica.check_all()
+            for index, param in enumerate(self.replica.params):
+                if param.grad is not None:
+                    self.replica.check(index, param.grad)
         except ConfigError as reason:
             error = reason
         self._failure = Failure(error)
@@ -654,7 +610,7 @@ class BucketedReducer(Reducer):
             try:
                 if zeros is None and self._failure is None:
                     self._gather(bucket, factor)
-                    uncopied = self._take_uncopied(bucket, factor) if bucket.uncopied else uncopied
+                    uncopied = [self._take_uncopied(index, factor) for index in bucket.uncopied]
             except Exception as error:
                 self._fail(error)
             if zeros is not None or self._failure is not None:
@@ -665,13 +621,13 @@ class BucketedReducer(Reducer):
 
     def _start(self, bucket: _LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
         """Start the message of a bucket that was filled."""
-        number, extra_bytes = bucket.number, flat.extra_bytes[bucket.number]
+        number = bucket.number
         self.timeline.leaving(number)
         if self._hook_calls is not None:
-            bucket.work = self._hook_calls.start(build_hook_bucket(number, flat, self.plan, self.replica.params))
+            bucket.work = self._hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
             self._failure = self._failure or self._hook_calls.failure
         else:
-            message = flat.last if number == len(self._buckets) - 1 else flat.ranges[number]
+            message, extra_bytes = flat.messages[number], flat.extra_bytes[number]
             if uncopied:
                 tensors = [message, *uncopied] if message.numel() else uncopied
                 bucket.work = self.channel.start_sums(tensors, average, extra_bytes)
@@ -711,31 +667,23 @@ class BucketedReducer(Reducer):
         param.grad = view
         self._taken[index] = view, view._version
 
-    def _take_uncopied(self, bucket: _LiveBucket, factor: float) -> list[torch.Tensor]:
-        """The gradients as they are, after making sure that nothing else shares their memory."""
-        taken = []
-        for index in bucket.uncopied:
-            if index not in self._taken:
-                grad = self._own(index)
-                if factor != 1.0:
-                    grad.mul_(factor)
-                self._taken[index] = grad, grad._version
-            taken.append(self._taken[index][0])
-        return taken
-
-    def _own(self, index: int) -> torch.Tensor:
-        """The gradient of a parameter, in memory that is its own and with the strides that all ranks use."""
-        param = self.replica.params[index]
-        grad = param.grad
-        if grad is None:
-            grad = param.grad = self.replica.zeros(index)
-            return grad
-        self.replica.check(index, grad)
-        # The two known users of the storage are the gradient and the question.
-        is_shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2
-        if grad.requires_grad or grad.stride() != self._uncopied_strides[index] or is_shared:
-            grad = param.grad = self.replica.zeros(index).copy_(grad)
-        return grad
+    def _take_uncopied(self, index: int, factor: float) -> torch.Tensor:
+        """The gradient as it is, in memory that is its own and with the strides that all ranks use."""
+        if index not in self._taken:
+            param = self.replica.params[index]
+            grad = param.grad
+            if grad is None:
+                grad = param.grad = self.replica.zeros(index)
+            else:
+                self.replica.check(index, grad)
+                # The two known users of the storage are the gradient and the question.
+                is_shared = torch._C._storage_Use_Count(grad.untyped_storage()._cdata) > 2
+                if grad.requires_grad or grad.stride() != self._uncopied_strides[index] or is_shared:
+                    grad = param.grad = self.replica.zeros(index).copy_(grad)
+            if factor != 1.0:
+                grad.mul_(factor)
+            self._taken[index] = grad, grad._version
+        return self._taken[index][0]
 
     # -- backward is over ---------------------------------------------------------------------------------------------
 
@@ -757,11 +705,7 @@ class BucketedReducer(Reducer):
         if self._hook_calls is not None:
             # A hook may compress or keep what it receives, and fail: the control words follow it in their own message.
             self._start(self._buckets[-1], *self._last)
-            for bucket in self._buckets:
-                self.timeline.waiting(bucket.number)
-                work, bucket.work = bucket.work, None
-                self._hook_calls.finish(work, bucket.range if take_part else None)
-                self.timeline.done(bucket.number)
+            self._finish(take_part)
             self._failure = self._failure or self._hook_calls.failure
         self._active = False
         return self._report(self._last[0].words, missing)
@@ -779,38 +723,41 @@ class BucketedReducer(Reducer):
 
     def _find_late(self) -> list[int]:
         """The parameters whose gradient changed after it was sent or taken."""
-        params = self.replica.params
-        late = []
+        late: list[int] = []
         for bucket in self._buckets[: self._next]:
             replaced = any(map(operator.is_not, map(_get_grad, bucket.params), bucket.views))
             if replaced or bucket.range._version != bucket.version:
                 late += bucket.fused
-        return late + [
-            index
-            for index, (grad, version) in self._taken.items()
-            if grad._version != version or params[index].grad is not grad
-        ]
+        for index, (grad, version) in self._taken.items():
+            if grad._version != version or self.replica.params[index].grad is not grad:
+                late.append(index)
+        return late
 
     def exchange(self) -> None:
         if self._hook_calls is None:
             self._start(self._buckets[-1], *self._last)
-            for bucket in self._buckets:
-                self.timeline.waiting(bucket.number)
-                work, bucket.work = bucket.work, None
-                if work is not None:
-                    self.channel.wait(work, f"bucket {bucket.number} of {len(self._buckets)}")
-                self.timeline.done(bucket.number)
+            self._finish(True)
         else:
-            self.channel.wait(self._start_words(self._last[0].words), "the control words")
+            self.channel.wait(self._start_words(), "the control words")
         del self._last
         self._taken.clear()  # so that `zero_grad` can free them
         self.timeline.over()
 
+    def _finish(self, take_part: bool) -> None:
+        """Wait for the messages of all buckets."""
+        for bucket in self._buckets:
+            self.timeline.waiting(bucket.number)
+            work, bucket.work = bucket.work, None
+            if self._hook_calls is not None:
+                self._hook_calls.finish(work, bucket.range if take_part else None)
+            elif work is not None:
+                self.channel.wait(work, f"bucket {bucket.number} of {len(self._buckets)}")
+            self.timeline.done(bucket.number)
+
     def multiply(self, factor: float) -> None:
         self._flat.multiply(factor)
         for index in self._uncopied_strides:
-            grad = self.replica.params[index].grad
-            if grad is not None:
+            if (grad := self.replica.params[index].grad) is not None:
                 grad.mul_(factor)
 
     # -- the ready order becomes known, and with it the plan ----------------------------------------------------------
@@ -847,24 +794,24 @@ class BucketedReducer(Reducer):
         allocate = self.channel.allocate if self.is_planned else None  # shared memory only for what lasts
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         self._uncopied_strides = {index: torch.empty_like(self.replica.params[index]).stride() for index in uncopied}
-        self._buckets: list[_LiveBucket] = []
-        for number, planned in enumerate(plan.buckets):
-            indices = [piece.gradient for piece in planned.pieces]
-            self._buckets.append(_LiveBucket(number, indices, self._kinds, self._flat, self.replica.params))
+        self._buckets = [
+            _LiveBucket(number, indices, uncopied, separate, self._flat, self.replica.params)
+            for number, indices in enumerate(plan.partition)
+        ]
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
 
     def _set_triggers(self) -> None:
         """Hook the large parameters, and in each bucket the one that arrived last on this rank."""
         self.stop()
-        params, in_parts = self.replica.params, self._arrivals.find_in_parts()
+        params, places, in_parts = self.replica.params, self._arrivals.places, self._arrivals.find_in_parts()
         for index in sorted({index for bucket in self._buckets for index in bucket.copied} - in_parts):
             self._handles.append(on_gradient(params[index], functools.partial(self._on_large, index)))
         for bucket in self._buckets[:-1]:
             indices = [*bucket.fused, *bucket.separate]
             bucket.in_parts = not in_parts.isdisjoint(indices)
-            last = self._arrivals.find_last(indices)
-            if last is not None:  # after the hook that copies it, if there is one
-                self._handles.append(on_gradient(params[last], self._on_trigger))
+            if arrived := [index for index in indices if index in places]:
+                # After the hook that copies it, if there is one.
+                self._handles.append(on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
 
 
 class _LiveBucket:
@@ -875,14 +822,9 @@ class _LiveBucket:
     """
 
     def __init__(
-        self,
-        number: int,
-        indices: Sequence[int],
-        kinds: tuple[set[int], set[int]],
-        flat: FlatGradients,
+        self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
         params: Sequence[torch.Tensor],
-    ) -> None:
-        uncopied, separate = kinds
+    ) -> None:  # fmt: skip
         self.number, self.range = number, flat.ranges[number]
         self.fused = [index for index in indices if index not in separate]
         self.copied = [index for index in indices if index in separate and index not in uncopied]
@@ -922,7 +864,8 @@ class _Arrivals:
             if param.requires_grad:
                 # Held while recording: a graph made in backward (checkpointing) then uses the same node.
                 node = get_gradient_edge(param).node
-                self._held.append((node, node.register_hook(functools.partial(_note, self._arrived, index))))
+                note = functools.partial(lambda arrived, index, *_: arrived.append(index), self._arrived, index)
+                self._held.append((node, node.register_hook(note)))
 
     def stop(self) -> None:
         """Stop recording, and keep the record."""
@@ -930,22 +873,10 @@ class _Arrivals:
             handle.remove()
         self._held.clear()
 
-    def _find_places(self) -> dict[int, int]:
+    @property
+    def places(self) -> dict[int, int]:
+        """When each parameter that arrived was complete, as its place in the order."""
         return {index: place for place, index in enumerate(self._arrived)}
-
-    def find_order(self) -> list[int]:
-        """All parameters in the order in which they were complete; those that did not arrive are last, in reverse."""
-        places = self._find_places()
-        return sorted(reversed(range(len(self._params))), key=lambda index: places.get(index, len(self._arrived)))
-
-    def find_last(self, indices: Iterable[int]) -> int | None:
-        """Of these, the one that was complete last; None where none arrived."""
-        places = self._find_places()
-        return max((index for index in indices if index in places), key=places.__getitem__, default=None)
 
     def find_in_parts(self) -> set[int]:
         return {index for index, count in collections.Counter(self._arrived).items() if count > 1}
-
-
-def _note(arrived: list[int], index: int, *grads: Any) -> None:
-    arrived.append(index)

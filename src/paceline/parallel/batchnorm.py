@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from paceline.errors import ConfigError
 from paceline.parallel.channel import naming_lost_peers
 
-Layer = TypeVar("Layer", bound=nn.Module)
+# torch 2.13 renames it; 2.11 has only the older name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _AnyInputBatchNorm(_BatchNorm):
     """What both layers share: inputs (N, C, ...), and running statistics that move once per forward."""
+
+    _replaceable: tuple[Callable[..., Any], ...] = (_BatchNorm.forward,)  # the forwards that `convert` may replace
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
@@ -37,18 +40,42 @@ class _AnyInputBatchNorm(_BatchNorm):
             if running is not None and value is not None:
                 running.lerp_(value.to(running.dtype), factor or 0.0)
 
+    @classmethod
+    def _replace_in(cls, module: nn.Module, finish: Callable[[Self], None]) -> nn.Module:
+        """Replace every BatchNorm, and return the module (the new layer if it is itself a BatchNorm).
 
-# torch 2.13 renames it; 2.11 has only the older name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        The new layers hold the same parameters, buffers and hooks, and a layer used twice stays one layer. `finish`
+        sets what a BatchNorm does not have. Raises before anything is replaced.
+        """
+        replaced: dict[nn.Module, Self] = {}
+        for name, layer in module.named_modules():
+            if not isinstance(layer, _BatchNorm):
+                continue
+            where = f"{name or 'the module'} ({type(layer).__name__})"
+            if isinstance(layer, LazyModuleMixin):
+                text = f"{where} has no channels yet: run one batch through it, then convert"
+                raise ConfigError(text, code="lazy-layer")
+            if not isinstance(layer, cls) and type(layer).forward not in cls._replaceable:
+                text = f"{where} overrides forward, which would be lost: replace it manually"
+                raise ConfigError(text, code="custom-forward")
+            new = replaced[layer] = layer if isinstance(layer, cls) else cls.__new__(cls)
+            # The very same dicts of parameters, buffers and hooks, so that the handle of a hook still removes it.
+            new.__dict__.update(layer.__dict__)
+        for new in replaced.values():
+            finish(new)
+        for parent in list(module.modules()):
+            for name, child in parent._modules.items():
+                if child in replaced:
+                    parent._modules[name] = replaced[child]
+        return replaced.get(module, module)
+
+
+# -- over the batches of all ranks ------------------------------------------------------------------------------------
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     """The C values in a shape that broadcasts over a (N, C, ...) tensor."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
-
-
-def _all_but_channel(x: Tensor) -> list[int]:
-    return [0, *range(2, x.dim())]
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
@@ -59,10 +86,9 @@ def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
     """Mean and sum of squared deviations per channel of the global batch, and its values per channel, in float64.
 
     Every rank sends its own mean, squared deviations and count in one message, and computes the same from the same
-    gathered messages, so the results are equal to the last bit. Collective: every rank of the group must call this,
-    also with an empty batch.
+    gathered messages, so the results are equal to the last bit. Collective, also with an empty batch.
     """
-    channels, axes = x.shape[1], _all_but_channel(x)
+    channels, axes = x.shape[1], [0, *range(2, x.dim())]
     message = x.new_zeros(2 * channels + 1, dtype=_statistics_dtype(x))
     if x.numel():  # the mean of nothing is nan; a count of 0 takes these zeros out of the sums below
         # Two plain passes: as exact as torch.var_mean and, on a CPU, 3 to 6 times as fast.
@@ -87,9 +113,9 @@ class _Normalize(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: tuple[Tensor, ...], group: Any
     ) -> Tensor:
         mean, invstd, total = (value.to(_statistics_dtype(x)) for value in statistics)
-        ctx.save_for_backward(x, weight, mean, invstd, total)
-        ctx.group = group
         scale = invstd if weight is None else invstd * weight
+        ctx.save_for_backward(x, mean, invstd, total, scale)
+        ctx.group = group
         out = (x - _per_channel(mean, x)).mul_(_per_channel(scale, x))
         if bias is not None:
             out.add_(_per_channel(bias, x))
@@ -98,8 +124,8 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, invstd, total = ctx.saved_tensors
-        axes = _all_but_channel(x)
+        x, mean, invstd, total, scale = ctx.saved_tensors
+        axes = [0, *range(2, x.dim())]
         centered = x - _per_channel(mean, x)
         # Of the rank's own batch: the gradients of weight and bias, which are summed over the ranks for the input's.
         sums = torch.stack([grad_out.sum(axes, dtype=mean.dtype), (grad_out * centered).sum(axes) * invstd])
@@ -110,7 +136,6 @@ class _Normalize(torch.autograd.Function):
             with naming_lost_peers("the gradient of a SyncBatchNorm cannot be reduced"):
                 dist.all_reduce(global_sums, group=ctx.group)
             mean_dy, mean_dy_xhat = global_sums / total
-            scale = invstd if weight is None else invstd * weight
             grad_x = centered.mul_(_per_channel(-invstd * mean_dy_xhat, x)).sub_(_per_channel(mean_dy, x))
             grad_x = grad_x.add_(grad_out).mul_(_per_channel(scale, x)).to(x.dtype)
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
@@ -130,6 +155,8 @@ class SyncBatchNorm(_AnyInputBatchNorm):
     Without a process group, or in one of one rank, it is torch's BatchNorm. None is the default group.
     """
 
+    _replaceable = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
     def __init__(
         self,
         num_features: int,
@@ -138,16 +165,18 @@ class SyncBatchNorm(_AnyInputBatchNorm):
         affine: bool = True,
         track_running_stats: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        *rest: Any,  # device and dtype
         **options: Any,  # what newer versions of torch add
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, *rest, **options)
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training or not dist.is_initialized() or (size := self._group_size()) == 1:
+        if not self.training or not dist.is_initialized() or (size := dist.get_world_size(self.process_group)) == 1:
             return super().forward(input)
+        if size < 1:
+            text = "trains a SyncBatchNorm and is not in its process group: pass every rank a group that it belongs to"
+            raise ConfigError(f"rank {dist.get_rank()} {text}", code="not-in-group")
         self._check_input_dim(input)
         mean, squares, total = _gather_statistics(input.detach(), self.process_group)
         # Reading the total waits for a GPU. A rank with two values need not read it. With one value or none in all,
@@ -163,53 +192,39 @@ class SyncBatchNorm(_AnyInputBatchNorm):
         statistics = mean, torch.rsqrt(squares / total + self.eps), total
         return _Normalize.apply(input, self.weight, self.bias, statistics, self.process_group)  # type: ignore[no-any-return]
 
-    def _group_size(self) -> int:
-        size = dist.get_world_size(self.process_group)
-        if size < 1:
-            raise ConfigError(
-                f"rank {dist.get_rank()} trains a SyncBatchNorm and is not in its process group: "
-                "pass every rank a group that it belongs to",
-                code="not-in-group",
-            )
-        return size
-
     @classmethod
-    def convert(cls, module: torch.nn.Module, process_group: dist.ProcessGroup | None = None) -> torch.nn.Module:
+    def convert(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm).
 
-        The new layers hold the same parameters, buffers and hooks, and a layer used twice stays one layer. Layers that
-        have a group (torch's SyncBatchNorm) keep it unless one is given.
+        Layers that have a group (torch's SyncBatchNorm) keep it unless one is given.
         """
 
         def set_group(layer: SyncBatchNorm) -> None:
             if process_group is not None or "process_group" not in layer.__dict__:
                 layer.process_group = process_group
 
-        return _replace_batchnorms(module, cls, set_group, (torch.nn.SyncBatchNorm.forward,))
+        return cls._replace_in(module, set_group)
 
     convert_sync_batchnorm = convert  # torch's name
 
 
-def _is_channels_last(x: Tensor) -> bool:
-    if x.dim() not in (4, 5) or x.is_contiguous():
-        return False
-    return x.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+SYNC_LAYERS = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
-def _fold(x: Tensor, parts: int) -> Tensor:
-    """(parts * n, C, ...) as (n, parts * C, ...), in the same layout."""
-    if _is_channels_last(x):
-        last = x.movedim(1, -1).view(parts, -1, *x.shape[2:], x.shape[1])
-        return last.movedim(0, -2).flatten(-2).movedim(-1, 1)
+# -- over parts of a batch --------------------------------------------------------------------------------------------
+
+
+def _fold(x: Tensor, parts: int, back: bool = False) -> Tensor:
+    """(parts * n, C, ...) as (n, parts * C, ...), in the same layout; or `back`."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() in formats and not x.is_contiguous() and x.is_contiguous(memory_format=formats[x.dim()]):
+        last = x.movedim(1, -1)
+        if back:
+            return last.view(len(x), *x.shape[2:], parts, -1).movedim(-2, 0).flatten(0, 1).movedim(-1, 1)
+        return last.view(parts, -1, *x.shape[2:], x.shape[1]).movedim(0, -2).flatten(-2).movedim(-1, 1)
+    if back:
+        return x.reshape(len(x), parts, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
     return x.reshape(parts, -1, *x.shape[1:]).transpose(0, 1).flatten(1, 2)
-
-
-def _unfold(x: Tensor, parts: int) -> Tensor:
-    """The inverse of `_fold`."""
-    if _is_channels_last(x):
-        last = x.movedim(1, -1).view(len(x), *x.shape[2:], parts, -1)
-        return last.movedim(-2, 0).flatten(0, 1).movedim(-1, 1)
-    return x.reshape(len(x), parts, -1, *x.shape[2:]).transpose(0, 1).flatten(0, 1)
 
 
 class GhostBatchNorm(_AnyInputBatchNorm):
@@ -222,20 +237,14 @@ class GhostBatchNorm(_AnyInputBatchNorm):
     most `ghost_size` samples, are torch's BatchNorm, and so are the names in `state_dict`.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        ghost_size: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        **options: Any,  # what newer versions of torch add
-    ) -> None:
-        _check_ghost_size(ghost_size)
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+    def __init__(self, num_features: int, ghost_size: int, *args: Any, **options: Any) -> None:
+        """Further arguments are those of torch's BatchNorm."""
+        super().__init__(num_features, *args, **options)
+        self._set_size(ghost_size)
+
+    def _set_size(self, ghost_size: int) -> None:
+        if ghost_size < 2:
+            raise ConfigError(f"ghost_size={ghost_size}: at least 2 samples are needed")
         self.ghost_size = ghost_size
 
     def forward(self, input: Tensor) -> Tensor:
@@ -270,55 +279,12 @@ class GhostBatchNorm(_AnyInputBatchNorm):
         weight, bias = (None if values is None else values.repeat(parts) for values in (self.weight, self.bias))
         out = F.batch_norm(_fold(x, parts), mean, variance, weight, bias, True, 1.0, self.eps)
         means, variances = (None if values is None else values.view(parts, -1).mean(0) for values in (mean, variance))
-        return _unfold(out, parts), means, variances
+        return _fold(out, parts, back=True), means, variances
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ghost_size={self.ghost_size}"
 
     @classmethod
-    def convert(cls, module: torch.nn.Module, ghost_size: int) -> torch.nn.Module:
-        """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm).
-
-        The new layers hold the same parameters, buffers and hooks, and a layer used twice stays one layer.
-        """
-        _check_ghost_size(ghost_size)
-
-        def set_size(layer: GhostBatchNorm) -> None:
-            layer.ghost_size = ghost_size
-
-        return _replace_batchnorms(module, cls, set_size)
-
-
-def _check_ghost_size(ghost_size: int) -> None:
-    if ghost_size < 2:
-        raise ConfigError(f"ghost_size={ghost_size}: at least 2 samples are needed")
-
-
-def _replace_batchnorms(
-    module: nn.Module, kind: type[Layer], finish: Callable[[Layer], Any], known: tuple[Callable[..., Any], ...] = ()
-) -> nn.Module:
-    """Replace every BatchNorm in the module by a `kind` with the same parameters, buffers and hooks.
-
-    `finish` sets what a BatchNorm does not have. `known` are further forwards that the new layer may replace. Raises
-    before anything is replaced.
-    """
-    replaced: dict[nn.Module, Layer] = {}
-    for name, layer in module.named_modules():
-        if not isinstance(layer, _BatchNorm):
-            continue
-        where = f"{name or 'the module'} ({type(layer).__name__})"
-        if isinstance(layer, LazyModuleMixin):
-            raise ConfigError(f"{where} has no channels yet: run one batch through it, then convert", code="lazy-layer")
-        if not isinstance(layer, kind) and type(layer).forward not in (_BatchNorm.forward, *known):
-            text = f"{where} overrides forward, which would be lost: replace it manually"
-            raise ConfigError(text, code="custom-forward")
-        new = replaced[layer] = layer if isinstance(layer, kind) else kind.__new__(kind)
-        # The very same dicts of parameters, buffers and hooks, so that the handle of a hook still removes it.
-        new.__dict__.update(layer.__dict__)
-    for new in replaced.values():
-        finish(new)
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child in replaced:
-                parent._modules[name] = replaced[child]
-    return replaced.get(module, module)
+    def convert(cls, module: nn.Module, ghost_size: int) -> nn.Module:
+        """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm)."""
+        return cls._replace_in(module, lambda layer: layer._set_size(ghost_size))

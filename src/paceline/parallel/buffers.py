@@ -13,60 +13,48 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.parallel.batchnorm import SyncBatchNorm
+from paceline.parallel.batchnorm import SYNC_LAYERS
 from paceline.parallel.channel import Channel
 
 _MANY_RANKS = 1 << 20  # more than any world has
 
 
 class SharedBuffers:
-    """The running statistics of BatchNorm layers, to be averaged, and all other buffers, to be rank 0's."""
+    """The running statistics of BatchNorm layers, to be averaged, and all other buffers, to be rank 0's.
 
-    def __init__(self, module: nn.Module, ignored: Collection[str], device: torch.device, every: int) -> None:
+    `need_message`: there are statistics that do not fit into the control words, which then are `num_words`.
+    """
+
+    def __init__(
+        self, module: nn.Module, ignored: Collection[str], device: torch.device, every: int, words_are_precise: bool
+    ) -> None:
         self.every = every
         self._layers: list[_BatchNorm] = []
         self._statistics: list[torch.Tensor] = []
-        known: set[int] = set()
+        self._places: list[tuple[nn.Module, str]] = []  # not tensors: a buffer that is assigned again is another one
         for prefix, layer in module.named_modules():
+            own = [name for name, buffer in layer._buffers.items() if buffer is not None]
+            own = [name for name in own if f"{prefix}.{name}".lstrip(".") not in ignored]
             if not isinstance(layer, _BatchNorm):
-                continue
-            known |= {id(buffer) for buffer in layer.buffers(recurse=False)}
+                self._places += [(layer, name) for name in own]
             # Layers that synchronise their statistics in forward have equal ones already.
-            synced = isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm)
-            names = {f"{prefix}.{name}" if prefix else name for name in ("running_mean", "running_var")}
-            if layer.running_mean is None or layer.running_var is None or synced or names & set(ignored):
-                continue
-            self._layers.append(layer)
-            self._statistics += [layer.running_mean, layer.running_var]
-        # By layer and name: a buffer that is assigned again is another tensor.
-        self._places = [
-            (layer, name)
-            for prefix, layer in module.named_modules()
-            for name, buffer in layer.named_buffers(recurse=False)
-            if id(buffer) not in known and (f"{prefix}.{name}" if prefix else name) not in ignored
-        ]
+            elif not isinstance(layer, SYNC_LAYERS) and {"running_mean", "running_var"} <= set(own):
+                self._layers.append(layer)
+                self._statistics += [layer.get_buffer("running_mean"), layer.get_buffer("running_var")]
         self._versions = self._read_versions()
         # They fit only into words that are as precise as they are, on the same device.
-        self._in_words = all(s.dtype == torch.float32 and s.device == device for s in self._statistics)
+        fits = words_are_precise and all(s.dtype == torch.float32 and s.device == device for s in self._statistics)
+        is_averaged = bool(every and self._statistics)
+        self.need_message = is_averaged and not fits
+        # The last word counts the ranks that wrote theirs.
+        self.num_words = sum(s.numel() for s in self._statistics) + 1 if is_averaged and fits else 0
 
-    def num_words(self, words_are_precise: bool) -> int:
-        """How many control words the statistics take; 0 where there are none, or where they need their own message."""
-        self._in_words = self._in_words and words_are_precise
-        if not (self._in_words and self.every and self._statistics):
-            return 0
-        return sum(s.numel() for s in self._statistics) + 1  # the last word counts the ranks that wrote theirs
-
-    @property
-    def need_message(self) -> bool:
-        """Whether there are statistics that do not fit into the control words."""
-        return bool(self.every and self._statistics) and not self._in_words
+    def is_turn(self, step: int) -> bool:
+        return bool(self.every) and step % self.every == 0
 
     def are_due(self, step: int) -> bool:
         """Whether statistics change on this rank and are synchronised in this step."""
         return self.is_turn(step) and any(layer.training for layer in self._layers)
-
-    def is_turn(self, step: int) -> bool:
-        return bool(self.every) and step % self.every == 0
 
     def _split(self, words: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(words, [statistic.numel() for statistic in self._statistics])
@@ -76,16 +64,14 @@ class SharedBuffers:
         """This rank's statistics, with a count of 1; or zeros, and with `hold` a count that makes the sum invalid."""
         if take_part:
             torch._foreach_copy_(self._split(words[:-1]), self._statistics)
-            words[-1:].fill_(1)
         else:
             words.zero_()
-            if hold:
-                words[-1:].fill_(-_MANY_RANKS)
+        if take_part or hold:
+            words[-1:].fill_(1 if take_part else -_MANY_RANKS)
 
     def read(self, sums: torch.Tensor, num_ranks: int) -> None:
         """Take the average over the ranks that wrote theirs."""
-        sums.div_(num_ranks)
-        torch._foreach_copy_(self._statistics, self._split(sums))
+        torch._foreach_copy_(self._statistics, self._split(sums.div_(num_ranks)))
 
     def read_on_device(self, words: torch.Tensor) -> None:
         """The same with the count in the words, so that the host does not wait for a GPU."""
@@ -95,8 +81,6 @@ class SharedBuffers:
 
     def average(self, channel: Channel, take_part: bool, num_ranks: int) -> None:
         """Average in a separate message, where the statistics do not fit into the control words. Collective."""
-        if self._in_words or not self._statistics:
-            return
         precise = functools.reduce(torch.promote_types, (s.dtype for s in self._statistics), torch.float32)
         message = torch.cat([s.detach().to(channel.device, precise).reshape(-1) for s in self._statistics])
         work = channel.start_sum(message if take_part else message.zero_(), extra_bytes=message.nbytes)
@@ -105,7 +89,8 @@ class SharedBuffers:
 
     @property
     def _others(self) -> list[torch.Tensor]:
-        return [layer._buffers[name] for layer, name in self._places if layer._buffers.get(name) is not None]  # type: ignore[misc]
+        found = (layer._buffers.get(name) for layer, name in self._places)
+        return [buffer for buffer in found if buffer is not None]
 
     def _read_versions(self) -> list[tuple[int, int]]:
         return [(id(buffer), buffer._version) for buffer in self._others]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -51,9 +52,8 @@ class Channel:
 
     def use_own_group(self) -> None:
         """Use a group from now on that nobody else uses, where torch can make one. Collective."""
-        if not self._has_own_group and (group := open_group(self.group, self.backend)) is not None:
+        if not self._has_own_group and (group := open_group(self, self)) is not None:
             self.group, self._has_own_group = group, True
-            weakref.finalize(self, destroy_group, group).atexit = False
 
     @property
     def _failures(self) -> dist.Store:
@@ -118,39 +118,47 @@ class Channel:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+    def broadcast(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         """Give every rank the values of the rank `source` of this group. Collective: every rank must call this."""
         root = dist.get_global_rank(self.group, source)
-        families: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        batches: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+        room: dict[tuple[torch.dtype, torch.device], int] = {}
         for tensor in tensors:
-            families.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+            family = tensor.dtype, tensor.device
+            if tensor.nbytes > room.get(family, -1):
+                batches.setdefault(family, []).append([])
+                room[family] = _BROADCAST_BYTES
+            batches[family][-1].append(tensor.detach())
+            room[family] -= tensor.nbytes
         with torch.no_grad(), naming_lost_peers(f"the values of rank {source} cannot be broadcast"):
-            for family in families.values():
-                for batch in _batches(family):
-                    flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-                    real = torch.view_as_real(flat) if flat.is_complex() else flat
+            for batch in itertools.chain(*batches.values()):
+                flat = torch.cat([tensor.reshape(-1) for tensor in batch])
+                real = torch.view_as_real(flat) if flat.is_complex() else flat
+                if flat.numel():
                     # gloo does not support bool.
                     dist.broadcast(real.view(torch.uint8) if real.dtype == torch.bool else real, root, self.group)
-                    if self.rank != source:
-                        for tensor, part in zip(batch, torch.split(flat, [t.numel() for t in batch]), strict=True):
-                            tensor.copy_(part.view(tensor.shape))
+                if self.rank != source:
+                    for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
+                        tensor.copy_(part.view(tensor.shape))
 
 
-def open_group(like: dist.ProcessGroup, backend: str) -> dist.ProcessGroup | None:
-    """Another group of the same ranks; None where torch cannot make one. Collective: every rank must call this."""
-    if like is dist.group.WORLD:
-        return cast(dist.ProcessGroup, dist.new_group(backend=backend))
+def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
+    """Another group of the same ranks, until `owner` goes; None where torch cannot make one. Collective."""
     try:
-        # Without the ranks outside. torch then names a group by its ranks, and allows one group per name.
-        ranks = dist.get_process_group_ranks(like)
-        return cast(dist.ProcessGroup, dist.new_group(ranks, backend=backend, use_local_synchronization=True))
+        if like.group is dist.group.WORLD:
+            group = dist.new_group(backend=like.backend)
+        else:
+            # Without the ranks outside. torch then names a group by its ranks, and allows one group per name.
+            ranks = dist.get_process_group_ranks(like.group)
+            group = dist.new_group(ranks, backend=like.backend, use_local_synchronization=True)
     except ValueError:
         return None
+    weakref.finalize(owner, _destroy_group, group).atexit = False
+    return cast(dist.ProcessGroup, group)
 
 
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroy a group, unless it was destroyed with its world."""
-    with contextlib.suppress(ValueError, RuntimeError, AssertionError):
+def _destroy_group(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # it was destroyed with its world
         dist.destroy_process_group(group)
 
 
@@ -164,14 +172,14 @@ def naming_lost_peers(what: str) -> Iterator[None]:
 
 
 def _explain(error: RuntimeError, what: str) -> CollectiveError:
-    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
     departed = find_departed_ranks()
-    if departed:
-        who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
-        hint = ": where ranks have different numbers of batches, train inside `with model.join():`"
-        hint = hint if any("closed" in how for how in departed.values()) else ""
-        return CollectiveError(f"{what}: {who}{hint}", code="peer-lost")
-    return CollectiveError(f"{what}, another rank has left or is stuck: {first_line}", code="peer-lost")
+    if not departed:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return CollectiveError(f"{what}, another rank has left or is stuck: {first_line}", code="peer-lost")
+    who = "; ".join(f"rank {rank} {how}" for rank, how in departed.items())
+    if any("closed" in how for how in departed.values()):
+        who += ": where ranks have different numbers of batches, train inside `with model.join():`"
+    return CollectiveError(f"{what}: {who}", code="peer-lost")
 
 
 def _build_options(options: Any, average: bool) -> Any:
@@ -179,16 +187,3 @@ def _build_options(options: Any, average: bool) -> Any:
     if average:
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
     return options
-
-
-def _batches(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Runs of tensors of about `_BROADCAST_BYTES` together."""
-    batches: list[list[torch.Tensor]] = []
-    room = 0
-    for tensor in tensors:
-        if not batches or tensor.nbytes > room:
-            batches.append([])
-            room = _BROADCAST_BYTES
-        batches[-1].append(tensor)
-        room -= tensor.nbytes
-    return [batch for batch in batches if sum(tensor.numel() for tensor in batch)]

@@ -8,17 +8,16 @@ wrong; what it is, the ranks then share as a `Finding`, in a message that only s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntFlag
+from typing import NamedTuple
 
 import torch
 
 from paceline.errors import CollectiveError, ConfigError, PacelineError
-from paceline.parallel.replicas import Replica
+from paceline.parallel.replicas import Replica, list_some, name_ranks
 
 _SAMPLE_WORDS, _DIGEST_WORDS = 5, 6
 SLOT_WORDS = 1 + _SAMPLE_WORDS + _DIGEST_WORDS
-_MAX_LISTED = 8
 
 
 class Status(IntFlag):
@@ -37,8 +36,7 @@ class Status(IntFlag):
 ERRORS = Status.MISSING | Status.FAILED | Status.CHANGED
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """One rank's slot: its status, the samples behind its gradients, and a digest of its parameters (0: not taken)."""
 
     status: Status = Status.OK
@@ -48,17 +46,14 @@ class RankReport:
     def encode(self) -> list[float]:
         if not 0 <= self.samples < 256**_SAMPLE_WORDS:
             raise ConfigError(f"a step has {self.samples} samples: 0 to {256**_SAMPLE_WORDS - 1} are possible")
-        digits = [int(self.status)]
-        for value, words in ((self.samples, _SAMPLE_WORDS), (self.digest, _DIGEST_WORDS)):
-            digits += [(value >> (8 * word)) & 255 for word in range(words)]
-        return [float(digit) for digit in digits]
+        numbers = self.samples.to_bytes(_SAMPLE_WORDS, "little") + self.digest.to_bytes(_DIGEST_WORDS, "little")
+        return [float(self.status), *map(float, numbers)]
 
     @classmethod
     def decode(cls, words: Sequence[float]) -> RankReport:
-        digits = [int(word) for word in words]
-        samples = sum(digit << (8 * place) for place, digit in enumerate(digits[1 : 1 + _SAMPLE_WORDS]))
-        digest = sum(digit << (8 * place) for place, digit in enumerate(digits[1 + _SAMPLE_WORDS :]))
-        return cls(Status(digits[0]), samples, digest)
+        status, *numbers = map(int, words)
+        samples, digest = bytes(numbers[:_SAMPLE_WORDS]), bytes(numbers[_SAMPLE_WORDS:])
+        return cls(Status(status), int.from_bytes(samples, "little"), int.from_bytes(digest, "little"))
 
 
 class ControlWords:
@@ -68,8 +63,7 @@ class ControlWords:
     """
 
     def __init__(self, rank: int, world_size: int, num_used: int = 0, num_statistics: int = 0) -> None:
-        self.rank, self.world_size = rank, world_size
-        self.num_slot_words = world_size * SLOT_WORDS
+        self.rank, self.num_slot_words = rank, world_size * SLOT_WORDS
         self.num_used, self.num_statistics = num_used, num_statistics
         self.num_words = self.num_slot_words + num_used + num_statistics
         self._encoded: dict[tuple[RankReport, torch.device, torch.dtype], torch.Tensor] = {}
@@ -93,8 +87,7 @@ class ControlWords:
 
     def write_used(self, words: torch.Tensor, missing: Sequence[int]) -> None:
         """Count one for every parameter that has a gradient here."""
-        used = self.used(words)
-        used.fill_(1.0)
+        used = self.used(words).fill_(1.0)
         if missing:
             used[torch.tensor(missing, device=words.device)] = 0.0
 
@@ -105,15 +98,14 @@ class ControlWords:
         return words[self.num_slot_words + self.num_used : self.num_words]
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """What one rank found in a step that failed: an error as text, a change of the model, missing gradients."""
 
-    error: str = ""
-    change: str = ""
-    missing: tuple[int, ...] = ()
-    frozen: tuple[int, ...] = ()
-    in_hook: bool = False
+    error: str
+    in_hook: bool
+    change: str
+    missing: tuple[int, ...]
+    frozen: tuple[int, ...]
 
 
 def build_step_error(findings: Sequence[Finding], step: int, replica: Replica) -> PacelineError:
@@ -126,20 +118,15 @@ def build_step_error(findings: Sequence[Finding], step: int, replica: Replica) -
     if changed:
         text = f"the model changed after wrapping: {'; '.join(changed)}; call rebuild() on all ranks"
         return ConfigError(text, code="model-changed")
-    ranks_of: dict[int, list[int]] = {}
-    for rank, finding in enumerate(findings):
-        for index in finding.missing:
-            ranks_of.setdefault(index, []).append(rank)
-    frozen = {index for finding in findings for index in finding.frozen}
     lines = []
-    for index, ranks in list(ranks_of.items())[:_MAX_LISTED]:
-        where = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        where = "any rank" if len(ranks) == len(findings) else where
-        after = " (frozen after wrapping: call rebuild())" if index in frozen else ""
+    for index in sorted({index for finding in findings for index in finding.missing}):
+        ranks = [rank for rank, finding in enumerate(findings) if index in finding.missing]
+        where = "any rank" if len(ranks) == len(findings) else name_ranks(ranks)
+        is_frozen = any(index in finding.frozen for finding in findings)
+        after = " (frozen after wrapping: call rebuild())" if is_frozen else ""
         lines.append(f"{replica.name(index)} on {where}{after}")
-    more = f" and {len(ranks_of) - _MAX_LISTED} more" if len(ranks_of) > _MAX_LISTED else ""
     return CollectiveError(
-        f"step {step}: no gradient for {'; '.join(lines)}{more}. To allow it, pass find_unused_parameters=True "
+        f"step {step}: no gradient for {list_some(lines, most=8)}. To allow it, pass find_unused_parameters=True "
         "(the rank then adds zeros); otherwise make the loss depend on these parameters",
         code="missing-gradient",
     )

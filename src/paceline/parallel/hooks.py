@@ -5,49 +5,42 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.errors import ConfigError
 from paceline.parallel.channel import Channel
 from paceline.parallel.reducers import IN_HOOK, Failure, FlatGradients
+from paceline.parallel.replicas import name_ranks
 from paceline.plan import Plan
 
 # How often a rank that waits for a hook's result checks whether another rank's hook has failed.
 _CHECK_S = 0.5
 
 
-@dataclass(frozen=True)
-class CommHook:
-    """A hook and the state that it is called with."""
-
+class CommHook(NamedTuple):
     state: object
     call: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class HookBucket:
-    """One bucket, with the methods of `torch.distributed.GradBucket`. The hook divides by the number of ranks."""
+    """A bucket of the plan, with the methods of `torch.distributed.GradBucket`. A hook divides by the world size."""
 
-    def __init__(
-        self,
-        index: int,
-        num_buckets: int,
-        buffer: torch.Tensor,
-        gradients: Sequence[torch.Tensor],
-        params: Sequence[torch.Tensor],
-    ) -> None:
-        self._index, self._num_buckets, self._buffer = index, num_buckets, buffer
-        self._gradients, self._params = list(gradients), list(params)
+    def __init__(self, number: int, flat: FlatGradients, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+        self._index, self._is_last = number, number == len(plan.buckets) - 1
+        # Its own version counter: a write by the hook must not count as a gradient that changed late.
+        buffer = self._buffer = flat.alias(flat.ranges[number])
+        views = [flat.views[index] for index in plan.partition[number]]
+        self._gradients = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
+        self._params = [params[index] for index in plan.partition[number]]
 
     def index(self) -> int:
         """Its position in the order of launch."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether it is the last to be launched in this step."""
-        return self._index == self._num_buckets - 1
+        return self._is_last
 
     def buffer(self) -> torch.Tensor:
         """All its gradients as one vector."""
@@ -81,10 +74,9 @@ def check_hook(hook: object) -> None:
 
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
-    """Before the first message: check that every rank has a hook, or none.
+    """Before the first message: check that every rank has a hook, or none. Collective, with a hook or without.
 
     With hooks, the control words use their own group, because nobody knows what the hooks send in the other one.
-    Collective: every rank must call this, with a hook or without.
     """
     if channel.world_size == 1:
         return
@@ -92,27 +84,14 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
     marks[channel.rank] = is_hooked
     # A sum, as a gather, because `channel.timeout_s` applies to waiting for it.
     channel.wait(channel.start_sum(marks, extra_bytes=marks.nbytes), "the check for communication hooks")
-    ranks_of: dict[bool, list[str]] = {True: [], False: []}
-    for rank, theirs in enumerate(marks.tolist()):
-        ranks_of[bool(theirs)].append(str(rank))
-    if ranks_of[True] and ranks_of[False]:
-        with_hook, without = (f"rank{'s' if len(r) > 1 else ''} {', '.join(r)}" for r in ranks_of.values())
-        raise ConfigError(
-            f"a communication hook is registered on {with_hook} and not on {without}: call register_comm_hook on all "
-            "ranks, before the first step",
-            code="mismatch",
-        )
-    if ranks_of[True]:
+    hooked = [rank for rank, mark in enumerate(marks.tolist()) if mark]
+    others = [rank for rank in range(channel.world_size) if rank not in hooked]
+    if hooked and others:
+        where = f"is registered on {name_ranks(hooked)} and not on {name_ranks(others)}"
+        text = f"a communication hook {where}: call register_comm_hook on all ranks, before the first step"
+        raise ConfigError(text, code="mismatch")
+    if hooked:
         channel.use_own_group()
-
-
-def build_hook_bucket(number: int, flat: FlatGradients, plan: Plan, params: Sequence[torch.Tensor]) -> HookBucket:
-    """A bucket of the plan, as a hook receives it."""
-    # Its own version counter: a write by the hook must not count as a gradient that changed late.
-    buffer = flat.alias(flat.ranges[number])
-    views = [flat.views[index] for index in plan.partition[number]]
-    views = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
-    return HookBucket(number, len(plan.buckets), buffer, views, [params[i] for i in plan.partition[number]])
 
 
 class HookCalls:
@@ -123,9 +102,8 @@ class HookCalls:
     """
 
     def __init__(self, hook: CommHook, channel: Channel) -> None:
-        self._hook, self._channel = hook, channel
+        self._hook, self._channel, self._step = hook, channel, 0
         self.failure: Failure | None = None
-        self._step = 0
         self._is_over = False  # in this step: it has failed, here or on another rank
 
     def begin(self) -> None:
@@ -140,34 +118,28 @@ class HookCalls:
             future = self._hook.call(self._hook.state, bucket)
             if not isinstance(future, torch._C.Future):
                 raise ConfigError(f"a communication hook must return a Future, not {type(future).__name__}")
+            return future
         except Exception as error:
             self._fail(error)
-            return None
-        return future
 
     def finish(self, future: Any, into: torch.Tensor | None) -> None:
         """Wait for a result and copy it into the bucket. Return without it where this or another rank has failed."""
         if future is None or self._is_over:
             return
         try:
-            if not self._await(future):
-                self._is_over = True
-                return
+            if not future.done():
+                done = threading.Event()
+                future.add_done_callback(lambda _: done.set())
+                while not done.wait(_CHECK_S):
+                    if self._channel.has_failure(self._step):
+                        self._is_over = True
+                        return
             result = future.wait()
             result = result[0] if isinstance(result, list | tuple) else result
             if into is not None and result.data_ptr() != into.data_ptr():
                 into.copy_(result.view_as(into))
         except Exception as error:
             self._fail(error)
-
-    def _await(self, future: Any) -> bool:
-        if not future.done():
-            done = threading.Event()
-            future.add_done_callback(lambda _: done.set())
-            while not done.wait(_CHECK_S):
-                if self._channel.has_failure(self._step):
-                    return False
-        return True
 
     def _fail(self, error: Exception) -> None:
         self._is_over, self.failure = True, Failure(error, IN_HOOK)

@@ -6,6 +6,7 @@ one screen. A reducer moves gradients and returns what it found. It does not cal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -17,10 +18,7 @@ from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Replica
 from paceline.plan import Plan, plan_torch_start
 
-Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 _ALIGN_BYTES = 64
-
-
 IN_FORWARD, IN_BACKWARD, IN_HOOK = "forward", "backward", "the communication hook"
 
 
@@ -107,15 +105,16 @@ class Reducer:
                 self._failure = Failure(error)
         return mine
 
-    def _report(self, words: torch.Tensor, missing: list[int]) -> Collected:
+    def _report(self, words: torch.Tensor | None, missing: list[int]) -> Collected:
+        """Without `words`, they travel in a message of their own, by `_start_words`."""
         failure, self._failure = self._failure, None
+        if words is None:
+            words = torch.zeros(self.num_words, dtype=torch.float32, device=self.channel.device)
+        self._words = words
         return Collected(words, missing, failure)
 
-    def _new_words(self) -> torch.Tensor:
-        return torch.zeros(self.num_words, dtype=torch.float32, device=self.channel.device)
-
-    def _start_words(self, words: torch.Tensor) -> dist.Work:
-        return self.channel.start_sum(words, extra_bytes=words.nbytes)
+    def _start_words(self) -> dist.Work:
+        return self.channel.start_sum(self._words, extra_bytes=self._words.nbytes)
 
 
 class PerParameterReducer(Reducer):
@@ -129,11 +128,10 @@ class PerParameterReducer(Reducer):
                 self.channel.wait(self.channel.start_sum(grad), f"the gradient of {self.replica.name(index)}")
                 if take_part and self._failure is None:
                     param.grad = grad
-        self._words = self._new_words()
-        return self._report(self._words, missing)
+        return self._report(None, missing)
 
     def exchange(self) -> None:
-        self.channel.wait(self._start_words(self._words), "the control words")
+        self.channel.wait(self._start_words(), "the control words")
 
 
 class FlatReducer(Reducer):
@@ -154,8 +152,7 @@ class FlatReducer(Reducer):
         return self._report(self._flat.words, missing)
 
     def exchange(self) -> None:
-        messages = (*self._flat.ranges[:-1], self._flat.last)
-        for message, extra_bytes in zip(messages, self._flat.extra_bytes, strict=True):
+        for message, extra_bytes in zip(self._flat.messages, self._flat.extra_bytes, strict=True):
             self.channel.wait(self.channel.start_sum(message, extra_bytes=extra_bytes), "the message of all gradients")
 
 
@@ -169,39 +166,35 @@ class OverlapReducer(Reducer):
 
     def __init__(self, replica: Replica, channel: Channel, num_words: int) -> None:
         super().__init__(replica, channel, num_words)
-        self._order = list(reversed(range(len(replica.params))))
-        self._active, self._factor, self._next, self._keep = False, 1.0, 0, False
+        self._active, self._factor, self._next, self._keep = False, 1.0, len(replica.params), False
         self._counts: dict[int, int] = {}
         self._in_parts: set[int] | None = None
         self._in_flight: list[tuple[int, torch.Tensor, int, dist.Work]] = []
         for index, param in enumerate(replica.params):
-            self._handles.append(on_gradient(param, lambda _, index=index: self._on_ready(index)))  # type: ignore[misc]
+            self._handles.append(on_gradient(param, functools.partial(self._on_ready, index)))
 
     def begin(self, factor: float) -> None:
-        self._active, self._factor, self._next, self._failure = True, factor, 0, None
+        self._active, self._factor, self._next, self._failure = True, factor, len(self.replica.params), None
         self._counts.clear()
         self._in_flight.clear()
 
-    def _on_ready(self, index: int) -> None:
+    def _on_ready(self, index: int, _: torch.Tensor) -> None:
         self._counts[index] = self._counts.get(index, 0) + 1
         if not self._active or self._in_parts is None or self._failure is not None:
             return
         try:
-            while self._next < len(self._order):
-                upcoming = self._order[self._next]
-                if upcoming not in self._counts or upcoming in self._in_parts:
-                    break
-                self._send(upcoming, True)
+            while self._next - 1 in self._counts and self._next - 1 not in self._in_parts:
+                self._send_next(True)
         except Exception as error:
             self._failure = Failure(error)
 
-    def _send(self, index: int, take_part: bool) -> None:
-        self._next += 1
+    def _send_next(self, take_part: bool) -> None:
+        self._next -= 1
         with torch.no_grad():
-            grad = self._scale(index, self._factor, take_part)
-        if take_part and self._failure is None and (param := self.replica.params[index]).grad is not None:
+            grad = self._scale(self._next, self._factor, take_part)
+        if take_part and self._failure is None and (param := self.replica.params[self._next]).grad is not None:
             param.grad = grad
-        self._in_flight.append((index, grad, grad._version, self.channel.start_sum(grad)))
+        self._in_flight.append((self._next, grad, grad._version, self.channel.start_sum(grad)))
 
     def collect(self, factor: float, take_part: bool) -> Collected:
         missing = self._find_missing()
@@ -213,14 +206,13 @@ class OverlapReducer(Reducer):
         elif self._in_parts is None:
             self._in_parts = {index for index, count in self._counts.items() if count > 1}
         self._active = False
-        for index in self._order[self._next :]:
-            self._send(index, take_part)
-        self._words = self._new_words()
+        while self._next:
+            self._send_next(take_part)
         self._keep = take_part and self._failure is None
-        return self._report(self._words, missing)
+        return self._report(None, missing)
 
     def exchange(self) -> None:
-        last = self._start_words(self._words)
+        last = self._start_words()
         for index, grad, _, work in self._in_flight:
             self.channel.wait(work, f"the gradient of {self.replica.name(index)}")
             if self._keep:
@@ -233,9 +225,10 @@ class FlatGradients:
     """One vector per dtype and device, in the order of a plan: a view per parameter, a range per bucket, control words.
 
     A bucket is a range, so a gradient that a plan splits over neighbouring buckets is still one tensor. The control
-    words follow the last range. A view shares its version counter with its bucket's range, except for the gradients in
-    `separate` and for split ones, which have their own. The gradients in `uncopied` stay where autograd puts them and
-    have no place here. `extra_bytes` counts what is not a gradient in each bucket's message: gaps and control words.
+    words follow the last range. `messages` are the ranges, the last one with the words. A view shares its version
+    counter with its bucket's range, except for the gradients in `separate` and for split ones, which have their own.
+    The gradients in `uncopied` stay where autograd puts them and have no place here. `extra_bytes` counts what is not
+    a gradient in each message: gaps and control words.
     """
 
     def __init__(
@@ -245,11 +238,11 @@ class FlatGradients:
         num_words: int,
         uncopied: Collection[int] = (),
         separate: Collection[int] = (),
-        allocate: Allocate | None = None,
+        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
     ) -> None:
         starts: dict[int, int] = {}
         ends: dict[tuple[str, str], int] = {}
-        self.spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
+        spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
         self.extra_bytes: list[int] = []
         for bucket in plan.buckets:
             family = plan.gradients[bucket.pieces[0].gradient].family
@@ -269,40 +262,35 @@ class FlatGradients:
                     name = plan.gradients[piece.gradient].name
                     raise ConfigError(f"the plan sends the parts of {name} out of order", code="plan")
                 end += piece.num_bytes // item
-            self.spans.append((family, first if first >= 0 else end, end))
+            spans.append((family, first if first >= 0 else end, end))
             self.extra_bytes.append(gap_bytes)
             ends[family] = end
+        kinds = {g.family: layout[1:] for g, layout in zip(plan.gradients, replica.layouts, strict=True)}
+        last_family, last_start, _ = spans[-1]
         self._flats: dict[tuple[str, str], torch.Tensor] = {}
-        kinds = {gradient.family: replica.kind(index) for index, gradient in enumerate(plan.gradients)}
-        last_family = self.spans[-1][0]
         for family, end in ends.items():
             dtype, device = kinds[family]
             # A whole number of elements that holds the words. A complex element holds two.
-            width = 2 if dtype.is_complex else 1
-            extra = -(-num_words // width) if family == last_family else 0
-            if allocate is not None:
-                self._flats[family] = allocate(end + extra, dtype, device)
-            else:
-                self._flats[family] = torch.zeros(end + extra, dtype=dtype, device=device)
+            extra = -(-num_words // (2 if dtype.is_complex else 1)) if family == last_family else 0
+            size = end + extra
+            zeros = allocate(size, dtype, device) if allocate else torch.zeros(size, dtype=dtype, device=device)
+            self._flats[family] = zeros
             self.extra_bytes[-1] += extra * dtype.itemsize
-        self.ranges = [self._alias(family, start, end) for family, start, end in self.spans]
+        self.ranges = [self.alias(self._flats[family][start:end]) for family, start, end in spans]
         self.views: dict[int, torch.Tensor] = {}
-        pieces = [(piece, number) for number, bucket in enumerate(plan.buckets) for piece in bucket.pieces]
-        for piece, number in pieces:
-            if piece.gradient in starts and piece.gradient not in self.views:
-                param, family = replica.params[piece.gradient], plan.gradients[piece.gradient].family
-                whole = piece.num_bytes == plan.gradients[piece.gradient].num_bytes
-                together = whole and piece.gradient not in separate
-                base = self.ranges[number] if together else self._alias(family, 0, ends[family])
-                # The parameter's own strides, so that optimizers and all ranks walk memory in the same order.
-                strides = torch.empty_like(param, device="meta").stride()
-                self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])
+        for bucket, (family, *_), span in zip(plan.buckets, spans, self.ranges, strict=True):
+            for piece in bucket.pieces:
+                if piece.gradient in starts and piece.gradient not in self.views:
+                    param = replica.params[piece.gradient]
+                    is_whole = piece.num_bytes == plan.gradients[piece.gradient].num_bytes
+                    is_together = is_whole and piece.gradient not in separate
+                    base = span if is_together else self.alias(self._flats[family][: ends[family]])
+                    # The parameter's own strides, so that optimizers and all ranks walk memory in the same order.
+                    strides = torch.empty_like(param, device="meta").stride()
+                    self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])
         behind = self._flats[last_family][ends[last_family] :]
         self.words = (torch.view_as_real(behind).reshape(-1) if behind.is_complex() else behind)[:num_words]
-        self.last = self._alias(last_family, self.spans[-1][1], self._flats[last_family].numel())
-
-    def _alias(self, family: tuple[str, str], start: int, end: int) -> torch.Tensor:
-        return self.alias(self._flats[family][start:end])
+        self.messages = [*self.ranges[:-1], self.alias(self._flats[last_family][last_start:])]
 
     @staticmethod
     def alias(vector: torch.Tensor) -> torch.Tensor:

@@ -1,29 +1,39 @@
-"""What the ranks hold in common: which parameters, whether they are the same, and whether the model has changed.
+"""What the ranks hold in common: parameters, their values and the wrapper's options; and changes after wrapping.
 
 A difference is raised on every rank with the same text: all of them compare the same gathered facts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as torch_module
 
 from paceline.errors import CollectiveError, ConfigError
+from paceline.machine import count_cores
 from paceline.parallel.channel import Channel
-from paceline.plan import Gradient
+from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan, plan_like_torch
+from paceline.runtime.world import current_world
+from paceline.units import MIB
 
-_MAX_LISTED = 5
+REDUCERS = ("bucketed", "overlap", "flat", "per_parameter")
+# On gloo a message needs about this size per rank to be as fast per byte as a larger one.
+_GLOO_BYTES_PER_RANK = 4 * MIB
+# On NCCL the host pays for each bucket: few, and none so large that everything waits for the last one.
+_NCCL_BUCKETS, _NCCL_CAP_BYTES = 16, 256 * MIB
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+MakePlan = Callable[[Sequence[Gradient], Sequence[int]], Plan]
 
 
 class NothingToTrainError(ConfigError, RuntimeError):
@@ -32,153 +42,224 @@ class NothingToTrainError(ConfigError, RuntimeError):
     code = "nothing-to-train"
 
 
+def list_some(items: Sequence[str], separator: str = "; ", most: int = 5) -> str:
+    """The first items, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# -- the options of a wrapper -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options that all ranks must share. `check_every` and `statistics_every` count synchronised steps."""
+
+    reducer: str = "bucketed"
+    init: str = "broadcast"
+    average: str = "ranks"
+    plan: Plan | None = None
+    bucket_cap_mb: float | None = None
+    bucket_cap_mb_list: tuple[float, ...] | None = None
+    allow_missing: bool = False
+    manual: bool = False
+    check_every: int = 100
+    statistics_every: int = 1
+
+    def __post_init__(self) -> None:
+        known = {"reducer": REDUCERS, "init": ("broadcast", "verify", "none"), "average": ("ranks", "samples")}
+        for name, values in known.items():
+            if (value := getattr(self, name)) not in values:
+                raise ConfigError(f"{name}={value!r} is unknown: use {', '.join(values)}")
+        given = [name for name in ("plan", "bucket_cap_mb", "bucket_cap_mb_list") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} contradict each other: give one")
+        if given and self.reducer != "bucketed":
+            raise ConfigError(f"{given[0]} contradicts reducer={self.reducer!r}, which has no buckets to plan")
+        if self.bucket_cap_mb_list == ():
+            raise ConfigError("bucket_cap_mb_list=[] is empty: give at least one cap in MiB")
+        for cap in self.caps:
+            if not (isinstance(cap, int | float) and math.isfinite(cap) and cap > 0):
+                raise ConfigError(f"{given[0]}={cap!r}: must be a number of MiB above 0")
+        for name, every in (("check_replicas_every", self.check_every), ("statistics_every", self.statistics_every)):
+            if every < 0:
+                raise ConfigError(f"{name}={every}: must be a number of steps, or 0 for never")
+
+    @property
+    def caps(self) -> tuple[float, ...]:
+        return self.bucket_cap_mb_list or () if self.bucket_cap_mb is None else (self.bucket_cap_mb,)
+
+    def make_planner(self, channel: Channel, with_hook: bool) -> MakePlan:
+        """The function that makes a plan from gradients and their ready order."""
+        on_cpu, world_size = channel.device.type == "cpu", channel.world_size
+        caps: Sequence[int] = [TORCH_CAP_BYTES]
+        if self.caps:
+            caps = [max(1, int(cap * MIB)) for cap in self.caps]
+        elif with_hook:
+            caps = (TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES)
+        elif not on_cpu or _has_spare_cores(world_size):
+            # Small buckets are sent early, where cores are free to carry them. Elsewhere they only cost.
+            caps = [TORCH_FIRST_CAP_BYTES, min(world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)]
+
+        def make_plan(gradients: Sequence[Gradient], order: Sequence[int]) -> Plan:
+            if self.plan is not None:
+                return _check_plan(self.plan, gradients, with_hook)
+            if channel.is_nccl and not self.caps:
+                share = sum(gradient.num_bytes for gradient in gradients) // _NCCL_BUCKETS
+                return plan_like_torch(gradients, order, [min(max(share, TORCH_CAP_BYTES), _NCCL_CAP_BYTES)])
+            return plan_like_torch(gradients, order, caps)
+
+        return make_plan
+
+
+def _check_plan(plan: Plan, gradients: Sequence[Gradient], with_hook: bool) -> Plan:
+    """The given plan, if it is one for this model."""
+    if len(plan.gradients) != len(gradients):
+        text = f"the plan is for {len(plan.gradients)} gradients, and the model has {len(gradients)}"
+        raise ConfigError(text, code="plan")
+    for index, (planned, real) in enumerate(zip(plan.gradients, gradients, strict=True)):
+        if (planned.num_bytes, planned.dtype) != (real.num_bytes, real.dtype):
+            there, here = (f"{g.name} ({g.num_bytes} bytes {g.dtype})" for g in (planned, real))
+            text = f"the plan is for another model: gradient {index} is {there} there, and {here} here"
+            raise ConfigError(text, code="plan")
+    if plan.is_split and with_hook:
+        raise ConfigError("the plan splits a gradient over buckets, and a communication hook needs whole ones")
+    return Plan(tuple(gradients), plan.buckets, plan.rule)
+
+
+_computing: list[int] = []
+
+
+@contextlib.contextmanager
+def only_computing(num_ranks: int) -> Iterator[None]:
+    """Wrappers that are built inside count `num_ranks` ranks on this host: the others wait and use no core."""
+    _computing.append(num_ranks)
+    try:
+        yield
+    finally:
+        _computing.pop()
+
+
+def _has_spare_cores(world_size: int) -> bool:
+    """Whether this host has a core for each local rank in addition to those that compute."""
+    world = current_world()
+    local = world.local_world_size if world is not None else int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return count_cores() >= min([local, *_computing]) * (torch.get_num_threads() + 1)
+
+
+# -- the parameters and buffers ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Replica:
     """What is kept equal on all ranks: trained parameters, frozen parameters, and buffers.
 
     A tied parameter is one entry with several names: `names[i]` belongs to `params[i]`, the first name first.
+    `layouts` are the parameters as they were when the model was wrapped.
     """
 
     params: tuple[nn.Parameter, ...]
     names: tuple[tuple[str, ...], ...]
-    frozen: tuple[nn.Parameter, ...]
-    frozen_names: tuple[str, ...]
-    buffers: tuple[torch.Tensor, ...]
-    buffer_names: tuple[str, ...]
+    frozen: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    layouts: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
+    gradients: tuple[Gradient, ...]
 
     def name(self, index: int) -> str:
         return " = ".join(self.names[index])
 
-    @cached_property
-    def gradients(self) -> tuple[Gradient, ...]:
-        """The parameters as the planner sees them, in the module's order."""
-        return tuple(
-            Gradient(
-                names[0],
-                param.numel() * param.element_size(),
-                param.element_size(),
-                str(param.dtype).removeprefix("torch."),
-                str(param.device),
-            )
-            for names, param in zip(self.names, self.params, strict=True)
-        )
-
-    @cached_property
-    def _layouts(self) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
-        """As they were when the model was wrapped: `read_replica` reads this at once."""
-        return [(param.shape, param.dtype, param.device) for param in self.params]
-
-    def kind(self, index: int) -> tuple[torch.dtype, torch.device]:
-        """As it was when the model was wrapped."""
-        return self._layouts[index][1:]
-
     def zeros(self, index: int) -> torch.Tensor:
         """A gradient of zeros, as it was when the model was wrapped, even if the parameter has changed since."""
-        shape, dtype, device = self._layouts[index]
+        shape, dtype, device = self.layouts[index]
         if self.params[index].shape == shape:
             return torch.zeros_like(self.params[index], dtype=dtype, device=device, requires_grad=False)
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def check(self, index: int, grad: torch.Tensor) -> None:
         """Refuse a gradient that is sparse, or that has another shape, dtype or device than the ranks agreed on."""
-        shape, dtype, device = self._layouts[index]
-        if grad.dtype == dtype and grad.layout == torch.strided and grad.shape == shape and grad.device == device:
-            return
+        was = self.layouts[index]
         if grad.layout != torch.strided:
             raise ConfigError(
                 f"the gradient of {self.name(index)} is sparse, and only dense gradients are supported: build its "
                 "layer with sparse=False, or put the parameter in `ignore`",
                 code="sparse-gradient",
             )
-        now = f"{tuple(grad.shape)} {str(grad.dtype).removeprefix('torch.')} on {grad.device}"
-        was = f"{tuple(shape)} {str(dtype).removeprefix('torch.')} on {device}"
-        raise ConfigError(
-            f"the gradient of {self.name(index)} is {now}, and was {was} when the model was wrapped: call rebuild() "
-            "on all ranks after such a change",
-            code="model-changed",
-        )
-
-    def check_all(self) -> None:
-        for index, param in enumerate(self.params):
-            if param.grad is not None:
-                self.check(index, param.grad)
+        if (grad.shape, grad.dtype, grad.device) != was:
+            before, now = (f"{tuple(a)} {_name(b)} on {c}" for a, b, c in (was, (grad.shape, grad.dtype, grad.device)))
+            raise ConfigError(
+                f"the gradient of {self.name(index)} is {now}, and was {before} when the model was wrapped: call "
+                "rebuild() on all ranks after such a change",
+                code="model-changed",
+            )
 
     def build_late_error(self, late: Sequence[int]) -> CollectiveError:
         """The error for gradients that changed after they had been sent, which cannot be repaired."""
-        more = f" and {len(late) - _MAX_LISTED} more" if len(late) > _MAX_LISTED else ""
+        names = list_some([self.name(index) for index in late], ", ")
         return CollectiveError(
-            f"the gradient of {', '.join(self.name(index) for index in late[:_MAX_LISTED])}{more} changed after it had "
-            "been sent: the graph differs from the steps before; reducer='flat' always waits for the end of backward",
+            f"the gradient of {names} changed after it had been sent: the graph differs from the steps before; "
+            "reducer='flat' always waits for the end of backward",
             code="late-gradient",
         )
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [*self.params, *self.frozen, *self.buffers]
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of them: trained, frozen, buffers."""
+        trained = {names[0]: param for names, param in zip(self.names, self.params, strict=True)}
+        return {**trained, **self.frozen, **self.buffers}
 
-    def tensor_names(self) -> list[str]:
-        return [*(names[0] for names in self.names), *self.frozen_names, *self.buffer_names]
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def read_replica(module: nn.Module, ignored: Iterable[str] = ()) -> Replica:
+def read_replica(module: nn.Module, ignored: Collection[str] = ()) -> Replica:
     """The replica that a module is; `ignored` are full names of parameters and buffers that are not synchronised."""
-    ignored = set(ignored)
-    parameters = list(module.named_parameters(remove_duplicate=False))
-    buffers = list(module.named_buffers())
-    unknown = ignored - {name for name, _ in parameters} - {name for name, _ in buffers}
-    if unknown:
-        raise ConfigError(f"ignore={sorted(unknown)}: the module has no parameter or buffer of this name")
     names_of: dict[nn.Parameter, list[str]] = {}
-    for name, param in parameters:
+    for name, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ConfigError(f"{name} has no shape yet (a lazy module): run one batch through it before wrapping")
         names_of.setdefault(param, []).append(name)
-    kept = {param: names for param, names in names_of.items() if not ignored.intersection(names)}
-    trained = {param: tuple(names) for param, names in kept.items() if param.requires_grad}
-    frozen = {param: names[0] for param, names in kept.items() if not param.requires_grad}
-    shared = [(name, buffer) for name, buffer in buffers if name not in ignored]
-    for name, tensor in [*((names[0], param) for param, names in kept.items()), *shared]:
+    kept = {param: tuple(names) for param, names in names_of.items() if not set(names) & set(ignored)}
+    trained = {param: names for param, names in kept.items() if param.requires_grad}
+    frozen = {names[0]: param for param, names in kept.items() if not param.requires_grad}
+    gradients = tuple(
+        Gradient(names[0], param.nbytes, param.element_size(), _name(param.dtype), str(param.device))
+        for param, names in trained.items()
+    )
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+    layouts = tuple((param.shape, param.dtype, param.device) for param in trained)
+    replica = Replica(tuple(trained), tuple(trained.values()), frozen, buffers, layouts, gradients)
+    for name, tensor in replica.tensors().items():
         if tensor.is_meta:
             raise ConfigError(f"{name} is on the meta device and has no values: materialise the module before wrapping")
-    replica = Replica(
-        tuple(trained),
-        tuple(trained.values()),
-        tuple(frozen),
-        tuple(frozen.values()),
-        tuple(buffer for _, buffer in shared),
-        tuple(name for name, _ in shared),
-    )
-    assert replica._layouts is not None  # read now: parameters may change later
     return replica
 
 
 # -- comparing the ranks ----------------------------------------------------------------------------------------------
 
 
-def _describe(replica: Replica) -> list[tuple[str, str]]:
-    """One line of facts per tensor, in order; ranks must agree on every one of them."""
-    lines = []
-    for number, (name, tensor) in enumerate(zip(replica.tensor_names(), replica.tensors(), strict=True)):
-        is_param = number < len(replica.params) + len(replica.frozen)
-        kind = ("trained " if tensor.requires_grad else "frozen ") if is_param else "buffer "
-        strides = tuple(tensor.stride()) if is_param and tensor.numel() else ()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        lines.append((name, f"{kind}{tuple(tensor.shape)} {dtype} on {tensor.device.type}, strides {strides}"))
-    return lines
-
-
-def check_same_model(replica: Replica, options: dict[str, Any], channel: Channel) -> None:
+def check_same_model(replica: Replica, options: Options, channel: Channel) -> None:
     """Raise on every rank unless all hold the same parameters in the same order, and the same options. Collective."""
-    lines = [*_describe(replica), *((f"the option {name}", repr(value)) for name, value in options.items())]
-    digest = hashlib.sha256(repr(lines).encode()).hexdigest()
-    if len(set(channel.share(digest))) == 1:
+    lines = []
+    for name, tensor in replica.tensors().items():
+        kind = "buffer" if name in replica.buffers else "trained" if tensor.requires_grad else "frozen"
+        strides = tuple(tensor.stride()) if kind != "buffer" and tensor.numel() else ()
+        facts = f"{kind} {tuple(tensor.shape)} {_name(tensor.dtype)} on {tensor.device.type}, strides {strides}"
+        lines.append((name, facts))
+    shared = {**vars(options), "plan": "" if options.plan is None else options.plan.to_json()}
+    lines += [(f"the option {name}", repr(value)) for name, value in shared.items()]
+    if len(set(channel.share(hashlib.sha256(repr(lines).encode()).hexdigest()))) == 1:
         if not replica.params:
             raise NothingToTrainError("no parameter of the module needs a gradient: there is nothing to synchronise")
         return
-    all_lines = channel.share(lines)
-    for rank, theirs in enumerate(all_lines):
-        if theirs != all_lines[0]:
-            difference = _first_difference(all_lines[0], theirs, rank)
-            raise ConfigError(f"the ranks hold different models: {difference}", code="mismatch")
+    first, *others = channel.share(lines)
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            text = f"the ranks hold different models: {_first_difference(first, theirs, rank)}"
+            raise ConfigError(text, code="mismatch")
 
 
 def _first_difference(ours: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: int) -> str:
@@ -187,48 +268,37 @@ def _first_difference(ours: list[tuple[str, str]], theirs: list[tuple[str, str]]
         here, there = first.get(name, "missing"), other.get(name, "missing")
         if here != there:
             return f"{name} is {here} on rank 0 and {there} on rank {rank}"
-    pairs = zip(ours, theirs, strict=True)
-    number, (a, b) = next((number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1])
-    return f"the same tensors in another order: number {number} is {a[0]} on rank 0 and {b[0]} on rank {rank}"
+    number = next(number for number, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    where = f"number {number} is {ours[number][0]} on rank 0 and {theirs[number][0]} on rank {rank}"
+    return f"the same tensors in another order: {where}"
 
 
 def verify_values(replica: Replica, channel: Channel) -> None:
     """Raise on every rank, naming parameter and rank, if the values differ between the ranks. Collective."""
-    mine = [_hash(tensor) for tensor in replica.tensors()]
-    together = hashlib.sha256("".join(mine).encode()).hexdigest()
-    if len(set(channel.share(together))) > 1:
-        found = _compare(replica, channel.share(mine))
+    mine = []
+    for tensor in replica.tensors().values():
+        values = tensor.detach().contiguous().cpu().reshape(-1)
+        mine.append(hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest() if values.numel() else "")
+    if found := _compare(replica, channel.share(mine)):
         text = f"the replicas differ: {found}; set the same seed on all ranks, or use init='broadcast'"
         raise ConfigError(text, code="mismatch")
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    values = tensor.detach().contiguous().cpu().reshape(-1)
-    return hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest() if values.numel() else ""
 
 
 def _compare(replica: Replica, table: Sequence[Sequence[Any]]) -> str:
     """Which tensors differ from rank 0's, and on which ranks, as text. A row may end before the buffers."""
     found = []
-    for index, name in enumerate(replica.tensor_names()[: len(table[0])]):
-        ranks = [rank for rank, row in enumerate(table) if row[index] != table[0][index]]
-        if ranks:
-            found.append(f"{name} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
-    more = f" and {len(found) - _MAX_LISTED} more" if len(found) > _MAX_LISTED else ""
-    return f"{'; '.join(found[:_MAX_LISTED])}{more} (compared with rank 0)"
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for index, name in enumerate(list(replica.tensors())[: len(table[0])]):
+        if ranks := [rank for rank, row in enumerate(table) if row[index] != table[0][index]]:
+            found.append(f"{name} on {name_ranks(ranks)}")
+    return f"{list_some(found)} (compared with rank 0)" if found else ""
 
 
 def _digests(replica: Replica) -> list[int]:
     """For each parameter the sum of the bits of its elements: integers, so the order of adding does not matter."""
     digests = []
-    for tensor in (*replica.params, *replica.frozen):
+    for tensor in (*replica.params, *replica.frozen.values()):
         values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         digests.append(values.view(_BITS[values.element_size()]).sum(dtype=torch.int64))
-    if not digests:
-        return []
     return [int(value) for value in torch.stack([digest.to(digests[0].device) for digest in digests]).tolist()]
 
 
@@ -241,22 +311,26 @@ def digest_replica(replica: Replica) -> int:
 def build_drift_error(replica: Replica, channel: Channel, step: int) -> CollectiveError:
     """The error that names the parameters and ranks. Collective: every rank must call this."""
     found = _compare(replica, channel.share(_digests(replica)))
-    return CollectiveError(
-        f"the replicas have drifted apart by step {step}: {found}; something changed parameters on some ranks only",
-        code="drift",
-    )
+    text = f"the replicas have drifted apart by step {step}: {found}; something changed parameters on some ranks only"
+    return CollectiveError(text, code="drift")
 
 
 # -- changes after wrapping -------------------------------------------------------------------------------------------
 
-_num_registrations = 0
-_is_counting = False
 _is_trained = operator.attrgetter("requires_grad")
 
 
-def _count_registration(*_: object) -> None:
-    global _num_registrations
-    _num_registrations += 1
+@functools.cache
+def _count_registrations() -> list[int]:
+    """How many parameters and modules were registered in any module since the first call."""
+    count = [0]
+
+    def add_one(*_: object) -> None:
+        count[0] += 1
+
+    torch_module.register_module_parameter_registration_hook(add_one)
+    torch_module.register_module_module_registration_hook(add_one)
+    return count
 
 
 class StructureWatch:
@@ -267,28 +341,18 @@ class StructureWatch:
     """
 
     def __init__(self, replica: Replica, ignored: Collection[str]) -> None:
-        global _is_counting
-        if not _is_counting:
-            register_module_parameter_registration_hook(_count_registration)
-            register_module_module_registration_hook(_count_registration)
-            _is_counting = True
-        self._replica, self._ignored = replica, ignored
-        self._seen = _num_registrations
+        self._replica, self._ignored, self._frozen = replica, ignored, list(replica.frozen.values())
+        self._count = _count_registrations()
+        self._seen = self._count[0]
 
     def find_change(self, module: nn.Module) -> str:
         """The change, as text, because of which gradients would not be synchronised; empty for none."""
-        frozen = self._replica.frozen
-        if self._seen == _num_registrations and not (frozen and any(map(_is_trained, frozen))):
+        if self._seen == self._count[0] and not any(map(_is_trained, self._frozen)):
             return ""
-        self._seen = _num_registrations
-        present = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]}
-        found = read_replica(module, present.intersection(self._ignored))
-        known = {id(param) for param in self._replica.params}
+        self._seen = self._count[0]
+        found, known = read_replica(module, self._ignored), set(map(id, self._replica.params))
         new = [names[0] for names, param in zip(found.names, found.params, strict=True) if id(param) not in known]
-        if not new:
-            return ""
-        was_frozen = set(self._replica.frozen_names)
-        more = f" and {len(new) - _MAX_LISTED} more" if len(new) > _MAX_LISTED else ""
-        listed = [f"{name} was frozen and is now trained" if name in was_frozen else f"{name} is new" for name in new]
-        self._seen = -1  # check again in every forward, until `rebuild`
-        return ", ".join(listed[:_MAX_LISTED]) + more
+        if new:
+            self._seen = -1  # check again in every forward, until `rebuild`
+        was_frozen = "was frozen and is now trained"
+        return list_some([f"{name} {was_frozen if name in self._replica.frozen else 'is new'}" for name in new], ", ")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paceline.plan import Plan
+from paceline.report.table import Column, Table
 from paceline.units import format_bytes, format_ms
 
 # Steps in which the end of each message is timed: the first 4 with a plan, then every 32nd.
@@ -60,55 +61,51 @@ class StepTimes:
 
 
 class Timeline:
-    """Records the times of the current step; `last` is the last complete step that was sampled."""
+    """Records the times of the current step; `last` is the last complete step that was sampled.
+
+    With `sample_next` the next step is sampled in any case.
+    """
 
     def __init__(self, bucket_bytes: Sequence[int], device: torch.device) -> None:
         self._bytes, self._on_gpu = tuple(bucket_bytes), device.type == "cuda"
-        self.num_steps = 0
+        self.num_steps, self.sample_next = 0, False
         self.last: StepTimes | None = None
         self._exposed_s: float | None = None
-        self.sample_next = False  # whether the next step is sampled in any case
         self._now = StepTimes([])
-        self._begin_s = 0.0
 
     def begin(self) -> None:
         sampled = self.sample_next or self.num_steps < _FIRST or self.num_steps % _EVERY == 0
         self.sample_next = False
         self._now = StepTimes([BucketTimes(num_bytes) for num_bytes in self._bytes], is_sampled=sampled)
-        self._begin_s = self._now.begin_s = time.perf_counter()
-        if sampled and self._on_gpu:
-            self._mark("begin")
+        self._now.begin_s = time.perf_counter()
+        self._mark("begin")
 
-    def _mark(self, name: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._now.events[name] = event
+    def _mark(self, name: str, number: int = 0) -> None:
+        if self._on_gpu and self._now.is_sampled:
+            event = self._now.events[f"{name} {number}"] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
 
     def ready(self, number: int) -> None:
-        self._now.buckets[number].ready_s = time.perf_counter() - self._begin_s
-        if self._now.is_sampled and self._on_gpu:
-            self._mark(f"ready {number}")
+        self._now.buckets[number].ready_s = time.perf_counter() - self._now.begin_s
+        self._mark("ready", number)
 
     def leaving(self, number: int) -> None:
         """Before the message is started: after that it may be half done, where cores are few."""
-        self._now.buckets[number].launch_s = time.perf_counter() - self._begin_s
+        self._now.buckets[number].launch_s = time.perf_counter() - self._now.begin_s
 
     def launched(self, number: int, work: Any) -> None:
-        times = self._now.buckets[number]
         if not self._now.is_sampled or work is None or self._on_gpu:
             return
-        future = work if isinstance(work, torch._C.Future) else work.get_future()
-        begin_s = self._begin_s
+        times, begin_s = self._now.buckets[number], self._now.begin_s
 
         def note(_: Any) -> None:
             times.done_s = times.done_s or time.perf_counter() - begin_s
 
-        future.add_done_callback(note)
+        (work if isinstance(work, torch._C.Future) else work.get_future()).add_done_callback(note)
 
     def backward_over(self) -> None:
-        self._now.backward_s = time.perf_counter() - self._begin_s
-        if self._now.is_sampled and self._on_gpu:
-            self._mark("backward")
+        self._now.backward_s = time.perf_counter() - self._now.begin_s
+        self._mark("backward")
 
     def waiting(self, number: int) -> None:
         self._now.buckets[number].waited_s = -time.perf_counter()
@@ -116,14 +113,13 @@ class Timeline:
     def done(self, number: int) -> None:
         times, now_s = self._now.buckets[number], time.perf_counter()
         times.waited_s += now_s
-        if self._now.is_sampled and self._on_gpu:
-            self._mark(f"done {number}")
-        elif self._now.is_sampled:
+        self._mark("done", number)
+        if self._now.is_sampled:
             # The waiting thread may know it before the thread that completes Futures.
-            times.done_s = times.done_s or now_s - self._begin_s
+            times.done_s = times.done_s or now_s - self._now.begin_s
 
     def over(self) -> None:
-        self._now.over_s = time.perf_counter() - self._begin_s
+        self._now.over_s = time.perf_counter() - self._now.begin_s
         self.num_steps += 1
         if self._now.is_sampled:
             self.last = self._now
@@ -133,11 +129,9 @@ class Timeline:
     @property
     def exposed_s(self) -> float | None:
         """Of the last step; on a GPU, of the last sampled step that is over. Does not wait."""
-        if self._on_gpu and self.last is not None:
-            events = self.last.events
-            if all(event.query() for event in events.values()):
-                step = self.read()
-                self._exposed_s = None if step is None else step.exposed_s
+        if self._on_gpu and self.last is not None and all(event.query() for event in self.last.events.values()):
+            step = self.read()
+            self._exposed_s = None if step is None else step.exposed_s
         return self._exposed_s
 
     def read(self) -> StepTimes | None:
@@ -145,25 +139,28 @@ class Timeline:
         step = self.last
         if step is None or not step.events:
             return step
-        begin = step.events["begin"]
         for event in step.events.values():
             event.synchronize()
-
-        def since(name: str) -> float:
-            return float(begin.elapsed_time(step.events[name])) / 1e3
-
-        step.backward_s = since("backward")
-        for number, times in enumerate(step.buckets):
-            times.ready_s, times.done_s = since(f"ready {number}"), since(f"done {number}")
-            times.launch_s = times.ready_s
+        at_s = {name: step.events["begin 0"].elapsed_time(event) / 1e3 for name, event in step.events.items()}
         # The stream waits for the buckets in order: for each from the end of the one before, or of backward.
-        passed = step.backward_s
-        for times in step.buckets:
-            times.waited_s = max(0.0, times.done_s - passed)
-            passed = max(passed, times.done_s)
-        step.over_s = passed
+        step.backward_s = step.over_s = at_s["backward 0"]
+        for number, times in enumerate(step.buckets):
+            times.ready_s = times.launch_s = at_s[f"ready {number}"]
+            times.done_s = at_s[f"done {number}"]
+            times.waited_s = max(0.0, times.done_s - step.over_s)
+            step.over_s = max(step.over_s, times.done_s)
         step.events = {}
         return step
+
+
+_COLUMNS = (
+    Column("bucket", lambda row: row[0], "number"),
+    Column("size", lambda row: row[1].num_bytes, "bytes"),
+    Column("ready", lambda row: row[1].ready_s, "ms"),
+    Column("launch", lambda row: row[1].launch_s, "ms"),
+    Column("done", lambda row: row[1].done_s, "ms"),
+    Column("waited", lambda row: row[1].waited_s, "ms"),
+)
 
 
 @dataclass(frozen=True)
@@ -182,50 +179,40 @@ class Report:
         """Communication after the end of this rank's backward."""
         return None if self.times is None else self.times.exposed_s
 
+    def __str__(self) -> str:
+        num_buckets, times = len(self.plan.buckets), self.times
+        head = (
+            f"rank {self.rank} of {self.world_size} on {self.backend}, {self.num_steps} synchronised steps; "
+            f"{num_buckets} bucket{'s' if num_buckets > 1 else ''}, "
+            f"{format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
+        )
+        if times is None:
+            return f"{head}\nno step has been timed yet"
+        table = Table("buckets", "", _COLUMNS, list(enumerate(times.buckets))).terminal(None)
+        ends = (
+            f"backward over at {format_ms(times.backward_s)} ms, all gradients averaged at "
+            f"{format_ms(times.over_s)} ms: {format_ms(times.exposed_s)} ms of communication exposed"
+        )
+        return "\n".join([head, table, ends, self.advice])
+
     @property
     def advice(self) -> str:
         """One sentence on what limits the step; empty where none was timed."""
-        return "" if self.times is None else _advise(self.times, self.world_size)
-
-    def __str__(self) -> str:
-        head = (
-            f"rank {self.rank} of {self.world_size} on {self.backend}, {self.num_steps} synchronised steps; "
-            f"{len(self.plan.buckets)} {'buckets' if len(self.plan.buckets) > 1 else 'bucket'}, "
-            f"{format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
-        )
-        if self.times is None:
-            return f"{head}\nno step has been timed yet"
-        rows: list[tuple[str, ...]] = [("bucket", "bytes", "ready ms", "launch ms", "done ms", "waited ms")]
-        for number, times in enumerate(self.times.buckets):
-            moments = (times.ready_s, times.launch_s, times.done_s, times.waited_s)
-            rows.append((str(number), format_bytes(times.num_bytes), *(format_ms(moment) for moment in moments)))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        ends = (
-            f"backward over at {format_ms(self.times.backward_s)} ms, all gradients averaged at "
-            f"{format_ms(self.times.over_s)} ms: {format_ms(self.times.exposed_s)} ms of communication exposed"
-        )
-        return "\n".join([head, *table, ends, self.advice])
-
-
-def _advise(times: StepTimes, world_size: int) -> str:
-    if world_size == 1:
-        return "one rank: there is no communication"
-    if times.exposed_s < 0.02 * times.backward_s:
-        return "communication is hidden behind backward: only less computation could make the step faster"
-    busy_s = sum(max(0.0, bucket.done_s - bucket.launch_s) for bucket in times.buckets)
-    last = times.buckets[-1]
-    tail_s = max(0.0, last.done_s - max(last.launch_s, times.backward_s))
-    if tail_s > 0.7 * times.exposed_s and len(times.buckets) > 1:
-        return (
-            f"the last bucket ({format_bytes(last.num_bytes)}) is exposed for {format_ms(tail_s)} ms: a smaller last "
-            "bucket, or one before it that is sent earlier, would shorten the step"
-        )
-    if times.buckets[0].ready_s > 0.5 * times.backward_s and len(times.buckets) > 1:
-        return "the first bucket is ready only in the second half of backward: smaller early buckets would start sooner"
-    if busy_s > times.backward_s:
-        return (
-            f"communication takes {format_ms(busy_s)} ms and backward {format_ms(times.backward_s)} ms: no plan can "
-            "hide it all; accumulate over more micro-batches, send fewer bytes (a bf16 hook), or use a faster transport"
-        )
-    return "communication starts too late to be hidden: more, smaller buckets would start sooner"
+        if (times := self.times) is None:
+            return ""
+        if self.world_size == 1:
+            return "one rank: there is no communication"
+        if times.exposed_s < 0.02 * times.backward_s:
+            return "communication is hidden behind backward: only less computation could make the step faster"
+        last, has_several = times.buckets[-1], len(times.buckets) > 1
+        tail_s = max(0.0, last.done_s - max(last.launch_s, times.backward_s))
+        if tail_s > 0.7 * times.exposed_s and has_several:
+            what = f"the last bucket ({format_bytes(last.num_bytes)}) is exposed for {format_ms(tail_s)} ms"
+            return f"{what}: a smaller last bucket, or one before it that is sent earlier, would shorten the step"
+        if times.buckets[0].ready_s > 0.5 * times.backward_s and has_several:
+            return "the first bucket is ready only in the second half of backward: smaller ones would start sooner"
+        if times.busy_s > times.backward_s:
+            what = f"communication takes {format_ms(times.busy_s)} ms and backward {format_ms(times.backward_s)} ms"
+            how = "accumulate over more micro-batches, send fewer bytes (a bf16 hook), or use a faster transport"
+            return f"{what}: no plan can hide it all; {how}"
+        return "communication starts too late to be hidden: more, smaller buckets would start sooner"

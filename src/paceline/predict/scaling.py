@@ -1,6 +1,5 @@
 """The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that were not measured. Pure.
 
-Top to bottom: what a curve may learn from, how things grow with the ranks of a host, the curve itself, its points.
 Measured efficiency and speed-up are in `records.steps`.
 """
 
@@ -32,23 +31,19 @@ from paceline.predict.networks import (
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.samples import quantile
-from paceline.records.steps import find_straggler
+from paceline.records.steps import ScalePoint, find_straggler
 from paceline.units import format_ms
 
-_DRAWS = 40
-_SEED = 17
+_DRAWS, _SEED = 40, 17
 # Messages of a step take at most this many times what they take alone, or as small a part of it.
-_MOST_FACTOR = 3.0
-_HALVINGS = 20
+_MOST_FACTOR, _HALVINGS = 3.0, 20
 # The standard deviation of a median, in those of a mean.
 _MEDIAN_NOISE = 1.25
 # Less than this share of a step is no difference.
 _NOTHING = 1e-3
-# The standard deviation of a continued slow-down for each doubling of the ranks, on top of half of what it grew by.
-SLOWDOWN_ERROR = 0.03
-_GROWTH_ERROR = 0.5
-# And of one rank alone, which says nothing of its neighbours: they only ever slow it.
-_UNKNOWN_ERROR = 0.15
+# The standard deviation of a continued slow-down for each doubling of the ranks, on top of half of what it grew by;
+# and of one rank alone, which says nothing of its neighbours: they only ever slow it.
+SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
 _MOST_SPREAD = 0.5
 _STRATA = 1000
 # p90 - p10 of a normal distribution, in standard deviations.
@@ -105,8 +100,7 @@ class ScalingEvidence:
     `profiles` are of the job on one rank, at one or more batch sizes; `collectives` the sweeps of all-reduce.
     `ranks_at_hand` is how many ranks this host has cores (or devices) for. `one_rank_s` has the seconds of a step on
     one rank by its samples, for strong scaling. `layouts` has the wrapper's buckets by ranks, which follow from its
-    planner and not from times; `bucket_bytes` is used where they are unknown, and `wrapper_s`, what the wrapper costs
-    on one rank, where no steps on several ranks do.
+    planner and not from times; torch's default is used where there are none.
     """
 
     wrapper: str
@@ -116,12 +110,10 @@ class ScalingEvidence:
     collectives: tuple[CollectiveRecord, ...] = ()
     ranks_at_hand: int = 1
     one_rank_s: Mapping[int, float] = field(default_factory=dict)
-    bucket_bytes: tuple[int, ...] = ()
-    wrapper_s: float = 0.0
     layouts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = [record.world_size for record in self.records]
+        counts = self.ranks
         if len({record.cell for record in self.records}) != 1 or len(set(counts)) < len(counts) or 1 not in counts:
             cells = sorted((*record.cell, record.world_size) for record in self.records)
             raise RecordError(f"a scaling curve needs one cell with each number of ranks once, and one rank: {cells}")
@@ -131,20 +123,10 @@ class ScalingEvidence:
                     f"{record.variant} on {record.world_size} ranks cannot calibrate {self.wrapper} on "
                     f"{self.backend}: its own steps, and those with communication off, are needed"
                 )
-        if not self.profiles or self.ranks_at_hand < 1:
-            raise RecordError(
-                f"{len(self.profiles)} layer profiles and {self.ranks_at_hand} ranks on this host: at least 1 of each"
-            )
 
     @classmethod
     def sort(
-        cls,
-        records: Sequence[Record],
-        wrapper: str,
-        backend: str,
-        cell: tuple[str, int],
-        ranks_at_hand: int,
-        bucket_bytes: Sequence[int] = (),
+        cls, records: Sequence[Record], wrapper: str, backend: str, cell: tuple[str, int], ranks_at_hand: int
     ) -> ScalingEvidence:
         """Take what concerns one wrapper on one backend and one cell (mode, size) out of the records of a study.
 
@@ -152,34 +134,36 @@ class ScalingEvidence:
         """
         steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
         alone = [record for record in steps if record.world_size == 1]
-        own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend) == (wrapper, backend)]
-        own = [_join_no_comm(record, steps) for record in own]
+        own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend, r.cell) == (wrapper, backend, cell)]
         return cls(
-            wrapper=wrapper,
-            backend=backend,
-            records=tuple(record for record in (*alone, *own) if record.cell == cell),
-            profiles=tuple(record for record in records if isinstance(record, LayerProfileRecord)),
-            collectives=tuple(record for record in records if isinstance(record, CollectiveRecord)),
-            ranks_at_hand=ranks_at_hand,
+            wrapper,
+            backend,
+            (*(r for r in alone if r.cell == cell), *(_join_no_comm(record, steps) for record in own)),
+            tuple(record for record in records if isinstance(record, LayerProfileRecord)),
+            tuple(record for record in records if isinstance(record, CollectiveRecord)),
+            ranks_at_hand,
             one_rank_s={record.global_batch_size: record.timing.median_s for record in alone},
-            bucket_bytes=tuple(bucket_bytes),
-            layouts={r.world_size: r.bucket_bytes for r in own if r.cell == cell and r.bucket_bytes},
+            layouts={record.world_size: record.bucket_bytes for record in own if record.bucket_bytes},
         )
 
     def calibrated_up_to(self, world_size: int) -> ScalingEvidence:
         """The evidence of at most this many ranks. One rank sends nothing, so the smallest sweep stays with it."""
-        least = min((r.world_size for r in self.collectives), default=0)
+        most = max(world_size, min((r.world_size for r in self.collectives), default=0))
         return replace(
             self,
             records=tuple(r for r in self.records if r.world_size <= world_size),
-            collectives=tuple(r for r in self.collectives if r.world_size <= max(least, world_size)),
+            collectives=tuple(r for r in self.collectives if r.world_size <= most),
         )
 
-    @property
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(record.world_size for record in self.records))
+
+    @cached_property
     def alone(self) -> StepRecord:
         return next(record for record in self.records if record.world_size == 1)
 
-    @property
+    @cached_property
     def shared(self) -> list[StepRecord]:
         """The steps on several ranks, fewest first."""
         return sorted((r for r in self.records if r.world_size > 1), key=lambda record: record.world_size)
@@ -187,17 +171,8 @@ class ScalingEvidence:
     @cached_property
     def spread(self) -> float:
         """How far the steps of ranks lie apart without communication, as a standard deviation over their median."""
-        if not self.shared or self.shared[-1].no_comm is None:
-            return 0.0
-        rows = self.shared[-1].no_comm.seconds
+        rows = self.shared[-1].phase("no_comm").seconds if self.shared else ((1.0,),)
         return min(_MOST_SPREAD, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
-
-    def estimate_wait(self, world_size: int) -> float:
-        """How many times as long the slowest of `world_size` ranks computes as the slowest of this host."""
-        if world_size <= self.most_on_host or not self.spread:
-            return 1.0
-        here, there = (1 + estimate_wait(self.spread, count) for count in (self.most_on_host, world_size))
-        return there / here
 
     @property
     def variant(self) -> str:
@@ -207,9 +182,9 @@ class ScalingEvidence:
     def accumulate(self) -> int:
         return [self.alone, *self.shared][-1].accumulate
 
-    @property
+    @cached_property
     def most_on_host(self) -> int:
-        return max([self.ranks_at_hand, *(record.world_size for record in self.records)])
+        return max(self.ranks_at_hand, *self.ranks)
 
     def count_samples(self, world_size: int) -> float:
         """Of one rank, in a step."""
@@ -218,23 +193,31 @@ class ScalingEvidence:
             raise ConfigError(f"{size} samples over {world_size} ranks: at least one for each is needed")
         return size if mode == "weak" else size / world_size
 
-    def build_fabric(self) -> MeasuredFabric | None:
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """The job of each profile."""
+        return [build_job_from_profile(profile) for profile in self.profiles]
+
+    @cached_property
+    def fabric(self) -> MeasuredFabric | None:
         """The sweeps where this wrapper's messages lie; None where there are none."""
-        found = [r for r in self.collectives if r.collective == "all_reduce"]
-        found = [r for r in found if canonical_backend(r.backend) == canonical_backend(self.backend)]
+        backend = canonical_backend(self.backend)
+        found = [r for r in self.collectives if (r.collective, canonical_backend(r.backend)) == ("all_reduce", backend)]
         memory = "shared" if self.wrapper == "paceline" else "ordinary"
         found = [record for record in found if record.memory == memory] or found
         return build_measured_fabric(found, self.backend) if found else None
 
     def list_buckets(self, world_size: int) -> tuple[int, ...]:
-        """The wrapper's buckets on these ranks or the nearest known ones; else those given, else torch's default."""
-        known = {r.world_size: r.bucket_bytes for r in self.shared if r.bucket_bytes} | dict(self.layouts)
-        if known:
-            return known[min(known, key=lambda count: (abs(math.log(count / world_size)), -count))]
-        if self.bucket_bytes:
-            return self.bucket_bytes
-        gradients = build_job_from_profile(self.profiles[0]).gradients
+        """The wrapper's buckets on these ranks or the nearest known ones."""
+        if self.layouts:
+            return self.layouts[_find_nearest(self.layouts, world_size)]
+        gradients = self.jobs[0].gradients
         return plan_like_torch(gradients, range(len(gradients))).bucket_bytes
+
+
+def _find_nearest(counts: Mapping[int, object], world_size: int) -> int:
+    """By ratio, and of two as near the larger one."""
+    return min(counts, key=lambda count: (abs(math.log(count / world_size)), -count))
 
 
 def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord:
@@ -279,27 +262,20 @@ class Slowdown:
     and never grows faster than the ranks. `shift` is how many standard deviations off the continued part is.
     """
 
-    points: tuple[tuple[int, float], ...]
+    points: Sequence[tuple[int, float]]
     shift: float = 0.0
 
     def estimate(self, world_size: int) -> float:
         last, top = self.points[-1]
         if len(self.points) == 1:
-            alone: float = top * math.exp(abs(self.shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
-            return alone
+            return top * math.exp(abs(self.shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
         if world_size <= last:
             return interpolate_logs(self.points, world_size)
         before, low = self.points[-2]
         line = top + max(0.0, (top - low) / (last - before)) * (world_size - last)
-        continued: float = min(line, top * world_size / last)
+        continued = min(line, top * world_size / last)
         error = SLOWDOWN_ERROR * math.log2(max(1, world_size / last)) + _GROWTH_ERROR * math.log(continued / top)
         return continued * math.exp(self.shift * error)
-
-    def rising(self) -> Slowdown:
-        """The same where more ranks are never quicker: a factor below the one before it is noise."""
-        factors = itertools.accumulate((factor for _, factor in self.points), max)
-        ranks = (count for count, _ in self.points)
-        return replace(self, points=tuple(zip(ranks, factors, strict=True)))
 
 
 # -- the curve and its points ------------------------------------------------------------------------------------------
@@ -309,8 +285,8 @@ class Slowdown:
 class PredictedPoint:
     """A step on `world_size` ranks; a measured one should lie between `low_s` and `high_s` in 90 % of cases.
 
-    `alone_s` is the step of one rank alone, `network` what joins the hosts (empty: all ranks are on this one),
-    `calibrated` the numbers of ranks whose steps it learnt from, and `doubt` why not to trust it.
+    `alone_s` is the step of one rank alone, `network` what joins the hosts (empty: all ranks are on this one), `doubt`
+    why not to trust it, and `measured` the same step where it was measured.
     """
 
     variant: str
@@ -323,7 +299,7 @@ class PredictedPoint:
     alone_s: float
     network: str = ""
     doubt: str = ""
-    calibrated: tuple[int, ...] = ()
+    measured: ScalePoint | None = None
     source: str = "simulated"
 
     @property
@@ -336,6 +312,24 @@ class PredictedPoint:
         """The speed-up as a share of the ideal one."""
         return self.speedup / self.world_size
 
+    def band(self, value: float) -> tuple[float, float]:
+        """The speed-up or efficiency at the slowest and at the fastest step of the interval."""
+        return value * self.step_s / self.high_s, value * self.step_s / self.low_s
+
+    @property
+    def measured_s(self) -> float | None:
+        return None if self.measured is None else self.measured.record.timing.median_s
+
+    @property
+    def error(self) -> float | None:
+        """The predicted step over the measured one, minus 1."""
+        return None if self.measured_s is None else self.step_s / self.measured_s - 1
+
+    @property
+    def is_covered(self) -> bool | None:
+        """Whether the measured step lies in the predicted interval."""
+        return None if self.measured_s is None else self.low_s <= self.measured_s <= self.high_s
+
 
 def simulate_scaling(
     evidence: ScalingEvidence, ranks: Sequence[int], networks: Sequence[Network] = ()
@@ -343,36 +337,25 @@ def simulate_scaling(
     """A point for each number of ranks; for more than this host has, one for each network between such hosts."""
     if not ranks or min(ranks) < 1:
         raise ConfigError(f"numbers of ranks {list(ranks)}: one or more, of at least 1")
-    here = evidence.most_on_host
+    here, alone = evidence.most_on_host, evidence.alone
     if max(ranks) > here and not networks:
         raise ConfigError(f"{max(ranks)} ranks where this host has {here}: name a network that joins hosts")
     source = random.Random(_SEED)
-    best = _fit_curve(evidence, networks, Resample())
-    draws = [_fit_curve(evidence, networks, Resample(source)) for _ in range(_DRAWS)]
+    best = _ScalingCurve(evidence, networks, Resample())
+    draws = [_ScalingCurve(evidence, networks, Resample(source)) for _ in range(_DRAWS)]
     # The median that a prediction is compared with has the noise of its own repetitions.
-    timing = evidence.alone.timing
-    noise = _MEDIAN_NOISE * timing.stdev_s / math.sqrt(timing.count) / timing.median_s
+    noise = _MEDIAN_NOISE * alone.timing.stdev_s / math.sqrt(alone.timing.count) / alone.timing.median_s
     noises = [math.exp(source.gauss(0, noise)) for _ in draws]
     points = []
     for world_size in ranks:
         for place in range(len(networks)) if world_size > here else (0,):
             step_s = best.simulate_s(world_size, place)
             times = [draw.simulate_s(world_size, place) * own for draw, own in zip(draws, noises, strict=True)]
-            points.append(
-                PredictedPoint(
-                    variant=evidence.variant,
-                    mode=evidence.alone.mode,
-                    cell_size=evidence.alone.cell_size,
-                    world_size=world_size,
-                    step_s=step_s,
-                    low_s=min(step_s, quantile(times, 0.05)),
-                    high_s=max(step_s, quantile(times, 0.95)),
-                    alone_s=best.alone_s,
-                    network=networks[place].name if world_size > here else "",
-                    doubt=best.describe_doubt(world_size, place),
-                    calibrated=tuple(sorted(record.world_size for record in evidence.records)),
-                )
-            )
+            low_s, high_s = min(step_s, quantile(times, 0.05)), max(step_s, quantile(times, 0.95))
+            network = networks[place].name if world_size > here else ""
+            doubt = best.describe_doubt(world_size, place)
+            where = evidence.variant, alone.mode, alone.cell_size, world_size
+            points.append(PredictedPoint(*where, step_s, low_s, high_s, best.alone_s, network, doubt))
     return points
 
 
@@ -387,98 +370,122 @@ class _SlowedCurve(CostCurve):
         return self.factor * self.seconds[num_bytes]
 
 
-@dataclass(frozen=True)
 class _ScalingCurve:
-    """The fitted curve. `jobs` are by batch size.
+    """The curve by medians of the repetitions that are used; with a source, what is only assumed is drawn, too.
 
     `corrections` has for each calibrated number of ranks how many times as long its messages take as alone, and the
     seconds that no such factor explains. `shift` is how far off the factor is elsewhere, in standard deviations.
     """
 
-    evidence: ScalingEvidence
-    alone_s: float
-    one_rank_s: tuple[tuple[float, float], ...]
-    slowdown: Slowdown
-    jobs: tuple[tuple[int, Job], ...]
-    fabric: MeasuredFabric | None
-    networks: tuple[AssumedFabric, ...]
-    corrections: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    shift: float = 0.0
+    def __init__(self, evidence: ScalingEvidence, networks: Sequence[Network], resample: Resample) -> None:
+        self.evidence, source, alone = evidence, resample.source, evidence.alone
+        self.alone_s = resample.median(alone.timing)
+        drift = self.alone_s / alone.timing.median_s
+        known = {float(samples): seconds * drift for samples, seconds in evidence.one_rank_s.items()}
+        self.one_rank_s = sorted((known | {float(alone.global_batch_size): self.alone_s}).items())
+        factors = [1.0]
+        for record in evidence.shared:
+            base_s = interpolate_logs(self.one_rank_s, evidence.count_samples(record.world_size))
+            factors.append(resample.median(record.phase("no_comm")) / base_s)
+        if alone.mode == "weak":  # more ranks are never quicker: a factor below the one before it is noise
+            factors = list(itertools.accumulate(factors, max))
+        self.slowdown = Slowdown(list(zip(evidence.ranks, factors, strict=True)), resample.gauss())
+        self.jobs = [
+            draw_jobs(profile, job, 1, source.randrange(1 << 30))[0] if source else job
+            for profile, job in zip(evidence.profiles, evidence.jobs, strict=True)
+        ]
+        self.fabric = evidence.fabric.draw(source) if evidence.fabric and source else evidence.fabric
+        joined = [AssumedFabric(network, network) for network in networks]
+        self.networks = [fabric.draw(source) if source else fabric for fabric in joined]
+        self._inside: dict[int, CostCurve] = {}
+        self.corrections = {
+            n: self._fit_correction(n, max(0.0, resample.median(record.timing) - self.compute_s(n)))
+            for n, record in zip(evidence.ranks[1:], evidence.shared, strict=True)
+        }
+        self.shift = resample.gauss()
 
     def compute_s(self, world_size: int) -> float:
         """A step of the slowest rank without communication; hosts do not slow each other."""
-        base_s = interpolate_logs(self.one_rank_s, self.evidence.count_samples(world_size))
+        evidence, most = self.evidence, self.evidence.most_on_host
+        compute_s = interpolate_logs(self.one_rank_s, evidence.count_samples(world_size))
         if world_size == 1:
-            return base_s
-        here = min(world_size, self.evidence.most_on_host)
-        own_s = 0.0 if self.evidence.shared else self.evidence.wrapper_s
-        return base_s * self.slowdown.estimate(here) * self.evidence.estimate_wait(world_size) + own_s
+            return compute_s
+        compute_s *= self.slowdown.estimate(min(world_size, most))
+        if world_size > most and evidence.spread:
+            here, there = (1 + estimate_wait(evidence.spread, count) for count in (most, world_size))
+            compute_s *= there / here
+        return compute_s
 
     def simulate_s(self, world_size: int, place: int = 0) -> float:
         compute_s = self.compute_s(world_size)
         if world_size == 1:
             return compute_s
-        factor, extra_s = 1.0, 0.0
-        nearest = 1
-        if self.corrections:
-            nearest = min(self.corrections, key=lambda count: (abs(math.log(count / world_size)), -count))
-            factor, extra_s = self.corrections[nearest]
+        nearest = _find_nearest(self.corrections, world_size) if self.corrections else 1
+        factor, extra_s = self.corrections.get(nearest, (1.0, 0.0))
         away = abs(math.log2(min(world_size, self.evidence.most_on_host) / nearest))
         factor *= math.exp(self.shift * ERROR_PER_DOUBLING * away)
-        return compute_s + max(0.0, self.build_exposed(world_size, place)(factor) + extra_s)
+        return compute_s + max(0.0, self._build_exposed(world_size, place)(factor) + extra_s)
 
-    def build_exposed(self, world_size: int, place: int = 0) -> Callable[[float], float]:
+    def _build_exposed(self, world_size: int, place: int = 0) -> Callable[[float], float]:
         """What a step exposes, in seconds, as a function of how many times as long as alone its messages take."""
-        samples = self.evidence.count_samples(world_size) / self.evidence.accumulate
-        _, job = min(self.jobs, key=lambda pair: abs(math.log(pair[0] / samples)))
-        job = self._stretch(job.accumulate(self.evidence.accumulate), world_size)
+        evidence = self.evidence
+        samples = evidence.count_samples(world_size) / evidence.accumulate
+        sizes = [abs(math.log(profile.batch_size / samples)) for profile in evidence.profiles]
+        job = self.jobs[sizes.index(min(sizes))].accumulate(evidence.accumulate)
+        # The profiled step is made as long as `compute_s`. The optimizer does not shrink with the batch.
+        compute_s = self.compute_s(world_size)
+        after_s = min(job.after_s * self.slowdown.estimate(min(world_size, evidence.most_on_host)), compute_s / 2)
+        stretch = (compute_s - after_s) / job.computing_s
+        job = replace(job, ready_s=tuple(s * stretch for s in job.ready_s), backward_s=job.backward_s * stretch)
         # A bucket is complete with the gradient at which as large a share of all bytes is ready.
-        buckets = self.evidence.list_buckets(world_size)
+        buckets = evidence.list_buckets(world_size)
         ends = list(itertools.accumulate(buckets))
         places = [bisect.bisect_left(job.totals, end / ends[-1] * job.num_bytes) - 1 for end in ends]
-        ready = tuple(job.ready_s[min(max(0, number), len(job.sizes) - 1)] for number in places)
-        curve, layout = self.build_curve(world_size, place), Layout(buckets, ready)
+        layout = Layout(buckets, tuple(job.ready_s[min(max(0, number), len(job.sizes) - 1)] for number in places))
+        curve, servers = self._build_curve(world_size, place), self.fabric.servers if self.fabric else 1
         seconds: dict[float, float] = {size: curve.estimate_s(size) for size in buckets}
-        costs = MachineCosts(
-            curve, self.servers, pair_rate=1 / self.servers, contention=self.find_contention(world_size)
-        )
+        contention = self.find_contention(world_size)
 
         def expose(factor: float) -> float:
-            return simulate(job, layout, replace(costs, curve=_SlowedCurve(seconds, factor))).exposed_s
+            slowed = _SlowedCurve(seconds, factor)
+            costs = MachineCosts(slowed, servers, pair_rate=1 / servers, contention=contention)
+            return simulate(job, layout, costs).exposed_s
 
         return expose
 
-    @property
-    def servers(self) -> int:
-        return self.fabric.servers if self.fabric else 1
+    def _fit_correction(self, world_size: int, exposed_s: float) -> tuple[float, float]:
+        """The factor on messages with which the simulated step exposes what the measured one did, and what is left.
+
+        Where even the largest explains less than half of it the messages are hidden, and all of the difference is left.
+        """
+        expose = self._build_exposed(world_size)
+        low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
+        as_alone_s, most_s = expose(1.0), expose(high)
+        if abs(as_alone_s - exposed_s) < _NOTHING * self.compute_s(world_size) or most_s < exposed_s / 2:
+            return 1.0, exposed_s - as_alone_s
+        if most_s <= exposed_s or expose(low) > exposed_s:
+            factor = high if most_s <= exposed_s else low
+            return factor, exposed_s - expose(factor)
+        for _ in range(_HALVINGS):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if expose(middle) <= exposed_s else (low, middle)
+        return low, exposed_s - expose(low)
 
     def find_contention(self, world_size: int) -> Contention:
         here = min(world_size, self.evidence.most_on_host)
         return Contention.assume(self.evidence.alone.device, here > 1, self.evidence.ranks_at_hand / here - 1)
 
-    def _stretch(self, job: Job, world_size: int) -> Job:
-        """The profiled step made as long as `compute_s`. The optimizer does not shrink with the batch."""
-        compute_s = self.compute_s(world_size)
-        slowdown = self.slowdown.estimate(min(world_size, self.evidence.most_on_host))
-        after_s = min(job.after_s * slowdown, compute_s / 2)
-        stretch = (compute_s - after_s) / job.computing_s
-        return replace(
-            job,
-            ready_s=tuple(moment * stretch for moment in job.ready_s),
-            backward_s=job.backward_s * stretch,
-            before_s=job.before_s * stretch,
-            after_s=after_s,
-        )
-
-    def build_curve(self, world_size: int, place: int) -> CostCurve:
-        evidence = self.evidence
-        here = evidence.most_on_host
-        nodes = math.ceil(world_size / here)
-        if here == 1:
+    def _build_curve(self, world_size: int, place: int) -> CostCurve:
+        most = self.evidence.most_on_host
+        here, nodes = min(world_size, most), math.ceil(world_size / most)
+        if most == 1:
             return self.networks[place].build_curve(nodes)
         if self.fabric is None:
-            raise RecordError(f"no all-reduce on {evidence.backend} was measured: measure one with `bench allreduce`")
-        inside = self.fabric.build_continued_curve(min(world_size, here))
+            backend = self.evidence.backend
+            raise RecordError(f"no all-reduce on {backend} was measured: measure one with `bench allreduce`")
+        if here not in self._inside:
+            self._inside[here] = self.fabric.build_continued_curve(here)
+        inside = self._inside[here]
         return inside if nodes == 1 else TwoLevelCurve(inside, self.networks[place].build_curve(nodes))
 
     def describe_doubt(self, world_size: int, place: int) -> str:
@@ -494,84 +501,26 @@ class _ScalingCurve:
             f"rank {straggler.rank} was disturbed in steps on {straggler.record.world_size} ranks"
             for straggler in filter(None, map(find_straggler, self.evidence.shared))
         ]
-        doubts.append(self.build_curve(world_size, place).describe_doubt(max(self.evidence.list_buckets(world_size))))
+        doubts.append(self._build_curve(world_size, place).describe_doubt(max(self.evidence.list_buckets(world_size))))
         return "; ".join(filter(None, doubts))
-
-
-def _fit_curve(evidence: ScalingEvidence, networks: Sequence[Network], resample: Resample) -> _ScalingCurve:
-    """By medians of the repetitions that are used; with a source, what is only assumed is drawn, too."""
-    source = resample.source
-    alone_s = resample.median(evidence.alone.timing)
-    drift = alone_s / evidence.alone.timing.median_s
-    known = {float(samples): seconds * drift for samples, seconds in evidence.one_rank_s.items()}
-    one_rank_s = tuple(sorted({**known, float(evidence.alone.global_batch_size): alone_s}.items()))
-    factors = [(1, 1.0)]
-    for record in evidence.shared:
-        assert record.no_comm is not None  # refused by the evidence
-        base_s = interpolate_logs(one_rank_s, evidence.count_samples(record.world_size))
-        factors.append((record.world_size, resample.median(record.no_comm) / base_s))
-    slowdown = Slowdown(tuple(factors), resample.gauss())
-    fabric = evidence.build_fabric()
-    joined = [AssumedFabric(network, network) for network in networks]
-    jobs = []
-    for profile in evidence.profiles:
-        job = build_job_from_profile(profile)
-        if source:
-            [job] = draw_jobs(profile, job, 1, source.randrange(1 << 30))
-        jobs.append((profile.batch_size, job))
-    curve = _ScalingCurve(
-        evidence=evidence,
-        alone_s=alone_s,
-        one_rank_s=one_rank_s,
-        slowdown=slowdown.rising() if evidence.alone.mode == "weak" else slowdown,
-        jobs=tuple(jobs),
-        fabric=fabric.draw(source) if fabric and source else fabric,
-        networks=tuple(fabric.draw(source) if source else fabric for fabric in joined),
-    )
-    corrections = {}
-    for record in evidence.shared:
-        exposed_s = max(0.0, resample.median(record.timing) - curve.compute_s(record.world_size))
-        corrections[record.world_size] = _fit_correction(curve, record.world_size, exposed_s)
-    return replace(curve, corrections=corrections, shift=resample.gauss())
-
-
-def _fit_correction(curve: _ScalingCurve, world_size: int, exposed_s: float) -> tuple[float, float]:
-    """The factor on messages with which the simulated step exposes what the measured one did, and what is left.
-
-    Where even the largest explains less than half of it the messages are hidden, and all of the difference is left.
-    """
-    expose = curve.build_exposed(world_size)
-    low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
-    as_alone_s, most_s = expose(1.0), expose(high)
-    if abs(as_alone_s - exposed_s) < _NOTHING * curve.compute_s(world_size) or most_s < exposed_s / 2:
-        return 1.0, exposed_s - as_alone_s
-    if most_s <= exposed_s or expose(low) > exposed_s:
-        factor = high if most_s <= exposed_s else low
-        return factor, exposed_s - expose(factor)
-    for _ in range(_HALVINGS):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if expose(middle) <= exposed_s else (low, middle)
-    return low, exposed_s - expose(low)
 
 
 def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] = ()) -> list[str]:
     """What every point of the curve takes for granted, one line each."""
-    curve = _fit_curve(evidence, networks, Resample())
-    counts = ", ".join(str(record.world_size) for record in [evidence.alone, *evidence.shared])
-    lines = [f"{evidence.variant}: calibrated on steps of {counts} ranks; more ranks than that are simulated"]
+    curve = _ScalingCurve(evidence, networks, Resample())
+    ranks = ", ".join(map(str, evidence.ranks))
+    lines = [f"{evidence.variant}: calibrated on steps of {ranks} ranks; more ranks than that are simulated"]
     if curve.corrections:
         factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowdown.points[1:])
-        lines.append(
-            f"without communication a rank takes a multiple of the step of one alone, its wrapper included: {factors}; "
-            "on more it grows along the line through the last two"
-        )
         found = ", ".join(
             f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")
             for count, (factor, extra_s) in curve.corrections.items()
         )
-        lines.append(
-            f"messages of a step take a multiple of those of the sweep, plus seconds that it does not explain: {found}"
-        )
+        lines += [
+            f"without communication a rank takes a multiple of the step of one alone, its wrapper included: {factors}; "
+            "on more it grows along the line through the last two",
+            f"messages of a step take a multiple of those of the sweep, plus seconds that it does not explain: {found}",
+        ]
     else:
         lines.append("no steps on several ranks: neighbours do not slow a rank, and messages take what the sweep's do")
     lines.append(f"contention: {curve.find_contention(2).basis}")
@@ -586,14 +535,14 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
             lines.append("but half way to a line through the last two sweeps where that is more: ranks share the host")
     lines += [line for fabric in curve.networks for line in fabric.assumptions]
     if networks and evidence.most_on_host > 1:
-        lines.append(f"beyond it, hosts of {evidence.most_on_host} ranks: reduced inside, then between, one by one")
-        lines.append(
+        lines += [
+            f"beyond it, hosts of {evidence.most_on_host} ranks: reduced inside, then between, one by one",
             "hosts do not slow each other's computing, but all wait for the slowest rank: ranks lie "
-            f"{evidence.spread:.1%} apart (standard deviation), as measured without communication"
-        )
-    lines.append(
+            f"{evidence.spread:.1%} apart (standard deviation), as measured without communication",
+        ]
+    return [
+        *lines,
         f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; a standard deviation of "
         f"{ERROR_PER_DOUBLING:.0%} on messages and {SLOWDOWN_ERROR:.0%} on computing for each doubling away from what "
-        f"was measured, and {ASSUMED_ERROR:.0%} on a network that is only named"
-    )
-    return lines
+        f"was measured, and {ASSUMED_ERROR:.0%} on a network that is only named",
+    ]

@@ -22,7 +22,6 @@ from paceline.records.samples import Samples
 from paceline.records.steps import StepRecord
 from paceline.units import format_bytes, format_duration, format_memory, format_number_of
 
-_PACKAGES = ("torch", "numpy")
 # What changes a result, and no paths of the machine.
 _PREFIXES = (
     "GLOO_", "NCCL_", "OMP_", "MKL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_VISIBLE_", "CUDA_DEVICE_MAX_",
@@ -75,12 +74,9 @@ class Environment:
 
 
 def _git_commit() -> str | None:
-    source = Path(__file__).resolve().parent
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(source), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            capture_output=True, text=True, timeout=5, check=True,
-        )  # fmt: skip
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip() or None
@@ -109,7 +105,7 @@ def capture_environment() -> Environment:
         cores=machine.count_cores(),
         memory_bytes=machine.total_memory_bytes(),
         python=platform.python_version(),
-        versions={"paceline": __version__} | {name: found for name in _PACKAGES if (found := _version(name))},
+        versions={"paceline": __version__} | {name: found for name in ("torch", "numpy") if (found := _version(name))},
         variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
         command_line=" ".join(command),
         git_commit=os.environ.get("PACELINE_COMMIT") or _git_commit(),
@@ -157,53 +153,54 @@ def _name(record: _Timed) -> str:
     """What distinguishes this record from the others on the same backend and ranks."""
     match record:
         case StepRecord():
-            label = f", {record.label}" if record.label else ""
-            return f"{record.model} in {record.wrapper}{label}"
+            return f"{record.model} in {record.wrapper}{f', {record.label}' if record.label else ''}"
         case MemoryRecord():
             return f"{format_bytes(record.num_bytes)} ({record.operation})"
         case ChunksRecord():
             return format_bytes(record.chunk_bytes)
-        case CollectiveRecord():
-            where = " in shared memory" if record.memory == "shared" else ""
-            return format_bytes(record.num_bytes) + where
+    return format_bytes(record.num_bytes) + (" in shared memory" if record.memory == "shared" else "")
 
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
     """Every reason to doubt the measured records, the gravest first."""
-    timed: list[_Timed] = [r for r in records if isinstance(r, _Timed) and isinstance(r.timing, Samples)]
     bounds = MemoryBounds.of(records)
     found: dict[tuple[str, str, int], list[str]] = defaultdict(list)
-    for r in timed:
-        assert isinstance(r.timing, Samples)
-        name, backend = _name(r), "memory" if isinstance(r, MemoryRecord) else r.backend
-        if r.num_wrong and isinstance(r, StepRecord):
-            found["parameters", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} parameters)")
-        elif r.num_wrong:
-            found["wrong", backend, r.world_size].append(f"{name} ({r.num_wrong} of {r.num_checked} elements)")
+    on_cpu = set()
+    for r in records:
+        if not isinstance(r, _Timed) or not isinstance(r.timing, Samples):
+            continue
+        timing, is_pass = r.timing, isinstance(r, MemoryRecord)
+        if r.device == "cpu":
+            on_cpu.add(r.world_size)
+
+        def note(kind: str, details: str = "", r: _Timed = r) -> None:
+            backend = "memory" if isinstance(r, MemoryRecord) else r.backend
+            found[kind, backend, r.world_size].append(_name(r) + (f" ({details})" if details else ""))
+
+        if r.num_wrong:
+            kind, what = ("parameters",) * 2 if isinstance(r, StepRecord) else ("wrong", "elements")
+            note(kind, f"{r.num_wrong} of {r.num_checked} {what}")
         fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
         if fraction is not None and fraction > _MAX_FRACTION:
-            found["above", backend, r.world_size].append(f"{name} ({fraction:.2f} of memory)")
-        if r.timing.count < _FEW:
-            found["few", backend, r.world_size].append(name)
-        elif r.timing.noise > _MAX_NOISE:
-            spread = f"{format_duration(r.timing.p10_s)} to {format_duration(r.timing.p90_s)}"
-            found["unstable", backend, r.world_size].append(f"{name} ({spread})")
-        elif abs(r.timing.drift) > _MAX_DRIFT:
-            found["drifting", backend, r.world_size].append(f"{name} ({r.timing.drift:+.0%})")
-        skew_s = None if isinstance(r, MemoryRecord) else r.timing.skew_s  # a pass over memory waits for nobody
-        if skew_s is not None and skew_s > _MAX_SKEW * r.timing.median_s:
-            found["skewed", backend, r.world_size].append(name)
+            note("above", f"{fraction:.2f} of memory")
+        if timing.count < _FEW:
+            note("few")
+        elif timing.noise > _MAX_NOISE:
+            note("unstable", f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}")
+        elif abs(timing.drift) > _MAX_DRIFT:
+            note("drifting", f"{timing.drift:+.0%}")
+        # A pass over memory waits for nobody.
+        if not is_pass and timing.skew_s is not None and timing.skew_s > _MAX_SKEW * timing.median_s:
+            note("skewed")
     doubts = [
         Doubt(
             "wrong" if kind == "parameters" else kind,
-            f"{f'{backend}, ' if backend else ''}{format_number_of(n, 'rank')}: "
-            + text.format(", ".join(found[kind, backend, n])),
+            f"{f'{backend}, ' if backend else ''}{format_number_of(n, 'rank')}: {text.format(', '.join(names))}",
         )
         for kind, text in _TEXTS.items()
-        for kind_found, backend, n in found
+        for (kind_found, backend, n), names in found.items()
         if kind_found == kind
     ]
-    on_cpu = {r.world_size for r in timed if r.device == "cpu"}
     crowded = ", ".join(str(n) for n in sorted(on_cpu) if n > environment.cores)
     if crowded and environment.details.get("hosts", 1) == 1:
         text = f"{crowded} ranks share {environment.cores} cores: their times include waiting for a core"

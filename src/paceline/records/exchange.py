@@ -11,25 +11,25 @@ import io
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, RecordError
 from paceline.records.kinds import CollectiveRecord, LayerSizeRecord, LayerTimeRecord, Record
-from paceline.records.samples import Samples, Summary
+from paceline.records.samples import Summary
 from paceline.records.store import RUN_FILE, load_run
 from paceline.units import parse_size
 
 ALLREDUCE_HEADER = ["backend", "world_size", "total_elements", "total_bytes", "average_time", "stdev_time"]
 LAYER_SIZES_HEADER = ["", "Name", "No. Params"]
 LAYER_TIMES_HEADER = ["Name", "min", "max", "mean", "std", "median"]
-_PUBLISHED_COLUMNS = {"source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"}
 # The format has no column for the memory: the backend gets a suffix instead.
 _SHARED = "-shared"
-_FLOAT_BYTES = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
 
 Row = dict[str, str]
+_all_reduce = partial(CollectiveRecord, collective="all_reduce", op="sum", source="imported")
 
 
 def _read_text(path: Path) -> str:
@@ -41,93 +41,109 @@ def _read_text(path: Path) -> str:
         raise RecordError(f"{path} cannot be read as text: {error}") from None
 
 
-def _read_rows(path: Path) -> tuple[list[str], list[tuple[int, Row]]]:
-    """The header and the rows of a CSV, each row with its line number."""
-    text = _read_text(path)
-    reader = csv.reader(io.StringIO(text))
+def _read_csv(path: Path) -> list[tuple[int, list[str]]]:
+    """The lines of a CSV with their numbers, the header first."""
+    reader = csv.reader(io.StringIO(_read_text(path)))
     try:
         lines = [(reader.line_num, line) for line in reader if line]
     except csv.Error as error:
         raise RecordError(f"{path}, line {reader.line_num}: {error}") from None
     if not lines:
         raise RecordError(f"{path} is empty: a header and rows are needed")
-    header = [name.strip() for name in lines[0][1]]
-    rows = []
+    return [(lines[0][0], [name.strip() for name in lines[0][1]]), *lines[1:]]
+
+
+def _parse(path: Path, lines: Sequence[tuple[int, list[str]]], parse: Callable[[Row], Any]) -> list[Any]:
+    """The lines after the header, parsed one by one; an error names the line."""
+    header, records = lines[0][1], []
     for number, line in lines[1:]:
-        if len(line) != len(header):
-            raise RecordError(f"{path}, line {number}: {len(line)} cells where the header has {len(header)}")
-        rows.append((number, dict(zip(header, line, strict=True))))
-    if not rows:
-        raise RecordError(f"{path} has a header but no row")
-    return header, rows
-
-
-def _parse(path: Path, rows: Iterable[tuple[int, Row]], parse: Callable[[Row], Any]) -> list[Any]:
-    """The rows parsed one by one; an error names the line."""
-    records = []
-    for number, row in rows:
         try:
-            records.append(parse(row))
-        except (ValueError, RecordError) as error:
+            if len(line) != len(header):
+                raise ValueError(f"{len(line)} cells where the header has {len(header)}")
+            records.append(parse(dict(zip(header, line, strict=True))))
+        except (ValueError, RecordError, ConfigError) as error:
             raise RecordError(f"{path}, line {number}: {error}") from None
+    if not records:
+        raise RecordError(f"{path} has a header but no row: it is a table without a row")
     return records
 
 
 def _number(cell: str) -> float | None:
-    """The number in a cell; None if the cell is empty."""
     return float(cell) if cell.strip() else None
 
 
+# -- tables of collectives ---------------------------------------------------------------------------------------------
+
+
 def _parse_allreduce_time(row: Row) -> CollectiveRecord:
-    num_bytes, elements = int(row["total_bytes"]), int(row["total_elements"])
-    return CollectiveRecord(
-        collective="all_reduce",
-        backend=machine.canonical_backend(row["backend"].strip().removesuffix(_SHARED)),
-        memory="shared" if row["backend"].strip().endswith(_SHARED) else "ordinary",
-        device="cuda" if row["backend"].strip() == "nccl" else "cpu",
+    num_bytes, elements, backend = int(row["total_bytes"]), int(row["total_elements"]), row["backend"].strip()
+    types = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
+    return _all_reduce(
+        backend=machine.canonical_backend(backend.removesuffix(_SHARED)),
+        memory="shared" if backend.endswith(_SHARED) else "ordinary",
+        device="cuda" if backend == "nccl" else "cpu",
         world_size=int(row["world_size"]),
         num_bytes=num_bytes,
-        dtype=_FLOAT_BYTES.get(num_bytes // elements if elements else 0, "unknown"),
-        op="sum",
+        dtype=types.get(num_bytes // elements if elements else 0, "unknown"),
         timing=Summary(mean_s=float(row["average_time"]), stdev_s=float(row["stdev_time"])),
-        source="imported",
     )
 
 
 def _parse_published(row: Row) -> CollectiveRecord:
     backend, _, device = row["backend"].strip().partition("-")
-    if backend == "nccl":  # "nccl" and "nccl-tests" alike
-        device = "cuda"
     time_s, is_median = float(row["time_s"]), row["stat"].startswith("median")
-    stdev_s = _number(row["std_s"])
-    return CollectiveRecord(
-        collective="all_reduce",
+    return _all_reduce(
         backend=backend,
-        device=device or "cpu",
+        device="cuda" if backend == "nccl" else device or "cpu",  # "nccl" and "nccl-tests" alike
         world_size=int(row["world_size"]),
         num_bytes=int(row["bytes"]),
         dtype="unknown",
-        op="sum",
-        timing=Summary(median_s=time_s, stdev_s=stdev_s) if is_median else Summary(mean_s=time_s, stdev_s=stdev_s),
-        source="imported",
+        timing=Summary(
+            mean_s=None if is_median else time_s,
+            median_s=time_s if is_median else None,
+            stdev_s=_number(row["std_s"]),
+        ),
         note=row["source"].strip(),
     )
 
 
-def _parse_paceline_row(row: Row) -> CollectiveRecord:
+def _parse_own(row: Row) -> CollectiveRecord:
+    values: dict[str, Any] = {name: row[name] for name in ("collective", "device", "dtype", "op")}
+    values |= {name: int(row[name]) for name in ("world_size", "num_bytes")}
     return CollectiveRecord(
-        collective=row["collective"],
+        **values,
         backend=machine.canonical_backend(row["backend"]),
-        device=row["device"],
-        world_size=int(row["world_size"]),
-        num_bytes=int(row["num_bytes"]),
-        dtype=row["dtype"],
-        op=row["op"],
         memory=row.get("memory") or "ordinary",
         timing=Summary(median_s=float(row["median_s"]), count=int(row["iters"]) if row["iters"] else None),
         num_wrong=int(row["nwrong"]) if row["nwrong"] else None,
         source="imported",
     )
+
+
+def _parse_markdown_row(row: Row) -> CollectiveRecord:
+    backend = row["backend"].split("(")[0].strip()
+    # Such tables write 1MB and 1024MB for powers of two.
+    size = re.sub(r"(?i)\b(\d+(?:\.\d+)?)\s*([KMG])B\b", r"\1\2iB", row["size"])
+    return _all_reduce(
+        backend=backend,
+        device="cuda" if backend == "nccl" else "cpu",
+        world_size=int(row["processes"]),
+        num_bytes=parse_size(size),
+        dtype="float32",
+        timing=Summary(mean_s=float(row["time"]) / 1e3),
+    )
+
+
+# What distinguishes each CSV of collectives, all the columns that it must have, and how its rows are read.
+_TABLES: tuple[tuple[set[str], set[str], Callable[[Row], CollectiveRecord]], ...] = (
+    (set(ALLREDUCE_HEADER), set(), _parse_allreduce_time),
+    ({"source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"}, set(), _parse_published),
+    (
+        {"num_bytes", "median_s"},
+        {"collective", "backend", "device", "world_size", "dtype", "op", "iters", "nwrong"},
+        _parse_own,
+    ),
+)
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
@@ -144,114 +160,77 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
             raise RecordError(f"{path} has no record of a collective")
         return found
     if path.suffix.lower() in (".md", ".txt", ".markdown"):
-        return _load_markdown(path)
-    header, rows = _read_rows(path)
-    if header == ALLREDUCE_HEADER:
-        return _parse(path, rows, _parse_allreduce_time)
-    if set(header) >= _PUBLISHED_COLUMNS:
-        return _parse(path, rows, _parse_published)
-    if "num_bytes" in header and "median_s" in header:
-        missing = {"collective", "backend", "device", "world_size", "dtype", "op", "iters", "nwrong"} - set(header)
-        if missing:
-            raise RecordError(f"{path} lacks the columns {', '.join(sorted(missing))}")
-        return _parse(path, rows, _parse_paceline_row)
+        return _parse(path, _read_markdown(path), _parse_markdown_row)
+    lines = _read_csv(path)
+    header = lines[0][1]
+    for distinct, needed, parse in _TABLES:
+        if distinct <= set(header):
+            if missing := needed - set(header):
+                raise RecordError(f"{path} lacks the columns {', '.join(sorted(missing))}")
+            return _parse(path, lines, parse)
     raise RecordError(
         f"{path} has the columns {', '.join(header) or '(none)'}: known tables of all-reduce times have "
         f"{', '.join(ALLREDUCE_HEADER)}, or those of Paceline's own table.csv"
     )
 
 
-def _load_markdown(path: Path) -> list[CollectiveRecord]:
-    """The first Markdown table whose header names backend, processes, size and a time in ms."""
-    lines = [
-        [cell.strip() for cell in line.strip().strip("|").split("|")] if line.strip().startswith("|") else None
-        for line in _read_text(path).splitlines()
-    ]
-    wanted = {"backend", "processes", "size"}
-    headers = [[cell.lower() for cell in cells or ()] for cells in lines]
-    starts = [i for i, cells in enumerate(headers) if wanted <= set(cells) and any("time (ms)" in c for c in cells)]
-    if not starts:
+def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:
+    """The first Markdown table whose header names backend, processes, size and a time in ms, with its line numbers."""
+    found: list[tuple[int, list[str]]] = []
+    for number, line in enumerate(_read_text(path).splitlines(), 1):
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.strip().startswith("|"):
+            if found:  # the table ends at the first line without cells
+                break
+        elif found:
+            if not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
+                found.append((number, cells))
+        else:
+            names = ["time" if "time (ms)" in cell.lower() else cell.lower() for cell in cells]
+            if {"backend", "processes", "size", "time"} <= set(names):
+                found.append((number, names))
+    if not found:
         raise RecordError(f"{path} has no table with the columns Backend, Processes, Size and Time (ms)")
-    start = starts[0]
-    names = ["time" if "time (ms)" in name else name for name in headers[start]]
-    rows = []
-    for number, cells in enumerate(lines[start + 1 :], start + 2):
-        if cells is None:  # the table ends at the first line without cells
-            break
-        if len(cells) != len(names):
-            raise RecordError(f"{path}, line {number}: {len(cells)} cells where the header has {len(names)}")
-        if not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
-            rows.append((number, dict(zip(names, cells, strict=True))))
-    if not rows:
-        raise RecordError(f"{path} has a table of all-reduce times without a row")
-    return _parse(path, rows, _parse_markdown_row)
+    return found
 
 
-def _parse_markdown_row(row: Row) -> CollectiveRecord:
-    backend = row["backend"].split("(")[0].strip()
-    # Such tables write 1MB and 1024MB for powers of two.
-    size = re.sub(r"(?i)\b(\d+(?:\.\d+)?)\s*([KMG])B\b", r"\1\2iB", row["size"])
-    try:
-        num_bytes = parse_size(size)
-    except ConfigError as error:
-        raise RecordError(str(error)) from None
-    return CollectiveRecord(
-        collective="all_reduce",
-        backend=backend,
-        device="cuda" if backend == "nccl" else "cpu",
-        world_size=int(row["processes"]),
-        num_bytes=num_bytes,
-        dtype="float32",
-        op="sum",
-        timing=Summary(mean_s=float(row["time"]) / 1e3),
-        source="imported",
-    )
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def _load_layers(path: str | Path, header: list[str], parse: Callable[[Row], Any]) -> list[Any]:
+    lines = _read_csv(Path(path))
+    if lines[0][1][-len(header) :] != header:
+        raise RecordError(f"{path} has the columns {', '.join(lines[0][1])}: {', '.join(header)} are needed")
+    return _parse(Path(path), lines, parse)
 
 
 def load_layer_sizes(path: str | Path) -> list[LayerSizeRecord]:
     """Parameters per layer from a `layer-sizes` CSV, in its order. Tied layers appear twice."""
-    path = Path(path)
-    header, rows = _read_rows(path)
-    if header[-2:] != LAYER_SIZES_HEADER[1:]:
-        raise RecordError(f"{path} has the columns {', '.join(header)}: Name and No. Params are needed")
 
     def parse(row: Row) -> LayerSizeRecord:
         return LayerSizeRecord(layer=row["Name"], num_params=int(row["No. Params"]), source="imported")
 
-    return _parse(path, rows, parse)
+    return _load_layers(path, LAYER_SIZES_HEADER[1:], parse)
 
 
 def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
     """Seconds per layer and phase from a `layer-times` CSV, in its order (which is not the model's)."""
-    path = Path(path)
-    header, rows = _read_rows(path)
-    if header != LAYER_TIMES_HEADER:
-        raise RecordError(f"{path} has the columns {', '.join(header)}: {', '.join(LAYER_TIMES_HEADER)} are needed")
 
     def parse(row: Row) -> LayerTimeRecord:
-        values = {name: _number(row[name]) for name in LAYER_TIMES_HEADER[1:]}
-        timing = Summary(
-            min_s=values["min"], max_s=values["max"], mean_s=values["mean"],
-            stdev_s=values["std"], median_s=values["median"],
-        )  # fmt: skip
+        low, high, mean, stdev, median = (_number(row[name]) for name in LAYER_TIMES_HEADER[1:])
+        timing = Summary(min_s=low, max_s=high, mean_s=mean, stdev_s=stdev, median_s=median)
         return LayerTimeRecord(layer=row["Name"], timing=timing, source="imported")
 
-    return _parse(path, rows, parse)
+    return _load_layers(path, LAYER_TIMES_HEADER, parse)
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
 
 
 def _to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
     return text.getvalue()
-
-
-def _five_numbers(timing: Samples | Summary) -> tuple[float | None, ...]:
-    if isinstance(timing, Samples):
-        s = timing.reduced_s
-        return min(s), max(s), timing.mean_s, timing.stdev_s, timing.median_s
-    return timing.min_s, timing.max_s, timing.mean_s, timing.stdev_s, timing.median_s
 
 
 def export_allreduce_times(records: Iterable[Record]) -> str:
@@ -273,4 +252,6 @@ def export_layer_sizes(records: Iterable[LayerSizeRecord]) -> str:
 
 def export_layer_times(records: Iterable[LayerTimeRecord]) -> str:
     """The records as a `layer-times` CSV."""
-    return _to_csv(LAYER_TIMES_HEADER, [[r.layer, *_five_numbers(r.timing)] for r in records])
+    times = [(r.layer, r.timing) for r in records]
+    rows = [[layer, t.min_s, t.max_s, t.mean_s, t.stdev_s, t.median_s] for layer, t in times]
+    return _to_csv(LAYER_TIMES_HEADER, rows)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import RecordError
-from paceline.records.kinds import KINDS, LayerSizeRecord, LayerTimeRecord, Record
+from paceline.records.kinds import LayerSizeRecord, LayerTimeRecord, Record
 from paceline.records.samples import Samples, quantile
 
 # The name for what belongs to no block: parameters of the model itself, and the time between blocks.
@@ -105,7 +105,6 @@ class LayerProfileRecord(Record):
     """
 
     kind: ClassVar[str] = "layer_profile"
-    parts: ClassVar[dict[str, type]] = {"parameters": ParameterTimes, "blocks": BlockTimes}
     model: str
     device: str
     dtype: str
@@ -247,6 +246,3 @@ class LayerProfileRecord(Record):
             record("forward", self.forward.reduced_s),
             record("step", self.optimizer.reduced_s),
         )
-
-
-KINDS[LayerProfileRecord.kind] = LayerProfileRecord

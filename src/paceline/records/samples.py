@@ -1,13 +1,10 @@
-"""Timed repetitions as they were measured, and the statistics that follow from them.
-
-Statistics are properties and are never stored. Rates and speed-ups belong to the records.
-"""
+"""Timed repetitions as they were measured, and the statistics that follow from them, which are never stored."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +20,11 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
+def check_known(what: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise RecordError(f"unknown {what} {value!r}: known are {', '.join(known)}")
+
+
 # Reduces the times of all ranks in one repetition to one time. A collective is done when the last rank is.
 REDUCERS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "mean": statistics.fmean}
 
@@ -35,22 +37,22 @@ class Samples:
     ranks share one clock (one host).
     """
 
+    statistic = "median"
     seconds: tuple[tuple[float, ...], ...]
     warmup_seconds: tuple[tuple[float, ...], ...] = ()
     arrivals_s: tuple[tuple[float, ...], ...] = ()
     reducer: str = "max"
 
     def __post_init__(self) -> None:
-        widths = {len(row) for row in (*self.seconds, *self.warmup_seconds, *self.arrivals_s)}
+        rows = (*self.seconds, *self.warmup_seconds, *self.arrivals_s)
+        widths = {len(row) for row in rows}
         if not self.seconds or len(widths) != 1 or 0 in widths:
             raise RecordError("samples need at least one repetition, and the same number of ranks in each")
         if self.arrivals_s and len(self.arrivals_s) != len(self.seconds):
             raise RecordError(f"{len(self.arrivals_s)} arrivals for {len(self.seconds)} repetitions")
-        rows = (*self.seconds, *self.warmup_seconds, *self.arrivals_s)
         if any(not 0 <= value < math.inf for row in rows for value in row):
             raise RecordError("a sample is negative, infinite or not a number")
-        if self.reducer not in REDUCERS:
-            raise RecordError(f"unknown reducer {self.reducer!r} over ranks: known are {', '.join(REDUCERS)}")
+        check_known("reducer", self.reducer, REDUCERS)
 
     @cached_property
     def reduced_s(self) -> tuple[float, ...]:
@@ -65,9 +67,13 @@ class Samples:
     def num_ranks(self) -> int:
         return len(self.seconds[0])
 
-    @property
+    @cached_property
     def median_s(self) -> float:
         return statistics.median(self.reduced_s)
+
+    @property
+    def center_s(self) -> float:
+        return self.median_s
 
     @property
     def p10_s(self) -> float:
@@ -86,6 +92,14 @@ class Samples:
         return statistics.stdev(self.reduced_s) if self.count > 1 else 0.0
 
     @property
+    def min_s(self) -> float:
+        return min(self.reduced_s)
+
+    @property
+    def max_s(self) -> float:
+        return max(self.reduced_s)
+
+    @property
     def noise(self) -> float:
         """Half of p90 - p10, relative to the median."""
         return (self.p90_s - self.p10_s) / 2 / self.median_s if self.median_s else 0.0
@@ -102,11 +116,9 @@ class Samples:
     @property
     def skew_s(self) -> float | None:
         """Median time between the first and the last rank's arrival at the call; None without a common clock."""
-        if not self.arrivals_s:
-            return None
-        return statistics.median(max(row) for row in self.arrivals_s)
+        return statistics.median(max(row) for row in self.arrivals_s) if self.arrivals_s else None
 
-    @property
+    @cached_property
     def from_last_arrival_s(self) -> tuple[float, ...] | None:
         """Per repetition, from the last rank's arrival to the last rank's end; needs a common clock.
 
@@ -119,19 +131,12 @@ class Samples:
             for arrivals, seconds in zip(self.arrivals_s, self.seconds, strict=True)
         )
 
-    @property
-    def center_s(self) -> float:
-        return self.median_s
-
-    @property
-    def statistic(self) -> str:
-        return "median"
-
 
 @dataclass(frozen=True)
 class Summary:
     """Statistics of a measurement without its raw samples: a row of an imported table."""
 
+    p10_s = p90_s = skew_s = None
     mean_s: float | None = None
     stdev_s: float | None = None
     median_s: float | None = None
@@ -156,14 +161,6 @@ class Summary:
     def statistic(self) -> str:
         return "mean" if self.median_s is None else "median"
 
-    @property
-    def p10_s(self) -> None:
-        return None
-
-    @property
-    def p90_s(self) -> None:
-        return None
-
 
 @dataclass(frozen=True)
 class Ratio:
@@ -178,24 +175,16 @@ class Ratio:
         return self.noise is not None and abs(self.value - 1) > self.noise
 
 
-def _median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median by order statistics, which assumes nothing about the distribution.
-
-    The number of values below the true median is binomial(n, 1/2), within n/2 +- 0.98 sqrt(n) in 95 % of cases. With
-    fewer than 6 values that is all of them, and the coverage is less.
-    """
-    ordered, n = sorted(values), len(values)
-    low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
-    return ordered[low], ordered[n - 1 - low]
-
-
 def compare_times(mine: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """The ratio of two things that were timed in turns, repetition by repetition."""
-    ratios = [here / there for here, there in zip(mine, theirs, strict=True) if there > 0]
+    """The ratio of two things that were timed in turns, repetition by repetition.
+
+    The interval of the median is by order statistics, which assumes nothing about the distribution: the number of
+    values below the true median is binomial(n, 1/2), within n/2 +- 0.98 sqrt(n) in 95 % of cases. With fewer than 6
+    values that is all of them, and the coverage is less.
+    """
+    ratios = sorted(here / there for here, there in zip(mine, theirs, strict=True) if there > 0)
     if not ratios:
         raise RecordError("the reference takes no time: nothing to compare")
-    value = statistics.median(ratios)
-    if len(ratios) < 2:
-        return Ratio(value, None)
-    low, high = _median_interval(ratios)
-    return Ratio(value, max(high - value, value - low))
+    value, n = statistics.median(ratios), len(ratios)
+    low = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+    return Ratio(value, max(ratios[n - 1 - low] - value, value - ratios[low]) if n > 1 else None)

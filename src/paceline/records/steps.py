@@ -1,6 +1,6 @@
 """Steps of a training job: one record for every question that is answered by timing steps, and what follows from it.
 
-Which steps take turns is decided in `measure.steps`. Nothing here measures or prints.
+Which steps take turns is decided in `measure.steps`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline.errors import MeasurementError, RecordError
-from paceline.records.kinds import KINDS, UPGRADES, CollectiveRecord, Record, bus_factor
-from paceline.records.samples import Ratio, Samples, compare_times
+from paceline.records.kinds import UPGRADES, CollectiveRecord, Record, bus_factor
+from paceline.records.samples import Ratio, Samples, check_known, compare_times
 from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
@@ -20,11 +20,17 @@ MODES = ("weak", "strong")
 # Roles that a prediction may learn from: steps that send nothing, and steps whose messages are not the job's own.
 CALIBRATING = ("plain", "local", "disturbed")
 ROLES = (*CALIBRATING, "job")
+# The samples of a record besides its timing; those after the phases belong to further kinds of steps.
+EXTRA_SAMPLES = ("marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped")
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # A rank is disturbed if it is the slowest in more than this share of steps, by more than this share of others' time.
 _MOST_STEPS, _FAR_BEHIND = 2 / 3, 0.1
 # Bytes over seconds, computed in two ways, differ by at most this share.
 _ROUNDING = 1e-9
+
+
+def _median_difference(here: Samples, there: Samples) -> float:
+    return statistics.median(a - b for a, b in zip(here.reduced_s, there.reduced_s, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,33 +95,35 @@ class StepRecord(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "bucket_bytes", tuple(self.bucket_bytes))  # JSON has lists
-        if self.role not in ROLES:
-            raise RecordError(f"unknown role {self.role!r} of a step: known are {', '.join(ROLES)}")
-        if self.mode not in ("", *MODES):
-            raise RecordError(f"unknown mode of scaling {self.mode!r}: known are {', '.join(MODES)}")
-        if min(self.world_size, self.batch_size, self.accumulate) < 1 or self.timing.median_s <= 0:
-            raise RecordError(
-                f"{self.place}: {self.batch_size} x {self.accumulate} samples per rank in {self.timing.median_s} s are "
-                "not valid: all must be positive"
-            )
-        counts = (self.cap_bytes, self.num_bytes, self.num_messages, self.num_parameters, self.threads)
-        if min(*counts, *self.bucket_bytes) < 0:
-            raise RecordError(f"{self.place}: a number of bytes, messages, parameters or threads is negative")
+        check_known("role of a step", self.role, ROLES)
+        check_known("mode of scaling", self.mode, ("", *MODES))
         samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
-        if self.mode and self.threads < 1:
-            raise RecordError(f"{self.place}: {self.threads} threads per rank in a scaling study: at least 1 is needed")
-        if self.mode and samples != self.cell_size:
-            raise RecordError(f"{self.place}: {samples} samples in a cell of {self.cell_size} ({self.mode})")
-        for name in (
-            "marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped",
-        ):  # fmt: skip
+        counts = (self.cap_bytes, self.num_bytes, self.num_messages, self.num_parameters, self.threads)
+        messages = {self.message_bytes > 0, self.under_way is not None, self.overlapped is not None}
+        is_disturbed = self.role == "disturbed"
+        for is_wrong, reason in (
+            (
+                min(self.world_size, self.batch_size, self.accumulate) < 1 or self.timing.median_s <= 0,
+                f"{self.batch_size} x {self.accumulate} samples per rank in {self.timing.median_s} s: all must be "
+                "positive",
+            ),
+            (min(*counts, *self.bucket_bytes) < 0, "a number of bytes, messages, parameters or threads is negative"),
+            (
+                self.mode and self.threads < 1,
+                f"{self.threads} threads per rank in a scaling study: at least 1 is needed",
+            ),
+            (self.mode and samples != self.cell_size, f"{samples} samples in a cell of {self.cell_size} ({self.mode})"),
+            (
+                messages != {is_disturbed} or (is_disturbed and self.num_messages < 1),
+                "single messages are timed in disturbed steps, and only there",
+            ),
+        ):
+            if is_wrong:
+                raise RecordError(f"{self.place}: {reason}")
+        for name in EXTRA_SAMPLES:
             found: Samples | None = getattr(self, name)
             if found is not None and (found.count, found.num_ranks) != (self.timing.count, self.timing.num_ranks):
                 raise RecordError(f"{self.place}: {name} has other repetitions or ranks than the steps")
-        counted = (self.message_bytes > 0, self.under_way is not None, self.overlapped is not None)
-        if set(counted) != {self.role == "disturbed"} or (self.role == "disturbed" and self.num_messages < 1):
-            raise RecordError(f"{self.place}: single messages are timed in disturbed steps, and only there")
 
     # -- what it is ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +156,7 @@ class StepRecord(Record):
     def global_batch_size(self) -> int:
         return self.world_size * self.batch_size * self.accumulate
 
-    # -- computing and communication ----------------------------------------------------------------------------------
+    # -- computing and communication ---
 
     @property
     def samples_per_s(self) -> float:
@@ -160,8 +168,7 @@ class StepRecord(Record):
         """Step time minus the time of the same step with communication off; 0 where noise makes it negative."""
         if self.world_size == 1 or self.no_comm is None:
             return 0.0
-        pairs = zip(self.timing.reduced_s, self.no_comm.reduced_s, strict=True)
-        return max(0.0, statistics.median(here - there for here, there in pairs))
+        return max(0.0, _median_difference(self.timing, self.no_comm))
 
     @property
     def compute_s(self) -> float:
@@ -220,40 +227,16 @@ class StepRecord(Record):
         return Ratio(1.0, 0.0) if self.marked is None else compare_times(self.marked.reduced_s, self.timing.reduced_s)
 
 
-KINDS[StepRecord.kind] = StepRecord
-
-
-# -- records of versions 1 and 2 --------------------------------------------------------------------------------------
-
-
-def _rename(values: dict[str, Any], **names: str) -> dict[str, Any]:
-    """The values with some under new names, given as new=old."""
-    return {**{new: values.pop(old, None) for new, old in names.items()}, **values}
-
-
-def _upgrade_wrapper(values: dict[str, Any]) -> dict[str, Any]:
-    dtype = str(values.pop("dtype"))
-    return {"precision": PRECISIONS.get(dtype, dtype), **values}
-
-
-def _upgrade_phases(values: dict[str, Any]) -> dict[str, Any]:
-    values = _rename(values, marked="samples", no_comm="silent", no_comm_backward="silent_backward")
-    return _rename(values, samples="plain")
-
-
-def _upgrade_scale(values: dict[str, Any]) -> dict[str, Any]:
-    return _rename(values, no_comm="silent")
-
-
-def _upgrade_tune(values: dict[str, Any]) -> dict[str, Any]:
-    return values | {"role": "job" if values.get("role") == "plan" else values.get("role")}
-
-
+# Records of versions 1 and 2: new names of fields (by the old ones), and new words for values.
 UPGRADES |= {
-    "wrapper": (StepRecord.kind, _upgrade_wrapper),
-    "phases": (StepRecord.kind, _upgrade_phases),
-    "scale": (StepRecord.kind, _upgrade_scale),
-    "tune_step": (StepRecord.kind, _upgrade_tune),
+    "wrapper": ("step", {"dtype": "precision"}, {"dtype": PRECISIONS}),
+    "phases": (
+        "step",
+        {"samples": "marked", "plain": "samples", "silent": "no_comm", "silent_backward": "no_comm_backward"},
+        {},
+    ),
+    "scale": ("step", {"silent": "no_comm"}, {}),
+    "tune_step": ("step", {}, {"role": {"plan": "job"}}),
 }
 
 
@@ -277,42 +260,25 @@ class Standing:
 
     record: StepRecord
     torch: StepRecord | None
-    tuned: StepRecord | None
     bare: StepRecord | None
-    torch_on_gloo: StepRecord | None = None
-
-    @property
-    def to_torch(self) -> Ratio | None:
-        return compare_steps(self.record, self.torch) if self.torch else None
-
-    @property
-    def to_tuned(self) -> Ratio | None:
-        return compare_steps(self.record, self.tuned) if self.tuned else None
-
-    @property
-    def to_bare(self) -> Ratio | None:
-        return compare_steps(self.record, self.bare) if self.bare else None
-
-    @property
-    def to_torch_on_gloo(self) -> Ratio | None:
-        return compare_steps(self.record, self.torch_on_gloo) if self.torch_on_gloo else None
+    to_torch: Ratio | None
+    to_tuned: Ratio | None
+    to_bare: Ratio | None
+    to_torch_on_gloo: Ratio | None
 
     @property
     def added_s(self) -> float | None:
         """The median of what the wrapper adds to the bare module's step of the same repetition."""
-        if self.bare is None:
-            return None
-        pairs = zip(self.record.timing.reduced_s, self.bare.timing.reduced_s, strict=True)
-        return statistics.median(here - there for here, there in pairs)
+        return _median_difference(self.record.timing, self.bare.timing) if self.bare else None
 
     @property
     def host_s_per_parameter(self) -> float | None:
         """The host time that the wrapper adds per parameter, where it can be known: beyond the noise, and on one rank
         on CPU, where nothing is sent and nothing is hidden behind a device."""
-        alone = self.record.world_size == 1 and self.record.device == "cpu"
-        if not alone or self.added_s is None or self.to_bare is None or not self.to_bare.is_clear:
+        here, is_clear = self.record, self.to_bare is not None and self.to_bare.is_clear
+        if (here.world_size, here.device) != (1, "cpu") or self.added_s is None or not is_clear:
             return None
-        return self.added_s / self.record.num_parameters if self.record.num_parameters else None
+        return self.added_s / here.num_parameters if here.num_parameters else None
 
     @property
     def added_bytes(self) -> int | None:
@@ -326,14 +292,13 @@ class Standing:
 def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
     """Each record of a run, in the given order, with those that it is compared with."""
     known = {(record.wrapper, record.backend, record.job, record.cell): record for record in records}
-
-    def find(record: StepRecord, wrapper: str, backend: str | None = None) -> StepRecord | None:
-        return known.get((wrapper, backend or record.backend, record.job, record.cell))
-
-    return [
-        Standing(r, find(r, "torch"), find(r, "torch-tuned"), find(r, "bare"), find(r, "torch", "gloo"))
-        for r in records
-    ]
+    standings = []
+    for r in records:
+        places = (("torch", r.backend), ("torch-tuned", r.backend), ("bare", r.backend), ("torch", "gloo"))
+        others = [known.get((wrapper, backend, r.job, r.cell)) for wrapper, backend in places]
+        ratios = [None if other is None else compare_steps(r, other) for other in others]
+        standings.append(Standing(r, others[0], others[2], *ratios))
+    return standings
 
 
 # -- scaling ----------------------------------------------------------------------------------------------------------
@@ -351,18 +316,19 @@ class ScalePoint:
     alone: StepRecord
 
     def __post_init__(self) -> None:
-        here, alone = self.record, self.alone
-        if (here.cell, here.job, here.timing.count) != (alone.cell, alone.job, alone.timing.count):
-            raise RecordError(f"{here.cell} of {here.job} and {alone.cell} of {alone.job} were not timed in turns")
-        if alone.world_size != 1:
-            raise RecordError(f"{here.cell}: compared with {alone.world_size} ranks, and one rank is needed")
+        compare_steps(self.alone, self.record)  # refuses what was not timed in turns
+        if self.alone.world_size != 1:
+            raise RecordError(f"{self.record.place}: compared with {self.alone.world_size} ranks, and one is needed")
 
     @property
     def ratio(self) -> Ratio:
         """T(1)/T(n), repetition by repetition."""
-        if self.record is self.alone:
-            return Ratio(1.0, 0.0)
-        return compare_times(self.alone.timing.reduced_s, self.record.timing.reduced_s)
+        return compare_steps(self.alone, self.record)
+
+    @property
+    def _share(self) -> int:
+        """How many ranks share the work of one."""
+        return 1 if self.record.mode == "weak" else self.record.world_size
 
     @property
     def speedup(self) -> float:
@@ -377,16 +343,13 @@ class ScalePoint:
     @property
     def efficiency_noise(self) -> float | None:
         """Half the 95 % interval of the efficiency."""
-        if self.ratio.noise is None:
-            return None
-        return self.ratio.noise / (1 if self.record.mode == "weak" else self.record.world_size)
+        return None if self.ratio.noise is None else self.ratio.noise / self._share
 
     @property
     def slowdown(self) -> float:
         """How much longer a rank computes when the others compute too: T without communication over T(1), or over one
         rank's share of T(1) in strong scaling."""
-        share = 1 if self.record.mode == "weak" else self.record.world_size
-        return self.record.compute_s / (self.alone.timing.median_s / share)
+        return self.record.compute_s / (self.alone.timing.median_s / self._share)
 
 
 def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, RecordError
 from paceline.records.environment import Environment
-from paceline.records.kinds import Record, record_from_json, record_to_json
+from paceline.records.kinds import Record, decode, record_from_json, record_to_json
 
 FORMAT, VERSION = "paceline-run", 3
 _READABLE = (1, 2, 3)
@@ -47,79 +47,40 @@ class Run:
     created: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
 
-# -- versions ----------------------------------------------------------------------------------------------------------
-
-
-def upgrade(document: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a run of any readable version as that of this version.
-
-    Version 1 lacks what version 2 added, and all of that has a default. Before version 3 the backend `shm` was called
-    `paceline`.
-    """
-    version = document.get("version")
-    if isinstance(version, int) and version < VERSION and isinstance(document.get("records"), list):
-        records = [upgrade_record(record, version) for record in document["records"]]
-        document = document | {"records": records, "version": VERSION}
-    return document
-
-
-def upgrade_record(record: Any, version: int) -> Any:
-    """The JSON of one record of an older version as that of this version; also for the cells of an unfinished run."""
-    if version < 3 and isinstance(record, dict) and record.get("backend") == "paceline":
-        record = record | {"backend": "shm"}
-    return record
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
 def write_new(path: Path, content: str | bytes) -> None:
     """Write a file that appears whole or not at all; refuse to replace an existing one."""
-    data = content.encode() if isinstance(content, str) else content
+    temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise RecordError(f"cannot write {path}: {error.strerror}") from None
-    try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
-        _move_new(temporary, path)
+        try:
+            os.link(temporary, path)  # unlike rename, link refuses an existing target
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                raise
+            # A file system without hard links: take the name first, then put the content there in one move.
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+            os.replace(temporary, path)
     except FileExistsError:
         raise RecordError(f"{path} exists and is never overwritten: choose another name", code="exists") from None
     except OSError as error:
         raise RecordError(f"cannot write {path}: {error.strerror}") from None
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def _move_new(temporary: str, path: Path) -> None:
-    try:
-        os.link(temporary, path)  # unlike rename, link refuses an existing target
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-            raise
-        # A file system without hard links: take the name first, then put the content there in one move.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        os.replace(temporary, path)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
 
 
 def save_run(run: Run, path: Path) -> None:
     """Write the run as versioned JSON to a new file."""
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        **{f.name: getattr(run, f.name) for f in dataclasses.fields(run)},
-        "environment": dataclasses.asdict(run.environment),
-        "records": [record_to_json(record) for record in run.records],
-    }
+    head = {"format": FORMAT, "version": VERSION} | dataclasses.asdict(dataclasses.replace(run, records=()))
+    del head["records"]
     # One record per line: a person can still diff and grep the file.
-    records = ",\n  ".join(json.dumps(r, allow_nan=False) for r in document.pop("records"))
-    head = json.dumps(document, indent=1, allow_nan=False)
-    write_new(path, head[:-2] + f',\n "records": [\n  {records}\n ]\n}}\n')
+    records = ",\n  ".join(json.dumps(record_to_json(record), allow_nan=False) for record in run.records)
+    write_new(path, json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "records": [\n  {records}\n ]\n}}\n')
 
 
 def load_run(path: str | Path) -> Run:
@@ -134,23 +95,33 @@ def load_run(path: str | Path) -> Run:
         raise RecordError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RecordError(f'{file} is not a run of Paceline: it lacks "format": "{FORMAT}"')
-    if document.get("version") not in _READABLE:
+    version = document.get("version")
+    if version not in _READABLE:
         raise RecordError(
-            f"{file} has version {document.get('version')!r} and this Paceline reads versions "
-            f"{', '.join(map(str, _READABLE))}: read it with the Paceline that wrote it",
+            f"{file} has version {version!r} and this Paceline reads versions {', '.join(map(str, _READABLE))}: read "
+            "it with the Paceline that wrote it",
             code="version",
         )
-    document = upgrade(document)
     try:
-        records = tuple(record_from_json(record) for record in document["records"])
-        environment = Environment(**document["environment"])
-        rest = {f.name: document[f.name] for f in dataclasses.fields(Run) if f.name not in ("records", "environment")}
-        rest["warnings"] = tuple(rest["warnings"])
-        return Run(records=records, environment=environment, **rest)
+        values = {f.name: document[f.name] for f in dataclasses.fields(Run)}
+        values["records"] = load_records(values["records"], version)
+        run: Run = decode(Run, values)
+        return run
     except KeyError as error:
         raise RecordError(f"{file} lacks the key {error}") from None
     except (TypeError, RecordError) as error:
         raise RecordError(f"{file}: {error}") from None
+
+
+def load_records(documents: Sequence[Any], version: int) -> tuple[Record, ...]:
+    """The records of a run or a cell of this version. Before version 3 the backend `shm` was called `paceline`; what
+    version 2 added has defaults."""
+
+    def load(document: Any) -> Record:
+        is_renamed = version < 3 and isinstance(document, dict) and document.get("backend") == "paceline"
+        return record_from_json(document | {"backend": "shm"} if is_renamed else document)
+
+    return tuple(map(load, documents))
 
 
 @dataclass(frozen=True)
@@ -164,7 +135,19 @@ class RunFolder:
     def create(cls, out: str | Path, verb: str) -> Iterator[RunFolder]:
         """A new folder `out/TIME-verb`; it is removed again if nothing was put into it."""
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        path = _make_new_folder(Path(out), f"{stamp}-{verb.replace(' ', '-')}")
+        name, number = f"{stamp}-{verb.replace(' ', '-')}", 1
+        path = Path(out) / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                try:
+                    path.mkdir()
+                    break
+                except FileExistsError:
+                    number += 1
+                    path = Path(out) / f"{name}-{number}"
+        except OSError as error:
+            raise _cannot_write(out, str(error.strerror)) from None
         try:
             yield cls(path)
         finally:
@@ -177,10 +160,8 @@ class RunFolder:
         place = Path(out).absolute()
         while not place.exists() and place != place.parent:
             place = place.parent
-        if not place.is_dir():
-            raise _cannot_write(out, os.strerror(errno.ENOTDIR))
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise _cannot_write(out, os.strerror(errno.EACCES))
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            raise _cannot_write(out, os.strerror(errno.EACCES if place.is_dir() else errno.ENOTDIR))
 
     def save(self, run: Run) -> Path:
         save_run(run, self.path / RUN_FILE)
@@ -193,19 +174,6 @@ class RunFolder:
 
 def _cannot_write(out: str | Path, reason: str) -> ConfigError:
     return ConfigError(f"cannot write results to {out}: {reason}; choose another folder with --out")
-
-
-def _make_new_folder(out: Path, name: str) -> Path:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for attempt in range(1, 1000):
-            path = out / (name if attempt == 1 else f"{name}-{attempt}")
-            with contextlib.suppress(FileExistsError):
-                path.mkdir()
-                return path
-    except OSError as error:
-        raise _cannot_write(out, str(error.strerror)) from None
-    raise ConfigError(f"{out} already has 999 runs named {name}: choose another folder with --out")
 
 
 # -- cells of an unfinished run ----------------------------------------------------------------------------------------
@@ -223,41 +191,39 @@ class Study:
     config: dict[str, Any]
     command_line: str = ""
 
+    @property
+    def _cells(self) -> Path:
+        (self.path / _CELLS).mkdir(exist_ok=True)
+        return self.path / _CELLS
+
     @classmethod
     def begin(cls, path: Path, verb: str, config: dict[str, Any], command_line: str = "") -> Study:
-        document = {
-            "format": _STUDY_FORMAT, "version": _STUDY_VERSION, "verb": verb, "command_line": command_line,
-            "config": config,
-        }  # fmt: skip
+        said = {"verb": verb, "command_line": command_line, "config": config}
+        document = {"format": _STUDY_FORMAT, "version": _STUDY_VERSION, **said}
         write_new(path / STUDY_FILE, json.dumps(document, indent=1, allow_nan=False) + "\n")
-        (path / _CELLS).mkdir(exist_ok=True)
         return cls(path, verb, config, command_line)
 
     @classmethod
     def load(cls, path: Path, verb: str) -> Study:
         """The study in a folder, to resume it; ConfigError where there is none of this verb."""
-        file = path / STUDY_FILE
         try:
-            document = json.loads(file.read_text())
+            document = json.loads((path / STUDY_FILE).read_text())
             found, config = document["verb"], document["config"]
             if (document["format"], document["version"]) != (_STUDY_FORMAT, _STUDY_VERSION):
                 raise KeyError("format")
         except OSError as error:
-            raise ConfigError(
-                f"--resume {path}: {STUDY_FILE}: {error.strerror}; give the folder of an interrupted `{verb}`",
-                code="missing",
-            ) from None
+            reason = f"{STUDY_FILE}: {error.strerror}; give the folder of an interrupted `{verb}`"
+            raise ConfigError(f"--resume {path}: {reason}", code="missing") from None
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"--resume {path}: {STUDY_FILE} is not one of this Paceline", code="damaged") from None
         if found != verb:
             raise ConfigError(f"--resume {path}: it is a run of `{found}`, and this is `{verb}`", code="other-verb")
-        (path / _CELLS).mkdir(exist_ok=True)
         return cls(path, verb, config, document.get("command_line", ""))
 
     def _file(self, cell: str) -> Path:
         """A file name for the cell; where it cannot hold every character of the name, a checksum makes it unique."""
         plain, slug = cell.replace(" ", "-"), re.sub(r"[^A-Za-z0-9.-]+", "-", cell)
-        return self.path / _CELLS / f"{slug if slug == plain else f'{slug}-{zlib.crc32(cell.encode()):08x}'}.json"
+        return self._cells / f"{slug if slug == plain else f'{slug}-{zlib.crc32(cell.encode()):08x}'}.json"
 
     def find(self, cell: str) -> list[Record] | None:
         """The records of a finished cell; None where it is not finished."""
@@ -268,12 +234,10 @@ class Study:
             document = json.loads(file.read_text())
             if document["cell"] != cell:
                 raise RecordError(f"it holds {document['cell']!r}")
-            version = document.get("version", 2)
-            return [record_from_json(upgrade_record(record, version)) for record in document["records"]]
+            return list(load_records(document["records"], document.get("version", 2)))
         except (OSError, ValueError, KeyError, TypeError, RecordError) as error:
-            raise RecordError(
-                f"{file} is not the cell {cell!r}: {error}; delete it to measure that cell again", code="damaged"
-            ) from None
+            reason = f"{file} is not the cell {cell!r}: {error}; delete it to measure that cell again"
+            raise RecordError(reason, code="damaged") from None
 
     def find_machine(self, cell: str) -> str | None:
         """The machine on which a finished cell was measured; None where its file does not name one."""
@@ -282,19 +246,14 @@ class Study:
 
     def keep(self, cell: str, records: Sequence[Record], machine: str | None = None) -> None:
         """Save a finished cell, with the name of its machine; from now on it is never measured again."""
-        document = {
-            "cell": cell, "version": VERSION, "machine": machine,
-            "records": [record_to_json(record) for record in records],
-        }  # fmt: skip
+        document = {"cell": cell, "version": VERSION, "machine": machine, "records": [*map(record_to_json, records)]}
         write_new(self._file(cell), json.dumps(document, allow_nan=False) + "\n")
 
     def count(self) -> int:
         """How many cells are finished."""
-        return len(list((self.path / _CELLS).glob("*.json")))
+        return len(list(self._cells.glob("*.json")))
 
     def discard(self) -> None:
         """Remove what a study without a finished cell left in its folder."""
-        for file in (self.path / _CELLS).glob(".*"):
-            file.unlink()
-        (self.path / _CELLS).rmdir()
+        shutil.rmtree(self._cells)
         (self.path / STUDY_FILE).unlink()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from paceline.errors import ConfigError, RecordError
-from paceline.records.kinds import KINDS, Record
+from paceline.records.kinds import Record
 from paceline.records.samples import Samples
 
 BUDGETS = ("epochs", "updates")
@@ -116,7 +116,6 @@ class LargeBatchRecord(Record):
     """
 
     kind: ClassVar[str] = "large_batch"
-    parts: ClassVar[dict[str, type]] = {"curve": CurvePoint}
     model: str
     data: str
     device: str
@@ -360,7 +359,6 @@ class NoiseRecord(Record):
     """
 
     kind: ClassVar[str] = "noise_scale"
-    parts: ClassVar[dict[str, type]] = {"probes": NoiseProbe}
     model: str
     data: str
     device: str
@@ -477,10 +475,6 @@ def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
         exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
         data_wait_s=sum(row["data_wait_s"] for row in rows),
     )
-
-
-for _kind in (BatchRecord, LargeBatchRecord, NoiseRecord):
-    KINDS[_kind.kind] = _kind
 
 
 # -- the folder of a training run: config.json and metrics.jsonl -------------------------------------------------------

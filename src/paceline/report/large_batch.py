@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from paceline.records import LargeBatchRecord, NoiseRecord
-from paceline.records.training import RecipeSummary, Spread, summarize_recipes
-from paceline.report.plots import COLORS, MARKERS, new_figure
-from paceline.report.scaling import Section, StudyResult, build_fields, find_sources, name_jobs, only
-from paceline.report.scaling_plots import build_panels, join_legends, label_counts
+from paceline.records.training import RecipeSummary, summarize_recipes
+from paceline.report.plots import COLORS, new_figure
+from paceline.report.scaling import StudyResult, build_fields, only
+from paceline.report.scaling_plots import build_panels, draw_line, join_legends, label_counts
 from paceline.report.table import Column, Table
 from paceline.units import format_number_of
 
@@ -46,8 +46,7 @@ def _percent(value: float) -> str:
 
 # Accuracies and the gap are fractions of 1, deviations those of a sample; null is what no run finished.
 RECIPES = (
-    Column("model", lambda s: s.first.model, key="model"),
-    Column("data", lambda s: s.first.data, key="data"),
+    *build_fields("model data", pick_run, shown=True),
     *build_fields("device precision world_size batch_size largest_batch_size configuration", pick_run),
     Column("budget", lambda s: s.first.budget, key="budget", is_key=True),
     Column("global batch", lambda s: s.first.global_batch_size, "number", "global_batch_size", is_key=True),
@@ -64,93 +63,73 @@ RECIPES = (
     Column("failed", lambda s: s.num_failed, "number", "num_failed", priority=0),
     Column(None, lambda s: statistics.fmean(r.seconds for r in s.finished) if s.finished else None, key="run_s"),
     Column("source", lambda s: ", ".join(sorted({run.source for run in s.runs})), key="source"),
-)  # fmt: skip
+)
 
 
-def _say_accuracy(summary: RecipeSummary) -> str:
-    spread = summary.accuracy
-    if spread is None:
-        return f"no seed finished ({summary.first.failure})"
-    sure = "one seed" if spread.deviation is None else f"± {100 * spread.deviation:.1f}, {len(summary.finished)} seeds"
-    failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
-    return f"{100 * spread.mean:.1f} % ({sure}{failed})"
-
-
-def _name(summary: RecipeSummary) -> str:
-    recipe = summary.first.recipe
-    return f"{summary.first.global_batch_size} {'without a recipe' if recipe == 'none' else f'with {recipe}'}"
-
-
-def _say_epochs(run: LargeBatchRecord) -> str:
-    return f"{round(run.epochs, 2):g} epoch{'' if run.epochs == 1 else 's'}"
-
-
-def _say_updates(run: LargeBatchRecord) -> str:
-    return format_number_of(run.num_updates, "update")
-
-
-def _say_points(gap: float) -> str:
-    return f"{100 * abs(gap):.1f} points {'below' if gap >= 0 else 'above'}"
+def _say_length(run: LargeBatchRecord) -> str:
+    epochs = f"{round(run.epochs, 2):g} epoch{'' if run.epochs == 1 else 's'}"
+    return f"{format_number_of(run.num_updates, 'update')} in {epochs}"
 
 
 def _is_inside(summary: RecipeSummary) -> bool:
     """Whether the gap is less than the spread over seeds here or at the baseline."""
-    spreads: list[Spread | None] = [summary.accuracy, summary.baseline.accuracy if summary.baseline else None]
+    spreads = [summary.accuracy, summary.baseline.accuracy if summary.baseline else None]
     known = [spread.deviation for spread in spreads if spread and spread.deviation is not None]
     return bool(known) and summary.gap is not None and abs(summary.gap) <= max(known)
 
 
-def _compare_with_baseline(summary: RecipeSummary) -> str:
-    base = summary.baseline
-    if base is None or summary.gap is None:
-        return ""
-    here, there = pick_run(summary), pick_run(base)
-    same, first, second = (
-        (_say_epochs(here), _say_updates(here), f"{there.num_updates:,}")
-        if here.budget == "epochs"
-        else (_say_updates(here), _say_epochs(here), f"{round(there.epochs, 2):g}")
-    )
+def _say_gap(summary: RecipeSummary) -> str:
+    gap = summary.gap or 0.0
     inside = " (less than the spread over seeds)" if _is_inside(summary) else ""
-    text = f", {_say_points(summary.gap)} the baseline at {there.global_batch_size}{inside} in the same {same}"
-    is_alike = (here.epochs, here.num_updates) == (there.epochs, there.num_updates)
-    return text if is_alike else f"{text}, with {first} instead of {second}"
+    return f"{100 * abs(gap):.1f} points {'below' if gap >= 0 else 'above'} the baseline{inside}"
+
+
+def _describe(summary: RecipeSummary) -> str:
+    """Its accuracy, and how far that is from the baseline's."""
+    first, spread, base = summary.first, summary.accuracy, summary.baseline
+    recipe = "without a recipe" if first.recipe == "none" else f"with {first.recipe}"
+    if spread is None:
+        return f"{first.global_batch_size} {recipe}: no seed finished ({first.failure})"
+    sure = "one seed" if spread.deviation is None else f"± {100 * spread.deviation:.1f}, {len(summary.finished)} seeds"
+    failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
+    text = f"{first.global_batch_size} {recipe}: {100 * spread.mean:.1f} % ({sure}{failed})"
+    if base is None:
+        return text
+    here, there = pick_run(summary), pick_run(base)
+    text += f", {_say_gap(summary)}" if summary.gap is not None else ""
+    is_alike = (here.num_updates, here.epochs) == (there.num_updates, there.epochs)
+    other = "" if is_alike else f" instead of {there.num_updates:,} in {round(there.epochs, 2):g}"
+    return f"{text}, after {_say_length(here)}{other}"
 
 
 def _say_best(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
     """What the best recipe does for a batch size that has lost accuracy; empty where nothing was lost or tried."""
-    tried = sorted(((s.gap, s) for s in others if s.gap is not None), key=lambda pair: pair[0])
+    tried = [(s.gap, s) for s in others if s.gap is not None]
     if not tried or not (plain.gap is None or (plain.gap > 0 and not _is_inside(plain))):
         return ""
-    (gap, best), *_ = tried
-    recipe = best.first.recipe
-    if pick_run(best).num_updates != pick_run(plain).num_updates:  # a batch that grows
-        recipe += f", with {_say_updates(pick_run(best))},"
-    if plain.gap is not None and gap >= plain.gap:
-        return f"; no recipe repairs it, the best is {recipe}: {_say_points(gap)} the baseline"
-    inside = ", less than the spread over seeds" if _is_inside(best) else ""
-    if gap <= 0:
-        return f"; {recipe} repairs it ({_say_points(gap)} the baseline{inside})"
-    if plain.gap is not None and gap > plain.gap / 2:
-        return f"; {recipe} helps a little, to {_say_points(gap)} the baseline"
-    return f"; {recipe} repairs it to within {100 * gap:.1f} points{inside}"
+    gap, best = min(tried, key=lambda pair: pair[0])
+    lost = math.inf if plain.gap is None else plain.gap
+    effect = "repairs it" if gap <= max(0.0, lost / 2) else "helps a little" if gap < lost else "does not repair it"
+    grown = pick_run(best).num_updates != pick_run(plain).num_updates  # a batch that grows
+    updates = f" with {format_number_of(pick_run(best).num_updates, 'update')}" if grown else ""
+    return f"; the best recipe, {best.first.recipe}{updates}, {effect}: {_say_gap(best)}"
 
 
 def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
     """What each batch size costs in test accuracy without a recipe, and what the best recipe does for it."""
+    groups: dict[tuple[str, int], list[RecipeSummary]] = {}
+    for summary in summaries:
+        groups.setdefault((summary.first.budget, summary.first.global_batch_size), []).append(summary)
     lines = []
-    for key in dict.fromkeys((s.first.budget, s.first.global_batch_size) for s in summaries):
-        group = [s for s in summaries if (s.first.budget, s.first.global_batch_size) == key]
-        plain = [s for s in group if s.first.recipe == "none"]
-        others = [s for s in group if s.first.recipe != "none"]
-        for summary in plain:
-            run = pick_run(summary)
-            text = f"{_name(summary)}: {_say_accuracy(summary)}"
-            if summary.baseline is None:
-                lines.append(f"Baseline (the same {run.budget}): {text} after {_say_epochs(run)}, {_say_updates(run)}.")
-            else:
-                lines.append(f"{text}{_compare_with_baseline(summary)}{_say_best(summary, others)}.")
-        if not plain or all(s.baseline is None for s in plain):
-            lines += [f"{_name(s)}: {_say_accuracy(s)}{_compare_with_baseline(s)}." for s in others]
+    for (budget, _), group in groups.items():
+        plain = next((s for s in group if s.first.recipe == "none"), None)
+        others = [s for s in group if s is not plain]
+        if plain is not None and plain.baseline is not None:
+            lines.append(f"{_describe(plain)}{_say_best(plain, others)}.")
+            continue
+        if plain is not None:
+            lines.append(f"Baseline (the same {budget}): {_describe(plain)}, after {_say_length(pick_run(plain))}.")
+        lines += [f"{_describe(s)}." for s in others]
     return lines
 
 
@@ -178,11 +157,9 @@ def _say_interval(record: NoiseRecord) -> str:
 
 # The noise scale is null where it is only bounded from below, and its upper end where it has none.
 NOISE = (
-    Column("model", lambda r: r.model, key="model"),
-    Column("data", lambda r: r.data, key="data"),
+    *build_fields("model data", shown=True),
     Column("recipe", lambda r: r.note, key="note"),
-    Column("device", lambda r: r.device, key="device"),
-    Column("precision", lambda r: r.precision, key="precision"),
+    *build_fields("device precision", shown=True),
     *build_fields("seed small_batch_size big_batch_size noise_scale"),
     Column("ranks", lambda r: r.world_size, "number", "world_size", priority=-1),
     Column("step", lambda r: r.step, "number", "step", is_key=True),
@@ -195,48 +172,47 @@ NOISE = (
     Column("90 %", _say_interval, str, priority=1),
     Column(None, lambda r: (r.estimate.interval or (None, None))[0], key="noise_scale_low"),
     Column(None, lambda r: (r.estimate.interval or (None, None))[1], key="noise_scale_high"),
-    Column("source", lambda r: r.source, key="source"),
+    *build_fields("source", shown=True),
 )
 
 
-def group_noise(records: Sequence[NoiseRecord]) -> dict[tuple[str, ...], list[NoiseRecord]]:
+def group_noise(records: Sequence[NoiseRecord]) -> list[list[NoiseRecord]]:
     """The records of each job, in the order of its steps."""
-    jobs: dict[tuple[str, ...], list[NoiseRecord]] = {}
+    jobs: dict[tuple[object, ...], list[NoiseRecord]] = {}
     for record in sorted(records, key=lambda r: r.step):
-        jobs.setdefault((record.model, record.data, record.note, record.precision, str(record.seed)), []).append(record)
-    return jobs
+        jobs.setdefault((record.model, record.data, record.note, record.precision, record.seed), []).append(record)
+    return list(jobs.values())
 
 
 def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None) -> list[str]:
     """For each job its last noise scale, and what a global batch of `batch_size` would cost by it."""
-    return [_describe_noise(series, batch_size) for series in group_noise(records).values()]
+    return [_describe_noise(series, batch_size) for series in group_noise(records)]
 
 
 def _describe_noise(series: Sequence[NoiseRecord], batch_size: int | None) -> str:
     known = [record for record in series if record.noise_scale is not None]
     first, last, end = series[0], (known or series)[-1], series[-1]
-    who = f"{last.model}{', ' + last.note if last.note else ''}: "
+    scale, interval = last.noise_scale, last.estimate.interval
+    text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale"
     place = f"at epoch {last.epoch:.3g}"
     if first is not last and first.noise_scale is not None:
         place += f" ({_say_number(first.noise_scale)} at epoch {first.epoch:.3g})"
-    scale, interval = last.noise_scale, last.estimate.interval
     if scale is None:
         bound = f"above {_say_number(interval[0])} (90 %)" if interval is not None else "unknown"
-        return f"{who}gradient noise scale {bound} {place}: the gradient is lost in the noise."
-    later = ""
+        return f"{text} {bound} {place}: the gradient is lost in the noise."
+    sure = f" (90 %: {_say_interval(last)})" if interval is not None else ""
+    text += f" {_say_number(scale)}{sure} {place}"
+    if interval is not None and interval[1] == math.inf:
+        text += ": it may be far larger"
+    elif scale > 0:
+        size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
+        why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
+        cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
+        text += f": batches {why}: at {size}, {cost}"
     if end is not last:
         bound = "" if end.estimate.interval is None else f"above {_say_number(end.estimate.interval[0])} "
-        later = f"; {bound}at epoch {end.epoch:.3g}, where the gradient is lost in the noise"
-    text = f"{who}gradient noise scale {_say_number(scale)}"
-    text += f" (90 %: {_say_interval(last)}) {place}" if interval is not None else f" {place}"
-    if interval is not None and interval[1] == math.inf:
-        return f"{text}: it may be far larger{later}."
-    if scale <= 0:
-        return f"{text}{later}."
-    size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
-    why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
-    cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
-    return f"{text}: batches {why}: at {size}, {cost}{later}."
+        text += f"; {bound}at epoch {end.epoch:.3g}, where the gradient is lost in the noise"
+    return f"{text}."
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -249,44 +225,27 @@ def _name_recipe(recipe: str) -> str:
 def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
     """Test accuracy against global batch size, a line for each recipe, ± the deviation over seeds; a panel for each
     budget."""
-    kept = [s for s in summaries if s.accuracy is not None]
-    budgets = list(dict.fromkeys(s.first.budget for s in kept))
-    recipes = list(dict.fromkeys(s.first.recipe for s in kept))
-    figure, panels = build_panels(
-        [f"the same {budget}" for budget in budgets], "large batches: test accuracy", subtitle
-    )
+    kept = [(s.first, spread, s.runs) for s in summaries if (spread := s.accuracy) is not None]
+    kept.sort(key=lambda item: item[0].global_batch_size)
+    budgets = list(dict.fromkeys(s.first.budget for s in summaries))
+    recipes = list(dict.fromkeys(s.first.recipe for s in summaries))
+    titles = [f"the same {budget}" for budget in budgets]
+    figure, panels = build_panels(titles, "large batches: test accuracy", subtitle)
     for axes, budget in zip(panels, budgets, strict=True):
         for number, recipe in enumerate(recipes):
-            line = [s for s in kept if (s.first.budget, s.first.recipe) == (budget, recipe)]
-            line.sort(key=lambda s: s.first.global_batch_size)
-            if not line:
-                continue
-            source = ", ".join(dict.fromkeys(run.source for s in line for run in s.runs))
-            spreads = [s.accuracy for s in line if s.accuracy is not None]
-            axes.errorbar(
-                [s.first.global_batch_size for s in line],
-                [100 * spread.mean for spread in spreads],
-                [100 * (spread.deviation or 0.0) for spread in spreads],
-                color=COLORS[number % len(COLORS)], marker=MARKERS[number % len(MARKERS)], ms=5, lw=1.6, capsize=3,
-                label=f"{_name_recipe(recipe)} ({source})",
-            )  # fmt: skip
+            line = [item for item in kept if (item[0].budget, item[0].recipe) == (budget, recipe)]
+            if line:
+                source = ", ".join(dict.fromkeys(run.source for *_, runs in line for run in runs))
+                draw_line(
+                    axes, number, [first.global_batch_size for first, *_ in line],
+                    [100 * spread.mean for _, spread, _ in line],
+                    [100 * (spread.deviation or 0.0) for _, spread, _ in line], f"{_name_recipe(recipe)} ({source})",
+                )  # fmt: skip
         axes.set_xlabel("global batch size", fontsize=9)
-        label_counts(axes, [s.first.global_batch_size for s in kept if s.first.budget == budget])
+        label_counts(axes, [s.first.global_batch_size for s in summaries if s.first.budget == budget])
     panels[0].set_ylabel("test accuracy (%), ± deviation over seeds")
     join_legends(figure, panels)
     return figure
-
-
-def _mean_curve(runs: Sequence[LargeBatchRecord]) -> list[tuple[float, int, list[float]]]:
-    """(epochs, updates, the accuracies of all seeds) wherever every seed was evaluated."""
-    curves = [{point.update: point for point in run.curve} for run in runs]
-    first = runs[0]
-    samples_per_epoch = first.curve[-1].num_samples / first.epochs
-    return [
-        (point.num_samples / samples_per_epoch, point.update, [curve[point.update].test_accuracy for curve in curves])
-        for point in first.curve
-        if all(point.update in curve for curve in curves)
-    ]
 
 
 def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
@@ -304,13 +263,15 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
         label += f" at {size:,}" if len(sizes) > 1 else ""
         label += f", same {budget}" if len(budgets) > 1 else ""
         label += f" ({runs[0].source}, {len(runs)} seed{'s' if len(runs) > 1 else ''})"
-        color, curve = COLORS[number % len(COLORS)], _mean_curve(runs)
-        seeds = [[100 * value for value in values] for _, _, values in curve]
-        for axes, xs in ((panels[0], [c[0] for c in curve]), (panels[1], [float(c[1]) for c in curve])):
-            axes.plot(xs, [statistics.fmean(row) for row in seeds], color=color, lw=1.6, label=label)
-            axes.fill_between(
-                xs, [min(row) for row in seeds], [max(row) for row in seeds], color=color, alpha=0.15, lw=0
-            )
+        first, seeds = runs[0], [{point.update: 100 * point.test_accuracy for point in run.curve} for run in runs]
+        # Wherever every seed was evaluated.
+        points = [point for point in first.curve if all(point.update in seed for seed in seeds)]
+        rows = [[seed[point.update] for seed in seeds] for point in points]
+        epochs = [point.num_samples * first.epochs / first.curve[-1].num_samples for point in points]
+        for axes, xs in zip(panels, (epochs, [float(point.update) for point in points]), strict=True):
+            color = COLORS[number % len(COLORS)]
+            axes.plot(xs, [statistics.fmean(row) for row in rows], color=color, lw=1.6, label=label)
+            axes.fill_between(xs, [min(row) for row in rows], [max(row) for row in rows], color=color, alpha=0.15, lw=0)
     panels[0].set_xlabel("epochs", fontsize=9)
     panels[1].set_xlabel("updates", fontsize=9)
     ends = [runs[0].num_updates for runs in cells.values()]
@@ -327,7 +288,7 @@ def plot_noise(records: Sequence[NoiseRecord], title: str, machine: str) -> Figu
     figure, axes = new_figure(title, f"{machine}; {', '.join(sorted({r.source for r in records}))}")
     axes.set_yscale("log")
     several_seeds = len({record.seed for record in records}) > 1
-    for number, series in enumerate(group_noise(records).values()):
+    for number, series in enumerate(group_noise(records)):
         first, color = series[0], COLORS[number % len(COLORS)]
         label = ", ".join(filter(None, (first.model, first.note, f"seed {first.seed}" if several_seeds else "")))
         known = [(r.epoch, r.noise_scale) for r in series if r.noise_scale]
@@ -352,6 +313,7 @@ class LargeBatchResult(StudyResult):
     """`scale large-batch`: test accuracy by global batch size and recipe, and the gradient noise scale."""
 
     verbs = ("scale large-batch",)
+    topic = "Large batches"
 
     @cached_property
     def runs(self) -> list[LargeBatchRecord]:
@@ -366,61 +328,40 @@ class LargeBatchResult(StudyResult):
         return summarize_recipes(self.runs)
 
     def tables(self) -> list[Table]:
-        tables = [Table("recipes", "large batches", RECIPES, self.summaries)]
-        if self.noise_records:
-            tables.append(Table("noise", "gradient noise of the baseline", NOISE, self.noise_records))
-        return tables
+        noise = Table("noise", "gradient noise of the baseline", NOISE, self.noise_records)
+        return [Table("recipes", "large batches", RECIPES, self.summaries), *([noise] if self.noise_records else [])]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         sizes = {record.global_batch_size for record in self.runs}
         ends = [record for record in self.runs if record.global_batch_size in (min(sizes), max(sizes))]
-        drawn: dict[str, Callable[[], Figure]] = {}
-        if any(summary.accuracy is not None for summary in self.summaries):
-            drawn["accuracy"] = lambda: plot_accuracy(self.summaries, self.subtitle)
-        if any(record.curve for record in ends):
-            drawn["curves"] = lambda: plot_curves(ends, self.subtitle)
-        if self.noise_records:
-            drawn["noise"] = lambda: plot_noise(
-                self.noise_records, "Gradient noise scale of the baseline", self.subtitle
-            )
-        return drawn
+        name = "Gradient noise scale of the baseline"
+        drawn: dict[str, tuple[bool, Callable[[], Figure]]] = {
+            "accuracy": (any(s.accuracy for s in self.summaries), lambda: plot_accuracy(self.summaries, self.subtitle)),
+            "curves": (any(record.curve for record in ends), lambda: plot_curves(ends, self.subtitle)),
+            "noise": (bool(self.noise_records), lambda: plot_noise(self.noise_records, name, self.subtitle)),
+        }
+        return {name: draw for name, (is_known, draw) in drawn.items() if is_known}
 
     @cached_property
-    def sections(self) -> list[Section]:  # type: ignore[override]
+    def sentences(self) -> list[str]:  # type: ignore[override]
         largest = max((record.global_batch_size for record in self.runs), default=None)
-        captions = {
-            "accuracy": "Test accuracy by global batch size", "curves": "Test accuracy during training",
-            "noise": "Gradient noise scale of the baseline",
-        }  # fmt: skip
-        return [
-            Section(
-                f"Large batches: {name_jobs(self.runs)}",
-                [
-                    *self._summarize(),
-                    *describe_recipes(self.summaries),
-                    *describe_noise(self.noise_records, largest),
-                ],
-                [("Test accuracy by global batch size and recipe", self.table().markdown())],
-                [(captions[name], name) for name in self.figures()],
-                find_sources(self.runs),
-            )
-        ]
+        noise = describe_noise(self.noise_records, largest)
+        return [*self._summarize(), *describe_recipes(self.summaries), *noise]
 
     def _summarize(self) -> list[str]:
         """What the largest batch costs, and the best recipe for it."""
-        found = [s for s in self.summaries if s.first.budget == "epochs" and s.gap is not None and s.baseline]
+        found = [(s.gap, s.first) for s in self.summaries if s.first.budget == "epochs" and s.gap is not None]
         if not found:
             return []
-        largest = max(s.first.global_batch_size for s in found)
-        here = [s for s in found if s.first.global_batch_size == largest]
-        plain = next((s for s in here if s.first.recipe == "none"), None)
-        best = min(here, key=lambda s: s.gap or 0.0)
-        text = ""
-        if plain is not None:
-            side = "costs" if (plain.gap or 0.0) >= 0 else "gains"
-            text = f"A global batch of {largest} {side} {100 * abs(plain.gap or 0.0):.1f} points of test accuracy. "
-        if best is not plain:
-            gap = best.gap or 0.0
-            level = "level with" if abs(gap) < 0.0005 else _say_points(gap)
-            text += f"With {best.first.recipe}, {largest} is {level} the baseline."
-        return [text.strip()]
+        largest = max(run.global_batch_size for _, run in found)
+        gaps = {run.recipe: gap for gap, run in found if run.global_batch_size == largest}
+        text = []
+        if (lost := gaps.get("none")) is not None:
+            side = "costs" if lost >= 0 else "gains"
+            text.append(f"A global batch of {largest} {side} {100 * abs(lost):.1f} points of test accuracy.")
+        best = min(gaps, key=lambda recipe: gaps[recipe])
+        if best != "none":
+            level = f"{100 * abs(gaps[best]):.1f} points {'below' if gaps[best] >= 0 else 'above'}"
+            level = "level with" if abs(gaps[best]) < 0.0005 else level
+            text.append(f"With {best}, {largest} is {level} the baseline.")
+        return [" ".join(text)]
