@@ -11,22 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.options import (
-    BACKENDS,
-    JOB,
-    JOB_OPTIONS,
-    MEASUREMENT,
-    NETWORK_HELP,
-    OPTIONS,
-    RANKS,
-    Option,
-    add_command,
-    find_flag,
-    print_result,
-    read_one,
-)
+from paceline.cli.options import JOB_OPTIONS, OPTIONS, add_command, find_flag, print_result
 from paceline.errors import ConfigError, PacelineError, TrainingError
-from paceline.units import parse_counts, parse_size, size_range
+from paceline.units import parse_size, size_range
 
 app = typer.Typer(
     name="paceline",
@@ -65,45 +52,33 @@ def _allreduce(
 
 add_command(
     bench, "allreduce", _allreduce,
+    "ranks:bench backend:bench sizes min_size max_size factor collective op dtype device memory iters warmup limit "
+    "compare strict",
     "How fast is all-reduce here? Backends x ranks x sizes in one run, every element checked.",
-    "ranks backend sizes min_size max_size factor collective op dtype device memory iters warmup limit compare strict",
-    ranks=RANKS,
-    backend=BACKENDS,
-    memory=Option(
-        JOB, "Where vectors are: ordinary, shared (backend shm alone), or both, in turns.", default="ordinary"
-    ),
 )  # fmt: skip
 add_command(
-    bench, "chunks", "bench:chunks",
+    bench, "chunks", "bench:chunks", "ranks:bench backend:bench total chunks dtype device iters warmup strict",
     "What does cutting one message into chunks cost? Total time by elements per all-reduce.",
-    "ranks backend total chunks dtype device iters warmup strict", ranks=RANKS, backend=BACKENDS,
 )  # fmt: skip
 add_command(
     bench, "wrappers", "bench:wrappers",
+    "models wrappers backend:bench ranks:bench batch_size:wrappers dtype device threads:wrappers iters warmup strict",
     "Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one per wrapper.",
-    "models wrappers backend ranks batch_size dtype device threads iters warmup strict",
-    ranks=RANKS,
-    backend=BACKENDS,
-    batch_size=Option(JOB, "Samples per rank in a step. Default: the model's own.", read=read_one),
-    threads=Option(JOB, OPTIONS["threads"].help, default=1),
 )  # fmt: skip
 add_command(
-    app, "doctor", "doctor:doctor",
+    app, "doctor", "doctor:doctor", "-out",
     "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.",
-    "", without="out",
 )  # fmt: skip
 
 
 # -- train, profile, predict and tune ----------------------------------------------------------------------------------
 
 add_command(
-    app, "train", "train:train", "Train a model on one rank or many, and see where the time goes.",
-    f"{JOB_OPTIONS} epochs steps global_batch_size batch_growth grow tail clip lr momentum trust_coefficient "
-    "weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout test_samples profile "
-    "resume save_every keep tensorboard",
-    ranks=Option(JOB, "Number of ranks. Default: the launched world's, else 1.", read=read_one),
-    global_batch_size=Option(JOB, "Samples of one step over all ranks.", int),
-    profile=Option(MEASUREMENT, "Time forward, backward and optimizer of each step.", default=False),
+    app, "train", "train:train",
+    f"{JOB_OPTIONS} ranks:train epochs steps global_batch_size:train batch_growth grow tail clip lr momentum "
+    "trust_coefficient weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout "
+    "test_samples profile:train resume save_every keep tensorboard",
+    "Train a model on one rank or many, and see where the time goes.",
 )  # fmt: skip
 
 
@@ -131,33 +106,22 @@ def _profile(
 
 
 add_command(
-    profile, "phases", "profile:phases",
+    profile, "phases", "profile:phases", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup",
     "Data wait, forward, backward, optimizer, and communication: exposed (compared with steps without) and busy.",
-    f"{JOB_OPTIONS} iters warmup",
-    {"model": "cnn"},
-    ranks=Option(JOB, "Numbers of ranks: 1,2,4. Default: the launched world's, else 2.", read=parse_counts),
-    batch_size=Option(JOB, "Samples per rank in a micro-batch: 32,128. Default: 32.", read=parse_counts),
+    model="cnn",
 )  # fmt: skip
 add_command(
-    profile, "layers", "profile:layers",
-    "When each gradient is ready, and forward and backward of each block, on one rank.",
-    f"{JOB_OPTIONS} iters warmup", {"model": "cnn"},
+    profile, "layers", "profile:layers", f"{JOB_OPTIONS} iters warmup",
+    "When each gradient is ready, and forward and backward of each block, on one rank.", model="cnn",
 )  # fmt: skip
 add_command(
-    profile, "trace", "profile:trace",
+    profile, "trace", "profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot",
     "Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.",
-    f"{JOB_OPTIONS} steps warmup memory shapes plot",
-    {"model": "cnn", "plot": False},
-    steps=Option(MEASUREMENT, "Steps that are recorded.", default=3),
-    memory=Option(MEASUREMENT, "Record allocations, too.", default=False, flags="--memory-use"),
+    model="cnn", plot=False,
 )  # fmt: skip
 add_command(
-    profile, "comm-table", "profile:comm_table",
-    "What gradients cost on given networks, compared with the measured computation of a step.",
-    f"{JOB_OPTIONS} network curves iters warmup",
-    {"model": "cnn"},
-    ranks=Option(JOB, OPTIONS["ranks"].help, read=parse_counts),
-    network=Option(JOB, NETWORK_HELP, default="nvlink,pcie4,hdr,10gbe"),
+    profile, "comm-table", "profile:comm_table", f"{JOB_OPTIONS} ranks:table network:table curves iters warmup",
+    "What gradients cost on given networks, compared with the measured computation of a step.", model="cnn",
 )  # fmt: skip
 
 
@@ -178,22 +142,16 @@ def _predict(*, csv: Path | None = None, profile: Path | None = None, progress: 
 
 add_command(
     app, "predict", _predict,
+    "profile network ranks:bench csv allreduce backend:predict ranks_per_node inside algorithm accumulate gradients "
+    "straggler",
     "What will a step cost: on other networks and ranks (--model-profile), or with other bucket sizes (--csv)?",
-    "profile network ranks csv allreduce backend ranks_per_node inside algorithm accumulate gradients straggler",
-    ranks=RANKS, backend=Option(JOB, BACKENDS.help),
 )  # fmt: skip
 add_command(
     app, "tune", "tune:tune",
+    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune quick confirm caps network:tune network_ranks iters",
     "Find the best buckets: measure this machine and model, predict every plan, confirm, and save the plan.\n\n"
     "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.",
-    f"{JOB_OPTIONS} quick confirm caps network network_ranks iters",
-    {"model": "cnn"},
-    without="plan accumulate",
-    batch_size=Option(
-        JOB, "Samples per rank. Small by default: buckets matter where little arithmetic hides them.", default="4",
-        read=read_one,
-    ),
-    network=Option(MEASUREMENT, NETWORK_HELP),
+    model="cnn",
 )  # fmt: skip
 
 
@@ -213,52 +171,26 @@ def _study(name: str) -> Callable[..., Any]:
 
 add_command(
     scale, "batch", _study("batch"),
+    f"{JOB_OPTIONS} -ranks -accumulate -wrapper -backend -sync_batchnorm -plan batch_size:batch epochs:batch resume",
     "Which batch size keeps one rank busy? Whole epochs at each size: time, samples/s and memory.\n\n"
     "The first epoch is a warm-up.",
-    f"{JOB_OPTIONS} epochs resume",
-    without="ranks accumulate wrapper backend sync_batchnorm plan",
-    batch_size=Option(JOB, "Batch sizes: 32,128,512,2048 (the default)", read=parse_counts),
-    epochs=Option(OPTIONS["epochs"].panel, OPTIONS["epochs"].help, default=3),
 )  # fmt: skip
 add_command(
     scale, "ranks", _study("ranks"),
+    f"{JOB_OPTIONS} -sync_batchnorm -plan ranks:scale batch_size:scale wrapper:scale backend:scale global_batch_size "
+    "network:scale predict_ranks iters resume",
     "Do more ranks help? Weak and strong scaling of all wrappers: speed-up, communication, bandwidth, prediction.",
-    f"{JOB_OPTIONS} global_batch_size network predict_ranks iters resume",
-    without="sync_batchnorm plan",
-    ranks=Option(
-        JOB, "Numbers of ranks: 1,2,4. Default: 1,2,4,... up to the cores or GPUs, or to the launched world.",
-        read=parse_counts,
-    ),
-    batch_size=Option(JOB, "Samples per rank (weak scaling): 8,32 (the default)", read=parse_counts),
-    wrapper=Option(JOB, "paceline, torch or dp; several are compared in turns", default="paceline,torch"),
-    backend=Option(
-        JOB, "auto, gloo, shm (shared memory) or nccl; several are compared in turns: gloo,shm", default="auto"
-    ),
-    network=Option(MEASUREMENT, NETWORK_HELP, default="10gbe,100gbe"),
 )  # fmt: skip
 add_command(
     scale, "large-batch", _study("large_batch"),
+    f"{JOB_OPTIONS} -accumulate model:small ranks:train batch_size:large base_batch_size global_batch_size recipes "
+    "seeds epochs:large updates lr:large momentum weight_decay schedule:large lr_drops tail augment cutout "
+    "test_samples evaluations at_once resume",
     "What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.",
-    f"{JOB_OPTIONS} base_batch_size global_batch_size recipes seeds epochs updates lr momentum weight_decay schedule "
-    "lr_drops tail augment cutout test_samples evaluations at_once resume",
-    without="accumulate",
-    model=Option(
-        JOB, "cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION. Default: a small cnn.", default="cnn"
-    ),
-    ranks=Option(JOB, "Number of ranks. Default: the launched world's, else 1.", read=read_one),
-    batch_size=Option(JOB, "What a rank computes at once; larger batches accumulate. Default: 512.", read=read_one),
-    epochs=Option(OPTIONS["epochs"].panel, OPTIONS["epochs"].help, default=6),
-    lr=Option(OPTIONS["lr"].panel, OPTIONS["lr"].help, default=0.005),
-    schedule=Option(OPTIONS["schedule"].panel, OPTIONS["schedule"].help, default="cosine"),
 )  # fmt: skip
 add_command(
-    scale, "report", _study("report"),
+    scale, "report", _study("report"), "runs resume",
     "The whole study on one page: tables, figures and findings, from finished runs or measured here with defaults.",
-    "resume",
-    runs=Option(
-        JOB, "Finished runs of scale batch, ranks or large-batch. Default: measure all three.", list[Path],
-        flags="argument",
-    ),
 )  # fmt: skip
 
 

@@ -477,9 +477,9 @@ def measure_profile(settings: TrainSettings, iters: int | None, warmup: int | No
 def measure_own_profile(
     model: nn.Module | Callable[[], Any],
     step: OwnStep | None,
-    kind: str,
     wrapper: str,
     options: dict[str, Any],
+    kind: str,
     iters: int | None,
     warmup: int | None,
 ) -> list[Record]:

@@ -56,8 +56,8 @@ def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
 
 
 def list_names(names: Names) -> tuple[str, ...]:
-    """The names of a list, or of a comma-separated text, without repeats."""
-    found = names.split(",") if isinstance(names, str) else names
+    """The names of a comma-separated text, or of several, without repeats."""
+    found = (names if isinstance(names, str) else ",".join(names)).split(",")
     return tuple(dict.fromkeys(name.strip() for name in found if name.strip()))
 
 

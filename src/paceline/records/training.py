@@ -522,7 +522,7 @@ class MetricsLog:
             rows = load_metrics(path)
             kept = [row for row in rows if row["step"] <= step]
             if len(kept) < len(rows):
-                _replace(path, _render(kept))
+                replace_file(path, _render(kept))
         return cls(path)
 
     def append(self, *rows: Mapping[str, Any]) -> None:
@@ -583,7 +583,8 @@ def _render_row(row: Mapping[str, Any]) -> bytes:
         raise ConfigError(f"the row of metrics of step {row['step']} cannot be written as JSON: {error}") from None
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that is the old one or the new one, whole, at any time."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         with temporary.open("wb") as file:

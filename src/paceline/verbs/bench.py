@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import ConfigError
 from paceline.measure.settings import (
@@ -77,11 +77,8 @@ def allreduce(
         differences = run.environment.differences(load_run(compare or "").environment) if is_run else []
         return CollectiveResult(run, folder, compared, differences)
 
-    own = {"sizes": list_sizes(sizes), "memories": memories}
-    result: CollectiveResult = _measure(
-        "bench allreduce", "collectives:measure_collectives", CollectiveSettings, locals(), own, build
-    )
-    return result
+    own, load = {"sizes": list_sizes(sizes), "memories": memories}, "collectives:measure_collectives"
+    return cast("CollectiveResult", _measure("bench allreduce", load, CollectiveSettings, locals(), own, build))
 
 
 def chunks(
@@ -108,8 +105,7 @@ def chunks(
         steps = [count * ITEM_BYTES.get(dtype, 4) for count in _CHUNK_ELEMENTS]
         chunks = (*(step for step in steps if step < total_bytes), total_bytes)
     own = {"chunks": list_sizes(chunks)}
-    result: ChunksResult = _measure("bench chunks", "collectives:measure_chunks", ChunkSettings, locals(), own)
-    return result
+    return cast("ChunksResult", _measure("bench chunks", "collectives:measure_chunks", ChunkSettings, locals(), own))
 
 
 def wrappers(
@@ -135,17 +131,13 @@ def wrappers(
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
     own = {"models": list_names(models), "wrappers": list_names(wrappers)}
-    result: WrappersResult = _measure("bench wrappers", "wrappers:measure_wrappers", WrapperSettings, locals(), own)
-    return result
+    return cast(
+        "WrappersResult", _measure("bench wrappers", "wrappers:measure_wrappers", WrapperSettings, locals(), own)
+    )
 
 
 def _measure(
-    verb: str,
-    load: str,
-    kind: type[GroupSettings],
-    given: dict[str, Any],
-    own: dict[str, Any],
-    build: Callable[[Run, Path | None], Any] | None = None,
+    verb: str, load: str, kind: type[GroupSettings], given: Mapping[str, Any], own: dict[str, Any], build: Any = None
 ) -> Any:
     """The settings that a verb was `given`, with `own` in place of what it has read: refused at once, or measured."""
     ranks, notes = choose_ranks(None if given["ranks"] is None else list_counts(given["ranks"]))

@@ -17,6 +17,7 @@ from paceline.runtime.session import Session, find_place, open_session
 from paceline.training.settings import NAMES, TrainSettings, check_job
 
 Place = str | Path | None
+Build = Callable[[Run, Path | None], Any]
 
 
 def choose_worlds(ranks: Counts | None, default: int) -> tuple[int, ...]:
@@ -25,20 +26,16 @@ def choose_worlds(ranks: Counts | None, default: int) -> tuple[int, ...]:
     if ranks is None:
         return (default if launched is None else launched,)
     counts = list_counts(ranks)
-    if launched not in (None, 1) and counts != (launched,):
-        raise ConfigError(
-            f"--ranks {','.join(map(str, counts))} in a launched world of {launched}: leave out --ranks, or launch as "
-            "many",
-            code="launched",
-        )
+    asked = f"--ranks {','.join(map(str, counts))} in a launched world of {launched}"
+    wrong = launched not in (None, 1) and counts != (launched,)
+    refuse((wrong, f"{asked}: leave out --ranks, or launch as many"), code="launched")
     return counts
 
 
 def choose_world(ranks: Counts | None, default: int) -> int:
     """The same where one number is needed."""
     counts = choose_worlds(ranks, default)
-    if len(counts) != 1:
-        raise ConfigError(f"--ranks {','.join(map(str, counts))}: one number is needed here")
+    refuse((len(counts) != 1, f"--ranks {','.join(map(str, counts))}: one number is needed here"))
     return counts[0]
 
 
@@ -52,10 +49,7 @@ def build_settings(**job: Any) -> TrainSettings:
 
 
 def finish(
-    session: Session,
-    records: Sequence[Any],
-    details: dict[str, Any] | None = None,
-    build: Callable[[Run, Path | None], Any] | None = None,
+    session: Session, records: Sequence[Any], details: dict[str, Any] | None = None, build: Build | None = None
 ) -> Any:
     """Save the run first, for a table may refuse its records, and then the tables and figures of its result."""
     from paceline.report.result import build_result
@@ -69,20 +63,17 @@ class OwnJob:
     """A user's own module and step, or a factory of both. `where`: backend, device and threads, for `join_world`."""
 
     def __init__(self, model: Any, step: Callable[[Any], Any] | None, wrapper: str, job: dict[str, Any], **where: Any):
-        is_module = hasattr(model, "named_parameters")
-        if is_module and step is None:
-            raise ConfigError(
-                f"{type(model).__name__} without a step: pass step(model), which runs one forward and backward",
-                code="no-step",
-            )
+        is_module, kind = hasattr(model, "named_parameters"), type(model).__name__
+        is_alone = is_module and step is None
+        refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
         refuse(
             (is_module != (step is not None) or not callable(step or model),
-             f"model is {type(model).__name__} and step is {type(step).__name__}: pass a module and a function "
+             f"model is {kind} and step is {type(step).__name__}: pass a module and a function "
              "step(model), a factory that returns both, or the name of a built-in model"),
             (job, f"{', '.join(job)}: options of a model by name; your own job decides them itself"),
         )  # fmt: skip
         self.model, self.step, self.wrapper, self.is_pair = model, step, wrapper, is_module
-        self.name = type(model).__name__ if is_module else getattr(model, "__name__", "factory")
+        self.name = kind if is_module else getattr(model, "__name__", "factory")
         self.where = where | {"backend": canonical_backend(where["backend"])}
 
     def open(self, verb: str, ranks: int, here: bool, out: Place, progress: bool | None) -> Any:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from paceline.errors import ConfigError, refuse
-from paceline.measure.settings import Counts, check_counts, list_counts
+from paceline.errors import refuse
+from paceline.measure.settings import Counts, check_counts, check_names, list_counts
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.runtime.session import find_place, open_session
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from paceline.report.result import Result
     from paceline.report.steps import PhasesResult
 
-KINDS = ("all", "phases", "layers", "trace")
 _ROOM = "paceline.measure.profiles:"
 
 
@@ -55,25 +54,20 @@ def profile(
     `wrapper`: paceline, torch or none, for the phases. `iters`, `warmup`: by default as the time allows.
     `out`: save the run in a new folder there.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"kind {kind!r} of a profile is unknown: known are {', '.join(KINDS)}")
-    where: dict[str, Any] = {"backend": backend, "device": device, "threads": threads}
+    check_names("kind", (kind,), ("all", "phases", "layers", "trace"))
+    job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     times: dict[str, Any] = {"iters": iters, "warmup": warmup, "out": out, "progress": progress}
     if kind == "trace":
         del times["iters"]
-        return trace(model, step, ranks=ranks, wrapper=wrapper, **where, **times, **job)
+        return trace(model, step, ranks=ranks, **times, **job)
+    if isinstance(model, str) and kind != "all":
+        return (phases if kind == "phases" else layers)(model, ranks=ranks, **times, **job)
     check_counts(iters=iters, warmup=warmup)
-    if not isinstance(model, str):
-        own, count, here = _build_own(model, step, ranks, wrapper, where, job)
-        with own.open("profile" if kind == "all" else f"profile {kind}", count, here, out, progress) as session:
-            arguments = (model, step, kind, wrapper, own.where, iters, warmup)
-            return finish(session, session.ask(_ROOM + "measure_own_profile", arguments))
-    job |= where | {"ranks": ranks, "wrapper": wrapper}
-    if kind != "all":
-        return (phases if kind == "phases" else layers)(model, **times, **job)
-    settings = build_settings(model=model, **job | {"ranks": choose_world(ranks, 2)})
-    with open_session("profile", settings.to_json(), ranks=settings.ranks, out=out, progress=progress) as session:
-        return finish(session, session.ask(_ROOM + "measure_profile", (settings, iters, warmup)))
+    verb = "profile" if kind == "all" else f"profile {kind}"
+    opened, arguments = _open_job(verb, model, step, ranks, job, out, progress)
+    load, which = ("measure_profile", ()) if isinstance(model, str) else ("measure_own_profile", (kind,))
+    with opened as session:
+        return finish(session, session.ask(_ROOM + load, (*arguments, *which, iters, warmup)))
 
 
 def phases(
@@ -98,8 +92,7 @@ def phases(
             before, after = (count * len(sizes) for count in (number, len(counts) - number - 1))
             arguments = (settings, sizes, iters, warmup, before, after)
             records += session.ask(_ROOM + "measure_phases", arguments, ranks=settings.ranks)
-        result: PhasesResult = finish(session, records)
-        return result
+        return cast("PhasesResult", finish(session, records))
 
 
 def layers(
@@ -115,8 +108,7 @@ def layers(
     settings = _build_bare(model, iters, warmup, job)
     with open_session("profile layers", settings.to_json(), out=out, progress=progress) as session:
         arguments = (settings, iters or 20, 3 if warmup is None else warmup)
-        result: ProfileResult = finish(session, [session.ask(_ROOM + "measure_job_layers", arguments)])
-        return result
+        return cast("ProfileResult", finish(session, [session.ask(_ROOM + "measure_job_layers", arguments)]))
 
 
 def trace(
@@ -142,23 +134,15 @@ def trace(
     `model`, `step` and the options of a job are those of `profile`. `steps` are recorded, after `warmup` others.
     `memory`: record allocations. `shapes`: record the shapes of operators' inputs. `plot`: draw one step of all ranks.
     """
-    if warmup == 0:
-        raise ConfigError("--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed")
+    refuse((warmup == 0, "--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed"))
     check_counts(steps=steps, warmup=warmup)
     extras = tuple(name for name, is_on in (("memory", memory), ("shapes", shapes)) if is_on)
-    where = {"backend": backend, "device": device, "threads": threads}
-    if isinstance(model, str):
-        settings = build_settings(model=model, ranks=choose_world(ranks, 2), wrapper=wrapper, **where, **job)
-        job_arguments: tuple[Any, ...] = (settings,)
-        opened = open_session("profile trace", settings.to_json(), ranks=settings.ranks, out=out, progress=progress)
-    else:
-        own, count, here = _build_own(model, step, ranks, wrapper, where, job)
-        opened = own.open("profile trace", count, here, out, progress)
-        job_arguments = (model, step, wrapper, own.where)
+    job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
+    opened, arguments = _open_job("profile trace", model, step, ranks, job, out, progress)
     with opened as session:
         load = "paceline.measure.traces:" + ("trace_job" if isinstance(model, str) else "trace_own")
         recorded = (3 if warmup is None else warmup, steps, extras, session.place is not None)
-        traced = session.ask(load, (*job_arguments, *recorded))
+        traced = session.ask(load, (*arguments, *recorded))
 
         def build(run: Run, folder: Path | None) -> TraceResult:
             from paceline.predict.advice import advise
@@ -170,8 +154,7 @@ def trace(
             document = TraceResult.build_document(overviews, traced.facts, advice)
             return TraceResult(run, folder, document, traced.traces, plot)
 
-        result: TraceResult = finish(session, [], build=build)
-        return result
+        return cast("TraceResult", finish(session, [], build=build))
 
 
 def comm_table(
@@ -201,8 +184,7 @@ def comm_table(
     sweeps = _load_sweeps(curves, counts)
     if isinstance(model, ProfileResult):
         config, record = model.config, model.profile
-        if record is None:
-            raise ConfigError('this profile has no layers: use kind="all" or kind="layers"', code="mismatch")
+        refuse((record is None, 'this profile has no layers: use kind="all" or kind="layers"'), code="mismatch")
     else:
         settings, record = _build_bare(model, iters, warmup, job), None
         config = settings.to_json()
@@ -211,10 +193,8 @@ def comm_table(
         if record is None:
             arguments = (settings, iters or 10, 2 if warmup is None else warmup)
             record = session.ask(_ROOM + "measure_job_layers", arguments)
-        result: CommTableResult = finish(
-            session, [record], build=lambda run, folder: CommTableResult(run, folder, sweeps)
-        )
-        return result
+        table: Any = finish(session, [record], build=lambda run, folder: CommTableResult(run, folder, sweeps))
+        return cast("CommTableResult", table)
 
 
 def compare(first: str | Path | Result, second: str | Path | Result) -> ComparisonResult:
@@ -232,26 +212,31 @@ def _build_bare(model: str, iters: int | None, warmup: int | None, job: dict[str
     place, bare = find_place(), "layers are timed on the bare model, which sends nothing; leave it out"
     launched = 1 if place is None else place.world_size
     ranks, wrapper, plan, accumulate = (job.pop(name, None) for name in ("ranks", "wrapper", "plan", "accumulate"))
+    parts = f"--accumulate {accumulate}"
     refuse(
-        (ranks not in (None, 1), f"--ranks {ranks}: layers are timed on one rank, where no message disturbs them"),
+        (
+            ranks not in (None, 1, (1,)),
+            f"--ranks {ranks}: layers are timed on one rank, where no message disturbs them",
+        ),
         (launched > 1, f"layers are timed on one rank, and {launched} were launched: run it without a launcher"),
         (plan is not None, f"--plan {plan}: {bare}"),
         (wrapper not in (None, "paceline", "none"), f"--wrapper {wrapper}: {bare}"),
-        (
-            accumulate not in (None, 1),
-            f"--accumulate {accumulate}: layers are timed over one micro-batch; leave it out",
-        ),
+        (accumulate not in (None, 1), f"{parts}: layers are timed over one micro-batch; leave it out"),
     )
     return build_settings(model=model, wrapper="none", **job)
 
 
-def _build_own(
-    model: Any, step: Any, ranks: Counts | None, wrapper: str, where: dict[str, Any], job: dict[str, Any]
-) -> tuple[OwnJob, int, bool]:
-    """A user's own job, its number of ranks, and whether it is profiled in this process."""
+def _open_job(
+    verb: str, model: Any, step: Any, ranks: Counts | None, job: dict[str, Any], out: Place, progress: bool | None
+) -> tuple[Any, tuple[Any, ...]]:
+    """The session of a job, and the arguments that say on its ranks what the job is."""
+    if isinstance(model, str):
+        settings = build_settings(model=model, ranks=choose_world(ranks, 2), **job)
+        opened = open_session(verb, settings.to_json(), ranks=settings.ranks, out=out, progress=progress)
+        return opened, (settings,)
+    wrapper, where = job.pop("wrapper"), {name: job.pop(name) for name in ("backend", "device", "threads")}
     own, place = OwnJob(model, step, wrapper, job, **where), find_place()
-    if wrapper not in ("paceline", "torch", "none"):
-        raise ConfigError(f"wrapper {wrapper!r} is unknown here: known are paceline, torch, none")
+    check_names("wrapper", (wrapper,), ("paceline", "torch", "none"))
     world_size = place.world_size if place is not None else 1
     counts = (world_size,) if ranks is None else list_counts(ranks)
     # A factory can go to ranks that are started for it; a module stays.
@@ -259,12 +244,9 @@ def _build_own(
     what = "a module stays in its process" if own.is_pair else f"this process is one of {world_size} ranks"
     refuse(
         (len(counts) != 1, f"ranks={ranks}: a profile is of one number of ranks"),
-        (
-            here and counts != (world_size,),
-            f"ranks={ranks}: {what}; pass a factory of (model, step) in a plain process",
-        ),
+        (here and counts != (world_size,), f"ranks={ranks}: {what}; pass a factory of (model, step) in a plain one"),
     )
-    return own, counts[0], here
+    return own.open(verb, counts[0], here, out, progress), (model, step, wrapper, own.where)
 
 
 def _load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[Any]:
@@ -275,12 +257,9 @@ def _load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[Any]
     for path in paths:
         run = load_run(path)
         records = [record for record in run.records if isinstance(record, CollectiveRecord)]
-        if not records:
-            raise ConfigError(
-                f"--curve {path} is a run of `{run.verb}`: give one of `paceline bench allreduce`", code="mismatch"
-            )
+        what = f"--curve {path} is a run of `{run.verb}`: give one of `paceline bench allreduce`"
+        refuse((not records, what), code="mismatch")
         found = [sweep for sweep in build_sweeps(records) if set(sweep.ranks) & set(ranks)]
-        if not found:
-            raise ConfigError(f"--curve {path}: no measured all-reduce of {', '.join(map(str, ranks))} ranks is in it")
+        refuse((not found, f"--curve {path}: no measured all-reduce of {', '.join(map(str, ranks))} ranks is in it"))
         sweeps += found
     return sweeps

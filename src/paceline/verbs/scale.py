@@ -8,10 +8,10 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline import machine
-from paceline.errors import ConfigError, LaunchError
+from paceline.errors import LaunchError, refuse
 from paceline.measure.scale_settings import BatchSettings, LargeBatchSettings, ScaleSettings, Setup, StudySettings
 from paceline.measure.settings import Counts, Names, check_counts, list_counts, list_names
 from paceline.predict.networks import find_networks
@@ -54,19 +54,14 @@ def batch(
     has its own settings: other arguments must be left out.
     """
     _refuse_launched("batch sizes are compared on one rank")
-    result: BatchResult = _run_study("batch", locals())
-    return result
+    return cast("BatchResult", _run_study("batch", locals()))
 
 
 def _build_batch(*, batch_size: Counts, epochs: int, device: str, **job: Any) -> BatchSettings:
     _refuse(job, ("ranks", "wrapper", "backend", "plan", "sync_batchnorm", "accumulate"), "one rank computes alone")
     sizes = list_counts(batch_size, "batch_size")
     train = TrainSettings(batch_size=sizes[0], wrapper="none", device=_choose_device(device), **job)
-    settings = BatchSettings(job=train, batch_sizes=sizes, epochs=epochs)
-    settings.check()
-    for size in sizes:
-        check_job(dataclasses.replace(train, batch_size=size))
-    return settings
+    return BatchSettings(job=train, batch_sizes=sizes, epochs=epochs)
 
 
 def _measure_batch(session: Session, settings: BatchSettings, at_once: int = 1) -> list[Record]:
@@ -123,23 +118,13 @@ def ranks(
     `network` and `predict_ranks`: for which networks and numbers of ranks the curve is predicted. `job`, `out` and
     `resume` as for `batch`. Inside a launched world this is collective: every rank must call it.
     """
-    result: RanksResult = _run_study("ranks", locals())
-    return result
+    return cast("RanksResult", _run_study("ranks", locals()))
 
 
 def _build_ranks(
-    *,
-    ranks: Counts | None,
-    batch_size: Counts,
-    global_batch_size: Counts | None,
-    wrapper: Names,
-    backend: Names,
-    network: str,
-    predict_ranks: Counts,
-    iters: int | None,
-    device: str,
-    **job: Any,
-) -> ScaleSettings:
+    *, ranks: Counts | None, batch_size: Counts, global_batch_size: Counts | None, wrapper: Names, backend: Names,
+    network: str, predict_ranks: Counts, iters: int | None, device: str, **job: Any,
+) -> ScaleSettings:  # fmt: skip
     _refuse(job, ("plan",), "wrappers are compared with their default buckets")
     _refuse(job, ("sync_batchnorm",), "it would wait for ranks that do not take part in a turn")
     find_networks(network)  # refuses an unknown one
@@ -162,13 +147,10 @@ def _build_ranks(
     if job.get("samples") is None and job.get("data", "synthetic").startswith("synthetic"):
         job["samples"] = max(2048, max(max(sizes) * most, *strong, 0) * accumulate)
     train = TrainSettings(batch_size=sizes[0], wrapper="none", backend="gloo", device=device, **job)
-    settings = ScaleSettings(
+    return ScaleSettings(
         job=train, ranks=counts, setups=tuple(setups), batch_sizes=sizes, global_batch_sizes=strong, iters=iters,
         network=network, predict_ranks=",".join(map(str, list_counts(predict_ranks, "predict_ranks"))),
     )  # fmt: skip
-    settings.check()
-    check_job(train)
-    return settings
 
 
 def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
@@ -176,10 +158,8 @@ def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
     launched = read_place().world_size if is_launched() else 1
     most = launched if launched > 1 else max(2, machine.count_gpus() or machine.count_cores())
     counts = list_counts(ranks) if ranks is not None else tuple(2**k for k in range(most.bit_length()))
-    if launched > 1 and max(counts) > launched:
-        raise ConfigError(
-            f"{max(counts)} ranks in a launched world of {launched}: use at most that many", code="launched"
-        )
+    asked = f"{max(counts)} ranks in a launched world of {launched}"
+    refuse((1 < launched < max(counts), f"{asked}: use at most that many"), code="launched")
     return tuple(sorted({1, *counts}))
 
 
@@ -229,24 +209,13 @@ def large_batch(
     for none. `batch_size`: what a rank computes at once. `at_once`: runs that share the machine. `job`, `out` and
     `resume` as for `batch`. Inside a launched world this is collective: every rank must call it.
     """
-    result: LargeBatchResult = _run_study("large-batch", locals())
-    return result
+    return cast("LargeBatchResult", _run_study("large-batch", locals()))
 
 
 def _build_large_batch(
-    *,
-    model: str | None,
-    base_batch_size: int,
-    global_batch_size: Counts | None,
-    recipes: Names | None,
-    seeds: int,
-    epochs: int,
-    updates: int | None,
-    batch_size: int,
-    evaluations: int,
-    ranks: int | None,
-    **job: Any,
-) -> LargeBatchSettings:
+    *, model: str | None, base_batch_size: int, global_batch_size: Counts | None, recipes: Names | None, seeds: int,
+    epochs: int, updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
+) -> LargeBatchSettings:  # fmt: skip
     _refuse(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
     if model is None and not {"channels", "hidden"} & set(job):
         job |= {"channels": (8, 16), "hidden": 64}
@@ -261,16 +230,13 @@ def _build_large_batch(
         for_norms = ("linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
         texts = (*_RECIPES, *for_norms) if train.model.startswith("resnet") else _RECIPES
     names = tuple(dict.fromkeys(Recipe.parse(text).text for text in texts))
-    settings = LargeBatchSettings(
+    return LargeBatchSettings(
         job=train, base_batch_size=base_batch_size,
         global_batch_sizes=(16 * base_batch_size,) if global_batch_size is None else list_counts(global_batch_size),
         recipes=names if NO_RECIPE in names else (NO_RECIPE, *names),  # to compare the others with
         seeds=tuple(train.seed + number for number in range(seeds)),
         updates=updates, most_at_once=batch_size, evaluations=evaluations,
     )  # fmt: skip
-    settings.check()
-    check_job(train)
-    return settings
 
 
 def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once: int = 1) -> list[Record]:
@@ -305,22 +271,19 @@ def report(
 
     _refuse_launched("a report starts the ranks of its studies itself")
     if resume is not None:
-        if runs:
-            raise ConfigError(
-                f"--resume {resume} with runs: a page of finished runs has nothing to resume", code="resume"
-            )
+        is_none = not any((Path(resume) / name).is_dir() for name in STUDIES)
+        refuse((runs, f"--resume {resume} with runs: a page of finished runs has nothing to resume"), code="resume")
         check_resume(["out"] if out is not None else [])
-        if not any((Path(resume) / name).is_dir() for name in STUDIES):
-            listed = ", ".join(STUDIES)
-            raise ConfigError(
-                f"--resume {resume}: it holds none of {listed}; give the folder of a report", code="missing"
-            )
+        refuse(
+            (is_none, f"--resume {resume}: it holds none of {', '.join(STUDIES)}; give a report's own"), code="missing"
+        )
     parts: list[Result] = [load_result(path) for path in runs]
     for part in parts:
-        if part.run.verb not in REPORTED:
-            found = f"{part.folder} is a run of `{part.run.verb}`"
-            raise ConfigError(f"{found}: a report takes those of {', '.join(REPORTED)}", code="other-verb")
-    settings = {} if runs else {name: _build_default(name) for name in STUDIES}
+        found, taken = f"{part.folder} is a run of `{part.run.verb}`", ", ".join(REPORTED)
+        refuse((part.run.verb not in REPORTED, f"{found}: a report takes those of {taken}"), code="other-verb")
+    verbs: dict[str, Callable[..., Any]]
+    verbs = {} if runs else {"batch": batch, "ranks": ranks, "large-batch": large_batch}
+    settings = {name: _build(name, **_get_defaults(verb)) for name, verb in verbs.items()}
     most = max((each.num_ranks for each in settings.values()), default=1)
     with open_session(
         "scale report", {}, ranks=most, out=out, resume=resume, progress=progress, can_resume=True
@@ -339,11 +302,9 @@ def report(
         return result
 
 
-def _build_default(name: str) -> StudySettings:
-    """The settings of a study with the defaults of its verb."""
-    defaults = inspect.signature(globals()[name.replace("-", "_")]).parameters
+def _get_defaults(verb: Callable[..., Any]) -> dict[str, Any]:
     leave_out = ("out", "resume", "progress", "at_once", "job")
-    return STUDIES[name][1](**{n: p.default for n, p in defaults.items() if n not in leave_out})
+    return {n: p.default for n, p in inspect.signature(verb).parameters.items() if n not in leave_out}
 
 
 def _make_part(session: Session, name: str, settings: StudySettings) -> Any:
@@ -375,16 +336,24 @@ STUDIES: dict[str, tuple[type[StudySettings], Callable[..., StudySettings], Call
 }
 
 
+def _build(name: str, **given: Any) -> StudySettings:
+    """The settings of a study, with everything checked that can be refused before a rank starts."""
+    settings = STUDIES[name][1](**given)
+    settings.check()
+    check_job(settings.job)
+    return settings
+
+
 def _run_study(name: str, given: dict[str, Any]) -> Any:
     """Run the study of a verb with these arguments, or what is missing of one that is resumed with its own settings."""
     out, resume, progress, job = (given.pop(name) for name in ("out", "resume", "progress", "job"))
     at_once, verb = given.pop("at_once", 1), f"scale {name}"
     check_counts(at_once=at_once)
-    if resume is not None:
+    if resume is None:
+        settings = _build(name, **given, **job)
+    else:
         check_resume([*(["out"] if out is not None else []), *job])
         settings = STUDIES[name][0].from_json(Study.load(Path(resume), verb).config)
-    else:
-        settings = STUDIES[name][1](**given, **job)
     with open_session(
         verb, settings.to_json(), ranks=settings.num_ranks, out=out, resume=resume, progress=progress, cells=True,
         same_machine=settings.is_timed,
@@ -399,16 +368,13 @@ def _finish(session: Session, name: str, settings: StudySettings, at_once: int =
 
 def check_resume(given: Iterable[str]) -> None:
     """Refuse options that are given with --resume."""
-    for name in given:
-        flag = f"--{name.replace('_', '-')}"
-        raise ConfigError(f"{flag} with --resume: a study is resumed as it was started; leave it out", code="resume")
+    why = "with --resume: a study is resumed as it was started; leave it out"
+    refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in given), code="resume")
 
 
 def _refuse(job: dict[str, Any], names: Sequence[str], why: str) -> None:
     """An option that would change nothing is refused, not ignored."""
-    given = next((name for name in names if name in job), None)
-    if given is not None:
-        raise ConfigError(f"--{given.replace('_', '-')}: {why}; leave it out", code="unused")
+    refuse(*((name in job, f"--{name.replace('_', '-')}: {why}; leave it out") for name in names), code="unused")
 
 
 def _choose_device(device: str) -> str:
@@ -416,5 +382,5 @@ def _choose_device(device: str) -> str:
 
 
 def _refuse_launched(why: str) -> None:
-    if is_launched() and (size := read_place().world_size) > 1:
-        raise ConfigError(f"in a launched world of {size}: {why}; start it without the launcher", code="launched")
+    size = read_place().world_size if is_launched() else 1
+    refuse((size > 1, f"in a launched world of {size}: {why}; start it without the launcher"), code="launched")

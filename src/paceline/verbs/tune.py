@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from paceline.errors import ConfigError, refuse
+from paceline.errors import refuse
 from paceline.measure.settings import Sizes, list_sizes
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
@@ -48,26 +48,21 @@ def tune(
     that network of `network_ranks` ranks. With `out` the run is saved in a folder there.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
-    if network is None and network_ranks is not None:
-        raise ConfigError(f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one")
+    is_odd = network is None and network_ranks is not None
+    refuse((is_odd, f"--network-ranks {network_ranks} without a --network to emulate: leave it out, or name one"))
     settings = TuneSettings(
-        wrapper=wrapper,
-        effort="quick" if quick else "full",
-        caps_bytes=list_sizes(caps),
-        confirms=confirm,
-        iters=iters,
-        network=network,
-        network_ranks=8 if network_ranks is None else network_ranks,
+        wrapper=wrapper, effort="quick" if quick else "full", caps_bytes=list_sizes(caps), confirms=confirm,
+        iters=iters, network=network, network_ranks=8 if network_ranks is None else network_ranks,
         takes_lists=wrapper != "torch" or takes_cap_lists(),
-    )
+    )  # fmt: skip
     where = {"backend": backend, "device": device, "threads": threads}
     own = None if isinstance(model, str) else OwnJob(model, step, wrapper, job, **where)
-    if own is not None and own.is_pair and not is_launched() and network is None:
-        raise ConfigError(
-            "a module and its step are tuned in a launched world: start this program with torchrun, or pass a factory "
-            "that returns (model, step), which is started on local ranks",
-            code="not-launched",
-        )
+    refuse(
+        (own is not None and own.is_pair and not is_launched() and network is None,
+         "a module and its step are tuned in a launched world: start this program with torchrun, or pass a factory "
+         "that returns (model, step), which is started on local ranks"),
+        code="not-launched",
+    )  # fmt: skip
     count = choose_world(ranks, 2 if network is None else 1)
     settings.check(count)
     arguments: tuple[Any, ...]
@@ -88,5 +83,4 @@ def tune(
     with opened as session:
         records, gradients, default_plan = session.ask(f"paceline.measure.tuning:{load}", arguments)
         session.config |= settings.to_json(gradients, default_plan)
-        result: TuneResult = finish(session, records)
-        return result
+        return cast("TuneResult", finish(session, records))
