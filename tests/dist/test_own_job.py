@@ -1,9 +1,8 @@
-"""A user's own model, loss and optimizers: profiled in a plain process, from a factory on ranks, and under torchrun."""
+"""A user's own model, loss and optimizers: profiled in a plain process, on ranks, and in a group of its own."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +98,15 @@ def test_a_module_can_be_traced_here() -> None:
     assert {"forward", "backward", "optimizer"} <= result.overviews[0].phases_s.keys()
 
 
-def test_a_model_by_name_is_profiled_on_ranks_and_what_follows_reads_it() -> None:
+def profile_by_name() -> ProfileResult:
     job = {"channels": (4, 8), "hidden": 16, "samples": 64, "batch_size": 4}
-    result = paceline.profile("cnn", ranks=2, **FEW, **job)
+    result: ProfileResult = paceline.profile("cnn", **FEW, **job)
+    return result
+
+
+def test_a_model_by_name_is_profiled_on_ranks_and_what_follows_reads_it(on_ranks) -> None:
+    result, other = on_ranks(2, profile_by_name)
+    assert result.to_json() == other.to_json()
     assert isinstance(result, ProfileResult) and result.profile is not None
     assert result.profile.num_bytes == result.steps[0].num_bytes == 4 * 18_954
     assert result.steps[0].world_size == 2 and result.steps[0].wrapper == "paceline"
@@ -178,41 +183,27 @@ def test_a_world_is_opened_and_joined(on_ranks) -> None:
     assert on_ranks(2, join_all_ways) == [[(rank, 2, [0, 1]), True, "already-open", False] for rank in range(2)]
 
 
-PROGRAM = """
-import json, sys
-import torch, torch.distributed as dist
-import paceline
-from paceline.runtime.world import current_world, join_world
-from tests.dist.test_own_job import FEW, build, check
-
-dist.init_process_group("gloo")
-with join_world() as world:
-    shared = world.share(world.rank)
-    assert current_world() is world and world.backend == "gloo" and world.shares_clock
-assert dist.is_initialized() and current_world() is None
-model, step = build()
-before = {name: value.clone() for name, value in model.state_dict().items()}
-result = paceline.profile(model, step, **FEW)
-check(result, 2)
-assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-torch_result = paceline.profile(build, kind="phases", wrapper="torch", **FEW)
-(record,) = torch_result.steps
-total = torch.ones(())
-dist.all_reduce(total)  # the program's own group still works
-same = [None, None]
-dist.all_gather_object(same, [result.to_json(), torch_result.to_json()])
-print(json.dumps([shared, total.item(), same[0] == same[1], record.wrapper, record.busy is not None]), flush=True)
-dist.destroy_process_group()
-"""
+def profile_in_a_group_of_ones_own() -> list[Any]:
+    dist.init_process_group("gloo")
+    with join_world() as world:
+        shared = world.share(world.rank)
+        assert current_world() is world and world.backend == "gloo" and world.shares_clock
+    assert dist.is_initialized() and current_world() is None
+    model, step = build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = paceline.profile(model, step, **FEW)
+    check(result, 2)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch_result = paceline.profile(build, kind="phases", wrapper="torch", **FEW)
+    (record,) = torch_result.steps
+    total = torch.ones(())
+    dist.all_reduce(total)  # the program's own group still works
+    dist.destroy_process_group()
+    answers = json.dumps([result.to_json(), torch_result.to_json()])
+    return [shared, total.item(), record.wrapper, record.busy is not None, answers]
 
 
-@pytest.mark.timeout(180)
-def test_a_program_that_opened_its_own_group_under_torchrun(start, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    root = str(Path(__file__).parents[2])
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    job = start(*torchrun, "program.py", env=variables)
-    out, err = job.communicate(timeout=150)
-    assert job.returncode == 0, err
-    assert [json.loads(line) for line in out.splitlines()] == [[[0, 1], 2.0, True, "torch", True]] * 2
+def test_a_program_that_opened_its_own_group(on_ranks) -> None:
+    """As torchrun starts it: warm ranks have its variables. `test_own_tune` and the command line start torchrun."""
+    first, second = on_ranks(2, profile_in_a_group_of_ones_own)
+    assert first == second and first[:4] == [[0, 1], 2.0, "torch", True]

@@ -50,7 +50,7 @@ def test_the_tables_show_blocks_and_parameters_in_their_orders():
 
 def test_the_words_say_what_it_costs_and_what_is_odd():
     text = "\n".join(describe_layers(build_profile(note="2 parameters are not trained")))
-    assert "profiling costs +20.0% (p10 +12.0%, p90 +28.0%) of a step" in text
+    assert "profiling costs +20.0% ± 10.0% of a step; +50.0%" in text
     assert "same order in every step" in text
     assert "embed.weight = head.weight" in text
     assert "without a gradient: spare" in text
@@ -178,6 +178,10 @@ def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, b
         assert caught.value.code == "mismatch"
     traces = ComparisonResult.of(traced(), traced(batch_size=16, step_ms=20), build_environment())
     assert traces.rows[0].ratio == pytest.approx(1.0) and "2.00 times as long" in traces.answer
+    rows = {row.name: row for row in traces.rows}
+    assert (rows["step"].first, rows["step"].second, rows["step"].ratio) == pytest.approx((0.01, 0.02, 2.0))
+    assert rows["gpu busy"].ratio == pytest.approx(0.5) and rows["cpu"].first == pytest.approx(1e-3)
+    assert "peak bytes" not in rows and "| step | 10 ms | 20 ms | 2.00 |" in traces.table().markdown()
 
 
 def test_a_run_of_another_kind_is_told_how_to_make_one(build, build_environment):

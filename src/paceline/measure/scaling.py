@@ -22,7 +22,7 @@ from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import Pace, synchronize
 from paceline.measure.noise_scale import measure_noise_scale
-from paceline.measure.profiles import measure_job_layers
+from paceline.measure.profiles import measure_profile
 from paceline.measure.scale_settings import Cell, ScaleSettings, Setup, TrainingCell
 from paceline.measure.settings import CollectiveSettings
 from paceline.measure.steps import PATIENCE, Replica, StepBench, TimedMessages, TrainingJob, Variant, build_scaled
@@ -71,7 +71,7 @@ def measure_allreduce(settings: CollectiveSettings) -> list[Record]:
 
 def measure_layers_alone(settings: TrainSettings) -> list[Record]:
     """The layers of the job on one rank."""
-    return [measure_job_layers(settings, _LAYER_ITERS, 2)]
+    return measure_profile(settings, "layers", _LAYER_ITERS, 2)
 
 
 def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.engine import synchronize
-from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Replica, TrainingJob, wrap
+from paceline.measure.profiles import Given, open_job
 from paceline.parallel import DDP
 from paceline.parallel.timeline import StepTimes
 from paceline.predict.advice import StepFacts
@@ -27,8 +25,6 @@ from paceline.predict.overview import find_lanes
 from paceline.predict.traces import BACKWARD_OVER, BUCKET, BUCKET_WAIT, WAITED, Event, RankTrace, read_chrome
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
-from paceline.runtime.world import World, join_world
-from paceline.training.build import build_job, open_world
 from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseTimes
 from paceline.units import format_bytes
@@ -36,8 +32,7 @@ from paceline.units import format_bytes
 # What can be recorded besides times; each makes steps slower and traces larger.
 EXTRAS = ("memory", "shapes")
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
-# The process of the wrapper's buckets in a trace.
-_PID = "buckets"
+_PID = "buckets"  # the process of the wrapper's buckets in a trace
 
 
 def record_trace(
@@ -60,42 +55,44 @@ def record_trace(
     """
     device = device or torch.device("cpu")
     if warmup < 1 or active < 1:
-        raise ConfigError(
-            f"warmup={warmup} and active={active}: both must be at least 1, the profiler starts in a warm-up"
-        )
+        raise ConfigError(f"warmup={warmup}, active={active}: at least 1 of each, the profiler starts in a warm-up")
     if unknown := sorted(set(extras) - set(EXTRAS)):
         raise ConfigError(f"unknown extra {unknown[0]!r}: known are {', '.join(EXTRAS)}")
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     profiler = profile(
-        activities=activities,
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
         schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
         record_shapes="shapes" in extras,
         profile_memory="memory" in extras,
         acc_events=True,  # there is one cycle, and without this torch warns that the others are forgotten
     )
-
     timed: list[StepTimes] = []
-
-    def take_step(number: int) -> None:
-        if meet is not None:
-            meet()
-        with record_function(f"step {number}"):
-            step()
-            synchronize(device)
-        profiler.step()
-
+    wrapped = model if isinstance(model, DDP) else None
+    sends = device.type != "cuda" or world_size > 1  # NCCL sends nothing on one rank
     with _quiet_profiler(), profiler:
-        for number in range(warmup):
-            take_step(number - warmup)
-        for number in range(active):
-            if isinstance(model, DDP):
-                model.time_next_step()
-            take_step(number)
-            if device.type != "cuda" or world_size > 1:  # NCCL sends nothing on one rank
-                timed += _read_times(model)
-    trace = read_chrome(_export(profiler), rank)
-    events = [*trace.events, *_bucket_events(trace, timed)]
-    return replace(trace, world_size=world_size, device=device.type, events=events)
+        for number in range(-warmup, active):
+            if number >= 0 and wrapped is not None:
+                wrapped.time_next_step()
+            if meet is not None:
+                meet()
+            with record_function(f"step {number}"):
+                step()
+                synchronize(device)
+            profiler.step()
+            if number >= 0 and sends and wrapped is not None and wrapped.plan is not None:
+                times = wrapped.report().times
+                timed += [] if times is None else [times]
+    with tempfile.TemporaryDirectory(prefix="paceline-trace-") as folder:  # the profiler writes files only
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        try:
+            trace = read_chrome(json.loads(path.read_text(errors="replace")), rank)
+        except ValueError as error:
+            raise MeasurementError(f"torch's profiler wrote no readable trace: {error}; record fewer steps") from None
+    # The profiler's times are of the Unix clock, the wrapper's of the monotonic one.
+    _, apart_ns = min(_clock_offset_ns() for _ in range(5))
+    origin_s = (trace.origin_ns - apart_ns) / 1e9
+    buckets = [event for one in timed for event in build_bucket_events(rank, one, origin_s)]
+    return replace(trace, world_size=world_size, device=device.type, events=[*trace.events, *buckets])
 
 
 @contextlib.contextmanager
@@ -110,39 +107,10 @@ def _quiet_profiler() -> Iterator[None]:
             del os.environ[_LOG_LEVEL]
 
 
-def _export(profiler: Any) -> dict[str, Any]:
-    """The profiler writes files only."""
-    with tempfile.TemporaryDirectory(prefix="paceline-trace-") as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        try:
-            document: dict[str, Any] = json.loads(path.read_text(errors="replace"))
-        except ValueError as error:
-            raise MeasurementError(f"torch's profiler wrote no readable trace: {error}; record fewer steps") from None
-        return document
-
-
-def _read_times(model: nn.Module | None) -> list[StepTimes]:
-    """When the buckets of the last step left and were done; nothing where the wrapper keeps no times."""
-    if not isinstance(model, DDP) or model.plan is None:
-        return []
-    times = model.report().times
-    return [] if times is None else [times]
-
-
-def _bucket_events(trace: RankTrace, timed: list[StepTimes]) -> list[Event]:
-    # The profiler's times are of the Unix clock, the wrapper's of the monotonic one.
-    apart_ns = min((_clock_offset_ns() for _ in range(5)), key=lambda pair: pair[1])[0]
-    origin_s = (trace.origin_ns - apart_ns) / 1e9
-    return [event for step in timed for event in build_bucket_events(trace.rank, step, origin_s)]
-
-
 def _clock_offset_ns() -> tuple[int, int]:
-    """Unix clock minus `time.perf_counter`, and how long reading both took."""
-    before = time.perf_counter_ns()
-    unix = time.time_ns()
-    after = time.perf_counter_ns()
-    return unix - (before + after) // 2, after - before
+    """How long reading both clocks took, and Unix clock minus `time.perf_counter`."""
+    before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+    return after - before, unix - (before + after) // 2
 
 
 def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Event]:
@@ -155,37 +123,25 @@ def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Eve
     lanes = find_lanes((bucket.launch_s, bucket.done_s) for bucket in buckets)
     waiting = find_lanes((bucket.ready_s, bucket.launch_s) for bucket in buckets)
     over_us = round(begin_us + step.backward_s * 1e6, 3)
-    events: list[Event] = [
-        {"ph": "i", "s": "p", "name": BACKWARD_OVER, "pid": _PID, "tid": "buckets 0", "ts": over_us},
-    ]
+    over: Event = {"ph": "i", "s": "p", "name": BACKWARD_OVER, "pid": _PID, "tid": "buckets 0", "ts": over_us}
+    events = [over]
     for number, bucket in enumerate(buckets):
-        name = f"bucket {number}, {format_bytes(bucket.num_bytes)}"
         waited_us = max(0.0, bucket.launch_s - bucket.ready_s) * 1e6
         spans = [(BUCKET, bucket.launch_s, bucket.done_s, f"buckets {lanes[number]}")]
         if waited_us:
             spans.append((BUCKET_WAIT, bucket.ready_s, bucket.launch_s, f"buckets ready {waiting[number]}"))
-        events += [
-            {
-                "ph": "X",
-                "cat": kind,
-                "name": name,
-                "pid": _PID,
-                "tid": track,
-                "ts": round(begin_us + first_s * 1e6, 3),
-                "dur": round(max(0.0, last_s - first_s) * 1e6, 3),
-                "args": {"bytes": bucket.num_bytes, WAITED: round(waited_us, 3)},
-            }
-            for kind, first_s, last_s, track in spans
-        ]
-    return _name_tracks(rank, events) + events
-
-
-def _name_tracks(rank: int, events: Sequence[Event]) -> list[Event]:
+        shared = {
+            "ph": "X", "name": f"bucket {number}, {format_bytes(bucket.num_bytes)}", "pid": _PID,
+            "args": {"bytes": bucket.num_bytes, WAITED: round(waited_us, 3)},
+        }  # fmt: skip
+        for kind, first_s, last_s, track in spans:
+            took_us = round(max(0.0, last_s - first_s) * 1e6, 3)
+            events.append(
+                shared | {"cat": kind, "tid": track, "ts": round(begin_us + first_s * 1e6, 3), "dur": took_us}
+            )
     tracks = dict.fromkeys(event["tid"] for event in events)
-    return [
-        {"ph": "M", "name": "thread_name", "pid": _PID, "tid": track, "args": {"name": f"rank {rank}: {track}"}}
-        for track in tracks
-    ]
+    named: Event = {"ph": "M", "name": "thread_name", "pid": _PID}
+    return [named | {"tid": track, "args": {"name": f"rank {rank}: {track}"}} for track in tracks] + events
 
 
 # -- traces of a job --------------------------------------------------------------------------------------------------
@@ -195,103 +151,46 @@ class _TracedPhases:
     """Ranges in the trace, one for each phase."""
 
     def __init__(self) -> None:
-        self._range: record_function | None = None
+        self._range = contextlib.ExitStack()
 
     def enter(self, phase: str) -> None:
-        self.end()
-        self._range = record_function(phase)
-        self._range.__enter__()
+        self._range.close()
+        self._range.enter_context(record_function(phase))
 
     def end(self) -> PhaseTimes:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
+        self._range.close()
         return PhaseTimes()
 
 
-@dataclass(frozen=True)
-class Traced:
-    """The traces of all ranks, and what they do not show of the job."""
+def trace_job(
+    given: Given, warmup: int, active: int, extras: tuple[str, ...], for_all: bool
+) -> tuple[list[RankTrace], StepFacts]:
+    """Record steps of a job in a wrapper: the traces of all ranks, and what they do not show of it.
 
-    traces: tuple[RankTrace, ...]
-    facts: StepFacts
-
-
-def trace_job(settings: TrainSettings, warmup: int, active: int, extras: tuple[str, ...], for_all: bool) -> Traced:
-    """Record steps of a job of ours. Collective: every rank must call this.
-
-    Rank 0 gets the traces of all ranks; with `for_all` every rank does.
+    Rank 0 gets the traces; with `for_all` every rank does. Collective: every rank must call this.
     """
-    with open_world(settings) as world:
-        job = TrainingJob(build_job(dataclasses.replace(settings, ranks=world.world_size), world))
-        replica = job.as_replica(job.job.learner)
+    phases, numbers = _TracedPhases(), iter(range(1 + warmup + active))
+    with open_job(given) as (world, job, build):
+        replica = build()
+
+        def step() -> None:
+            if world.rank == 0:
+                post(Progress(next(numbers), 1 + warmup + active, "trace"))
+            with record_function("data"):
+                loaded = replica.load()
+            replica.run(loaded, phases)
+            phases.end()
+
         try:
-            return _trace(world, job, replica, warmup, active, extras, for_all, settings.compile)
+            replica.activate()
+            step()  # the wrapper plans in its first step
+            mine = record_trace(
+                step, warmup=warmup, active=active, rank=world.rank, world_size=world.world_size,
+                device=replica.device, model=replica.model, extras=extras, meet=world.barrier,
+            )  # fmt: skip
+            everyone: list[RankTrace] = world.share(mine)
         finally:
             replica.close()
-
-
-def trace_own(
-    model: nn.Module | Callable[[], Any],
-    step: OwnStep | None,
-    wrapper: str,
-    options: dict[str, Any],
-    warmup: int,
-    active: int,
-    extras: tuple[str, ...],
-    for_all: bool,
-) -> Traced:
-    """The same of a user's own module and step, or of a factory of both; `options` are those of `join_world`."""
-    with join_world(**options) as world:
-        job = OwnJob(model, step)
-        try:
-            replica = job.build(world, None if wrapper == "none" else lambda module: wrap(module, wrapper))
-            replica.activate()
-            try:
-                return _trace(world, job, replica, warmup, active, extras, for_all)
-            finally:
-                replica.close()
-        finally:
-            job.close()
-
-
-def _trace(
-    world: World,
-    job: MeasuredJob,
-    replica: Replica,
-    warmup: int,
-    active: int,
-    extras: tuple[str, ...],
-    for_all: bool,
-    is_compiled: bool = False,
-) -> Traced:
-    phases, num_steps = _TracedPhases(), 0
-
-    def step() -> None:
-        nonlocal num_steps
-        if world.rank == 0:
-            post(Progress(num_steps, 1 + warmup + active, "trace"))
-        num_steps += 1
-        with record_function("data"):
-            given = replica.load()
-        replica.run(given, phases)
-        phases.end()
-
-    step()  # the wrapper plans in its first step
-    mine = record_trace(
-        step,
-        warmup=warmup,
-        active=active,
-        rank=world.rank,
-        world_size=world.world_size,
-        device=replica.device,
-        model=replica.model,
-        extras=extras,
-        meet=world.barrier,
-    )
-    everyone: list[RankTrace] = world.share(mine)
-    labels = job.labels
-    facts = StepFacts(
-        labels["batch_size"], labels.get("accumulate", 1), labels["precision"], world.world_size, is_compiled
-    )
-    return Traced(tuple(everyone) if for_all or world.rank == 0 else (), facts)
+        labels, is_compiled = job.labels, isinstance(given, TrainSettings) and given.compile
+        facts = (labels["batch_size"], labels.get("accumulate", 1), labels["precision"], world.world_size, is_compiled)
+        return everyone if for_all or world.rank == 0 else [], StepFacts(*facts)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
 from paceline.measure.engine import Pace, build_samples, synchronize
-from paceline.measure.profiles import LayerHooks, Moments, order_by_ready
+from paceline.measure.profiles import LayerClock, order_by_ready
 from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
@@ -48,7 +48,7 @@ from paceline.runtime.worker import post
 from paceline.runtime.world import World, join_world
 from paceline.training.build import build_job, open_world
 from paceline.training.settings import TrainSettings
-from paceline.training.step import PhaseClock, Phases
+from paceline.training.step import Phases
 from paceline.units import format_bytes
 
 _WARMUP = 4
@@ -288,46 +288,23 @@ class TuningBench:
 # -- what looks into steps ------------------------------------------------------------------------------------------
 
 
-class _ReadyPhases(PhaseClock):
-    """Notes the moments at which backward begins and ends, besides the phases."""
-
-    def __init__(self, device: torch.device, hooks: LayerHooks, moments: Moments) -> None:
-        super().__init__(device)
-        self._hooks, self._marks = hooks, moments
-        self.borders: list[int] = []
-
-    def enter(self, phase: str) -> None:
-        if phase == "backward" and not self.borders:
-            self.borders = [self._marks.mark()]
-            self._hooks.begin_backward(self.borders[0])
-        elif phase == "optimizer" and len(self.borders) == 1:
-            self.borders.append(self._marks.mark())
-        super().enter(phase)
-
-
 class _ReadyTimes(Probe):
     """When each gradient is ready, in every step: seconds since backward began by parameter, and of all of backward."""
 
     def __init__(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._device, self._moments = device, Moments(device)
-        self._hooks = LayerHooks(params, [], self._moments)
-        self._phases: _ReadyPhases | None = None
-        self._attached = contextlib.ExitStack()
+        self._clock, self._attached = LayerClock(params, [], device), contextlib.ExitStack()
         self.num_params = len(params)
         self.ready: list[tuple[dict[int, float], float]] = []
 
     def begin(self, kind: str) -> Phases | None:
-        self._moments.restart()
-        self._phases = _ReadyPhases(self._device, self._hooks, self._moments)
-        self._attached.enter_context(self._hooks.attached())
-        return self._phases
+        self._attached.enter_context(self._clock.attached())
+        return self._clock
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
         self._attached.close()
-        assert self._phases is not None
-        at_s = self._moments.read_s()
-        begin, end = self._phases.borders
-        ready_s = {index: at_s[moment] - at_s[begin] for index, moment in self._hooks.ready.items()}
+        at_s, marks = self._clock.read_s(), self._clock.marks
+        begin, end = (next(m for phase, m in marks if phase == border) for border in ("backward", "optimizer"))
+        ready_s = {index: at_s[moment] - at_s[begin] for index, moment in self._clock.ready.items()}
         self.ready.append((ready_s, at_s[end] - at_s[begin]))
 
 

@@ -1,4 +1,4 @@
-"""What would make a step faster, and by how much, from the overviews of its ranks. Pure; nothing is measured here.
+"""What would make a step faster, and by how much, from the overviews of its ranks. Nothing is measured here.
 
 Every advice has its number: what the step could be shorter by, as computed from the trace. Where that takes an
 assumption, the text states it.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RecordError
-from paceline.predict.overview import Lateness, Overview
+from paceline.predict.overview import GpuUse, Lateness, Overview
 from paceline.units import format_duration
 
 # Below these shares of the step nothing is advised: noise between runs is of that size.
@@ -22,12 +22,12 @@ _TINY_KERNEL_S = 10e-6
 _FILL = 1.1
 # Dense peaks with tensor cores in bf16 (fp16 on V100 and T4) over fp32 without, from the makers' data sheets.
 _PEAK_RATIOS = (
-    (re.compile(r"H100|H200|GH200", re.I), 989 / 67), (re.compile(r"A100|A800", re.I), 312 / 19.5),
-    (re.compile(r"B200|B100|GB200", re.I), 2250 / 80), (re.compile(r"V100", re.I), 125 / 15.7),
-    (re.compile(r"T4", re.I), 65 / 8.1), (re.compile(r"L40|L4\b|RTX|A10\b|A40", re.I), 4.0),
+    ("H100|H200|GH200", 989 / 67), ("A100|A800", 312 / 19.5), ("B200|B100|GB200", 2250 / 80), ("V100", 125 / 15.7),
+    ("T4", 65 / 8.1), (r"L40|L4\b|RTX|A10\b|A40", 4.0), ("", 8.0),
 )  # fmt: skip
-_UNKNOWN_RATIO = 8.0
 _WITHOUT_BF16 = re.compile(r"V100|T4\b|TITAN V|RTX 20\d\d|Quadro RTX", re.I)
+
+Found = tuple[str, float, str, str]  # kind, gain_s, certainty and text of an advice
 
 
 @dataclass(frozen=True)
@@ -65,194 +65,130 @@ def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness |
     """
     if not overviews:
         raise RecordError("no overview to judge by: record at least one rank")
-    busiest = min(overviews, key=lambda overview: overview.seconds("communication"))
-    found = [
-        *_on_messages(busiest, facts),
-        *_on_lateness(busiest, lateness, max(overview.seconds("communication") for overview in overviews)),
-        *_on_data(busiest),
-        *_on_copies(busiest),
-        *_on_optimizer(busiest),
-        *_on_host(busiest, facts),
-        *_on_launches(busiest),
-        *_on_tensor_cores(busiest, facts),
-        *_on_small_kernels(busiest, facts),
-    ]
-    return sorted(found, key=lambda advice: -advice.gain_s) or [_name_bound(busiest)]
+    first = min(overviews, key=lambda overview: overview.seconds("communication"))
+    found = [*_on_messages(first, facts)]
+    if lateness is not None:
+        found += _on_lateness(lateness, max(overview.seconds("communication") for overview in overviews), first.step_s)
+    found += _on_waiting(first)
+    if first.gpu is not None:
+        found += _on_gpu(first, first.gpu, facts)
+    advice = [Advice(kind, text, gain_s, certainty, first.step_s) for kind, gain_s, certainty, text in found]
+    return sorted(advice, key=lambda one: -one.gain_s) or [_name_bound(first)]
 
 
-def _on_messages(overview: Overview, facts: StepFacts) -> list[Advice]:
-    exposed_s, step_s = overview.seconds("communication"), overview.step_s
-    if facts.world_size < 2 or exposed_s < _WORTH * step_s:
-        return []
-    gpu = overview.gpu
+def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Found]:
+    exposed_s, message_s = overview.seconds("communication"), overview.message_s
+    if facts.world_size < 2 or exposed_s < _WORTH * overview.step_s:
+        return
+    gpu, exposed = overview.gpu, format_duration(exposed_s)
     share = gpu.communication_share if gpu else overview.share("communication")
-    of_what = "kernel time" if gpu else "the step"
-    later = share / (share + 2 * (1 - share))
-    more = 2 * facts.accumulate
-    halved_s = min(exposed_s, overview.message_s / 2)
-    found = [
-        Advice(
-            "accumulate",
-            f"messages are {share:.0%} of {of_what}, and {format_duration(exposed_s)} per step is exposed: "
-            f"accumulating over {more} micro-batches instead of {facts.accumulate} would bring them to about "
-            f"{later:.0%} and save {format_duration(exposed_s / more)} per micro-batch",
-            exposed_s / 2,
-            "computed",
-            step_s,
-        ),
-        Advice(
-            "compress",
-            f"{format_duration(exposed_s)} of messages per step is exposed: half the bytes, by a communication hook "
-            f"that sends bf16, would save about {format_duration(halved_s)} if their time follows their size",
-            halved_s,
-            "estimated",
-            step_s,
-        ),
-    ]
+    more, later = 2 * facts.accumulate, share / (share + 2 * (1 - share))
+    text = (
+        f"messages are {share:.0%} of {'kernel time' if gpu else 'the step'}, and {exposed} per step is exposed: "
+        f"accumulating over {more} micro-batches instead of {facts.accumulate} would bring them to about "
+        f"{later:.0%} and save {format_duration(exposed_s / more)} per micro-batch"
+    )
+    yield "accumulate", exposed_s / 2, "computed", text
+    halved_s = min(exposed_s, message_s / 2)
+    text = (
+        f"{exposed} of messages per step is exposed: half the bytes, by a communication hook "
+        f"that sends bf16, would save about {format_duration(halved_s)} if their time follows their size"
+    )
+    yield "compress", halved_s, "estimated", text
     backward_s = overview.phases_s.get("backward", 0.0)
-    if 0 < overview.message_s < backward_s:
-        found.append(
-            Advice(
-                "buckets",
-                f"messages take {format_duration(overview.message_s)} and backward {format_duration(backward_s)}, yet "
-                f"{format_duration(exposed_s)} is exposed: another plan of buckets (--plan) could hide "
-                "nearly all of it",
-                exposed_s,
-                "at most",
-                step_s,
-            )
+    if 0 < message_s < backward_s:
+        text = (
+            f"messages take {format_duration(message_s)} and backward {format_duration(backward_s)}, yet "
+            f"{exposed} is exposed: another plan of buckets (--plan) could hide nearly all of it"
         )
-    return found
+        yield "buckets", exposed_s, "at most", text
 
 
-def _on_lateness(overview: Overview, lateness: Lateness | None, waited_s: float) -> list[Advice]:
-    if lateness is None:
-        return []
+def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator[Found]:
     # Who is late to a message that arithmetic hides delays nobody.
-    gain_s = min(lateness.mean_s, waited_s)
-    if gain_s < _WORTH * overview.step_s:
-        return []
-    late = format_duration(lateness.mean_s)
-    if lateness.share < 0.75:
-        text = f"ranks come to messages {late} apart, and take turns in being last: look for other load on the hosts"
-    else:
+    gain_s, late = min(lateness.mean_s, waited_s), format_duration(lateness.mean_s)
+    text = f"ranks come to messages {late} apart, and take turns in being last: look for other load on the hosts"
+    if lateness.share >= 0.75:
         text = (
             f"the others wait {late} per step for rank {lateness.rank}, last in {lateness.share:.0%} of steps: look at "
             "its cores, its GPU's clock, and the size of its batches"
         )
-    return [Advice("late rank", text, gain_s, "at most", overview.step_s)]
+    if gain_s >= _WORTH * step_s:
+        yield "late rank", gain_s, "at most", text
 
 
-def _on_data(overview: Overview) -> list[Advice]:
-    waited_s = overview.seconds("data")
-    if waited_s < _WORTH * overview.step_s:
-        return []
-    text = (
-        f"the step waits {format_duration(waited_s)} for data, {overview.share('data'):.0%} of it: smaller inputs, or "
-        "batches that are made ahead"
-    )
-    return [Advice("data", text, waited_s, "at most", overview.step_s)]
-
-
-def _on_copies(overview: Overview) -> list[Advice]:
-    copied_s = overview.seconds("copy")
-    if copied_s < _WORTH * overview.step_s:
-        return []
-    text = (
-        f"copies take {format_duration(copied_s)} in which nothing else runs, {overview.share('copy'):.0%} of the "
-        "step: pin the batches' memory and copy with non_blocking=True"
-    )
-    return [Advice("copies", text, copied_s, "at most", overview.step_s)]
-
-
-def _on_optimizer(overview: Overview) -> list[Advice]:
+def _on_waiting(overview: Overview) -> Iterator[Found]:
+    """Data, copies, and an optimizer that goes over the parameters again and again."""
+    for category, kind, text in (
+        ("data", "data", "the step waits {} for data, {:.0%} of it: smaller inputs, or batches that are made ahead"),
+        (
+            "copy", "copies", "copies take {} in which nothing else runs, {:.0%} of the step: pin the batches' memory "
+            "and copy with non_blocking=True",
+        ),
+    ):  # fmt: skip
+        waited_s, share = overview.seconds(category), overview.share(category)
+        if share >= _WORTH:
+            yield kind, waited_s, "at most", text.format(format_duration(waited_s), share)
     seconds, passes = overview.phases_s.get("optimizer", 0.0), overview.optimizer_passes
-    if seconds < 0.1 * overview.step_s or passes < 2:
-        return []
-    gain_s = seconds * (1 - 1 / passes)
-    text = (
-        f"the optimizer takes {format_duration(seconds)}, {seconds / overview.step_s:.0%} of the step, and goes over "
-        f"the parameters with {passes} operators: with fused=True it is one, at most {format_duration(gain_s)} less"
-    )
-    return [Advice("optimizer", text, gain_s, "at most", overview.step_s)]
+    if seconds >= 0.1 * overview.step_s and passes > 1:
+        gain_s = seconds * (1 - 1 / passes)
+        text = (
+            f"the optimizer takes {format_duration(seconds)}, {seconds / overview.step_s:.0%} of the step, and goes "
+            f"over the parameters with {passes} operators: with fused=True it is one, at most "
+            f"{format_duration(gain_s)} less"
+        )
+        yield "optimizer", gain_s, "at most", text
 
 
-def _on_host(overview: Overview, facts: StepFacts) -> list[Advice]:
+def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Found]:
+    step_s, worth_s = overview.step_s, _WORTH * overview.step_s
     idle_s = overview.seconds("cpu") + overview.seconds("other")
-    if overview.gpu is None or idle_s < _IDLE_WORTH * overview.step_s:
-        return []
-    compiled = "" if facts.is_compiled else ", or --compile"
-    # The host's time is that of its launches, whatever they work on; the GPU's grows with the batch.
-    needed = facts.batch_size * _FILL / max(overview.gpu.busy, 1e-3)
-    text = (
-        f"the GPU is {overview.gpu.busy:.0%} busy, and {format_duration(idle_s)} of the step is the host's: a batch of "
-        f"{2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size}, if memory allows{compiled}; bounded by "
-        f"the GPU alone, a step would be {overview.step_s / (overview.step_s - idle_s):.1f} times as fast"
-    )
-    return [Advice("host", text, idle_s, "at most", overview.step_s)]
-
-
-def _on_launches(overview: Overview) -> list[Advice]:
-    gpu = overview.gpu
-    if gpu is None or gpu.num_kernels < 1:
-        return []
-    mean_s = gpu.kernel_s / gpu.num_kernels
-    launching_s = gpu.num_kernels * gpu.launch_s
-    gain_s = min(launching_s, overview.seconds("cpu") + overview.seconds("other"))
-    if mean_s > _TINY_KERNEL_S or gain_s < _WORTH * overview.step_s:
-        return []
-    text = (
-        f"{gpu.num_kernels:.0f} kernels per step of {format_duration(mean_s)} each take {format_duration(launching_s)} "
-        "to launch: --compile, or a CUDA graph, launches fewer"
-    )
-    return [Advice("launches", text, gain_s, "at most", overview.step_s)]
-
-
-def _on_tensor_cores(overview: Overview, facts: StepFacts) -> list[Advice]:
-    gpu = overview.gpu
-    if gpu is None or gpu.missed_s < _WORTH * overview.step_s:
-        return []
-    ratio = next((ratio for pattern, ratio in _PEAK_RATIOS if pattern.search(gpu.name)), _UNKNOWN_RATIO)
-    assumed = max(1.0, ratio / 2)
+    if idle_s >= _IDLE_WORTH * step_s:
+        # The host's time is that of its launches, whatever they work on; the GPU's grows with the batch.
+        needed = facts.batch_size * _FILL / max(gpu.busy, 1e-3)
+        text = (
+            f"the GPU is {gpu.busy:.0%} busy, and {format_duration(idle_s)} of the step is the host's: a batch of "
+            f"{2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size}, if memory allows"
+            f"{'' if facts.is_compiled else ', or --compile'}; bounded by the GPU alone, a step would be "
+            f"{step_s / (step_s - idle_s):.1f} times as fast"
+        )
+        yield "host", idle_s, "at most", text
+    mean_s, launching_s = gpu.kernel_s / gpu.num_kernels, gpu.num_kernels * gpu.launch_s
+    if gpu.num_kernels >= 1 and mean_s <= _TINY_KERNEL_S and min(launching_s, idle_s) >= worth_s:
+        text = (
+            f"{gpu.num_kernels:.0f} kernels per step of {format_duration(mean_s)} each take "
+            f"{format_duration(launching_s)} to launch: --compile, or a CUDA graph, launches fewer"
+        )
+        yield "launches", min(launching_s, idle_s), "at most", text
+    assumed = max(1.0, next(ratio for names, ratio in _PEAK_RATIOS if re.search(names, gpu.name, re.I)) / 2)
     # A step is never shorter than the host's own work.
-    gain_s = min(gpu.missed_s * (1 - 1 / assumed), max(0.0, overview.step_s - overview.host_s))
-    if gain_s < _WORTH * overview.step_s:
-        return []
-    half = "fp16" if _WITHOUT_BF16.search(gpu.name) else "bf16"
-    todo = f"--precision {half}" if facts.precision == "fp32" else "sizes that are multiples of 8"
-    text = (
-        f"tensor cores idle: {format_duration(gpu.missed_s)} of matrix kernels per step do not use them: {todo}; "
-        f"estimated {format_duration(gain_s)} less, if they become {assumed:.1f} times as fast, half of what the peaks "
-        f"of {gpu.name or 'a GPU that is not known'} promise"
-    )
-    return [Advice("tensor cores", text, gain_s, "estimated", overview.step_s)]
-
-
-def _on_small_kernels(overview: Overview, facts: StepFacts) -> list[Advice]:
-    gpu = overview.gpu
-    if gpu is None or gpu.sm_efficiency is None or gpu.busy <= 0:
-        return []
-    filled = min(1.0, gpu.sm_efficiency / gpu.busy)
-    gain_s = overview.seconds("kernel") * (1 - filled)
-    if filled > 0.6 or gain_s < _WORTH * overview.step_s:
-        return []
-    text = (
-        f"while kernels run, {filled:.0%} of the SMs have a block: a batch larger than {facts.batch_size} costs little "
-        f"more, at most {format_duration(gain_s)} less for the same samples"
-    )
-    return [Advice("batch", text, gain_s, "at most", overview.step_s)]
+    gain_s = min(gpu.missed_s * (1 - 1 / assumed), max(0.0, step_s - overview.host_s))
+    if gain_s >= worth_s:
+        half = "fp16" if _WITHOUT_BF16.search(gpu.name) else "bf16"
+        todo = f"--precision {half}" if facts.precision == "fp32" else "sizes that are multiples of 8"
+        text = (
+            f"tensor cores idle: {format_duration(gpu.missed_s)} of matrix kernels per step do not use them: {todo}; "
+            f"estimated {format_duration(gain_s)} less, if they become {assumed:.1f} times as fast, half of what the "
+            f"peaks of {gpu.name or 'a GPU that is not known'} promise"
+        )
+        yield "tensor cores", gain_s, "estimated", text
+    if gpu.sm_efficiency is not None and gpu.busy > 0:
+        filled = min(1.0, gpu.sm_efficiency / gpu.busy)
+        gain_s = overview.seconds("kernel") * (1 - filled)
+        if filled <= 0.6 and gain_s >= worth_s:
+            text = (
+                f"while kernels run, {filled:.0%} of the SMs have a block: a batch larger than {facts.batch_size} "
+                f"costs little more, at most {format_duration(gain_s)} less for the same samples"
+            )
+            yield "batch", gain_s, "at most", text
 
 
 def _name_bound(overview: Overview) -> Advice:
     largest = max(overview.steps[0].seconds, key=overview.seconds)
-    first = ""
-    if largest == "kernel" and overview.kernels:
-        first = f", of which {overview.kernels[0].name} takes {format_duration(overview.kernels[0].time_s)}"
-    elif largest == "cpu" and overview.operators:
-        first = f", of which {overview.operators[0].name} takes {format_duration(overview.operators[0].self_s)}"
     name = {"kernel": "kernels", "cpu": "operators", "communication": "messages"}.get(largest, largest)
-    text = (
-        f"nothing stands out: the step is bound by {name}, {overview.share(largest):.0%} of "
-        f"{format_duration(overview.step_s)}{first}"
-    )
+    text = f"nothing stands out: the step is bound by {name}, {overview.share(largest):.0%} of "
+    text += format_duration(overview.step_s)
+    most = {"kernel": [(row.name, row.time_s) for row in overview.kernels[:1]]}
+    most["cpu"] = [(row.name, row.self_s) for row in overview.operators[:1]]
+    text += "".join(f", of which {row} takes {format_duration(time_s)}" for row, time_s in most.get(largest, []))
     return Advice("bound", text, 0.0, "computed", overview.step_s)

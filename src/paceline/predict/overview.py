@@ -9,11 +9,12 @@ exposed: a message behind arithmetic is free.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,51 +34,47 @@ from paceline.predict.traces import (
     is_matmul,
     uses_tensor_cores,
 )
+from paceline.records.kinds import decode
 
 # -- intervals of time -------------------------------------------------------------------------------------------------
 
 Floats = npt.NDArray[np.float64]
-
-
-def _segments(edges: Sequence[Floats]) -> Floats:
-    return np.unique(np.concatenate(edges)) if edges else np.empty(0)
+Edges = tuple[Floats, Floats]  # starts and ends of intervals
+Span = tuple[str, float, float]  # what, from when to when
 
 
 def _cover(points: Floats, starts: Floats, ends: Floats, weights: Floats | None = None) -> Floats:
     """For each segment between two points, the sum of the weights (1 each) of the intervals that cover it."""
-    size = len(points)
-    begun = np.bincount(np.searchsorted(points, starts), weights, minlength=size)
-    ended = np.bincount(np.searchsorted(points, ends), weights, minlength=size)
+    begun, ended = (np.bincount(np.searchsorted(points, at), weights, minlength=len(points)) for at in (starts, ends))
     covered: Floats = np.cumsum(begun - ended, dtype=np.float64)[:-1]
     return covered
 
 
-def _window_of(points: Floats, windows: Floats) -> npt.NDArray[np.intp]:
-    """The window that each segment lies in, -1 for none. Windows are rows of begin and end, in order, and apart."""
-    middles = (points[1:] + points[:-1]) / 2
-    place = np.searchsorted(windows[:, 0], middles, side="right") - 1
-    inside = (place >= 0) & (middles < windows[np.maximum(place, 0), 1])
-    return np.where(inside, place, -1)
+def _find_windows(moments: Floats, windows: Floats) -> npt.NDArray[np.intp]:
+    """The window that each moment lies in, -1 for none. Windows are rows of begin and end, in order, and apart."""
+    place = np.searchsorted(windows[:, 0], moments, side="right") - 1
+    return np.where((place >= 0) & (moments < windows[np.maximum(place, 0), 1]), place, -1)
 
 
-def attribute_time(classes: Sequence[tuple[Floats, Floats]], windows: Floats) -> Floats:
+def _cut(edges: Iterable[Floats], windows: Floats) -> tuple[Floats, npt.NDArray[np.intp]]:
+    """The moments at which anything begins or ends, and the window of each segment between two of them."""
+    points = np.unique(np.concatenate([windows.ravel(), *edges]))
+    return points, _find_windows((points[1:] + points[:-1]) / 2, windows)
+
+
+def attribute_time(classes: Sequence[Edges], windows: Floats) -> Floats:
     """Time of each window (row) that belongs to each class (column), and to none (last column).
 
-    A class is the starts and ends of its intervals. Each instant belongs to the first class that has it, so that the
-    columns of a row sum to its window.
+    Each instant belongs to the first class that has it, so that the columns of a row sum to its window.
     """
-    points = _segments([windows.ravel(), *(edge for pair in classes for edge in pair)])
-    place = _window_of(points, windows)
+    points, place = _cut(itertools.chain(*classes), windows)
+    inside, width = place >= 0, len(classes) + 1
     owner = np.full(len(points) - 1, len(classes))
     for number in reversed(range(len(classes))):
         owner[_cover(points, *classes[number]) > 0.5] = number
-    inside = place >= 0
-    times: Floats = np.bincount(
-        place[inside] * (len(classes) + 1) + owner[inside],
-        np.diff(points)[inside],
-        minlength=len(windows) * (len(classes) + 1),
-    ).astype(np.float64)
-    return times.reshape(len(windows), len(classes) + 1)
+    cells = place[inside] * width + owner[inside]
+    times = np.bincount(cells, np.diff(points)[inside], minlength=len(windows) * width).astype(np.float64)
+    return times.reshape(len(windows), width)
 
 
 def union_time(starts: Floats, ends: Floats, windows: Floats) -> float:
@@ -87,27 +84,8 @@ def union_time(starts: Floats, ends: Floats, windows: Floats) -> float:
 
 def sum_clipped(starts: Floats, ends: Floats, weights: Floats, windows: Floats) -> float:
     """The integral over the windows of the weights of what runs, at most 1 at each instant."""
-    points = _segments([windows.ravel(), starts, ends])
-    inside = _window_of(points, windows) >= 0
-    return float((np.minimum(_cover(points, starts, ends, weights), 1.0) * np.diff(points))[inside].sum())
-
-
-def self_times(ranges: Sequence[tuple[float, float, Any]]) -> Iterator[tuple[Any, float, float]]:
-    """Of the ranges (start, duration, what) of one thread: what, its duration, and that less its children's."""
-    stack: list[list[Any]] = []  # end, what, duration, time of the children
-
-    def close() -> tuple[Any, float, float]:
-        _, what, duration, inner = stack.pop()
-        return what, duration, max(0.0, duration - inner)
-
-    for start, duration, what in sorted(ranges, key=lambda item: (item[0], -item[1])):
-        while stack and stack[-1][0] <= start:
-            yield close()
-        if stack:
-            stack[-1][3] += duration
-        stack.append([start + duration, what, duration, 0.0])
-    while stack:
-        yield close()
+    points, place = _cut((starts, ends), windows)
+    return float((np.minimum(_cover(points, starts, ends, weights), 1.0) * np.diff(points))[place >= 0].sum())
 
 
 def find_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
@@ -124,10 +102,10 @@ def find_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
 # -- phases ------------------------------------------------------------------------------------------------------------
 
 PHASES = ("forward", "backward", "optimizer")
-_BACKWARD, _OPTIMIZER = "autograd::engine::evaluate_function", "Optimizer.step#"
+_BACKWARD = "autograd::engine::evaluate_function"
 
 
-def phase_spans(events: Sequence[Event], begin: float, end: float) -> list[tuple[str, float, float]]:
+def phase_spans(events: Sequence[Event], begin: float, end: float) -> list[Span]:
     """The phases between two moments: as annotated, by the GPU's times where it has them (the host runs ahead of it),
     else as autograd and the optimizer show them.
 
@@ -136,40 +114,30 @@ def phase_spans(events: Sequence[Event], begin: float, end: float) -> list[tuple
     """
     own = [e for e in events if e["ph"] == "X" and begin <= e["ts"] < end]
     annotated = [e for e in own if e.get("cat") == "user_annotation"]
-    on_gpu = [e for e in own if e.get("cat") == "gpu_user_annotation" and e["name"] in PHASES]
-    timed = {e["name"] for e in on_gpu}
-    marks = on_gpu + [e for e in annotated if e["name"] in PHASES and e["name"] not in timed]
+    marks = [e for e in own if e.get("cat") == "gpu_user_annotation" and e["name"] in PHASES]
+    timed = {e["name"] for e in marks}
+    marks += [e for e in annotated if e["name"] in PHASES and e["name"] not in timed]
     spans = [(e["name"], e["ts"], min(end, e["ts"] + e["dur"])) for e in marks]
     named = {name for name, _, _ in spans}
-    if "backward" not in named:
-        nodes = [e for e in own if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
-        if nodes:
-            first, last = min(e["ts"] for e in nodes), max(e["ts"] + e["dur"] for e in nodes)
-            spans.append(("backward", first, last))
-            if "forward" not in named:
-                spans.append(("forward", begin, first))
+    nodes = [e for e in own if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
+    if nodes and "backward" not in named:
+        first = min(e["ts"] for e in nodes)
+        spans.append(("backward", first, max(e["ts"] + e["dur"] for e in nodes)))
+        if "forward" not in named:
+            spans.append(("forward", begin, first))
     if "optimizer" not in named:
-        steps = [e for e in annotated if e["name"].startswith(_OPTIMIZER)]
+        steps = [e for e in annotated if e["name"].startswith("Optimizer.step#")]
         spans += [("optimizer", e["ts"], e["ts"] + e["dur"]) for e in steps]
     return sorted(spans, key=lambda span: span[1])
 
 
-def find_phases(events: Sequence[Event], windows: Floats) -> dict[str, Floats]:
+def _find_phases(events: Sequence[Event], windows: Floats) -> dict[str, Floats]:
     """Begin and end of each span of each phase, in order; a phase that the trace does not show is left out."""
     ranges = ("user_annotation", "gpu_user_annotation")
     marked = [e for e in events if e.get("cat") in ranges or e["name"].startswith(_BACKWARD)]
     spans = [span for begin, end in windows for span in phase_spans(marked, begin, end)]
     chosen = {phase: [span[1:] for span in spans if span[0] == phase] for phase in PHASES}
     return {phase: np.array(found, dtype=np.float64) for phase, found in chosen.items() if found}
-
-
-@dataclass(frozen=True)
-class PhaseSpan:
-    """A phase of the step, such as `forward`; seconds of the picture's clock."""
-
-    name: str
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -184,10 +152,10 @@ class BucketSpan:
 
 @dataclass(frozen=True)
 class StepLane:
-    """One step of one rank. All ranks of a picture share one clock; `backward_end_s` is None if there was none."""
+    """One step of one rank, in seconds of a clock that all ranks share; `backward_end_s` is None if there was none."""
 
     rank: int
-    phases: tuple[PhaseSpan, ...]
+    phases: tuple[Span, ...]
     buckets: tuple[BucketSpan, ...]
     backward_end_s: float | None
     end_s: float
@@ -199,57 +167,39 @@ class StepLane:
         return 0.0 if self.backward_end_s is None else max(0.0, last_s - self.backward_end_s)
 
 
-def build_lanes(traces: Sequence[RankTrace], step: int = -1) -> list[StepLane]:
-    """One step of each rank, by its place among the recorded ones, on the clock of the rank that began it first."""
-    if not traces:
-        raise RecordError("no trace to draw: record at least one rank")
-    found = {trace.rank: find_steps(trace.events) for trace in traces}
-    least = min(len(steps) for steps in found.values())
-    if not -least <= step < least:
-        raise RecordError(f"step {step} is not in the traces, which have {least} steps: choose one of them")
-    begins_ns = {trace.rank: trace.origin_ns + found[trace.rank][step]["ts"] * 1e3 for trace in traces}
-    first_ns = min(begins_ns.values())
+def build_lanes(traces: Sequence[RankTrace]) -> list[StepLane]:
+    """The last step of each rank, on the clock of the rank that began it first."""
+    steps = [(trace, find_steps(trace.events)[-1]) for trace in sorted(traces, key=lambda trace: trace.rank)]
+    begins_ns = [trace.origin_ns + step["ts"] * 1e3 for trace, step in steps]
     return [
-        _build_lane(trace, found[trace.rank][step], (begins_ns[trace.rank] - first_ns) / 1e9)
-        for trace in sorted(traces, key=lambda trace: trace.rank)
+        _build_lane(trace, step["ts"], step["ts"] + step["dur"], (begin_ns - min(begins_ns)) / 1e9)
+        for (trace, step), begin_ns in zip(steps, begins_ns, strict=True)
     ]
 
 
-def _build_lane(trace: RankTrace, step: Event, later_s: float) -> StepLane:
-    begin = float(step["ts"])
-    end = begin + float(step["dur"])
-
+def _build_lane(trace: RankTrace, begin: float, end: float, later_s: float) -> StepLane:
     def at(ts: float) -> float:
         return later_s + (ts - begin) * 1e-6
 
+    own = [e for e in trace.events if begin <= e.get("ts", -1.0) < end]
     spans = phase_spans(trace.events, begin, end)
-    own = [event for event in trace.events if begin <= event.get("ts", -1.0) < end]
-    over = _backward_end(own, spans)
+    # When the last backward was over: by the wrapper, else by autograd, else by the annotation.
+    marked = [e["ts"] for e in own if e["name"] == BACKWARD_OVER]
+    nodes = [e["ts"] + e["dur"] for e in own if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
+    over = max(marked or nodes or [last for name, _, last in spans if name == "backward"], default=None)
     # A call of backward() also waits for the last messages: that is no work, and drawn as what it is.
     spans = [(name, first, min(last, over) if over and name == "backward" else last) for name, first, last in spans]
+    sent = [(e["args"], e["ts"], e["ts"] + e["dur"]) for e in own if e.get("cat") == BUCKET]
     return StepLane(
         rank=trace.rank,
-        phases=tuple(PhaseSpan(name, at(first), at(last)) for name, first, last in spans if last > first),
+        phases=tuple((name, at(first), at(last)) for name, first, last in spans if last > first),
         buckets=tuple(
-            BucketSpan(
-                num_bytes=int(event["args"]["bytes"]),
-                ready_s=at(event["ts"] - event["args"].get(WAITED, 0.0)),
-                launch_s=at(event["ts"]),
-                done_s=at(event["ts"] + event["dur"]),
-            )
-            for event in own
-            if event.get("cat") == BUCKET
+            BucketSpan(int(args["bytes"]), at(first - args.get(WAITED, 0.0)), at(first), at(last))
+            for args, first, last in sent
         ),
         backward_end_s=None if over is None else at(over),
         end_s=at(end),
     )
-
-
-def _backward_end(events: Sequence[Event], spans: Sequence[tuple[str, float, float]]) -> float | None:
-    """When the last backward of a step was over: by the wrapper, else autograd, else the annotation."""
-    marked = [e["ts"] for e in events if e["name"] == BACKWARD_OVER]
-    nodes = [e["ts"] + e["dur"] for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
-    return max(marked or nodes or [last for name, _, last in spans if name == "backward"], default=None)
 
 
 # -- the overview of one rank ------------------------------------------------------------------------------------------
@@ -262,6 +212,7 @@ _DATA = re.compile(r"enumerate\(DataLoader\)|data$")
 # Calls in which the host waits for the device; the host has time there.
 _WAITING = re.compile(r"(cuda|hip|cu)\w*Synchronize")
 _LAUNCH = re.compile(r"(cuda|hip|cu)\w*LaunchKernel")
+_CALLS = ("cuda_runtime", "cuda_driver")
 _MAX_ROWS = 200
 
 
@@ -365,27 +316,27 @@ def build_overview(trace: RankTrace) -> Overview:
     begin, end = windows[0, 0], windows[-1, 1]
     events = [e for e in trace.events if e["ph"] == "X" and e["ts"] < end and e["ts"] + e["dur"] > begin]
     begun = _begun_inside(events, windows)
-    kernels = [event for event in begun if event.get("cat") == "kernel"]
-    spans = find_phases(begun, windows)
     messages = find_messages(events)
     groups = _group(events, messages)
-    shares = attribute_time([_edges(groups[name]) for name in groups], windows)
+    shares = attribute_time([_edges(group) for group in groups.values()], windows)
     scale = 1e-6 / len(steps)
     return Overview(
         rank=trace.rank,
         world_size=trace.world_size,
         device=trace.device,
         steps=tuple(
-            _build_shares(step["name"], windows[number], list(groups), shares[number])
-            for number, step in enumerate(steps)
+            _build_shares(step["name"], windows[number], groups, shares[number]) for number, step in enumerate(steps)
         ),
-        phases_s={name: union_time(*_columns(spans[name]), windows) * scale for name in spans},
+        phases_s={
+            name: union_time(spans[:, 0], spans[:, 1], windows) * scale
+            for name, spans in _find_phases(begun, windows).items()
+        },
         message_s=union_time(*_edges(messages), windows) * scale,
         host_s=_host_time(events, windows) * scale,
         optimizer_passes=_count_passes(begun, windows),
         operators=_operators(begun, len(steps)),
-        kernels=_kernels(kernels, len(steps)),
-        gpu=_gpu_use(trace, events, kernels, windows),
+        kernels=_kernels(begun, len(steps)),
+        gpu=_gpu_use(trace, events, begun, windows),
         peak_bytes=_peak_bytes(trace.events),
     )
 
@@ -394,12 +345,8 @@ def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Eve
     """The events of each class in the order of precedence; `compute` is the operators of a trace without kernels."""
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     # On a CPU the operators inside the range of the data are what fetches it, and compute nothing.
-    order = (
-        ("kernel", "compute", "communication", "copy", "data", "cpu")
-        if on_gpu
-        else ("data", "compute", "communication", "copy", "cpu", "kernel")
-    )
-    groups: dict[str, list[Event]] = {name: [] for name in order}
+    order = "kernel compute communication copy data cpu" if on_gpu else "data compute communication copy cpu kernel"
+    groups: dict[str, list[Event]] = {name: [] for name in order.split()}
     for event in events:
         kind, name = event.get("cat"), event["name"]
         if is_collective(event):
@@ -412,70 +359,65 @@ def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Eve
             groups["data"].append(event)
         elif kind == "cpu_op":
             groups["cpu" if on_gpu or _FRAME.match(name) else "compute"].append(event)
-        elif kind in ("cuda_runtime", "cuda_driver") and not _WAITING.match(name):
+        elif kind in _CALLS and not _WAITING.match(name):
             groups["cpu"].append(event)
     groups["communication"] = messages
     return groups
 
 
-def _build_shares(name: str, window: Floats, groups: Sequence[str], times: Floats) -> StepShares:
+def _build_shares(name: str, window: Floats, groups: Iterable[str], times: Floats) -> StepShares:
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     for group, time_us in zip([*groups, "other"], times, strict=True):
         seconds["cpu" if group == "compute" else group] += float(time_us) * 1e-6
     return StepShares(name, float(window[1] - window[0]) * 1e-6, seconds)
 
 
-def _edges(events: Sequence[Event]) -> tuple[Floats, Floats]:
+def _edges(events: Sequence[Event]) -> Edges:
     starts = np.array([event["ts"] for event in events], dtype=np.float64)
     return starts, starts + np.array([event["dur"] for event in events], dtype=np.float64)
 
 
-def _columns(spans: Floats) -> tuple[Floats, Floats]:
-    return spans[:, 0], spans[:, 1]
-
-
 def _host_time(events: Sequence[Event], windows: Floats) -> float:
     """Time in which the host works. An operator that asks the device for a number, and waits for it, does not."""
-    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
-    waiting = [event for event in calls if _WAITING.match(event["name"])]
-    working = [event for event in events if event.get("cat") == "cpu_op"] + calls
+    working = [e for e in events if e.get("cat") == "cpu_op" or e.get("cat") in _CALLS]
+    waiting = [e for e in working if e["cat"] in _CALLS and _WAITING.match(e["name"])]
     return float(attribute_time([_edges(waiting), _edges(working)], windows)[:, 1].sum())
 
 
 def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:
     """The events that begin in a step; a trace has events between steps too."""
-    begins = np.array([event["ts"] for event in events], dtype=np.float64)
-    place = np.searchsorted(windows[:, 0], begins, side="right") - 1
-    inside = (place >= 0) & (begins < windows[np.maximum(place, 0), 1])
-    return [event for event, is_inside in zip(events, inside.tolist(), strict=True) if is_inside]
+    place = _find_windows(np.array([event["ts"] for event in events], dtype=np.float64), windows)
+    return [event for event, window in zip(events, place.tolist(), strict=True) if window >= 0]
 
 
 def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
-    """Of each operator: calls, self time and total time, in µs."""
-    threads: dict[tuple[object, object], list[tuple[float, float, str]]] = {}
+    """Of each operator: calls, time without the operators inside it, and total time, in µs."""
+    sums: dict[str, list[float]] = {}
+    threads: dict[Any, list[Event]] = {}
     for event in events:
         if event.get("cat") == "cpu_op":
-            ranges = threads.setdefault((event.get("pid"), event.get("tid")), [])
-            ranges.append((event["ts"], event["dur"], event["name"]))
-    sums: dict[str, list[float]] = {}
-    for ranges in threads.values():
-        for name, total, alone in self_times(ranges):
-            row = sums.setdefault(name, [0, 0.0, 0.0])
-            row[0] += 1
-            row[1] += alone
-            row[2] += total
+            threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+    for own in threads.values():
+        stack: list[tuple[float, Event, list[float]]] = []  # end of an operator, the operator, times of those inside
+        last: Event = {"ts": math.inf, "dur": 0.0}
+        for event in [*sorted(own, key=lambda e: (e["ts"], -e["dur"])), last]:
+            while stack and stack[-1][0] <= event["ts"]:
+                _, done, inner = stack.pop()
+                row = sums.setdefault(done["name"], [0, 0.0, 0.0])
+                row[:] = row[0] + 1, row[1] + max(0.0, done["dur"] - sum(inner)), row[2] + done["dur"]
+            if stack:
+                stack[-1][2].append(event["dur"])
+            stack.append((event["ts"] + event["dur"], event, []))
     return sums
 
 
 def _count_passes(events: Sequence[Event], windows: Floats) -> int:
     # Operators are the host's, and so must the range be in which they are looked for.
     on_host = [event for event in events if event.get("cat") != "gpu_user_annotation"]
-    spans = find_phases(on_host, windows).get("optimizer")
-    if spans is None:
-        return 0
-    inside = _begun_inside(events, spans)
-    alone = {name: row[1] for name, row in _own_times(inside).items() if name.startswith("aten::")}
-    return sum(time_us > 0.05 * sum(alone.values()) for time_us in alone.values())
+    spans = _find_phases(on_host, windows).get("optimizer")
+    inside = [] if spans is None else _begun_inside(events, spans)
+    alone = [row[1] for name, row in _own_times(inside).items() if name.startswith("aten::")]
+    return sum(time_us > 0.05 * sum(alone) for time_us in alone)
 
 
 def _operators(events: Sequence[Event], num_steps: int) -> tuple[OperatorRow, ...]:
@@ -484,22 +426,27 @@ def _operators(events: Sequence[Event], num_steps: int) -> tuple[OperatorRow, ..
     return tuple(sorted(rows, key=lambda row: -row.self_s)[:_MAX_ROWS])
 
 
-def _kernels(kernels: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
+def _kernels(events: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
     found: dict[str, list[Event]] = {}
-    for event in kernels:
-        found.setdefault(event["name"], []).append(event)
+    for event in events:
+        if event.get("cat") == "kernel":
+            found.setdefault(event["name"], []).append(event)
     rows = [
         KernelRow(
             name=name,
             kind="communication" if is_collective(same[0]) else "matmul" if is_matmul(name) else "other",
             calls=len(same) / num_steps,
-            time_s=sum(event["dur"] for event in same) * 1e-6 / num_steps,
+            time_s=_sum_us(same) * 1e-6 / num_steps,
             uses_tensor_cores=uses_tensor_cores(name),
             occupancy=_mean_occupancy(same),
         )
         for name, same in found.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.time_s)[:_MAX_ROWS])
+
+
+def _sum_us(events: Iterable[Event]) -> float:
+    return float(sum(event["dur"] for event in events))
 
 
 def _argument(event: Event, name: str) -> float | None:
@@ -516,61 +463,49 @@ def _mean_occupancy(kernels: Sequence[Event]) -> float | None:
 
 
 def _blocks_per_sm(event: Event, num_sms: int) -> float | None:
-    blocks = _argument(event, "blocks per SM")
-    if blocks is not None:
-        return blocks
-    grid = (event.get("args") or {}).get("grid")
-    return math.prod(grid) / num_sms if isinstance(grid, list) and num_sms else None
+    blocks, grid = _argument(event, "blocks per SM"), (event.get("args") or {}).get("grid")
+    if blocks is None and isinstance(grid, list) and num_sms:
+        return math.prod(grid) / num_sms
+    return blocks
 
 
-def _gpu_use(trace: RankTrace, events: Sequence[Event], kernels: Sequence[Event], windows: Floats) -> GpuUse | None:
-    scale = 1e-6 / len(windows)
-    total_us = sum(event["dur"] for event in kernels)
+def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], windows: Floats) -> GpuUse | None:
+    kernels = [event for event in begun if event.get("cat") == "kernel"]
+    total_us, wall_us, scale = _sum_us(kernels), float(np.diff(windows).sum()), 1e-6 / len(windows)
     if not total_us:
         return None
-    wall_us = float(np.diff(windows).sum())
     properties = trace.properties[0] if trace.properties else {}
     filled = [(e, _blocks_per_sm(e, int(properties.get("numSms", 0)))) for e in kernels]
     known = [(event, min(1.0, blocks)) for event, blocks in filled if blocks is not None]
-    efficiency = None
-    if known:
-        weights = np.array([share for _, share in known])
-        efficiency = sum_clipped(*_edges([event for event, _ in known]), weights, windows) / wall_us
-
-    def share_us(chosen: Sequence[Event]) -> float:
-        return float(sum(event["dur"] for event in chosen))
-
+    weights = np.array([share for _, share in known])
     computing = [event for event in kernels if not is_collective(event)]
     matmuls = [event for event in computing if is_matmul(event["name"])]
-    on_tensor_cores = share_us([event for event in matmuls if uses_tensor_cores(event["name"])])
-    launches = [e["dur"] for e in events if e.get("cat") == "cuda_runtime" and _LAUNCH.match(e["name"])]
+    matmul_us = _sum_us(matmuls)
+    tensor_us = _sum_us(event for event in matmuls if uses_tensor_cores(event["name"]))
+    launches = [e for e in events if e.get("cat") == "cuda_runtime" and _LAUNCH.match(e["name"])]
     return GpuUse(
         name=str(properties.get("name", "")),
         busy=union_time(*_edges(kernels), windows) / wall_us,
-        sm_efficiency=efficiency,
+        sm_efficiency=sum_clipped(*_edges([e for e, _ in known]), weights, windows) / wall_us if known else None,
         occupancy=_mean_occupancy(computing),
         kernel_s=total_us * scale,
         num_kernels=len(kernels) / len(windows),
-        tensor_core_share=on_tensor_cores / total_us,
-        matmul_share=share_us(matmuls) / total_us,
-        communication_share=1 - share_us(computing) / total_us,
-        missed_s=(share_us(matmuls) - on_tensor_cores) * scale,
-        launch_s=sum(launches) / len(launches) * 1e-6 if launches else 0.0,
+        tensor_core_share=tensor_us / total_us,
+        matmul_share=matmul_us / total_us,
+        communication_share=1 - _sum_us(computing) / total_us,
+        missed_s=(matmul_us - tensor_us) * scale,
+        launch_s=_sum_us(launches) / len(launches) * 1e-6 if launches else 0.0,
     )
 
 
 def _peak_bytes(events: Sequence[Event]) -> int | None:
     """The most that was allocated while the trace ran, on the GPU if it has one; None if memory was not recorded."""
-    peaks: dict[int, int] = {}
-    for event in events:
-        if event["name"] == "[memory]":
-            kind, total = _argument(event, "Device Type"), _argument(event, "Total Allocated")
-            if kind is not None and total is not None:
-                peaks[int(kind)] = max(peaks.get(int(kind), 0), int(total))
-    return peaks[max(peaks)] if peaks else None
+    found = [(_argument(e, "Device Type"), _argument(e, "Total Allocated")) for e in events if e["name"] == "[memory]"]
+    peak = max(((kind, total) for kind, total in found if kind is not None and total is not None), default=None)
+    return None if peak is None else int(peak[1])
 
 
-# -- overviews on disk and compared ------------------------------------------------------------------------------------
+# -- overviews on disk -------------------------------------------------------------------------------------------------
 
 FORMAT, VERSION = "paceline-overview", 1
 
@@ -582,69 +517,12 @@ def overview_to_json(overview: Overview) -> dict[str, Any]:
 
 def overview_from_json(document: Mapping[str, Any]) -> Overview:
     """The overview that `overview_to_json` wrote; RecordError says what is wrong with another document."""
-    if document.get("format") != FORMAT or document.get("version") != VERSION:
-        raise RecordError(
-            f"format {document.get('format')!r}, version {document.get('version')!r} is not an overview that this "
-            f"Paceline reads: it needs {FORMAT!r}, version {VERSION}"
-        )
-    fields = {key: value for key, value in document.items() if key not in ("format", "version")}
-    try:
-        fields["steps"] = tuple(StepShares(**step) for step in fields["steps"])
-        fields["operators"] = tuple(OperatorRow(**row) for row in fields["operators"])
-        fields["kernels"] = tuple(KernelRow(**row) for row in fields["kernels"])
-        fields["gpu"] = None if fields["gpu"] is None else GpuUse(**fields["gpu"])
-        return Overview(**fields)
-    except (KeyError, TypeError) as error:
-        raise RecordError(f"the overview is damaged: {error}; write it again from its trace") from None
-
-
-@dataclass(frozen=True)
-class ComparedRow:
-    """One quantity of two runs; `unit` is `s`, `share`, `bytes` or `count`, and None means that a run lacks it."""
-
-    name: str
-    unit: str
-    first: float | None
-    second: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """Second over first."""
-        return self.second / self.first if self.first and self.second is not None else None
-
-
-def _quantities(overview: Overview) -> dict[str, tuple[str, float | None]]:
-    found: dict[str, tuple[str, float | None]] = {"step": ("s", overview.step_s)}
-    found |= {name: ("s", overview.seconds(name)) for name in CATEGORIES}
-    found |= {f"{name} share": ("share", overview.share(name)) for name in CATEGORIES}
-    found |= {f"phase {name}": ("s", seconds) for name, seconds in overview.phases_s.items()}
-    found["messages, hidden or not"] = ("s", overview.message_s)
-    found["host at work"] = ("s", overview.host_s)
-    found["peak memory"] = ("bytes", overview.peak_bytes)
-    if overview.gpu is not None:
-        gpu = overview.gpu
-        found |= {
-            "GPU busy": ("share", gpu.busy),
-            "SM efficiency (est.)": ("share", gpu.sm_efficiency),
-            "occupancy (est.)": ("share", gpu.occupancy),
-            "tensor cores": ("share", gpu.tensor_core_share),
-            "messages of kernel time": ("share", gpu.communication_share),
-            "kernel time": ("s", gpu.kernel_s),
-            "kernels": ("count", gpu.num_kernels),
-        }
-    return found
-
-
-def compare_overviews(first: Overview, second: Overview) -> list[ComparedRow]:
-    """What both or either of two runs show, in one order; what neither shows, or is 0 in both, is left out."""
-    one, two = _quantities(first), _quantities(second)
-    rows = []
-    for name in dict.fromkeys([*one, *two]):
-        unit = (one.get(name) or two[name])[0]
-        row = ComparedRow(name, unit, one.get(name, (unit, None))[1], two.get(name, (unit, None))[1])
-        if row.first or row.second:
-            rows.append(row)
-    return rows
+    fields = dict(document)
+    found = fields.pop("format", None), fields.pop("version", None)
+    if found != (FORMAT, VERSION):
+        raise RecordError(f"an overview of format {found} cannot be read: {(FORMAT, VERSION)} is needed")
+    overview: Overview = decode(Overview, fields, "overview")
+    return overview
 
 
 # -- late ranks --------------------------------------------------------------------------------------------------------
@@ -668,11 +546,8 @@ def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
     # A bucket on gloo is shown twice, by the wrapper and by gloo: one of them, the same on every rank.
     found = [event for event in found if event["cat"] == BUCKET] or found
     messages = sorted(trace.origin_ns + event["ts"] * 1e3 for event in found)
-    steps = []
-    for step in find_steps(trace.events):
-        begin = trace.origin_ns + step["ts"] * 1e3
-        steps.append([moment for moment in messages if begin <= moment < begin + step["dur"] * 1e3])
-    return steps
+    begins = [(trace.origin_ns + step["ts"] * 1e3, step["dur"] * 1e3) for step in find_steps(trace.events)]
+    return [[moment for moment in messages if begin <= moment < begin + took] for begin, took in begins]
 
 
 def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
@@ -680,11 +555,9 @@ def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
 
     The ranks' clocks must agree, as on one host.
     """
-    if len(traces) < 2:
-        return None
     late_s, last = [], Counter[int]()
     for steps in zip(*(_arrivals_ns(trace) for trace in traces), strict=False):
-        if not steps[0] or len({len(arrivals) for arrivals in steps}) > 1:
+        if len(traces) < 2 or not steps[0] or len({len(arrivals) for arrivals in steps}) > 1:
             continue
         # Later messages inherit the lateness of earlier ones: the worst one counts, not their sum.
         worst = max(zip(*steps, strict=True), key=lambda moments: len(moments) * max(moments) - sum(moments))

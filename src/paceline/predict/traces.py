@@ -1,7 +1,6 @@
-"""Traces: what their events are, the ranks of a run merged into one document, checked, saved and loaded.
+"""Traces: what their events are, and the ranks of a run merged into one document.
 
-Recording is in `measure.traces`, what a trace says about a step in `overview`. Loads without torch: a trace that was
-recorded elsewhere can be read on a laptop.
+Recording is in `measure.traces`, what a trace says about a step in `overview`.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ import gzip
 import itertools
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecordError
-from paceline.records.store import write_new
 
 Event = dict[str, Any]
 
@@ -26,32 +24,25 @@ BUCKET, BUCKET_WAIT = "bucket", "bucket_wait"
 # The instant at which a rank's own backward was over, and how long a bucket waited for its turn, in µs.
 BACKWARD_OVER, WAITED = "backward over", "waited us"
 # What the analysis or a reader of the picture needs; the rest is most of a trace's size.
-_KEPT_ARGUMENTS = frozenset(
-    {
-        "stream", "device", "grid", "block", "blocks per SM", "warps per SM", "est. achieved occupancy %",
-        "bytes", "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Device Type",
-        "name", "labels", "Collective name", "In msg nelems", "Group size", WAITED,
-    }
-)  # fmt: skip
-# Tracks about the profiler itself.
-_FOREIGN = frozenset({"Spans", "Traces", ""})
+_KEPT_ARGUMENTS = {
+    "stream", "device", "grid", "block", "blocks per SM", "warps per SM", "est. achieved occupancy %", "bytes",
+    "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Device Type", "name", "labels",
+    "Collective name", "In msg nelems", "Group size", WAITED,
+}  # fmt: skip
+_FOREIGN = ("Spans", "Traces", "")  # tracks about the profiler itself
 _STEP = re.compile(r"step \d+|ProfilerStep#\d+")
 
-_COLLECTIVE_KERNEL = re.compile(
-    r"nccl(Dev)?Kernel|^nccl|rcclGeneric|mscclKernel|one_shot_all_reduce|two_shot_all_reduce"
-)
+_COLLECTIVE_KERNEL = re.compile(r"nccl(Dev)?Kernel|^nccl|rcclGeneric|mscclKernel|(one|two)_shot_all_reduce")
 # `nccl:` ranges of the host are launches: the kernel is the message. Other backends move data on the host.
 _COLLECTIVE_RANGE = re.compile(
     r"(?!nccl:)[a-z_]+:_?(all_?reduce|all_?gather|reduce|broadcast|all_?to_?all|gather|scatter|send|recv|barrier)"
 )
 _MATMUL = re.compile(
-    r"gemm|_mm_|matmul|nvjet|xmma|wgmma|hmma|flash|fmha|sdpa|attention|fprop|dgrad|wgrad|convolve|conv\dd|winograd",
-    re.I,
+    r"(?i)gemm|_mm_|matmul|nvjet|xmma|wgmma|hmma|flash|fmha|sdpa|attention|fprop|[dw]grad|convolve|conv\dd|winograd"
 )
 _ON_TENSOR_CORES = re.compile(
     # The last are torch's attention with a mask, which names the type and not the instruction.
-    r"tensorop|tensor\d+x|hmma|imma|wgmma|nvjet|16816|1688|884|flash|xmma|tf32|fmha_cutlass[FB]_b?f16",
-    re.I,
+    r"(?i)tensorop|tensor\d+x|hmma|imma|wgmma|nvjet|16816|1688|884|flash|xmma|tf32|fmha_cutlass[FB]_b?f16"
 )
 # Their names say that they multiply on the ordinary cores, whatever else they say.
 _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
@@ -78,7 +69,6 @@ def read_chrome(document: Mapping[str, Any], rank: int | None = None) -> RankTra
     if not isinstance(document.get("traceEvents"), list):
         raise RecordError('this is not a Chrome trace: it lacks a list "traceEvents"; export one with torch.profiler')
     place = document.get("distributedInfo") or {}
-    properties = list(document.get("deviceProperties") or [])
     found = [event for event in document["traceEvents"] if _is_wanted(event)]
     timed = [event["ts"] for event in found if event["ph"] != "M"]
     if not timed:
@@ -93,34 +83,30 @@ def read_chrome(document: Mapping[str, Any], rank: int | None = None) -> RankTra
         # Without a base, times are µs of the Unix clock: so wrote torch before 2.2.
         origin_ns=int(document.get("baseTimeNanoseconds", 0)) + round(first_us * 1e3),
         events=events,
-        properties=properties,
+        properties=list(document.get("deviceProperties") or []),
     )
 
 
 def _is_wanted(event: Mapping[str, Any]) -> bool:
-    if "ph" not in event or "name" not in event or event.get("pid") in _FOREIGN or event.get("cat") == "Trace":
-        return False
-    return event["ph"] == "M" or "ts" in event
+    is_known = "name" in event and event.get("pid") not in _FOREIGN and event.get("cat") != "Trace"
+    return is_known and (event.get("ph") == "M" or ("ph" in event and "ts" in event))
 
 
 def _compact(event: Mapping[str, Any], first_us: float) -> Event:
     compact = {key: event[key] for key in ("ph", "cat", "name", "pid", "tid", "id", "bp", "s") if key in event}
+    kept = dict(event.get("args") or {})
     if event["ph"] != "M":
         compact["ts"] = round(event["ts"] - first_us, 3)  # ns: a float of seconds since 1970 has no better
+        kept = {key: value for key, value in kept.items() if key in _KEPT_ARGUMENTS}
     if event["ph"] == "X":
         compact["dur"] = max(0.0, float(event.get("dur", 0.0)))
-    kept = {key: value for key, value in (event.get("args") or {}).items() if key in _KEPT_ARGUMENTS}
-    if event["ph"] == "M":
-        kept = dict(event.get("args") or {})
-    if kept:
-        compact["args"] = kept
-    return compact
+    return compact | ({"args": kept} if kept else {})
 
 
 def find_steps(events: Iterable[Event]) -> list[Event]:
     """The ranges of whole steps, in order: ours where the trace has them, else the profiler's."""
     found = [e for e in events if e.get("cat") == "user_annotation" and e["ph"] == "X" and _STEP.fullmatch(e["name"])]
-    ours = [event for event in found if event["name"].startswith("step ")]
+    ours = [e for e in found if e["name"].startswith("step ")]
     return sorted(ours or found, key=lambda event: float(event["ts"]))
 
 
@@ -189,60 +175,32 @@ def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
 
 
 def _renumber(trace: RankTrace, later_us: float, threads: Iterator[int], flows: Iterator[int]) -> Iterator[Event]:
-    pid = trace.rank + 1
-    thread_of: dict[tuple[Any, Any], int] = {}
-    flow_of: dict[tuple[Any, Any], int] = {}
-    names: dict[tuple[Any, Any], str] = {}
+    thread_of: defaultdict[Any, int] = defaultdict(lambda: next(threads))
+    flow_of: defaultdict[Any, int] = defaultdict(lambda: next(flows))
+    names: dict[Any, str] = {}
     for event in trace.events:
         place = event.get("pid"), event.get("tid")
         if event["ph"] == "M":
             if event["name"] == "thread_name":
                 names[place] = str(event.get("args", {}).get("name", ""))
             continue
-        if place not in thread_of:
-            thread_of[place] = next(threads)
-        renumbered = {**event, "pid": pid, "tid": thread_of[place], "ts": round(event["ts"] + later_us, 3)}
-        if "id" in event:
-            flow = event.get("cat"), event["id"]
-            if flow not in flow_of:
-                flow_of[flow] = next(flows)
-            renumbered["id"] = flow_of[flow]
-        yield renumbered
+        flow = {"id": flow_of[event.get("cat"), event["id"]]} if "id" in event else {}
+        moved = {"pid": trace.rank + 1, "tid": thread_of[place], "ts": round(event["ts"] + later_us, 3)}
+        yield {**event, **moved, **flow}
     where = f"{trace.device}, {trace.host}" if trace.host else trace.device
-    yield _metadata("process_name", pid, 0, name=f"rank {trace.rank} ({trace.device})")
-    yield _metadata("process_labels", pid, 0, labels=where)
-    yield _metadata("process_sort_index", pid, 0, sort_index=trace.rank)
+    metadata: list[tuple[str, int, dict[str, Any]]] = [
+        ("process_name", 0, {"name": f"rank {trace.rank} ({trace.device})"}),
+        ("process_labels", 0, {"labels": where}),
+        ("process_sort_index", 0, {"sort_index": trace.rank}),
+    ]
     for place, tid in thread_of.items():
-        yield _metadata("thread_name", pid, tid, name=names.get(place) or f"thread {place[1]}")
-        yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
-
-
-def _metadata(kind: str, pid: int, tid: int, **arguments: Any) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
+        metadata.append(("thread_name", tid, {"name": names.get(place) or f"thread {place[1]}"}))
+        metadata.append(("thread_sort_index", tid, {"sort_index": tid}))
+    for kind, tid, arguments in metadata:
+        yield {"ph": "M", "name": kind, "pid": trace.rank + 1, "tid": tid, "args": arguments}
 
 
 def render_trace(document: Mapping[str, Any]) -> bytes:
     """The compressed file of a trace, which Perfetto and chrome://tracing open as it is."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     return gzip.compress(text.encode(), compresslevel=6, mtime=0)
-
-
-def save_trace(document: Mapping[str, Any], path: Path) -> None:
-    """Write the trace to a new file `*.json.gz`."""
-    if not path.name.endswith(".json.gz"):
-        raise RecordError(f"a trace is written compressed and {path.name!r} does not end in .json.gz: name it so")
-    write_new(path, render_trace(document))
-
-
-def load_trace(path: str | Path) -> dict[str, Any]:
-    """Read a Chrome trace, compressed or not."""
-    try:
-        data = Path(path).read_bytes()
-        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except FileNotFoundError:
-        raise RecordError(f"{path} does not exist: give a trace, *.json or *.json.gz") from None
-    except (OSError, EOFError, ValueError) as error:
-        raise RecordError(f"{path} cannot be read as a trace: {error}") from None
-    if not isinstance(document, dict) or "traceEvents" not in document:
-        raise RecordError(f'{path} is not a Chrome trace: it lacks "traceEvents"')
-    return document

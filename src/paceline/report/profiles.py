@@ -6,7 +6,8 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,26 +15,25 @@ from paceline.errors import ConfigError, RecordError
 from paceline.predict.advice import Advice, StepFacts
 from paceline.predict.networks import MeasuredFabric, find_networks
 from paceline.predict.overview import (
-    ComparedRow,
+    CATEGORIES,
     Overview,
     StepLane,
     build_lanes,
-    compare_overviews,
+    find_lanes,
     overview_from_json,
     overview_to_json,
 )
 from paceline.predict.traces import RankTrace, merge_traces, render_trace
 from paceline.predict.whatif import CommRow, build_comm_table
-from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes
+from paceline.records import LayerProfileRecord
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
-from paceline.records.layers import OUTSIDE, CostRatio
-from paceline.records.steps import StepRecord
+from paceline.records.layers import OUTSIDE
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, new_figure
 from paceline.report.result import Result
-from paceline.report.steps import PHASES, StepResult, describe_phases, describe_step
-from paceline.report.table import Column, Table
+from paceline.report.steps import PHASES, PhasesResult, StepResult, describe_cost
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _MAX_ROWS = 12  # of operators or kernels on a terminal
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-class ProfileResult(StepResult):
+class ProfileResult(PhasesResult):
     """`paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its steps.
 
     `profile` is the record of the layers, None where they were not measured, `steps` the records of the phases.
@@ -62,27 +62,23 @@ class ProfileResult(StepResult):
 
     @property
     def answer(self) -> str:
-        if self.steps:
-            return describe_step(self.steps[-1])
-        if self.profile is None:
-            return "No step was measured."
-        profile, step_s = self.profile, self.profile.timing.median_s
-        parts = ", ".join(
-            f"{getattr(profile, name).median_s / step_s:.0%} {name}" for name in ("forward", "backward", "optimizer")
-        )
-        return f"A step of {profile.model} takes {format_duration(step_s)} (batch {profile.batch_size}): {parts}."
+        profile = self.profile
+        if self.steps or profile is None:
+            return super().answer
+        step_s = profile.timing.median_s
+        parts = [f"{getattr(profile, name).median_s / step_s:.0%} {name}" for name in _PHASE_COLORS]
+        where = f"(batch {profile.batch_size}): {', '.join(parts)}"
+        return f"A step of {profile.model} takes {format_duration(step_s)} {where}."
 
     @property
     def findings(self) -> list[str]:
-        layers = [] if self.profile is None else describe_layers(self.profile)
-        return [*layers, *(line for record in self.steps for line in describe_phases(record))]
+        return [*([] if self.profile is None else describe_layers(self.profile)), *super().findings]
 
     def tables(self) -> list[Table]:
         tables = [Table("phases", "phases", PHASES, self.steps)] if self.steps else []
         if self.profile is not None:
-            name, blocks = self.profile.model, list_blocks(self.profile)
+            name, blocks, parameters = self.profile.model, list_blocks(self.profile), list_parameters(self.profile)
             tables.append(Table("blocks", f"{name}, blocks", BLOCKS, blocks))
-            parameters = list_parameters(self.profile)
             tables.append(Table("parameters", f"{name}, parameters", PARAMETERS, parameters, shown=()))
         return tables
 
@@ -108,146 +104,112 @@ class ProfileResult(StepResult):
         return super().to_json() | {"notes": list(self.findings)}
 
 
-@dataclass(frozen=True)
-class _Block:
-    """One block of a profile, or what is in none."""
-
-    profile: LayerProfileRecord
-    times: BlockTimes
-
-    @property
-    def forward_s(self) -> float:
-        return statistics.median(self.times.forward_s)
-
-    @property
-    def backward_s(self) -> float:
-        return statistics.median(self.times.backward_s)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(parameter.num_bytes for parameter in self.profile.parameters_of(self.times.name))
-
-    @property
-    def ready_s(self) -> float | None:
-        return self.profile.ready_of(self.times.name)
-
-    @property
-    def share(self) -> float:
-        """Of the profiled backward."""
-        whole_s = self.profile.profiled_backward.median_s
-        return self.backward_s / whole_s if whole_s else 0.0
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    """One parameter of a profile: its place in ready order, and the bytes ready with it."""
-
-    profile: LayerProfileRecord
-    index: int
-    parameter: ParameterTimes
-    ready_bytes: int
-
-    @property
-    def names(self) -> str:
-        return " = ".join((self.parameter.name, *self.parameter.aliases))
-
-    @property
-    def ready(self) -> str:
-        return "never" if self.parameter.median_s is None else format_ms(self.parameter.median_s)
-
-
-def list_blocks(profile: LayerProfileRecord) -> list[_Block]:
+def list_blocks(profile: LayerProfileRecord) -> list[dict[str, Any]]:
     """The blocks in the order of the model's definition, and the rest, so that the columns add up."""
-    return [_Block(profile, times) for times in (*profile.blocks, profile.outside)]
+    whole_s, rows = profile.profiled_backward.median_s, []
+    for block in (*profile.blocks, profile.outside):
+        backward_s = statistics.median(block.backward_s)
+        rows.append(
+            {
+                "model": profile.model,
+                "block": block.name,
+                "num_bytes": sum(parameter.num_bytes for parameter in profile.parameters_of(block.name)),
+                "forward_s": statistics.median(block.forward_s),
+                "backward_s": backward_s,
+                "share_of_backward": backward_s / whole_s if whole_s else 0.0,
+                "last_ready_s": profile.ready_of(block.name),
+                "source": profile.source,
+            }
+        )
+    return rows
 
 
-def list_parameters(profile: LayerProfileRecord) -> list[_Parameter]:
+def list_parameters(profile: LayerProfileRecord) -> list[dict[str, Any]]:
+    """The parameters in ready order, and the bytes that are ready with each."""
     ready = itertools.accumulate(0 if p.median_s is None else p.num_bytes for p in profile.parameters)
     return [
-        _Parameter(profile, index, parameter, num_bytes)
-        for index, (parameter, num_bytes) in enumerate(zip(profile.parameters, ready, strict=True))
-    ]
+        {
+            "index": index, "model": profile.model, "parameter": p.name, "aliases": list(p.aliases),
+            "names": " = ".join((p.name, *p.aliases)), "where": p.block or OUTSIDE, "block": p.block or None,
+            "dtype": p.dtype, "num_bytes": p.num_bytes, "ready_s": p.median_s,
+            "ready": "never" if p.median_s is None else format_ms(p.median_s), "ready_bytes": ready_bytes,
+            "source": profile.source,
+        }
+        for index, (p, ready_bytes) in enumerate(zip(profile.parameters, ready, strict=True))
+    ]  # fmt: skip
+
+
+def _item(name: str | None, key: str, unit: str = "text", **options: Any) -> Column:
+    """A column of rows that are dictionaries."""
+    return Column(name, itemgetter(key), unit, key, **options)
 
 
 BLOCKS = (
-    Column(None, lambda line: line.profile.model, key="model"),
-    Column("block", lambda line: line.times.name, key="block", is_key=True),
-    Column("gradients", lambda line: line.num_bytes, "bytes", "num_bytes", priority=1),
-    Column("forward", lambda line: line.forward_s, "ms", "forward_s", priority=2),
-    Column("backward", lambda line: line.backward_s, "ms", "backward_s", priority=3),
-    Column("of backward", lambda line: line.share, "percent.1", "share_of_backward"),
-    Column("last ready", lambda line: line.ready_s, "ms", "last_ready_s", priority=2),
-    Column("source", lambda line: line.profile.source, key="source", priority=-1),
+    _item(None, "model"),
+    _item("block", "block", is_key=True),
+    _item("gradients", "num_bytes", "bytes", priority=1),
+    _item("forward", "forward_s", "ms", priority=2),
+    _item("backward", "backward_s", "ms", priority=3),
+    _item("of backward", "share_of_backward", "percent.1"),
+    _item("last ready", "last_ready_s", "ms", priority=2),
+    _item("source", "source", priority=-1),
 )
 PARAMETERS = (
-    Column("#", lambda line: line.index, "number", "index"),
-    Column(None, lambda line: line.profile.model, key="model"),
-    Column(None, lambda line: line.parameter.name, key="parameter"),
-    Column(None, lambda line: list(line.parameter.aliases), key="aliases"),
-    Column("parameter", lambda line: line.names, is_key=True),
-    Column("block", lambda line: line.parameter.block or OUTSIDE),
-    Column(None, lambda line: line.parameter.block or None, key="block"),
-    Column("type", lambda line: line.parameter.dtype, key="dtype"),
-    Column("bytes", lambda line: line.parameter.num_bytes, "bytes", "num_bytes"),
-    Column(None, lambda line: line.parameter.median_s, key="ready_s"),
-    Column("ready (ms)", lambda line: line.ready, lambda text: text, priority=1),
-    Column("ready so far", lambda line: line.ready_bytes, "bytes", "ready_bytes"),
-    Column("source", lambda line: line.profile.source, key="source"),
+    _item("#", "index", "number"),
+    _item(None, "model"),
+    _item(None, "parameter"),
+    _item(None, "aliases"),
+    Column("parameter", itemgetter("names"), is_key=True),
+    Column("block", itemgetter("where")),
+    _item(None, "block"),
+    _item("type", "dtype"),
+    _item("bytes", "num_bytes", "bytes"),
+    _item(None, "ready_s"),
+    Column("ready (ms)", itemgetter("ready"), str, priority=1),
+    _item("ready so far", "ready_bytes", "bytes"),
+    _item("source", "source"),
 )
-
-
-def _format_cost(ratio: CostRatio) -> str:
-    verdict = "" if ratio.is_clear else ", within the noise"
-    return f"{ratio.value - 1:+.1%} (p10 {ratio.p10 - 1:+.1%}, p90 {ratio.p90 - 1:+.1%}{verdict})"
 
 
 def describe_layers(profile: LayerProfileRecord) -> list[str]:
     """What the tables do not show: the plain step, what profiling costs, and what is odd about the gradients."""
+    parts = ", ".join(f"{phase} {format_ms(getattr(profile, phase).median_s)}" for phase in _PHASE_COLORS)
+    step, backward = describe_cost(profile.step_cost, "a step"), describe_cost(profile.backward_cost, "backward")
     lines = [
-        f"plain step {format_ms(profile.timing.median_s)} ms: forward {format_ms(profile.forward.median_s)}, backward "
-        f"{format_ms(profile.backward.median_s)}, optimizer {format_ms(profile.optimizer.median_s)}",
-        f"profiling costs {_format_cost(profile.step_cost)} of a step, {_format_cost(profile.backward_cost)} of "
-        "backward",
+        f"plain step {format_ms(profile.timing.median_s)} ms: {parts}",
+        f"profiling costs {step}; {backward}",
         "gradients became ready in the same order in every step"
         if profile.is_order_stable
         else "the order in which gradients became ready changed between steps: it is that of the medians",
     ]
-    tied = [p for p in profile.parameters if p.aliases]
-    if tied:
-        names = "; ".join(" = ".join((p.name, *p.aliases)) for p in tied)
-        lines.append(f"tied, and ready only after the last use: {names}")
+    if tied := [" = ".join((p.name, *p.aliases)) for p in profile.parameters if p.aliases]:
+        lines.append(f"tied, and ready only after the last use: {'; '.join(tied)}")
     if profile.unused:
         lines.append(f"without a gradient: {', '.join(p.name for p in profile.unused)}")
     return [*lines, profile.note] if profile.note else lines
 
 
-_GREY = "#555555"
 _NEAR = 0.04  # of an axis: labels of points that are closer would print over each other
 
 
 def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     """Bytes ready against the time since backward began, by medians; a mark where the last of each block is ready."""
     figure, axes = new_figure(f"{profile.model}: gradients ready during backward", subtitle)
-    end_s = profile.profiled_backward.median_s
+    end_ms = profile.profiled_backward.median_s * 1e3
     points = [(0.0, 0), *profile.timeline]
-    xs = [*(time_s * 1e3 for time_s, _ in points), end_s * 1e3]
+    xs = [*(time_s * 1e3 for time_s, _ in points), end_ms]
     ys = [*(num_bytes / MIB for _, num_bytes in points), points[-1][1] / MIB]
     axes.step(xs, ys, where="post", color=COLORS[0], lw=1.6, label=f"ready ({profile.source}, median)")
-    axes.axvline(end_s * 1e3, color=_GREY, lw=1, ls="--", label="end of backward")
-    marks = _find_marks(profile)
+    axes.axvline(end_ms, color="#555555", lw=1, ls="--", label="end of backward")
+    ready_bytes = dict(profile.timeline)  # of several at one moment, the last
+    found = [(profile.ready_of(block.name), block.name) for block in profile.blocks]
+    marks = sorted((time_s * 1e3, ready_bytes[time_s] / MIB, name) for time_s, name in found if time_s is not None)
     xs, ys = [x for x, _, _ in marks], [y for _, y, _ in marks]
     axes.plot(xs, ys, "o", color=COLORS[1], ms=4.5, label="last of a block")
-    for x, y, text in _join_labels(marks, end_s * 1e3):
+    for x, y, text in _join_labels(marks, end_ms):
         # The curve only rises, so that the upper left of a point is free.
-        is_left = x < 0.06 * end_s * 1e3
-        axes.annotate(
-            text,
-            (x, y),
-            xytext=(4 if is_left else -5, 3),
-            textcoords="offset points",
-            fontsize=7.5,
-            ha="left" if is_left else "right",
-        )
+        offset, side = (4, "left") if x < 0.06 * end_ms else (-5, "right")
+        axes.annotate(text, (x, y), xytext=(offset, 3), textcoords="offset points", fontsize=7.5, ha=side)
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.06 * profile.num_bytes / MIB)
     axes.set_xlabel("time since backward began (ms)")
@@ -256,32 +218,16 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     return figure
 
 
-def _find_marks(profile: LayerProfileRecord) -> list[tuple[float, float, str]]:
-    """(ms, MiB ready by then, block) for the last gradient of each block, in the order of time."""
-    ready_bytes = dict(profile.timeline)  # of several at one moment, the last
-    found = [(profile.ready_of(block.name), block.name) for block in profile.blocks]
-    return sorted((time_s * 1e3, ready_bytes[time_s] / MIB, name) for time_s, name in found if time_s is not None)
-
-
 def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tuple[float, float, str]]:
     """One label for marks that lie close together: the last of them, and how many more there are."""
-    if not marks:
-        return []
-    height = marks[-1][1]
     groups: list[list[tuple[float, float, str]]] = []
     for mark in marks:
-        near = (
-            bool(groups) and mark[0] - groups[-1][0][0] < _NEAR * width and mark[1] - groups[-1][0][1] < _NEAR * height
-        )
-        if near:
+        first = groups[-1][0] if groups else mark
+        if groups and mark[0] - first[0] < _NEAR * width and mark[1] - first[1] < _NEAR * marks[-1][1]:
             groups[-1].append(mark)
         else:
             groups.append([mark])
-    return [
-        (x, y, name + (f" +{len(group) - 1}" if len(group) > 1 else ""))
-        for group in groups
-        for x, y, name in group[-1:]
-    ]
+    return [(x, y, name + (f" +{len(others)}" if others else "")) for *others, (x, y, name) in groups]
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
@@ -305,14 +251,17 @@ class TraceResult(Result):
         plot: bool = True,
     ) -> None:
         super().__init__(run, folder)
-        self.document = _load_overview(folder) if document is None else document
         self.traces, self._plot = traces, plot and 1 <= len(traces) <= MAX_RANKS
+        path = (folder or Path()) / OVERVIEW
         try:
+            self.document: dict[str, Any] = json.loads(path.read_text()) if document is None else document
             self.overviews = [overview_from_json(one) for one in self.document["overviews"]]
             self.facts = StepFacts(**self.document["facts"])
             self.advice: list[dict[str, Any]] = self.document["advice"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise RecordError(f"{folder or 'a trace'}: {OVERVIEW} cannot be read: {error}") from None
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise RecordError(f"{path} cannot be read: {error}; `paceline profile trace` writes it") from None
+        model, ranks = self.config.get("model", "the model"), format_number_of(self.facts.world_size, "rank")
+        self._name = f"{model} on {ranks}, batch {self.facts.batch_size}, {self.facts.precision}"
 
     @staticmethod
     def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Advice]) -> dict[str, Any]:
@@ -320,7 +269,7 @@ class TraceResult(Result):
         names = ("kind", "gain_s", "factor", "certainty", "text")
         return {
             "overviews": [overview_to_json(overview) for overview in overviews],
-            "facts": {name: getattr(facts, name) for name in facts.__dataclass_fields__},
+            "facts": asdict(facts),
             "advice": [{name: getattr(one, name) for name in names} for one in advice],
         }
 
@@ -331,15 +280,8 @@ class TraceResult(Result):
 
     @property
     def answer(self) -> str:
-        first = self.overviews[0]
-        what = f"{self._name} takes {format_duration(first.step_s)} in the trace of rank 0"
-        return f"A step of {what}. {self.advice[0]['text']}" if self.advice else f"A step of {what}."
-
-    @property
-    def _name(self) -> str:
-        facts = self.facts
-        ranks = format_number_of(facts.world_size, "rank")
-        return f"{self.config.get('model', 'the model')} on {ranks}, batch {facts.batch_size}, {facts.precision}"
+        text = f"A step of {self._name} takes {format_duration(self.overviews[0].step_s)} in the trace of rank 0."
+        return f"{text} {self.advice[0]['text']}" if self.advice else text
 
     @property
     def findings(self) -> list[str]:
@@ -349,8 +291,7 @@ class TraceResult(Result):
             lines.append(f"{number}. {one['text']}{gain}")
         if self.folder is not None:
             lines.append(f"trace: {self.folder / 'trace.json.gz'} (open it in ui.perfetto.dev)")
-            if self.figures():
-                lines.append(f"picture: {self.folder / 'timeline.png'}")
+            lines += [f"picture: {self.folder / name}.png" for name in self.figures()]
         return lines
 
     @property
@@ -360,11 +301,10 @@ class TraceResult(Result):
 
     def tables(self) -> list[Table]:
         operators, kernels = self.overviews[0].operators, self.overviews[0].kernels
+        shown = () if kernels else operators[:_MAX_ROWS]
         tables = [
             Table("overview", self._name, choose_overview_columns(self.overviews), self.overviews),
-            Table(
-                "operators", "operators of rank 0", OPERATORS, operators, shown=() if kernels else operators[:_MAX_ROWS]
-            ),
+            Table("operators", "operators of rank 0", OPERATORS, operators, shown=shown),
         ]
         if kernels:
             tables.append(Table("kernels", "kernels of rank 0", KERNELS, kernels, shown=kernels[:_MAX_ROWS]))
@@ -386,27 +326,17 @@ class TraceResult(Result):
         return [] if self.folder is None else [f"paceline profile --compare {self.folder} OTHER"]
 
     def to_json(self) -> dict[str, Any]:
-        picture = str(self.folder / "timeline.png") if self.folder is not None and self.figures() else None
+        picture = str(self.folder / "timeline.png") if self.folder is not None and self._plot else None
         return super().to_json() | self.document | {"picture": picture}
 
 
-def _load_overview(folder: Path | None) -> dict[str, Any]:
-    path = OVERVIEW if folder is None else folder / OVERVIEW
-    try:
-        document: dict[str, Any] = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path} cannot be read: {error}; `paceline profile trace` writes it") from None
-    return document
-
-
-_SHARES = (
-    ("kernels", "kernel"), ("communication", "communication"), ("copies", "copy"), ("data", "data"), ("CPU", "cpu"),
-    ("other", "other"),
-)  # fmt: skip
-
-
-def _share_column(name: str, category: str) -> Column:
+def _share_column(category: str) -> Column:
+    name = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}.get(category, category)
     return Column(name, lambda o: o.share(category), "percent.1", f"{category}_share", priority=2)
+
+
+def _seconds_column(category: str) -> Column:
+    return Column(None, lambda o: o.seconds(category), key=f"{category}_s")
 
 
 def _phase_column(phase: str) -> Column:
@@ -419,39 +349,37 @@ def _gpu_column(name: str | None, field: str) -> Column:
 
 # A row is the overview of one rank. The shares sum to the step.
 OVERVIEWS = (
-    Column("rank", lambda o: o.rank, "number", "rank", is_key=True),
-    Column(None, lambda o: o.world_size, key="world_size"),
-    Column("device", lambda o: o.device, key="device"),
+    Column("rank", attrgetter("rank"), "number", "rank", is_key=True),
+    *raw_columns("world_size"),
+    Column("device", attrgetter("device"), key="device"),
     Column("steps", lambda o: len(o.steps), "number", "steps", priority=-1),
-    Column("step", lambda o: o.step_s, "ms", "step_s", is_key=True),
-    *(_share_column(name, category) for name, category in _SHARES),
-    *(_phase_column(phase) for phase in ("forward", "backward", "optimizer")),
+    Column("step", attrgetter("step_s"), "ms", "step_s", is_key=True),
+    *map(_share_column, CATEGORIES),
+    *map(_phase_column, ("forward", "backward", "optimizer")),
     _gpu_column("GPU busy", "busy"),
     _gpu_column("SM efficiency (est.)", "sm_efficiency"),
     _gpu_column("occupancy (est.)", "occupancy"),
     _gpu_column("tensor cores", "tensor_core_share"),
     _gpu_column("messages of kernels", "communication_share"),
-    _gpu_column(None, "missed_s"),
-    Column(None, lambda o: o.message_s, key="message_s"),
-    Column(None, lambda o: o.host_s, key="host_s"),
-    Column("peak memory", lambda o: o.peak_bytes, "bytes", "peak_bytes", priority=-1),
-    Column("source", lambda o: o.source, key="source", priority=-1),
+    *(_gpu_column(None, name) for name in ("missed_s", "kernel_s", "num_kernels")),
+    *map(_seconds_column, CATEGORIES),
+    *raw_columns("message_s", "host_s"),
+    Column("peak memory", attrgetter("peak_bytes"), "bytes", "peak_bytes", priority=-1),
+    Column("source", attrgetter("source"), key="source", priority=-1),
 )
 
 
 def choose_overview_columns(overviews: Sequence[Overview]) -> list[Column]:
     """`OVERVIEWS`, but people are not shown shares that are 0 on every rank."""
-    zero = {f"{category}_share" for _, category in _SHARES if not any(o.share(category) >= 5e-4 for o in overviews)}
-    return [
-        Column(None, column.value, column.unit, column.key) if column.key in zero else column for column in OVERVIEWS
-    ]
+    zero = {f"{category}_share" for category in CATEGORIES if not any(o.share(category) >= 5e-4 for o in overviews)}
+    return [replace(column, name=None) if column.key in zero else column for column in OVERVIEWS]
 
 
 OPERATORS = (
-    Column("operator", lambda r: r.name, key="name", is_key=True),
-    Column("calls/step", lambda r: r.calls, lambda calls: f"{calls:g}", "calls"),
-    Column("self (ms/step)", lambda r: r.self_s, format_ms, "self_s", priority=2),
-    Column("total (ms/step)", lambda r: r.total_s, format_ms, "total_s", priority=1),
+    Column("operator", attrgetter("name"), key="name", is_key=True),
+    Column("calls/step", attrgetter("calls"), "{:g}".format, "calls"),
+    Column("self (ms/step)", attrgetter("self_s"), format_ms, "self_s", priority=2),
+    Column("total (ms/step)", attrgetter("total_s"), format_ms, "total_s", priority=1),
 )
 
 
@@ -462,14 +390,14 @@ def _shorten(name: str, width: int = 44) -> str:
 
 KERNELS = (
     Column("kernel", lambda r: _shorten(r.name), is_key=True),
-    Column(None, lambda r: r.name, key="name"),
-    Column("kind", lambda r: r.kind, key="kind"),
-    Column("calls/step", lambda r: r.calls, lambda calls: f"{calls:g}", "calls"),
-    Column("time (ms/step)", lambda r: r.time_s, format_ms, "time_s", priority=3),
-    Column("mean (µs)", lambda r: r.mean_s * 1e6, lambda us: f"{us:.1f}", priority=1),
-    Column(None, lambda r: r.mean_s, key="mean_s"),
-    Column("occupancy (est.)", lambda r: r.occupancy, "percent.1", "occupancy", priority=-1),
-    Column(None, lambda r: r.uses_tensor_cores, key="uses_tensor_cores"),
+    *raw_columns("name"),
+    Column("kind", attrgetter("kind"), key="kind"),
+    Column("calls/step", attrgetter("calls"), "{:g}".format, "calls"),
+    Column("time (ms/step)", attrgetter("time_s"), format_ms, "time_s", priority=3),
+    Column("mean (µs)", lambda r: r.mean_s * 1e6, "{:.1f}".format, priority=1),
+    *raw_columns("mean_s"),
+    Column("occupancy (est.)", attrgetter("occupancy"), "percent.1", "occupancy", priority=-1),
+    *raw_columns("uses_tensor_cores"),
     Column("tensor cores", lambda r: r.uses_tensor_cores if r.uses_tensor_cores or r.kind == "matmul" else None, "yes"),
 )
 
@@ -479,7 +407,7 @@ KERNELS = (
 # The height of a row of buckets, the width of a label as a share of the step, and how many labels can be read.
 _ROW, _LABEL_WIDTH, _MAX_LABELS = 0.22, 0.065, 16
 _PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
-_OTHER, _WAITING, _MOVING, _EXPOSED = "#BBBBBB", "#F5D9A8", "#E69F00", "#D55E00"
+_WAITING, _MOVING, _EXPOSED = "#F5D9A8", "#E69F00", "#D55E00"
 
 
 def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str, source: str = "measured") -> Figure:
@@ -495,21 +423,21 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str, source: 
     axes = figure.add_subplot()
     axes.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold")
     axes.text(0, 1.0, f"{source}. {subtitle}", transform=axes.transAxes, fontsize=8.5, color="#555555", va="bottom")
-    ticks: list[tuple[float, str]] = []
+    ticks: dict[float, str] = {}
     top = 0.0
     for lane in lanes:
         bottom = top + heights[lane.rank]
-        ticks.append((top + 0.2, f"rank {lane.rank}"))
+        ticks[top + 0.2] = f"rank {lane.rank}"
         _draw_phases(axes, lane, top, end_ms)
         if lane.buckets:
-            ticks.append(((top + bottom) / 2 + 0.15, "buckets"))
+            ticks[(top + bottom) / 2 + 0.15] = "buckets"
             _draw_buckets(axes, lane, rows[lane.rank], top + 0.47, end_ms)
             if lane.backward_end_s is not None:
                 axes.plot([lane.backward_end_s * 1e3] * 2, [top, bottom - 0.2], color="#000000", lw=0.9, ls=":")
         if lane is not lanes[-1]:
             axes.axhline(bottom - 0.1, color="#DDDDDD", lw=0.8)
         top = bottom
-    axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks], fontsize=8.5)
+    axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8.5)
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(top - 0.1, -0.12)
     axes.set_xlim(0, end_ms * 1.01)
@@ -523,30 +451,18 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str, source: 
 
 def _choose_rows(lane: StepLane, end_s: float) -> list[int]:
     """A row for each bucket, so that neither it nor its label is drawn over another."""
-    free_at: list[float] = []
-    rows = []
-    for bucket in lane.buckets:
-        row = next((number for number, free_s in enumerate(free_at) if free_s <= bucket.ready_s), len(free_at))
-        free_at[row : row + 1] = [bucket.done_s + (_LABEL_WIDTH * end_s if _has_labels(lane) else 0.0)]
-        rows.append(row)
-    return rows
-
-
-def _has_labels(lane: StepLane) -> bool:
-    return len(lane.buckets) <= _MAX_LABELS
+    label_s = _LABEL_WIDTH * end_s if len(lane.buckets) <= _MAX_LABELS else 0.0
+    return find_lanes((bucket.ready_s, bucket.done_s + label_s) for bucket in lane.buckets)
 
 
 def _draw_phases(axes: Axes, lane: StepLane, top: float, end_ms: float) -> None:
-    for phase in lane.phases:
-        start_ms, width_ms = phase.start_s * 1e3, (phase.end_s - phase.start_s) * 1e3
-        color = _PHASE_COLORS.get(phase.name, _OTHER)
-        axes.broken_barh([(start_ms, width_ms)], (top, 0.4), facecolors=color)
-        words = f"{phase.name} {format_ms(phase.end_s - phase.start_s)}"
+    for name, first_s, last_s in lane.phases:
+        start_ms, width_ms = first_s * 1e3, (last_s - first_s) * 1e3
+        axes.broken_barh([(start_ms, width_ms)], (top, 0.4), facecolors=_PHASE_COLORS[name])
+        words, color = f"{name} {format_ms(last_s - first_s)}", "white" if name == "backward" else "black"
         if width_ms > 0.011 * len(words) * end_ms:
-            axes.text(
-                start_ms + width_ms / 2, top + 0.2, words, ha="center", va="center", fontsize=7.5,
-                color="white" if phase.name == "backward" else "black",
-            )  # fmt: skip
+            place = start_ms + width_ms / 2, top + 0.2
+            axes.text(*place, words, ha="center", va="center", fontsize=7.5, color=color)
 
 
 def _draw_buckets(axes: Axes, lane: StepLane, rows: Sequence[int], top: float, end_ms: float) -> None:
@@ -561,18 +477,16 @@ def _draw_buckets(axes: Axes, lane: StepLane, rows: Sequence[int], top: float, e
         ):
             if last_s > first_s:
                 axes.broken_barh([(first_s * 1e3, (last_s - first_s) * 1e3)], place, **options)
-        if _has_labels(lane):  # beside the bar, where hatching does not cross it
-            axes.text(
-                bucket.done_s * 1e3 + 0.004 * end_ms, place[0] + 0.42 * _ROW, format_bytes(bucket.num_bytes),
-                fontsize=6.5, va="center", color="#333333",
-            )  # fmt: skip
+        if len(rows) <= _MAX_LABELS:  # beside the bar, where hatching does not cross it
+            beside = bucket.done_s * 1e3 + 0.004 * end_ms, place[0] + 0.42 * _ROW
+            axes.text(*beside, format_bytes(bucket.num_bytes), fontsize=6.5, va="center", color="#333333")
 
 
 def _place_legend(figure: Figure, lanes: Sequence[StepLane]) -> None:
     from matplotlib.patches import Patch
 
-    names = dict.fromkeys(phase.name for lane in lanes for phase in lane.phases)
-    entries = [Patch(facecolor=_PHASE_COLORS.get(name, _OTHER), label=name) for name in names]
+    names = dict.fromkeys(name for lane in lanes for name, _, _ in lane.phases)
+    entries = [Patch(facecolor=_PHASE_COLORS[name], label=name) for name in names]
     if any(lane.buckets for lane in lanes):
         exposed = dict.fromkeys(format_duration(pick(lane.exposed_s for lane in lanes)) for pick in (min, max))
         entries += [
@@ -587,7 +501,7 @@ def _place_legend(figure: Figure, lanes: Sequence[StepLane]) -> None:
 # -- networks ----------------------------------------------------------------------------------------------------------
 
 
-class CommTableResult(Result):
+class CommTableResult(StepResult):
     """`profile comm-table`: the measured step of one rank, and its gradients on assumed and measured networks.
 
     `sweeps` are networks that were measured; those of a saved run are in the runs that `--curve` named.
@@ -622,15 +536,8 @@ class CommTableResult(Result):
     def findings(self) -> list[str]:
         if not self.rows:
             return []
-        return [
-            *dict.fromkeys(row.assumption for row in self.rows),
-            "overhead: all gradients in one message after backward; step and exposed: the best bucket size, as "
-            "`predict` finds it",
-        ]
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return tuple(text for text in self.run.warnings if text not in self.findings)
+        how = "overhead: all gradients in one message after backward; step and exposed: the best bucket size, as "
+        return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds it"]
 
     def tables(self) -> list[Table]:
         if not self.rows:
@@ -649,27 +556,50 @@ COMM = (
     Column("network", lambda r: r.step.network, key="network", is_key=True),
     Column("ranks", lambda r: r.step.world_size, "number", "world_size", is_key=True),
     Column("compute", lambda r: r.step.local_s, "ms", "compute_s", priority=1),
-    Column(None, lambda r: r.backward_s, key="backward_s"),
-    Column(None, lambda r: r.compute_source, key="compute_source"),
+    *raw_columns("backward_s", "compute_source"),
     Column("comm", lambda r: r.message_s, "ms", "comm_s", priority=1),
     Column("overhead", lambda r: r.overhead, "percent.1", "overhead", priority=2),
-    Column(None, lambda r: r.step.algorithm, key="algorithm"),
+    *raw_columns("step.algorithm"),
     Column("step", lambda r: r.step.step_s, "ms", "step_s", priority=3),
-    Column(None, lambda r: r.step.low_s, key="low_s"),
-    Column(None, lambda r: r.step.high_s, key="high_s"),
-    Column(None, lambda r: r.step.exposed_s, key="exposed_s"),
+    *raw_columns("step.low_s", "step.high_s", "step.exposed_s"),
     Column("exposed", lambda r: r.step.exposed_share, "percent.1", "exposed_overhead", priority=3),
-    Column(None, lambda r: r.step.best_cap_bytes, key="best_cap_bytes"),
-    Column(None, lambda r: r.assumption, key="assumption"),
-    Column(None, lambda r: r.step.source, key="source"),
+    *raw_columns("step.best_cap_bytes", "assumption", "step.source"),
     Column("source", lambda r: f"compute {r.compute_source}, comm {r.step.source}", priority=-2),
 )
 
 
 # -- two profiles ------------------------------------------------------------------------------------------------------
 
-# The settings in which two profiles may differ without a remark: of phases, only cells that both have are compared.
+# The settings in which two runs of phases may differ without a remark: only cells that both have are compared.
 _MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
+# What is compared, by the keys of JSON rows, and its unit. Steps of different batches are compared by what they get
+# done, which comes first.
+_OF_PHASES = {
+    "step_s": "s", "data_wait_s": "s", "forward_s": "s", "backward_s": "s", "optimizer_s": "s", "compute_s": "s",
+    "exposed_comm_s": "s", "busy_comm_s": "s", "comm_overhead": "share", "samples_per_s": "count",
+}  # fmt: skip
+_OF_TRACES = {
+    "samples_per_s": "count", "step_s": "s", **{f"{name}_s": "s" for name in CATEGORIES},
+    **{f"{name}_share": "share" for name in CATEGORIES}, "forward_s": "s", "backward_s": "s", "optimizer_s": "s",
+    "message_s": "s", "host_s": "s", "peak_bytes": "bytes", "gpu_busy": "share", "gpu_sm_efficiency": "share",
+    "gpu_occupancy": "share", "gpu_tensor_core_share": "share", "gpu_communication_share": "share",
+    "gpu_kernel_s": "s", "gpu_num_kernels": "count",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """One quantity of two runs; `unit` is `s`, `share`, `bytes` or `count`, and None means that a run lacks it."""
+
+    name: str
+    unit: str
+    first: float | None
+    second: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Second over first."""
+        return self.second / self.first if self.first and self.second is not None else None
 
 
 class ComparisonResult(Result):
@@ -682,26 +612,47 @@ class ComparisonResult(Result):
         """Compare two profiles. They were not taken in turns: the machine may have changed between them."""
         names = [str(one.folder or f"a run of {one.run.verb}") for one in (first, second)]
         if isinstance(first, TraceResult) and isinstance(second, TraceResult):
-            rows = _compare_traces(first, second)
+            quantities: dict[str, str] = _OF_TRACES
+            here, there = (
+                {"": Table("", "", OVERVIEWS, one.overviews[:1]).rows_json()[0] | {"samples_per_s": one.samples_per_s}}
+                for one in (first, second)
+            )
         elif isinstance(first, StepResult) and isinstance(second, StepResult) and first.steps and second.steps:
-            rows = _compare_phases(first.steps, second.steps, *names)
+            quantities = _OF_PHASES
+            here, there = (
+                {
+                    f"{format_number_of(row['world_size'], 'rank')}, batch {row['batch_size']}: ": row
+                    for row in Table("", "", PHASES, one.steps).rows_json()
+                }
+                for one in (first, second)
+            )
         else:
             raise ConfigError(
                 f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`: give two of "
                 "`paceline profile trace`, or two of `paceline profile phases`",
                 code="mismatch",
             )
-        here, there = first.config, second.config
-        may_differ = () if isinstance(first, TraceResult) else _MAY_DIFFER
-        unlike = {
-            name: [here[name], there.get(name)]
-            for name in here
-            if name not in may_differ and here[name] != there.get(name)
-        }
+        common = [cell for cell in here if cell in there]
+        if not common:
+            raise ConfigError(
+                "{} and {} have no number of ranks and batch size in common".format(*names), code="mismatch"
+            )
+        rows = [
+            ComparedRow(
+                cell + ("samples/s" if name == "samples_per_s" else name.removesuffix("_s").replace("_", " ")),
+                unit, here[cell][name], there[cell][name],
+            )
+            for cell in common
+            for name, unit in quantities.items()
+        ]  # fmt: skip
         config = {
             "runs": names,
-            "rows": [{"name": r.name, "unit": r.unit, "first": r.first, "second": r.second} for r in rows],
-            "settings_that_differ": unlike,
+            "rows": [asdict(row) for row in rows if row.first or row.second],
+            "settings_that_differ": {
+                name: [value, second.config.get(name)]
+                for name, value in first.config.items()
+                if (quantities is _OF_TRACES or name not in _MAY_DIFFER) and value != second.config.get(name)
+            },
         }
         return cls(Run(COMPARE, config, environment, ()))
 
@@ -712,10 +663,10 @@ class ComparisonResult(Result):
     @property
     def answer(self) -> str:
         first, second = self.config["runs"]
-        row = next((row for row in self.rows if row.name.split(": ")[-1] == "step" and row.ratio is not None), None)
-        if row is None or row.ratio is None:
+        ratio = next((row.ratio for row in self.rows if row.name.split(": ")[-1] == "step"), None)
+        if ratio is None:
             return f"{first} and {second} compared."
-        return f"A step of {second} takes {row.ratio:.2f} times as long as one of {first}."
+        return f"A step of {second} takes {ratio:.2f} times as long as one of {first}."
 
     @property
     def findings(self) -> list[str]:
@@ -729,66 +680,27 @@ class ComparisonResult(Result):
         return [Table("comparison", "{} and {}".format(*self.config["runs"]), COMPARED, self.rows, key="rows")]
 
     def to_json(self) -> dict[str, Any]:
-        names = ("runs", "settings_that_differ")
-        return super().to_json() | {name: self.config[name] for name in names}
+        return super().to_json() | {name: self.config[name] for name in ("runs", "settings_that_differ")}
 
 
-def _format_compared(pair: tuple[str, float]) -> str:
-    unit, value = pair
-    if unit == "s":
-        return format_duration(value)
-    return f"{value:.1%}" if unit == "share" else format_bytes(value) if unit == "bytes" else f"{value:.0f}"
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    "s": format_duration, "share": "{:.1%}".format, "bytes": format_bytes, "count": "{:.0f}".format,
+}  # fmt: skip
 
 
 def _compared_columns(name: str) -> tuple[Column, Column]:
     """One side of the comparison: in its own unit for people, raw for programs."""
-
-    def pick(row: ComparedRow) -> float | None:
-        value: float | None = getattr(row, name)
-        return value
-
+    pick = attrgetter(name)
     return (
-        Column(name, lambda r: None if pick(r) is None else (r.unit, pick(r)), _format_compared, is_key=True),
+        Column(name, lambda r: None if pick(r) is None else _FORMATS[r.unit](pick(r)), str, is_key=True),
         Column(None, pick, key=name),
     )
 
 
 COMPARED = (
-    Column("quantity", lambda r: r.name, key="name", is_key=True),
-    Column(None, lambda r: r.unit, key="unit"),
+    Column("quantity", attrgetter("name"), key="name", is_key=True),
+    *raw_columns("unit"),
     *_compared_columns("first"),
     *_compared_columns("second"),
-    Column("second / first", lambda r: r.ratio, "ratio", "ratio"),
+    Column("second / first", attrgetter("ratio"), "ratio", "ratio"),
 )
-
-
-def _compare_traces(first: TraceResult, second: TraceResult) -> list[ComparedRow]:
-    # Steps of different batches are compared by what they get done.
-    speeds = ComparedRow("samples/s", "", first.samples_per_s, second.samples_per_s)
-    return [speeds, *compare_overviews(first.overviews[0], second.overviews[0])]
-
-
-# What is compared of phases, and its unit.
-_QUANTITIES = {
-    "step_s": "s", "data_wait_s": "s", "forward_s": "s", "backward_s": "s", "optimizer_s": "s", "compute_s": "s",
-    "exposed_comm_s": "s", "busy_comm_s": "s", "comm_overhead": "share", "samples_per_s": "count",
-}  # fmt: skip
-
-
-def _compare_phases(first: Sequence[StepRecord], second: Sequence[StepRecord], one: str, two: str) -> list[ComparedRow]:
-    found = [
-        {(row["world_size"], row["batch_size"]): row for row in Table("", "", PHASES, records).rows_json()}
-        for records in (first, second)
-    ]
-    common = [cell for cell in found[0] if cell in found[1]]
-    if not common:
-        raise ConfigError(f"{one} and {two} have no number of ranks and batch size in common", code="mismatch")
-    rows = []
-    for world_size, batch_size in common:
-        ours, theirs = (cells[world_size, batch_size] for cells in found)
-        place = f"{format_number_of(world_size, 'rank')}, batch {batch_size}"
-        for name, unit in _QUANTITIES.items():
-            if ours[name] is not None or theirs[name] is not None:
-                label = "samples/s" if name == "samples_per_s" else name.removesuffix("_s").replace("_", " ")
-                rows.append(ComparedRow(f"{place}: {label}", unit, ours[name], theirs[name]))
-    return rows

@@ -1,20 +1,18 @@
-"""`bench wrappers` and `profile phases` as results: steps of a job, their tables, the figure and what they say.
-
-What the numbers mean is in `records.steps`.
-"""
+"""`bench wrappers` and `profile phases` as results: steps of a job, their tables, the figure and what they say."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.records.samples import Ratio
 from paceline.records.steps import PRECISIONS, Standing, StepRecord, compare_wrappers
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS
 from paceline.report.result import Result
-from paceline.report.table import Column, Table
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
@@ -30,7 +28,8 @@ class StepResult(Result):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return tuple(text for text in self.run.warnings if text not in self.findings)
+        known = tuple(line[:20] for line in self.findings)  # some ended otherwise
+        return tuple(text for text in self.run.warnings if not text.startswith(known))
 
 
 # -- phases ------------------------------------------------------------------------------------------------------------
@@ -39,13 +38,11 @@ class StepResult(Result):
 class PhasesResult(StepResult):
     """`profile phases`: one row per number of ranks and batch size."""
 
-    verbs = ("profile phases",)
+    verbs: ClassVar[tuple[str, ...]] = ("profile phases",)
 
     @property
     def answer(self) -> str:
-        if not self.steps:
-            return "No step was measured."
-        return describe_step(self.steps[-1])
+        return describe_step(self.steps[-1]) if self.steps else "No step was measured."
 
     @property
     def findings(self) -> list[str]:
@@ -63,22 +60,18 @@ class PhasesResult(StepResult):
         return [f"paceline profile trace {job}", *([f"paceline tune {job}"] if last.world_size > 1 else [])]
 
 
-def _share(part_s: float, record: StepRecord) -> str:
-    return f"{part_s / record.timing.median_s:.0%}"
-
-
 def describe_step(record: StepRecord) -> str:
     """Where the time of a step goes, in one sentence."""
-    parts = [
-        f"{_share(record.phase(name).median_s, record)} {label}"
-        for name, label in (("forward", "forward"), ("no_comm_backward", "backward"), ("optimizer", "optimizer"))
-    ]
-    if record.data_wait is not None and record.data_wait.median_s > 0.005 * record.timing.median_s:
-        parts.insert(0, f"{_share(record.data_wait.median_s, record)} waiting for data")
+    step_s, wait_s = record.timing.median_s, record.data_wait.median_s if record.data_wait else 0.0
+    parts_s = {"waiting for data": wait_s} if wait_s > 0.005 * step_s else {}
+    parts_s["forward"] = record.phase("forward").median_s
+    parts_s["backward"] = record.phase("no_comm_backward").median_s
+    parts_s["optimizer"] = record.phase("optimizer").median_s
     if record.world_size > 1:
-        parts.append(f"{_share(record.exposed_s, record)} exposed communication")
+        parts_s["exposed communication"] = record.exposed_s
+    parts = ", ".join(f"{seconds / step_s:.0%} {name}" for name, seconds in parts_s.items())
     where = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
-    return f"A step of {record.model} takes {format_duration(record.timing.median_s)} ({where}): {', '.join(parts)}."
+    return f"A step of {record.model} takes {format_duration(step_s)} ({where}): {parts}."
 
 
 PHASES = (
@@ -91,9 +84,7 @@ PHASES = (
     Column("ranks", lambda r: r.world_size, "number", "world_size", is_key=True),
     Column("batch", lambda r: r.batch_size, "number", "batch_size", is_key=True),
     Column("accumulate", lambda r: r.accumulate, "number", "accumulate", priority=-2),
-    Column(None, lambda r: r.num_parameters, key="num_parameters"),
-    Column(None, lambda r: r.num_bytes, key="num_bytes"),
-    Column(None, lambda r: r.num_messages, key="num_messages"),
+    *raw_columns("num_parameters", "num_bytes", "num_messages"),
     Column("step", lambda r: r.timing.median_s, "ms", "step_s", is_key=True),
     Column("data wait", lambda r: r.data_wait.median_s if r.data_wait else None, "ms", "data_wait_s", priority=-1),
     Column("forward", lambda r: r.phase("forward").median_s, "ms", "forward_s", priority=4),
@@ -102,7 +93,7 @@ PHASES = (
     Column("host gaps", lambda r: r.gap_s, "ms", "gap_s", priority=-2),
     Column("compute", lambda r: r.compute_s, "ms", "compute_s"),
     Column("exposed", lambda r: r.exposed_s, "ms", "exposed_comm_s", priority=5),
-    Column(None, lambda r: r.exposed_noise_s, key="exposed_noise_s"),
+    *raw_columns("exposed_noise_s"),
     Column("busy", lambda r: r.busy_s, "ms", "busy_comm_s"),
     Column("overlap", lambda r: r.overlap, "percent.1", "overlap", priority=-1),
     Column("comm overhead", lambda r: r.overhead, "percent.1", "comm_overhead", priority=3),
@@ -117,20 +108,23 @@ PHASES = (
 def describe_phases(record: StepRecord) -> list[str]:
     """What the table does not show: what was sent, how sure the exposed part is, and what profiling costs."""
     place = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
-    lines = []
-    if record.world_size > 1:
-        noise = record.exposed_noise_s
-        sure = "" if noise is None else f" ± {format_ms(noise)}"
-        lines.append(
-            f"{place}: each rank sends {format_bytes(record.num_bytes)} in "
-            f"{format_number_of(record.num_messages, 'message')} per step; "
-            f"communication overhead {record.overhead:.1%} ({format_ms(record.exposed_s)}{sure} ms of "
-            f"{format_ms(record.timing.median_s)})"
-        )
-    noise_text = "" if record.cost.noise is None else f" ± {record.cost.noise:.1%}"
-    verdict = "" if record.cost.is_clear else ", within the noise"
-    lines.append(f"{place}: profiling costs {record.cost.value - 1:+.1%}{noise_text} of a step{verdict}")
-    return lines
+    cost = f"{place}: profiling costs {describe_cost(record.cost, 'a step')}"
+    if record.world_size == 1:
+        return [cost]
+    sure = "" if record.exposed_noise_s is None else f" ± {format_ms(record.exposed_noise_s)}"
+    messages = format_number_of(record.num_messages, "message")
+    return [
+        f"{place}: each rank sends {format_bytes(record.num_bytes)} in {messages} per step; "
+        f"communication overhead {record.overhead:.1%} ({format_ms(record.exposed_s)}{sure} ms of "
+        f"{format_ms(record.timing.median_s)})",
+        cost,
+    ]
+
+
+def describe_cost(ratio: Ratio, of: str) -> str:
+    """What something adds to a step, or to a part of it, and whether that is shown."""
+    noise = "" if ratio.noise is None else f" ± {ratio.noise:.1%}"
+    return f"{ratio.value - 1:+.1%}{noise} of {of}{'' if ratio.is_clear else ', within the noise'}"
 
 
 # -- wrappers ----------------------------------------------------------------------------------------------------------
@@ -154,14 +148,11 @@ class WrappersResult(StepResult):
             count = format_number_of(len(self.steps), "row")
             return f"{count}: torch's wrapper and Paceline's were not measured together." if self.steps else "No step."
         if len(ours) == 1:
-            (one,) = ours
-            where = f"{one.record.model} on {format_number_of(one.record.world_size, 'rank')} ({one.record.backend})"
-            verdict = _describe_verdict(one)
+            one, verdict = ours[0].record, _describe_verdict(ours[0])
+            where = f"{one.model} on {format_number_of(one.world_size, 'rank')} ({one.backend})"
             than = "" if verdict in ("within the noise", "one repetition") else " than in torch's"
-            return (
-                f"A step of {where} in Paceline's wrapper takes {format_duration(one.record.timing.median_s)}: "
-                f"{verdict}{than}."
-            )
+            took = format_duration(one.timing.median_s)
+            return f"A step of {where} in Paceline's wrapper takes {took}: {verdict}{than}."
         ratios = [ratio for s in ours if (ratio := s.to_torch) is not None]
         faster = sum(ratio.is_clear and ratio.value < 1 for ratio in ratios)
         slower = sum(ratio.is_clear and ratio.value > 1 for ratio in ratios)
@@ -180,11 +171,8 @@ class WrappersResult(StepResult):
         ]
 
     def tables(self) -> list[Table]:
-        standings = self.standings
-        if not standings:
-            return []
-        columns = build_columns(standings)
-        return [Table("table", "steps of data-parallel wrappers", columns, standings, key="rows", note=_RATIOS)]
+        rows, title = self.standings, "steps of data-parallel wrappers"
+        return [Table("table", title, build_columns(rows), rows, key="rows", note=_RATIOS)] if rows else []
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         if not self.steps:
@@ -194,10 +182,7 @@ class WrappersResult(StepResult):
 
     @property
     def next_steps(self) -> list[str]:
-        if not self.steps:
-            return []
-        last = self.steps[-1]
-        return [f"paceline profile phases --model {last.model} --ranks {last.world_size}"]
+        return [f"paceline profile phases --model {r.model} --ranks {r.world_size}" for r in self.steps[-1:]]
 
 
 def _format_ratio(ratio: Ratio) -> str:
@@ -221,18 +206,20 @@ def _describe_verdict(standing: Standing) -> str | None:
     return f"{abs(ratio.value - 1):.1%} {'slower' if ratio.value > 1 else 'faster'}"
 
 
-def _find_host_us(standing: Standing) -> float | None:
+def _host_us(standing: Standing) -> float | None:
     host_s = standing.host_s_per_parameter
     return None if host_s is None else host_s * 1e6
 
 
-def _ratio_columns(name: str, pick: Callable[[Standing], Ratio | None], key: str, noise: str, priority: int) -> Any:
-    """A ratio with its noise for people; both as numbers for programs."""
-    return (
-        Column(name, pick, _format_ratio, priority=priority),
-        Column(None, lambda s: getattr(pick(s), "value", None), key=key),
-        Column(None, lambda s: getattr(pick(s), "noise", None), key=noise),
-    )
+def _ratio_columns(name: str | None, reference: str, priority: int, noise: str = "") -> list[Column]:
+    """The ratio to a reference with its noise for people, unless there is no name; both as numbers for programs."""
+    pick = attrgetter(f"to_{reference}".replace("torch_tuned", "tuned"))
+    shown = [Column(name, pick, _format_ratio, priority=priority)] if name else []
+    return [
+        *shown,
+        Column(None, lambda s: getattr(pick(s), "value", None), key=f"ratio_to_{reference}"),
+        Column(None, lambda s: getattr(pick(s), "noise", None), key=noise or f"noise_to_{reference}"),
+    ]
 
 
 # JSON rows name the element type as torch does, as they always have.
@@ -242,7 +229,6 @@ _DTYPES = {precision: dtype for dtype, precision in PRECISIONS.items()}
 def build_columns(standings: Sequence[Standing]) -> list[Column]:
     """The columns of wrappers; the ratio across backends is shown where several took turns."""
     backends = {standing.record.backend for standing in standings}
-    across = "/ torch on gloo" if len(backends) > 1 else None
     return [
         Column("model", lambda s: s.record.model, key="model", is_key=True),
         Column("backend", lambda s: s.record.backend, key="backend", is_key=len(backends) > 1),
@@ -258,26 +244,21 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
         Column("step", lambda s: s.record.timing.median_s, "ms", "step_median_s", priority=4),
         Column("p10", lambda s: s.record.timing.p10_s, "ms", "step_p10_s", priority=-2),
         Column("p90", lambda s: s.record.timing.p90_s, "ms", "step_p90_s", priority=-2),
-        *_ratio_columns("/ torch", lambda s: s.to_torch, "ratio_to_torch", "noise", 5),
-        *_ratio_columns(
-            across or "", lambda s: s.to_torch_on_gloo, "ratio_to_torch_on_gloo", "noise_to_torch_on_gloo", 3
-        )[0 if across else 1 :],
-        *_ratio_columns("/ tuned", lambda s: s.to_tuned, "ratio_to_torch_tuned", "noise_to_torch_tuned", 2),
-        *_ratio_columns("/ bare", lambda s: s.to_bare, "ratio_to_bare", "noise_to_bare", 1),
+        *_ratio_columns("/ torch", "torch", 5, "noise"),
+        *_ratio_columns("/ torch on gloo" if len(backends) > 1 else None, "torch_on_gloo", 3),
+        *_ratio_columns("/ tuned", "torch_tuned", 2),
+        *_ratio_columns("/ bare", "bare", 1),
         Column("than torch", _describe_verdict, priority=3),
-        Column(None, lambda s: s.added_s, key="added_s"),
-        Column("host µs/param", _find_host_us, lambda us: f"{us:.2f}", "host_us_per_parameter", priority=-1),
+        *raw_columns("added_s"),
+        Column("host µs/param", _host_us, "{:.2f}".format, "host_us_per_parameter", priority=-1),
         Column(None, lambda s: s.record.held_bytes or None, key="held_bytes"),
         Column(None, lambda s: s.record.peak_step_bytes or None, key="peak_step_bytes"),
         Column("memory added", lambda s: s.added_bytes, "bytes", "added_bytes", priority=-1),
-        Column(None, lambda s: s.record.num_parameters, key="num_parameters"),
-        Column(None, lambda s: s.record.num_bytes, key="num_bytes"),
-        Column(None, lambda s: s.record.configuration, key="configuration"),
-        Column(None, lambda s: s.record.note, key="note"),
+        *raw_columns("record.num_parameters", "record.num_bytes", "record.configuration", "record.note"),
         Column("#wrong", lambda s: s.record.num_wrong, "number", "nwrong", priority=2),
         Column(None, lambda s: s.record.num_checked, key="nchecked"),
         Column("iters", lambda s: s.record.timing.count, "number", "iters", priority=-2),
-        Column(None, lambda s: s.record.timing.skew_s, key="skew_s"),
+        *raw_columns("record.timing.skew_s"),
         Column("source", lambda s: s.record.source, key="source", priority=-3),
     ]
 
@@ -306,9 +287,8 @@ def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
     for axes, panel in zip(grid.flat, panels.values(), strict=False):
         first = panel[0]
         on = f"{first.backend}, " if len(backends) == 1 else ""
-        axes.set_title(
-            f"{first.model} ({on}{format_number_of(first.world_size, 'rank')}, {first.source})", loc="left", fontsize=9
-        )
+        ranks = format_number_of(first.world_size, "rank")
+        axes.set_title(f"{first.model} ({on}{ranks}, {first.source})", loc="left", fontsize=9)
         for record in panel:
             place, number = lines.index((record.wrapper, record.backend)), wrappers.index(record.wrapper)
             color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]

@@ -9,6 +9,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from paceline.units import (
@@ -85,6 +86,11 @@ class Column:
         if isinstance(value, float) and not math.isfinite(value):
             return None
         return value / GB if self.unit == "GB/s" and value is not None else value
+
+
+def raw_columns(*paths: str) -> list[Column]:
+    """Columns for programs alone: the attribute at each dotted path, under its last name."""
+    return [Column(None, attrgetter(path), key=path.split(".")[-1]) for path in paths]
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,9 @@ def profile(
         return (phases if kind == "phases" else layers)(model, ranks=ranks, **times, **job)
     check_counts(iters=iters, warmup=warmup)
     verb = "profile" if kind == "all" else f"profile {kind}"
-    opened, arguments = _open_job(verb, model, step, ranks, job, out, progress)
-    load, which = ("measure_profile", ()) if isinstance(model, str) else ("measure_own_profile", (kind,))
+    opened, given = _open_job(verb, model, step, ranks, job, out, progress)
     with opened as session:
-        return finish(session, session.ask(_ROOM + load, (*arguments, *which, iters, warmup)))
+        return finish(session, session.ask(_ROOM + "measure_profile", (given, kind, iters, warmup)))
 
 
 def phases(
@@ -107,8 +106,8 @@ def layers(
     """When each gradient of a built-in model is ready, and what its blocks take, on one rank."""
     settings = _build_bare(model, iters, warmup, job)
     with open_session("profile layers", settings.to_json(), out=out, progress=progress) as session:
-        arguments = (settings, iters or 20, 3 if warmup is None else warmup)
-        return cast("ProfileResult", finish(session, [session.ask(_ROOM + "measure_job_layers", arguments)]))
+        arguments = (settings, "layers", iters or 20, 3 if warmup is None else warmup)
+        return cast("ProfileResult", finish(session, session.ask(_ROOM + "measure_profile", arguments)))
 
 
 def trace(
@@ -138,21 +137,19 @@ def trace(
     check_counts(steps=steps, warmup=warmup)
     extras = tuple(name for name, is_on in (("memory", memory), ("shapes", shapes)) if is_on)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
-    opened, arguments = _open_job("profile trace", model, step, ranks, job, out, progress)
+    opened, given = _open_job("profile trace", model, step, ranks, job, out, progress)
     with opened as session:
-        load = "paceline.measure.traces:" + ("trace_job" if isinstance(model, str) else "trace_own")
-        recorded = (3 if warmup is None else warmup, steps, extras, session.place is not None)
-        traced = session.ask(load, (*arguments, *recorded))
+        arguments = (given, 3 if warmup is None else warmup, steps, extras, session.place is not None)
+        traces, facts = session.ask("paceline.measure.traces:trace_job", arguments)
 
         def build(run: Run, folder: Path | None) -> TraceResult:
             from paceline.predict.advice import advise
             from paceline.predict.overview import build_overview, find_lateness
             from paceline.report.profiles import TraceResult
 
-            overviews = [build_overview(trace) for trace in traced.traces]
-            advice = advise(overviews, traced.facts, find_lateness(traced.traces))
-            document = TraceResult.build_document(overviews, traced.facts, advice)
-            return TraceResult(run, folder, document, traced.traces, plot)
+            overviews = [build_overview(trace) for trace in traces]
+            document = TraceResult.build_document(overviews, facts, advise(overviews, facts, find_lateness(traces)))
+            return TraceResult(run, folder, document, traces, plot)
 
         return cast("TraceResult", finish(session, [], build=build))
 
@@ -191,8 +188,8 @@ def comm_table(
     more = {"networks": network, "ranks": list(counts), "curves": [str(path) for path in curves]}
     with open_session("profile comm-table", config | more, out=out, progress=progress) as session:
         if record is None:
-            arguments = (settings, iters or 10, 2 if warmup is None else warmup)
-            record = session.ask(_ROOM + "measure_job_layers", arguments)
+            arguments = (settings, "layers", iters or 10, 2 if warmup is None else warmup)
+            (record,) = session.ask(_ROOM + "measure_profile", arguments)
         table: Any = finish(session, [record], build=lambda run, folder: CommTableResult(run, folder, sweeps))
         return cast("CommTableResult", table)
 
@@ -228,12 +225,12 @@ def _build_bare(model: str, iters: int | None, warmup: int | None, job: dict[str
 
 def _open_job(
     verb: str, model: Any, step: Any, ranks: Counts | None, job: dict[str, Any], out: Place, progress: bool | None
-) -> tuple[Any, tuple[Any, ...]]:
-    """The session of a job, and the arguments that say on its ranks what the job is."""
+) -> tuple[Any, Any]:
+    """The session of a job, and what says on its ranks which job it is."""
     if isinstance(model, str):
         settings = build_settings(model=model, ranks=choose_world(ranks, 2), **job)
         opened = open_session(verb, settings.to_json(), ranks=settings.ranks, out=out, progress=progress)
-        return opened, (settings,)
+        return opened, settings
     wrapper, where = job.pop("wrapper"), {name: job.pop(name) for name in ("backend", "device", "threads")}
     own, place = OwnJob(model, step, wrapper, job, **where), find_place()
     check_names("wrapper", (wrapper,), ("paceline", "torch", "none"))
