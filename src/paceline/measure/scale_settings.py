@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from paceline import machine
 from paceline.errors import ConfigError, refuse
-from paceline.measure.settings import BACKENDS, CollectiveSettings, check_names
+from paceline.measure.settings import BACKENDS, CollectiveSettings, check_counts, check_names
 from paceline.training.recipes import NO_RECIPE, Recipe, share_batch
 from paceline.training.schedules import BatchSchedule
 from paceline.training.settings import TrainSettings
@@ -240,16 +240,17 @@ class LargeBatchSettings(StudySettings):
     def check(self) -> None:
         base, sizes = self.base_batch_size, self.global_batch_sizes
         shown = ",".join(map(str, sizes)) or "nothing"
-        least = {
-            "base-batch-size": (base, 1), "evaluations": (self.evaluations, 1), "batch-size": (self.most_at_once, 1),
-            "updates": (self.updates or 0, 0), "seeds": (len(self.seeds), 1),
-        }  # fmt: skip
-        refuse(
-            (min(sizes, default=0) <= base,
-             f"--global-batch-size {shown}: batches above the base of {base} are needed"),
-            (not self.recipes, "--recipes: at least one, such as none"),
-            *((n < low, f"--{flag} {n}: at least {low} is needed") for flag, (n, low) in least.items()),
+        check_counts(
+            base_batch_size=base, evaluations=self.evaluations, batch_size=self.most_at_once, updates=self.updates,
+            seeds=len(self.seeds),
         )  # fmt: skip
+        refuse(
+            (
+                min(sizes, default=0) <= base,
+                f"--global-batch-size {shown}: batches above the base of {base} are needed",
+            ),
+            (not self.recipes, "--recipes: at least one, such as none"),
+        )
         odd = [size for size in sizes if size % base]
         for text in self.recipes:
             names = Recipe.parse(text).names

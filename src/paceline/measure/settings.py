@@ -83,7 +83,7 @@ def check_names(what: str, values: Sequence[str], known: Iterable[str]) -> None:
 def check_counts(**counts: int | None) -> None:
     """Refuse impossible numbers of repetitions, by the names of their flags; None was not given."""
     for name, count in counts.items():
-        least = 0 if name == "warmup" else 1
+        least = 0 if name in ("warmup", "updates") else 1
         if count is not None and count < least:
             raise ConfigError(f"--{name.replace('_', '-')} {count}: at least {least} is needed")
 
@@ -138,21 +138,18 @@ class GroupSettings:
     def check_host(self, local_ranks: int) -> None:
         """Refuse what this host's GPUs or memory cannot hold for this number of ranks, before anything is started."""
         on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
-        if on_gpu:
-            gpus, who = machine.count_gpus(), " and ".join(sorted(on_gpu))
-            if gpus == 0:
-                raise ConfigError(f"{who} on CUDA needs a GPU and none is visible here: use gloo and --device cpu")
-            if "nccl" in on_gpu and local_ranks > gpus:
-                raise ConfigError(
-                    f"backend nccl needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
-                    f"use --ranks {gpus}, or --backend gloo --device cuda, which can share one"
-                )
+        gpus, who = machine.count_gpus() if on_gpu else 0, " and ".join(sorted(on_gpu))
         # The GPU's memory is checked where torch can ask it.
         need = 0 if on_gpu == set(self.backends) else self.bytes_per_rank
-        have = machine.available_memory_bytes()
-        if need + RANK_BYTES > have:
-            takes, advice = self.memory_words
-            raise ConfigError(f"{takes} {format_bytes(need)} on each rank and {format_bytes(have)} are free: {advice}")
+        have, (takes, advice) = machine.available_memory_bytes(), self.memory_words
+        refuse(
+            (on_gpu and not gpus, f"{who} on CUDA needs a GPU and none is visible here: use gloo and --device cpu"),
+            ("nccl" in on_gpu and local_ranks > gpus,
+             f"backend nccl needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
+             f"use --ranks {gpus}, or --backend gloo --device cuda, which can share one"),
+            (need + RANK_BYTES > have,
+             f"{takes} {format_bytes(need)} on each rank and {format_bytes(have)} are free: {advice}"),
+        )  # fmt: skip
         check_rank_count(local_ranks, need)
 
 
@@ -175,9 +172,11 @@ class CollectiveSettings(GroupSettings):
         super().check()
         check_names("op", (self.op,), OPS)
         check_names("memory", self.memories, MEMORIES)
-        what, backends = self.collective, " and ".join(self.backends)
+        what, backends, item = self.collective, " and ".join(self.backends), self.item_bytes
         others = " and ".join(backend for backend in self.backends if backend != "shm")
-        shared, moves = "shared" in self.memories, what != "all_reduce"
+        shared, moves, most = "shared" in self.memories, what != "all_reduce", max(self.ranks)
+        limits = (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS)) if shared else ()
+        sizes = [(size, f"size {format_bytes(size)} ({size} bytes) is") for size in self.sizes]
         refuse(
             (what not in REDUCING and self.op != "sum", f"--op {self.op} contradicts --collective {what}"),
             (self.op == "avg" and "int" in self.dtype, f"--op avg of {self.dtype} is not defined: use floating point"),
@@ -185,21 +184,14 @@ class CollectiveSettings(GroupSettings):
             (self.memories == ("shared",) and others, f"--memory shared leaves nothing to measure on {others}"),
             (shared and moves, f"--memory shared is for all_reduce: {what} copies its parts whatever their memory"),
             (shared and self.device == "cuda", "--memory shared is memory of the host: leave out --device cuda"),
+            *((value not in known, f"--{name} {value} is not reduced in shared memory: known are {', '.join(known)}")
+              for name, value, known in limits),
             (self.limit and moves, f"--limit is the bound of an all_reduce: leave it out for --collective {what}"),
-        )
-        for name, value, known in (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS)):
-            if shared and value not in known:
-                raise ConfigError(f"--{name} {value} is not reduced in shared memory: known are {', '.join(known)}")
-        item, least = self.item_bytes, self.item_bytes * (max(self.ranks) if self.has_shares else 1)
-        for size in self.sizes:
-            found = f"size {format_bytes(size)} ({size} bytes) is"
-            refuse(
-                (not self.is_whole(size), f"{found} not a whole number of {self.dtype} elements of {item} bytes"),
-                (
-                    size < least,
-                    f"{found} less than one element for each of {max(self.ranks)} ranks, which {what} needs",
-                ),
-            )
+            *((not self.is_whole(size), f"{found} not a whole number of {self.dtype} elements of {item} bytes")
+              for size, found in sizes),
+            *((self.has_shares and size < most * item, f"{found} less than one element for each of {most} ranks")
+              for size, found in sizes),
+        )  # fmt: skip
 
     @property
     def has_shares(self) -> bool:
@@ -233,12 +225,12 @@ class ChunkSettings(GroupSettings):
 
     def check(self) -> None:
         super().check()
-        for what, size in (("total", self.total_bytes), *(("chunk", size) for size in self.chunks)):
-            if not self.is_whole(size):
-                raise ConfigError(f"{what} of {size} bytes is not a whole number of {self.dtype} elements")
-        chunk, total = format_bytes(max(self.chunks)), format_bytes(self.total_bytes)
-        if max(self.chunks) > self.total_bytes:
-            raise ConfigError(f"a chunk of {chunk} is larger than the total of {total}")
+        largest, total = max(self.chunks), self.total_bytes
+        sizes, what = [("total", total), *(("chunk", size) for size in self.chunks)], f"{self.dtype} elements"
+        refuse(
+            *((not self.is_whole(n), f"{name} of {n} bytes is not a whole number of {what}") for name, n in sizes),
+            (largest > total, f"a chunk of {format_bytes(largest)} is larger than the total of {format_bytes(total)}"),
+        )
 
     @property
     def bytes_per_rank(self) -> int:
