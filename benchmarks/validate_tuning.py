@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline import load_result
-from paceline.predict.curves import MeasuredCurve, fit_alpha_beta
+from paceline.predict.curves import MeasuredCurve, fit_line
 from paceline.predict.job import Job, build_job_from_profile
 from paceline.predict.networks import build_measured_fabric
 from paceline.predict.search import enumerate_caps
@@ -111,13 +111,14 @@ def render_cases(cases: list[Case]) -> str:
     rows = []
     for case in cases:
         j, tuning = case.tuning.judgement, case.tuning
+        score = j.scores
         gain = j.gain
         measured = "default kept" if gain is None else f"{1 - gain.value:+.1%} ± {gain.noise or 0:.1%}"
         rows.append([
-            f"[{case.name}]({case.name}/grid.md)", str(len(j.measured)), percent(j.mape), percent(j.max_error),
-            percent(j.exposed_error), percent(j.exposed_step_error), percent(j.coverage),
-            "" if j.kendall_tau is None else f"{j.kendall_tau:.2f}", percent(j.noise), "yes" if j.is_flat else "no",
-            percent(j.regret), f"{tuning.choice.gain:.1%}", measured,
+            f"[{case.name}]({case.name}/grid.md)", str(len(j.measured)), percent(score["mape"]),
+            percent(score["max_error"]), percent(score["exposed_error"]), percent(score["exposed_step_error"]),
+            percent(score["coverage"]), "" if score["kendall_tau"] is None else f"{score['kendall_tau']:.2f}",
+            percent(j.noise), "yes" if j.is_flat else "no", percent(j.regret), f"{tuning.choice.gain:.1%}", measured,
         ])  # fmt: skip
     for what, chosen in (
         ("measured", [c for c in cases if not c.is_emulated]),
@@ -149,7 +150,7 @@ def _line(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
     curve = costs.curve
     if not isinstance(curve, MeasuredCurve):
         return job, costs
-    return job, replace(costs, curve=fit_alpha_beta(list(zip(curve.sizes, curve.seconds, strict=True))))
+    return job, replace(costs, curve=fit_line(zip(curve.sizes, curve.seconds, strict=True)))
 
 
 def _even(job: Job, costs: MachineCosts) -> tuple[Job, MachineCosts]:
@@ -262,7 +263,7 @@ def render_what_if(cases: list[Case]) -> str:
         fabric = build_measured_fabric(sweep, None)
         curve = fabric.build_curve(sweep[0].world_size)
         for contention in (Contention.assume(job.device, is_on_host=True), Contention()):
-            costs = MachineCosts(curve, fabric.servers, contention=contention, pair_rate=1 / fabric.servers)
+            costs = MachineCosts.assume(curve, fabric.servers, contention)
             errors.setdefault(contention.basis, []).extend(
                 simulate(job, job.cut(point.cap_bytes), costs).step_s / (point.measured_s or math.nan) - 1
                 for point in case.tuning.judgement.measured

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.report.result import load_result
+from paceline.workloads.registry import ModelOptions, build_model, default_form
 from tests.conftest import Answer
 
 TINY = ("--channels", "4", "8", "--hidden", "16")
@@ -123,20 +125,14 @@ def test_ranks_do_not_change_what_is_learned(trained, mnist, tmp_path):
     assert [epoch["samples"] for epoch in document["epochs"]] == [64, 64]
 
 
-def test_json_with_phases_is_one_document(mnist, tmp_path):
-    answer = type_alone(
-        "train", *TINY, "--data", mnist, "--profile", "--wrapper", "torch", "--json", "--out", str(tmp_path)
-    )
-    document = json.loads(answer.out)
-    assert set(document["phases"]) == {"step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s"}
-    assert [path.name for path in tmp_path.iterdir()] == [Path(document["run"]).name]
-
-
-def test_what_torchs_wrapper_does_not_tell_is_not_a_column(mnist, tmp_path):
+def test_what_torchs_wrapper_does_not_tell_is_not_shown(mnist, tmp_path):
     asked = ("--data", mnist, "--wrapper", "torch", "--profile", "--out", str(tmp_path))
     answer = type_alone("train", *TINY, *asked)
     assert answer.code == 0, answer.err
     assert "exposed comm" not in answer.out and "`paceline profile phases` measures" in " ".join(answer.out.split())
+    (run,) = tmp_path.iterdir()
+    phases = load_result(run).to_json()["phases"]
+    assert set(phases) == {"step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s"}
 
 
 @pytest.mark.parametrize(
@@ -150,20 +146,39 @@ def test_what_torchs_wrapper_does_not_tell_is_not_a_column(mnist, tmp_path):
     ids=["tiny", "medium", "large", "alike"],
 )
 def test_the_cnn_has_the_asked_for_layers(mnist, channels, hidden, num_parameters, tmp_path):
-    asked = ("--channels", *channels, "--hidden", str(hidden), "--data", mnist, "--samples", "2", "--json")
-    answer = type_alone("train", *asked, "--out", str(tmp_path))
-    assert answer.code == 0, answer.err
-    assert json.loads(answer.out)["num_parameters"] == num_parameters
+    if channels == ("4", "4"):
+        asked = ("--channels", *channels, "--hidden", str(hidden), "--data", mnist, "--samples", "2", "--json")
+        answer = type_alone("train", *asked, "--out", str(tmp_path))
+        assert answer.code == 0, answer.err
+        assert json.loads(answer.out)["num_parameters"] == num_parameters
+    options = ModelOptions(channels=tuple(map(int, channels)), hidden=hidden)
+    module = build_model("cnn", default_form("cnn", options), options)
+    assert sum(param.numel() for param in module.parameters()) == num_parameters
 
 
 @pytest.mark.parametrize(
     ("asked", "rates"),
     [
-        (("--optimizer", "lars", "--lr", "4", "--momentum", "0.8", "--trust-coefficient", "0.01"), [4.0] * 4),
+        (
+            (
+                "--optimizer",
+                "lars",
+                "--momentum",
+                "0.8",
+                "--trust-coefficient",
+                "0.01",
+                "--lr",
+                "4",
+                "--schedule",
+                "piecewise",
+                "--lr-drops",
+                "0.5,0.75",
+            ),
+            [4.0, 4.0, 0.4, 0.04],
+        ),
         (("--optimizer", "lamb", "--lr", "0.01", "--schedule", "linear"), [0.01, 0.0075, 0.005, 0.0025]),
-        (("--lr", "0.1", "--schedule", "piecewise", "--lr-drops", "0.5,0.75"), [0.1, 0.1, 0.01, 0.001]),
     ],
-    ids=["lars", "lamb", "piecewise"],
+    ids=["lars", "lamb"],
 )
 def test_options_for_large_batches(mnist, asked, rates, tmp_path):
     asked = ("--data", mnist, "--batch-size", "16", "--seed", "2", *asked, "--json", "--out", str(tmp_path))
@@ -198,14 +213,9 @@ def test_a_run_of_steps_ends_inside_an_epoch_and_goes_on_for_more(mnist, tmp_pat
     run = Path(document["run"])
     assert (document["steps"], [epoch["steps"] for epoch in document["epochs"]]) == (11, [8, 3])
     assert [row["step"] for row in load_rows(run) if "test_loss" in row] == [8, 11]
-    over = type_alone("train", "--resume", str(run))
-    assert over.code == 0 and "the run was already finished, after 11 steps" in over.out
-    for more in (("--steps", "18"), ()):
-        again = type_alone("train", "--resume", str(run), *more, "--json")
-        assert again.code == 0 and json.loads(again.out)["steps"] == 18, again.err
-    whole = type_alone("train", *TINY, *asked, "--steps", "18", "--out", str(tmp_path))
-    there = load_rows(Path(json.loads(whole.out)["run"]))
-    assert [row["loss"] for row in load_rows(run)] == [row["loss"] for row in there]
+    again = type_alone("train", "--resume", str(run), "--steps", "18", "--json")
+    assert again.code == 0 and json.loads(again.out)["steps"] == 18, again.err
+    assert json.loads((run / "config.json").read_text())["settings"]["steps"] == 18
     back = type_alone("train", "--resume", str(run), "--steps", "12")
     assert back.code == 2 and "--steps 12 ends after step 12, and the run is already at step 18" in back.err
 

@@ -66,7 +66,7 @@ def assert_refused(answer, words: str) -> None:
         ((*TRAIN, "--optimizer", "adamw", "--momentum", "0.5"), "--momentum 0.5: adamw has moments of its own"),
         ((*TRAIN, "--optimizer", "lamb", "--momentum", "0.5"), "--momentum 0.5: lamb has moments of its own"),
         ((*TRAIN, "--trust-coefficient", "0.1"), "--trust-coefficient 0.1 with --optimizer sgd"),
-        ((*TRAIN, "--schedule", "piecewise"), "no --lr-drops with --schedule piecewise"),
+        ((*TRAIN, "--schedule", "piecewise"), "--lr-drops none with schedule piecewise"),
         ((*TRAIN, "--schedule", "piecewise", "--lr-drops", "half"), "--lr-drops 'half' is not understood"),
         ((*TRAIN, "--schedule", "piecewise", "--lr-drops", "0.75,0.5"), "--lr-drops 0.75,0.5: increasing shares"),
         ((*TRAIN, "--ghost-batchnorm", "1"), "--ghost-batchnorm 1: at least 2"),

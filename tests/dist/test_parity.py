@@ -217,37 +217,46 @@ def find_far(record: Record, wanted: Record) -> list[str]:
     return far
 
 
-def run_case(name: str, backend: str) -> list[str]:
-    """One case on all reducers: what is wrong, with the reducer."""
-    case = CASES[name]
+def run_cases(names: list[str], backend: str) -> list[str]:
+    """Cases on all reducers, in one world: what is wrong, with the case and the reducer."""
     with paceline.init(backend, "cpu", announce=None, timeout_s=20) as world:
-        starts = world.share([digest(tensor.detach()) for tensor in build(case, world.rank).parameters()])
-        assert all(start != starts[0] for start in starts[1:]), "the ranks start alike: no missing broadcast would show"
-        wanted = train_alone(case, world.world_size) if world.rank == 0 else None
-        found = []
-        for reducer in REDUCERS:
-            label = f"[{reducer.name}] x [{name}] on {world.world_size} ranks, {backend}"
-            record, error = {}, ""
-            try:
-                record = train_together(case, reducer, world)
-            except Exception as raised:
-                error = f"{type(raised).__name__}: {raised}"
-            errors, digests = zip(
-                *world.share((error, {key: digest(value) for key, value in record.items()})), strict=True
-            )
-            if any(errors):
-                found += [f"{label}, rank {rank}: {text}" for rank, text in enumerate(errors) if text]
-                assert all(errors), "\n".join(found)  # where only some ranks fail, the next reducer would be no test
-                continue
-            wrong = find_unequal(digests) + ([] if wanted is None else find_far(record, wanted))
-            found += [f"{label}: {line}" for line in wrong[:4]] + [f"{label}: {len(wrong)} in all"] * (len(wrong) > 4)
-        return found
+        return [line for name in names for line in run_case(name, world)]
 
 
-# Every case on every backend, and with an even and an odd number of ranks; not all of that with all of it, for time's
-# sake: `make test-gloo` has the other half of gloo's.
-@pytest.mark.parametrize(("world_size", "backend"), list(zip((2, 3), BACKENDS * 2, strict=False)))
-@pytest.mark.parametrize("name", CASES)
-def test_every_rung_trains_as_one_process_does(on_ranks, name, world_size, backend):
-    found = [line for lines in on_ranks(world_size, run_case, name, backend, timeout_s=40) for line in lines]
+def run_case(name: str, world: paceline.World) -> list[str]:
+    case = CASES[name]
+    torch._C._set_mkldnn_enabled(True)  # a case with bf16 turns it off on some CPUs
+    starts = world.share([digest(tensor.detach()) for tensor in build(case, world.rank).parameters()])
+    assert all(start != starts[0] for start in starts[1:]), "the ranks start alike: no missing broadcast would show"
+    wanted = train_alone(case, world.world_size) if world.rank == 0 else None
+    found = []
+    for reducer in REDUCERS:
+        label = f"[{reducer.name}] x [{name}] on {world.world_size} ranks, {world.backend}"
+        record, error = {}, ""
+        try:
+            record = train_together(case, reducer, world)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        errors, digests = zip(*world.share((error, {key: digest(value) for key, value in record.items()})), strict=True)
+        if any(errors):
+            found += [f"{label}, rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+            assert all(errors), "\n".join(found)  # where only some ranks fail, the next reducer would be no test
+            continue
+        wrong = find_unequal(digests) + ([] if wanted is None else find_far(record, wanted))
+        found += [f"{label}: {line}" for line in wrong[:4]] + [f"{label}: {len(wrong)} in all"] * (len(wrong) > 4)
+    return found
+
+
+# Cases are dealt out to jobs, which alternate between two ranks on one backend and three on the other. The other half
+# is slow; `make test-gloo` has the other half of gloo's.
+WORLDS = list(zip((2, 3), BACKENDS * 2, strict=False))
+NUM_PARTS = 6
+
+
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_every_rung_trains_as_one_process_does(on_ranks, part, turn):
+    world_size, backend = WORLDS[(part + turn) % 2]
+    lines = on_ranks(world_size, run_cases, list(CASES)[part::NUM_PARTS], backend, timeout_s=120)
+    found = [line for each in lines for line in each]
     assert not found, "\n".join(["", *dict.fromkeys(found)])

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import pytest
 
 from paceline.errors import ConfigError
@@ -191,7 +192,7 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
     assert len(compared) >= len(SETUPS)
     for found, wanted in compared:
         for a, b in zip(found, wanted, strict=True):
-            assert a == pytest.approx(b, rel=1e-3, abs=1e-6)
+            numpy.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

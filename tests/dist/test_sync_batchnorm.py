@@ -45,55 +45,67 @@ def train(layer: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> dict[str
 
 
 def train_part(parts: list[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype, options: dict) -> dict[str, Any]:
+    return train_parts([(parts, dtype, options)])[0]
+
+
+def train_parts(jobs: list[tuple[list[tuple[np.ndarray, np.ndarray]], torch.dtype, dict]]) -> list[dict[str, Any]]:
+    """One layer after the other, in one world."""
+    found = []
     with paceline.init(device="cpu", announce=None) as world:
-        x, upstream = (torch.from_numpy(array).to(dtype) for array in parts[world.rank])
-        layer = SyncBatchNorm(CHANNELS, **options)
-        return train(layer.double() if dtype == torch.float64 else layer, x, upstream)
+        for parts, dtype, options in jobs:
+            x, upstream = (torch.from_numpy(array).to(dtype) for array in parts[world.rank])
+            layer = SyncBatchNorm(CHANNELS, **options)
+            found.append(train(layer.double() if dtype == torch.float64 else layer, x, upstream))
+    return found
 
 
 def cut(x: torch.Tensor, upstream: torch.Tensor, sizes: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(a.numpy(), b.numpy()) for a, b in zip(x.split(sizes), upstream.split(sizes), strict=True)]
 
 
-def check_parity(on_ranks, sizes, image, dtype=torch.float64, *, offset=0.0, rtol=1e-9, atol=1e-9, **options) -> list:
+def check_parity(on_ranks, sizes, image, dtype=torch.float64, *, offset=0.0, rtol=1e-9, atol=1e-9, **options) -> None:
     """Train on the parts and on the whole, where the whole is computed in float64 from the same numbers."""
-    x, upstream = (draw(sum(sizes), CHANNELS, *image, seed=seed).to(dtype).double() for seed in (0, 1))
-    x = (x + offset).to(dtype).double()
-    whole = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[x.dim()](CHANNELS, **options)
-    wanted = train(whole.double(), x, upstream)
-    parts = on_ranks(len(sizes), train_part, cut(x, upstream, sizes), dtype, options)
-    for name, value in wanted.items():
-        if name in ("out", "grad_x"):
-            got = np.concatenate([part[name] for part in parts])
-        elif name.startswith("grad"):
-            got = sum(part[name] for part in parts)
-        elif name == "dtype":
-            assert [part[name] for part in parts] == [dtype] * len(parts)
-            continue
-        else:
-            got = parts[0][name]
-            assert all(np.array_equal(part[name], got) for part in parts), f"{name} differs between the ranks"
-        np.testing.assert_allclose(got, value, rtol, atol, err_msg=name)
-    return parts
+    check_together(on_ranks, [(sizes, image, options)], dtype, offset=offset, rtol=rtol, atol=atol)
 
 
-SIZES = [(4, 4), (3, 1, 2), (5, 1), (2, 0, 3), (0, 4), (1, 1), (0, 2, 0)]
+def check_together(on_ranks, cases, dtype=torch.float64, *, offset=0.0, rtol=1e-9, atol=1e-9) -> None:
+    """The same for several cases (sizes of the parts, shape of a sample, options) on equally many ranks, in one job."""
+    wanted, jobs = [], []
+    for sizes, image, options in cases:
+        x, upstream = (draw(sum(sizes), CHANNELS, *image, seed=seed).to(dtype).double() for seed in (0, 1))
+        x = (x + offset).to(dtype).double()
+        kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[x.dim()]
+        wanted.append(train(kind(CHANNELS, **options).double(), x, upstream))
+        jobs.append((cut(x, upstream, sizes), dtype, options))
+    found = on_ranks(len(cases[0][0]), train_parts, jobs)
+    for case, want, *parts in zip(cases, wanted, *found, strict=True):
+        for name, value in want.items():
+            if name in ("out", "grad_x"):
+                got = np.concatenate([part[name] for part in parts])
+            elif name.startswith("grad"):
+                got = sum(part[name] for part in parts)
+            elif name == "dtype":
+                assert [part[name] for part in parts] == [dtype] * len(parts)
+                continue
+            else:
+                got = parts[0][name]
+                assert all(np.array_equal(part[name], got) for part in parts), f"{name} differs between the ranks"
+            np.testing.assert_allclose(got, value, rtol, atol, err_msg=f"{name} of {case}")
+
+
+SIZES = [(4, 4), (5, 1), (0, 4), (1, 1), (3, 1, 2), (2, 0, 3), (0, 2, 0)]
 IMAGES = [(), (4,), (3, 2), (2, 3, 2)]
+OPTIONS = [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.5, "momentum": 0.7}]
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_even_uneven_and_empty_batches_give_the_result_of_the_whole(on_ranks, sizes):
-    check_parity(on_ranks, sizes, ())
-    check_parity(on_ranks, sizes, (3, 2))
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_even_uneven_and_empty_batches_give_the_result_of_the_whole(on_ranks, num_ranks):
+    sizes = [size for size in SIZES if len(size) == num_ranks]
+    check_together(on_ranks, [(size, image, {}) for size in sizes for image in ((), (3, 2))])
 
 
-@pytest.mark.parametrize("image", IMAGES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.5, "momentum": 0.7}],
-)
-def test_every_option_and_number_of_dimensions(on_ranks, image, options):
-    check_parity(on_ranks, (2, 3), image, **options)
+def test_every_option_and_number_of_dimensions(on_ranks):
+    check_together(on_ranks, [((2, 3), image, options) for image in IMAGES for options in OPTIONS])
 
 
 @pytest.mark.skipif("bias" not in inspect.signature(nn.BatchNorm2d).parameters, reason="this torch always has a bias")

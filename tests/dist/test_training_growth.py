@@ -148,24 +148,21 @@ def test_a_stopped_run_goes_on_with_other_ranks_through_a_growth(train, tmp_path
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"batch_growth": ()}, "24 from sample 80 on, 48 from sample 120 on"),
-        ({"batch_growth": ((0.4, 3), (0.6, 4))}, "36 from sample 80 on"),
-        ({"epochs": 3}, "24 from sample 120 on"),
-    ],
-)
-def test_another_growth_is_refused_and_nothing_is_touched(train, tmp_path, changes, words):
+def test_another_growth_is_refused_and_nothing_is_touched(train, tmp_path):
     train(tmp_path / "run", ranks=1, batch_size=12)
     folder = copy_until(9, tmp_path / "run", tmp_path / "again")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    (seen,) = train(folder, resume=True, **({"ranks": 1, "batch_size": 12} | changes))
-    assert isinstance(seen.error, ConfigError) and seen.error.code == "mismatch" and words in str(seen.error)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    for changes, words in (
+        ({"batch_growth": ()}, "24 from sample 80 on, 48 from sample 120 on"),
+        ({"batch_growth": ((0.4, 3), (0.6, 4))}, "36 from sample 80 on"),
+        ({"epochs": 3}, "24 from sample 120 on"),
+    ):
+        (seen,) = train(folder, resume=True, **({"ranks": 1, "batch_size": 12} | changes))
+        assert isinstance(seen.error, ConfigError) and seen.error.code == "mismatch" and words in str(seen.error)
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("steps", [5, 22])
+@pytest.mark.parametrize("steps", [pytest.param(5, marks=pytest.mark.slow), 22])
 def test_a_run_of_steps_is_the_begin_of_a_longer_one(train, tmp_path, steps):
     """Epochs of nine steps: inside the first, and inside the third."""
     constant = {"batch_growth": (), "epochs": 1}

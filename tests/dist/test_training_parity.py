@@ -17,7 +17,6 @@ from paceline.training.settings import TrainSettings
 
 CNN = TrainSettings(model="cnn", channels=(4, 8), hidden=16, device="cpu", threads=1, epochs=2, save_every="epoch")
 GPT2 = replace(CNN, model="gpt2-tiny", channels=None, hidden=None, context=16, optimizer="adamw", lr=1e-3)
-# A tail of 3, which 2 ranks share as 1 and 2.
 RESNET = replace(CNN, model="resnet18", channels=None, hidden=None, epochs=1, lr=0.01, samples=7, global_batch_size=4)
 
 
@@ -166,19 +165,38 @@ def test_a_gpt2_learns_as_in_one_process(train_on, train_alone, wrapper, ranks):
     assert_parity(train_on(ranks, replace(settings, wrapper=wrapper)), alone)
 
 
+NORMED = """
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Linear(16, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+"""
+
+
+@pytest.fixture(scope="module")
+def normed(tmp_path_factory) -> TrainSettings:
+    """A small model with BatchNorm. 13 samples leave a tail of 5, which 2 ranks share as 2 and 3."""
+    file = tmp_path_factory.mktemp("model") / "normed.py"
+    file.write_text(NORMED)
+    return TrainSettings(
+        model=f"{file}:build", data="synthetic:numbers", device="cpu", threads=1, lr=0.01, samples=13,
+        global_batch_size=8,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("wrapper", ["paceline", "torch"])
-def test_batchnorm_of_each_rank_is_that_of_a_micro_batch(train_on, train_alone, wrapper):
+def test_batchnorm_of_each_rank_is_that_of_a_micro_batch(train_on, train_alone, normed, wrapper):
     """Without SyncBatchNorm one process has the ranks' statistics when its micro-batches are theirs."""
-    alone = train_alone(replace(RESNET, accumulate=2), num_test=1)
-    assert_parity(train_on(2, replace(RESNET, wrapper=wrapper), num_test=1), alone, buffers_too=False)
-    other = train_alone(RESNET, num_test=1)
+    alone = train_alone(replace(normed, accumulate=2))
+    assert_parity(train_on(2, replace(normed, wrapper=wrapper)), alone, buffers_too=False)
+    other = train_alone(normed)
     assert other.losses[0] != pytest.approx(alone.losses[0], rel=1e-3), "whose statistics would not matter"
 
 
 @pytest.mark.parametrize("wrapper", ["paceline", "torch"])
-def test_sync_batchnorm_is_that_of_the_whole_batch(train_on, train_alone, wrapper):
-    settings = replace(RESNET, sync_batchnorm=True, wrapper=wrapper)
-    assert_parity(train_on(2, settings, num_test=1), train_alone(RESNET, num_test=1))
+def test_sync_batchnorm_is_that_of_the_whole_batch(train_on, train_alone, normed, wrapper):
+    assert_parity(train_on(2, replace(normed, sync_batchnorm=True, wrapper=wrapper)), train_alone(normed))
 
 
 @pytest.mark.slow
@@ -190,23 +208,10 @@ def test_ghost_batchnorm_on_one_rank_is_batchnorm_on_two(train_on, train_alone):
     assert train_alone(settings, num_test=1).losses[0] != pytest.approx(alone.losses[0], rel=1e-3)
 
 
-NORMED = """
-from torch import nn
-
-
-def build():
-    return nn.Sequential(nn.Linear(16, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-"""
-
-
 @pytest.mark.parametrize("samples", [6, 5])
-def test_sync_batchnorm_sees_no_sample_twice(train_on, train_alone, tmp_path, samples):
+def test_sync_batchnorm_sees_no_sample_twice(train_on, train_alone, normed, samples):
     """5 samples leave a tail of 2 for 3 ranks: the rank without any takes part with none."""
-    (tmp_path / "normed.py").write_text(NORMED)
-    settings = TrainSettings(
-        model=f"{tmp_path / 'normed.py'}:build", data="synthetic:numbers", device="cpu", samples=samples,
-        global_batch_size=3,
-    )  # fmt: skip
+    settings = replace(normed, samples=samples, global_batch_size=3)
     assert_parity(train_on(3, replace(settings, sync_batchnorm=True)), train_alone(settings))
 
 
@@ -324,7 +329,7 @@ def train_on_a_bad_sample(settings: TrainSettings, folder: Path, rank: int, numb
 
 @pytest.mark.parametrize("wrapper", ["paceline", "torch"])
 def test_a_loss_that_is_no_number_ends_all_ranks_with_one_text(on_ranks, tmp_path, wrapper):
-    from paceline.training.checkpoints import CheckpointStore
+    from paceline.training.checkpoint_files import CheckpointStore
 
     settings = replace(CNN, samples=60, global_batch_size=12, save_every="2steps", keep=1, wrapper=wrapper)
     first, second = on_ranks(2, train_on_a_bad_sample, settings, tmp_path, 1, 2)

@@ -20,8 +20,7 @@ import torch
 
 from paceline.errors import ConfigError, PacelineError, RecordError, TrainingError
 from paceline.records.training import load_metrics
-from paceline.training.checkpoint_files import load_tensors
-from paceline.training.checkpoints import load_checkpoint
+from paceline.training.checkpoint_files import load_checkpoint, load_tensors
 from paceline.training.settings import TrainSettings
 
 # Two epochs of nine steps: eight of 12 samples and one of four, or 12 with `pad`.
@@ -213,22 +212,30 @@ def test_everything_that_a_step_depends_on_is_kept(train, tmp_path, case):
     assert_same_run(tmp_path / "whole", folder)
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_another_number_of_ranks_takes_the_same_steps(train, tmp_path, ranks):
-    plain = {"dropout": None, "lr": 0.02}
-    first = train(tmp_path / "run", before_step=stop_the_last_rank, **plain)
+@pytest.fixture(scope="module")
+def plain_reference(warm_pool, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    warm_pool.run(train_watched, (TrainSettings(**SMALL | PLAIN), folder, False, pass_by), num_ranks=2)
+    return folder
+
+
+PLAIN = {"dropout": None, "lr": 0.02}
+
+
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_another_number_of_ranks_takes_the_same_steps(train, plain_reference, tmp_path, ranks):
+    first = train(tmp_path / "run", before_step=stop_the_last_rank, **PLAIN)
     shared = {"ranks": ranks, "batch_size": None, "global_batch_size": 12}
-    middle = train(tmp_path / "run", resume=True, before_step=stop_the_last_rank, **plain, **shared)
+    middle = train(tmp_path / "run", resume=True, before_step=stop_the_last_rank, **PLAIN, **shared)
     assert {seen.signal for seen in middle} == {signal.SIGTERM}
-    last = train(tmp_path / "run", resume=True, **plain)
+    last = train(tmp_path / "run", resume=True, **PLAIN)
     samples = collections.Counter(sample for seen in first + middle + last for sample in seen.samples)
     assert samples == {(epoch, index): 1 for epoch in range(2) for index in range(100)}
-    train(tmp_path / "whole", **plain)
-    rows, whole = (load_metrics(tmp_path / name / "metrics.jsonl") for name in ("run", "whole"))
+    rows, whole = (load_metrics(folder / "metrics.jsonl") for folder in (tmp_path / "run", plain_reference))
     assert [(row["step"], row["samples"]) for row in rows] == [(row["step"], row["samples"]) for row in whole]
     # Sums in another order: close, and no more.
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in whole], rel=1e-3)
-    weights, others = (load_tensors(tmp_path / name / "weights.safetensors") for name in ("whole", "run"))
+    weights, others = (load_tensors(folder / "weights.safetensors") for folder in (plain_reference, tmp_path / "run"))
     for name, weight in weights.items():
         torch.testing.assert_close(others[name], weight, rtol=1e-2, atol=1e-4)
 
@@ -239,10 +246,9 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
-def test_a_damaged_checkpoint_is_passed_over_and_made_again(train, reference, tmp_path, name):
+def test_a_damaged_checkpoint_is_passed_over_and_made_again(train, reference, tmp_path):
     folder = copy_until(12, reference, tmp_path / "run")
-    flip_a_bit(checkpoints(folder)[0] / name)
+    flip_a_bit(checkpoints(folder)[0] / "model.safetensors")
     (seen, _) = train(folder, resume=True)
     assert len(seen.samples) == 50  # from step 9 on, which ended the first epoch
     assert_same_run(reference, folder)

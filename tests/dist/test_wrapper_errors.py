@@ -407,7 +407,7 @@ def fail_before_others_meet(at_step: int) -> tuple[str, str, float]:
     return kind, text, time.monotonic() - began
 
 
-@pytest.mark.parametrize("at_step", [0, 2])
+@pytest.mark.parametrize("at_step", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_fails_while_others_wait_for_it_in_forward_is_named_when_it_leaves(job, at_step):
     results = job(3, fail_before_others_meet, at_step)
     assert results[1][:2] == ("KeyError", "'no such word'")

@@ -7,6 +7,7 @@ from paceline.training.loader import load_windows
 from paceline.workloads.data import DataForm
 from paceline.workloads.data.sets import Augmentation, ImageData, build_synthetic
 from paceline.workloads.data.sharding import EpochOrder
+from paceline.workloads.data.sources import DataRequest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -20,7 +21,7 @@ def refuses_waits():
 
 @pytest.mark.parametrize("kind", ["images", "numbers", "pairs", "tokens"])
 def test_synthetic_batches_are_taken_on_the_device_without_a_wait(kind, refuses_waits):
-    data = build_synthetic(f"synthetic:{kind}", "train", samples=64, device="cuda")
+    data = build_synthetic(DataRequest(name=f"synthetic:{kind}", samples=64), "train", device="cuda")
     windows = load_windows(data, EpochOrder(64, 16, 1, 0), 0, 0, 1, 8, torch.device("cuda"))
     next(windows)
     refuses_waits()

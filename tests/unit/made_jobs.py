@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.plan import Gradient
-from paceline.predict.curves import AlphaBeta
+from paceline.predict.curves import FamilyCurve
 from paceline.predict.job import Job
 
 
-def line(alpha_s: float, bytes_per_s: float) -> AlphaBeta:
-    return AlphaBeta(alpha_s, bytes_per_s)
+def line(alpha_s: float, bytes_per_s: float) -> FamilyCurve:
+    return FamilyCurve("line", 2, alpha_s, bytes_per_s)
 
 
 def make_job(

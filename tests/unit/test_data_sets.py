@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from paceline.workloads.data import DataForm
 from paceline.workloads.data.sets import Augmentation, ImageData, build_synthetic
+from paceline.workloads.data.sources import DataRequest
 
 COUNT, SIZE = 40, 12
 
@@ -82,7 +83,7 @@ def test_describes_itself_in_one_line():
 
 @pytest.mark.parametrize("kind", ["images", "numbers", "tokens", "pairs"])
 def test_the_first_samples_of_a_set_are_those_of_the_whole(kind):
-    whole = build_synthetic(f"synthetic:{kind}", "test")
+    whole = build_synthetic(DataRequest(name=f"synthetic:{kind}"), "test")
     few = whole.first(5)
     indices = torch.arange(5)
     assert len(few) == 5 and len(whole) == 512 and len(whole.first(1000)) == 512
@@ -91,8 +92,8 @@ def test_the_first_samples_of_a_set_are_those_of_the_whole(kind):
 
 
 def test_a_set_has_a_checksum_of_all_its_samples():
-    one, same = (build_synthetic("synthetic:images", "train", samples=8, seed=1) for _ in range(2))
-    other = build_synthetic("synthetic:images", "train", samples=8, seed=2)
+    one, same = (build_synthetic(DataRequest(name="synthetic:images", samples=8, seed=1), "train") for _ in range(2))
+    other = build_synthetic(DataRequest(name="synthetic:images", samples=8, seed=2), "train")
     assert one.checksum == same.checksum != other.checksum
     assert one.first(7).checksum != one.checksum
 

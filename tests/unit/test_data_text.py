@@ -228,7 +228,7 @@ def fake_transformers(monkeypatch):
 
     module = types.SimpleNamespace(AutoTokenizer=types.SimpleNamespace(from_pretrained=from_pretrained))
     monkeypatch.setitem(sys.modules, "transformers", module)
-    for place in ("sources", "formats"):
+    for place in ("sources",):
         monkeypatch.setattr(f"paceline.workloads.data.{place}.find_spec", lambda name: name)
 
 

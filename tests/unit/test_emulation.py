@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.measure.tuning import EmulatedNetwork
 from paceline.parallel import DataParallel
-from paceline.predict.curves import AlphaBeta
+from paceline.predict.curves import FamilyCurve
 
-CURVE = AlphaBeta(0.004, 1e6, 1, 10**9, (0.0,))
+CURVE = FamilyCurve("line", 2, 0.004, 1e6)
 
 
 @pytest.fixture

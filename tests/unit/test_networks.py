@@ -91,7 +91,7 @@ def test_auto_is_never_slower_than_an_algorithm_that_it_may_take(algorithm, worl
 
 def test_a_node_that_holds_all_ranks_uses_its_inside():
     full, beyond = (AssumedFabric(OUT, IN, 8).build_curve(count) for count in (8, 9))
-    assert full.name_algorithm(10**8) == "ring inside"
+    assert full.explain(10**8)[0] == "ring inside"
     assert beyond.estimate_s(10**8) > 10 * full.estimate_s(10**8)
 
 
@@ -137,15 +137,15 @@ def test_a_sweep_serves_its_own_ranks_and_others_by_its_family(sweep, algorithm)
         for size in SIZES:
             expected = FamilyCurve("gloo", world, 1e-4, 1e9).estimate_s(size)
             assert fabric.build_curve(world).estimate_s(size) == pytest.approx(expected, rel=1e-6)
-    assert fabric.build_curve(4).name_algorithm(10**6) == "measured"
-    assert fabric.build_curve(1024).name_algorithm(10**6) == "gloo, measured on 4"
-    assert fabric.build_curve(4).describe_doubt(10**6) == "" != fabric.build_curve(1024).describe_doubt(10**6)
+    assert fabric.build_curve(4).explain(10**6)[0] == "measured"
+    assert fabric.build_curve(1024).explain(10**6)[0] == "gloo, measured on 4"
+    assert fabric.build_curve(4).explain(10**6)[1] == "" != fabric.build_curve(1024).explain(10**6)[1]
     assert fabric.build_curve(1).estimate_s(10**6) == 0
 
 
 def test_a_size_is_doubted_by_what_was_measured_on_those_ranks(sweep):
     curve = build_measured_fabric([*sweep((2,)), *sweep((4,))[:2]], None).build_curve(4)
-    assert curve.describe_doubt(2 * 10**6) == "" and "largest measured size" in curve.describe_doubt(10**7)
+    assert curve.explain(2 * 10**6)[1] == "" and "largest measured size" in curve.explain(10**7)[1]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ class MadeWorld:
         )
         servers = 1 if self.backend == "paceline" else 2
         rate = (1 + min(1.0, max(0.0, self.cores / ranks - 1))) / 2
-        costs = MachineCosts(curve, servers, pair_rate=1 / servers, contention=Contention.uniform(rate, rate))
+        costs = MachineCosts(curve, servers, pair_rate=1 / servers, contention=Contention((1,), (rate,), (rate,)))
         ends = [sum(self.buckets[: place + 1]) for place in range(len(self.buckets))]
         ready = tuple(job.ready_s[-(-end // self.sizes[0]) - 1] for end in ends)
         return simulate(job, Layout(self.buckets, ready), costs).step_s, compute_s

@@ -38,9 +38,10 @@ def test_a_row_has_no_infinite_number():
 def test_a_sentence_says_what_a_big_batch_costs():
     first, last = build_known(45.0, step=1, epoch=1.0), build_known(840.0)
     (text,) = describe_noise([last, first])
-    low, high = last.estimate.interval
+    (low, high), (least, most) = last.estimate.interval, first.estimate.interval
     assert text == (
-        f"cnn: gradient noise scale 840 (90 %: {low:,.0f} to {high:,.0f}) at epoch 5 (45 at epoch 1): batches far "
+        f"cnn: gradient noise scale 45 (90 %: {least:,.0f} to {most:,.0f}) at epoch 1; "
+        f"840 (90 %: {low:,.0f} to {high:,.0f}) at epoch 5. Batches far "
         "above it save few steps: at 8192, 10.8 times the fewest samples for 1.1 times the fewest steps."
     )
     (text,) = describe_noise([last], batch_size=84)
@@ -51,11 +52,11 @@ def test_a_sentence_says_what_a_big_batch_costs():
     ("records", "words"),
     [
         ([LOST], ["the gradient is lost in the noise"]),
-        ([UNSURE], ["it may be far larger"]),
+        ([UNSURE], ["(90 %: from "]),
         ([build_known(9.0, step=1, epoch=1.0), LOST], ["noise scale 9 (90 %"]),
         (
             [build_known(9.0, step=1, epoch=1.0), LOST],
-            ["steps; above 96 at epoch 6, where the gradient is lost in the noise"],
+            ["; > 96 (90 %: from 96) at epoch 6, where the gradient is lost in the noise. Batches far above it"],
         ),
         ([build_noise(LOST.probes[:1])], ["noise scale unknown at epoch 5"]),
         ([build_noise((NoiseProbe((2.0, 2.0), 2.0),) * 3)], ["noise scale 0 (90 %: 0 to 0) at epoch 5"]),

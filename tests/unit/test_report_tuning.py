@@ -105,7 +105,7 @@ def test_a_prediction_that_nobody_confirmed(takes_lists):
     assert answer.endswith(f"predicted {tuning.choice.gain:.1%} less than the default")
     assert answer.startswith("use bucket size ") == (tuning.choice.cap_bytes > 0)
     assert takes_lists or tuning.choice.cap_bytes > 0
-    assert describe_errors(tuning) == []
+    assert describe_errors(tuning.judgement) == []
     assert len(tuning.judgement.points) >= 4 and tuning.judgement.measured == []
     result = make_result(tuning)
     assert result.gain is None and result.candidates == tuning.judgement.points
@@ -140,11 +140,11 @@ def test_a_row_has_what_is_promised_and_the_numbers_of_the_judgement():
 
 def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
     tuning = tune(SLOW, (0.150, 0.110, 0.100))
-    (line,) = describe_errors(tuning)
-    assert f"{tuning.judgement.mape:.1%} off on average" in line and "rank correlation 0.33" in line
+    (line,) = describe_errors(tuning.judgement)
+    assert f"{tuning.judgement.scores['mape']:.1%} off on average" in line and "rank correlation 0.33" in line
     points = list(tuning.judgement.points)
     points[1] = replace(points[1], measured=replace(points[1].measured, bucket_bytes=(8 * MIB,)))
-    lines = describe_errors(replace(tuning, judgement=replace(tuning.judgement, points=tuple(points))))
+    lines = describe_errors(replace(tuning.judgement, points=tuple(points)))
     assert lines[1:] == ["the wrapper's buckets differ from the simulated ones at 4 MiB"]
 
 

@@ -32,20 +32,19 @@ def plot_predicted(mode, predicted):
     return scaling_plots.plot_ranks(mode, POINTS, "box", match_predictions(predicted, POINTS))
 
 
-def _draw_all():
-    return {
-        "batches": scaling_plots.plot_batches(make_batches(make_rng()), "box"),
-        "weak": plot_predicted("weak", make_predictions()),
-        "strong": plot_predicted("strong", make_predictions(mode="strong", cell_size=256)),
-        "communication": scaling_plots.plot_communication(SCALES, "box"),
-        "accuracy": large_batch.plot_accuracy(summarize_recipes(RUNS), "box"),
-        "curves": large_batch.plot_curves([r for r in RUNS if r.global_batch_size == 1024], "box"),
-    }
+DRAWN = {
+    "batches": lambda: scaling_plots.plot_batches(make_batches(make_rng()), "box"),
+    "weak": lambda: plot_predicted("weak", make_predictions()),
+    "strong": lambda: plot_predicted("strong", make_predictions(mode="strong", cell_size=256)),
+    "communication": lambda: scaling_plots.plot_communication(SCALES, "box"),
+    "accuracy": lambda: large_batch.plot_accuracy(summarize_recipes(RUNS), "box"),
+    "curves": lambda: large_batch.plot_curves([r for r in RUNS if r.global_batch_size == 1024], "box"),
+}
 
 
 @pytest.fixture(scope="module")
 def svgs():
-    return {name: plots.render_svg(figure).decode() for name, figure in _draw_all().items()}
+    return {name: plots.render_svg(draw()).decode() for name, draw in DRAWN.items()}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,8 @@ def test_a_picture_tells_its_machine_its_lines_and_their_source(svgs, name, text
 
 
 def test_equal_records_give_equal_files(svgs):
-    assert {name: plots.render_svg(figure).decode() for name, figure in _draw_all().items()} == svgs
+    for name in ("batches", "curves"):
+        assert plots.render_svg(DRAWN[name]()).decode() == svgs[name]
 
 
 def _lines(axes):

@@ -76,7 +76,7 @@ def test_without_contention_the_dynamic_programme_is_exact(sizes, alpha_s, rate,
 def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate, servers):
     job = make_job(sizes, evenly_ready(sizes, 1.0), 1.0)
     costs = MachineCosts(
-        curve=line(alpha_s, rate), contention=Contention.uniform(compute_rate, 1.0), servers=servers, launch_s=1e-3
+        curve=line(alpha_s, rate), contention=Contention((1,), (compute_rate,), (1.0,)), servers=servers, launch_s=1e-3
     )
     intervals = enumerate_caps(sizes)
     by_cap = {i.cuts: simulate(job, i.cuts, costs).step_s for i in intervals}

@@ -33,7 +33,7 @@ def steps(draw: st.DrawFn) -> tuple[Job, MachineCosts]:
         servers=draw(st.integers(1, 3)),
         launch_s=draw(st.floats(0, 1e-3)),
         gather_s_per_byte=draw(st.floats(0, 1e-10)),
-        contention=Contention.uniform(draw(rates), draw(rates)),
+        contention=Contention((1,), (draw(rates),), (draw(rates),)),
         pair_rate=draw(rates),
         finish_s=draw(st.floats(0, 1e-3)),
     )
@@ -68,7 +68,7 @@ def test_a_step_is_never_shorter_than_its_parts(case):
 def test_slower_messages_never_make_a_step_shorter(case, factor):
     job, costs = case
     quick = MachineCosts(curve=costs.curve, launch_s=costs.launch_s)
-    slow = line(costs.curve.alpha_s * factor, costs.curve.beta_bytes_per_s / factor)
+    slow = line(costs.curve.alpha_s * factor, costs.curve.bytes_per_s / factor)
     slower = MachineCosts(curve=slow, launch_s=costs.launch_s)
     assert simulate(job, each(job), slower).over_s >= simulate(job, each(job), quick).over_s - 1e-9
 
@@ -115,7 +115,7 @@ def test_a_timeline_by_hand():
 
 def test_contention_by_hand():
     """While a message is under way the rank computes at half its speed, and the message moves at half of its own."""
-    costs = MachineCosts(curve=line(0.0, 10.0), contention=Contention.uniform(0.5, 0.5))
+    costs = MachineCosts(curve=line(0.0, 10.0), contention=Contention((1,), (0.5,), (0.5,)))
     step = simulate(make_job([10], [1.0], 2.0), [1], costs)
     # From 1 s on: the second that is left takes 2 s, and the message of 1 s takes 2 s as well.
     assert (step.backward_s, step.over_s) == (3.0, 3.0)
@@ -180,7 +180,7 @@ def test_a_measured_curve_passes_through_its_points_and_stays_between_them(point
         between = curve.estimate_s((x0 + x1) / 2)
         assert min(t0, t1) * (1 - 1e-9) <= between <= max(t0, t1) * (1 + 1e-9)
     assert curve.estimate_s(points[-1][0] * 3) > points[-1][1]
-    assert not curve.describe_doubt(points[-1][0] * 2) and curve.describe_doubt(points[-1][0] * 2.5)
+    assert not curve.explain(points[-1][0] * 2)[1] and curve.explain(points[-1][0] * 2.5)[1]
 
 
 @pytest.mark.parametrize(

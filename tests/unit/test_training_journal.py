@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from threading import Barrier
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from paceline.errors import ConfigError, RecordError
 from paceline.records.training import MetricsLog, load_metrics
-from paceline.training.journal import EventsLog, Journal, StepEntry, StopRequest
-from paceline.training.step import PhaseTimes
+from paceline.training.checkpoints import Position
+from paceline.training.journal import EventsLog, Journal, StopRequest, TakenStep
+from paceline.training.step import PhaseTimes, StepOutcome
 
 
 class Table:
@@ -44,14 +46,15 @@ def took(seconds: float) -> PhaseTimes:
     return PhaseTimes([("step", 0.0), ("end", seconds)])
 
 
-def build_entry(step=1, loss_sum=2.0, correct=1.0, **changes):
-    fields = {
-        "step": step, "epoch": 0, "num_samples": 8, "num_targets": 8, "rate": 0.1, "lap": took(0.01),
-        "data_wait_s": 0.001,
-        "exposed_s": None, "phases": PhaseTimes(), "values": torch.tensor([loss_sum, correct]).double(),
-        "has_accuracy": True,
-    }  # fmt: skip
-    return StepEntry(**{**fields, **changes})
+def build_entry(step=1, loss_sum=2.0, correct=1.0, bad_parameter="", **changes):
+    """What `Journal.add` takes."""
+    correct = None if correct is None else torch.tensor(correct)
+    taken = TakenStep(
+        position=Position(0, step, step), epoch=0, num_samples=8, num_targets=8, rate=0.1,
+        data_wait_s=changes.pop("data_wait_s", 0.001), outcome=StepOutcome(torch.tensor(loss_sum), correct,
+        bad_parameter), is_epoch_end=False, is_last=False,
+    )  # fmt: skip
+    return {"taken": taken, "lap": took(0.01), "exposed_s": None, "phases": PhaseTimes(), **changes}
 
 
 def exchange(*entries_by_rank, signals=None, saves=None, journals=None):
@@ -63,7 +66,7 @@ def exchange(*entries_by_rank, signals=None, saves=None, journals=None):
         journal.world = table.seat(rank)
         journal.request = StopRequest((signals or [0] * size)[rank])
         for entry in entries:
-            journal.add(entry)
+            journal.add(**entry)
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(lambda rank: journals[rank].exchange((saves or [False] * size)[rank]), range(size)))
 
@@ -98,7 +101,7 @@ def test_times_are_of_the_slowest_rank_and_exposed_is_an_average():
 
 
 def test_what_nobody_knows_is_none():
-    (row,) = exchange([build_entry(has_accuracy=False)], [build_entry(has_accuracy=False)])[0].rows
+    (row,) = exchange([build_entry(correct=None)], [build_entry(correct=None)])[0].rows
     assert (row["accuracy"], row["exposed_comm_s"]) == (None, None)
 
 
@@ -146,12 +149,12 @@ def test_ranks_meet_about_four_times_a_second_and_agree_on_when(step_s, every):
     for journal in journals:
         for step in range(every):
             assert not journal.is_due
-            journal.add(build_entry(step))
+            journal.add(**build_entry(step))
         assert journal.is_due
 
 
 def write(path, *steps):
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.append(*({"step": step, "loss": 1 / (step + 1)} for step in steps))
 
 
@@ -162,7 +165,7 @@ def steps(path):
 def test_rows_come_back_and_are_there_at_once(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     rows = [{"step": 1, "epoch": 0, "loss": 0.1, "note": "ß", "accuracy": None}, {"step": 2, "loss": -math.inf}]
-    with MetricsLog(path) as log:
+    with closing(MetricsLog(path)) as log:
         log.append(*rows)
         assert load_metrics(path) == rows
         log.append({"step": 3, "loss": math.nan})
@@ -170,7 +173,7 @@ def test_rows_come_back_and_are_there_at_once(tmp_path):
 
 
 def test_every_line_is_valid_json_that_says_what_is_not_finite(tmp_path):
-    with MetricsLog(tmp_path / "m") as log:
+    with closing(MetricsLog(tmp_path / "m")) as log:
         log.append({"step": 1, "loss": math.nan, "norm": math.inf, "rate": 0.1})
 
     def refuse(word):
@@ -193,14 +196,14 @@ def test_a_torn_last_line_is_passed_over_and_cut_off(tmp_path, cut_bytes):
 @pytest.mark.parametrize(("step", "kept"), [(-1, []), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])
 def test_resume_drops_what_comes_after_the_step(tmp_path, step, kept):
     write(tmp_path / "m", 0, 1, 2, 3)
-    with MetricsLog.resume(tmp_path / "m", step) as log:
+    with closing(MetricsLog(tmp_path / "m", step)) as log:
         log.append({"step": 10})
     assert steps(tmp_path / "m") == [*kept, 10]
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 def test_resume_begins_a_file_where_there_is_none(tmp_path):
-    MetricsLog.resume(tmp_path / "m", 5).close()
+    MetricsLog(tmp_path / "m", 5).close()
     assert load_metrics(tmp_path / "m") == []
 
 
@@ -212,7 +215,7 @@ def test_a_resume_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", fail)
     with pytest.raises(RecordError, match="No space left"):
-        MetricsLog.resume(tmp_path / "m", 0)
+        MetricsLog(tmp_path / "m", 0)
     assert steps(tmp_path / "m") == [0, 1, 2] and len(list(tmp_path.iterdir())) == 1
 
 
@@ -226,7 +229,7 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path, line):
 @pytest.mark.parametrize("row", [{"loss": 1}, {"step": 1.0}, {"step": 1, "not_finite": {}}, {"step": 1, "x": object()},
                                  {"step": 1, "x": [math.nan]}])  # fmt: skip
 def test_a_bad_row_is_refused_and_nothing_of_its_batch_is_written(tmp_path, row):
-    with MetricsLog(tmp_path / "m") as log:
+    with closing(MetricsLog(tmp_path / "m")) as log:
         with pytest.raises(ConfigError, match="row of metrics"):
             log.append({"step": 0}, row)
         assert (tmp_path / "m").read_bytes() == b""
@@ -249,9 +252,9 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatc
 def test_events_are_read_by_tensorboard_as_one_history(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with EventsLog(tmp_path) as log:
+    with closing(EventsLog(tmp_path)) as log:
         log.append(*({"step": step, "loss": float(step), "note": "x", "gone": None, "on": True} for step in range(4)))
-    with EventsLog(tmp_path, after_step=1) as log:
+    with closing(EventsLog(tmp_path, after_step=1)) as log:
         log.append({"step": 2, "loss": 20.0})
     read = EventAccumulator(str(tmp_path))
     read.Reload()

@@ -113,8 +113,8 @@ def test_a_schedule_sets_the_rate_of_all_groups():
         ({"peak": math.nan}, "peak nan"),
         ({"num_steps": 0}, "0 steps, 0 of warm-up"),
         ({"warmup_steps": -1}, "10 steps, -1 of warm-up"),
-        ({"drops": ()}, "schedule piecewise with drops .*: drops belong to piecewise, which needs them"),
-        ({"shape": "cosine"}, "schedule cosine with drops"),
+        ({"drops": ()}, "drops none with schedule piecewise: drops belong to piecewise, which needs them"),
+        ({"shape": "cosine"}, "drops 0.5 with schedule cosine"),
         ({"drops": (0.5, 0.4)}, "drops 0.5,0.4: increasing shares"),
         ({"drops": (0.0,)}, "drops 0.0: increasing shares"),
         ({"warmup_steps": 6}, "a drop at 0.5 of 10 steps, inside the warm-up of 6"),
@@ -191,8 +191,6 @@ def test_windows_and_steps_are_those_of_a_walk_over_the_samples(schedule):
         assert schedule.window_sizes(epoch) == tuple(size for _, size, _ in windows)
         taken = [w for w in windows if schedule.tail != "drop" or w[2] == w[1]]
         assert schedule.count_steps(epoch) == len(taken)
-        for start, size, _ in windows:
-            assert schedule.size_at(epoch, start) == size
         for _, size, _ in taken:
             first.setdefault(size, steps)
             steps += 1
@@ -224,7 +222,6 @@ def test_an_example_by_hand():
     assert schedule.window_sizes(0) == (6,) * 17
     assert schedule.window_sizes(1) == (12,) * 5 + (24, 24)
     assert (schedule.num_steps, schedule.growth_steps) == (24, (17, 22))
-    assert [schedule.size_at(1, offset) for offset in (0, 49, 50)] == [12, 12, 24]
     schedule.check()
 
 

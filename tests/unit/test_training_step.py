@@ -121,7 +121,6 @@ def test_micro_batches_add_up_to_one_big_batch(form, size):
         num_targets = SIZE * form.targets_per_sample
         outcome = take_step(learner, cut(batch, size), num_targets, 0.1, NoPhases())
         assert outcome.loss_sum.item() / num_targets == pytest.approx(wanted.item(), rel=1e-6)
-        assert outcome.num_samples == SIZE
     for param, want in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param, want, rtol=1e-6, atol=1e-7)
 

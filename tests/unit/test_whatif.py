@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError
 from paceline.plan import Gradient
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
-from paceline.predict.networks import AssumedFabric, Network, build_measured_fabric, find_network
+from paceline.predict.networks import AssumedFabric, Network, build_measured_fabric, build_sweeps, find_network
 from paceline.predict.scaling import estimate_wait
 from paceline.predict.whatif import DRAWS as NUM_DRAWS
-from paceline.predict.whatif import Scenario, build_comm_table, build_sweeps, describe_scenario, simulate_what_if
+from paceline.predict.whatif import build_comm_table, describe_scenario, simulate_what_if
 from paceline.report.plots import render_png
 from paceline.report.predictions import WHAT_IF, plot_efficiency
 from paceline.report.table import Table
@@ -35,15 +35,15 @@ def join(latency_s: float = 0.0, rate: float = 1e30, **options) -> AssumedFabric
     return AssumedFabric(network, network, **options)
 
 
-def simulate(fabric, ranks, scenario=None, job=JOB):
+def simulate(fabric, ranks, job=JOB, **scenario):
     draws = [replace(draw, gradients=job.gradients) for draw in DRAWS]
-    return simulate_what_if(job, draws, [fabric], ranks, scenario or Scenario())
+    return simulate_what_if(job, draws, [fabric], ranks, **scenario)
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from([1, 2, 64, 16384]), st.integers(1, 4))
 def test_on_a_network_that_takes_no_time_a_step_is_the_local_one(world_size, count):
-    (row,) = simulate(join(), [world_size], Scenario(count))
+    (row,) = simulate(join(), [world_size], accumulate=count)
     assert row.step_s == pytest.approx(1.2 + (count - 1) * 1.1) and row.efficiency == pytest.approx(1.0)
     assert row.exposed_s == pytest.approx(0, abs=1e-9) and row.bound == "compute" and row.keeps_default
 
@@ -51,7 +51,7 @@ def test_on_a_network_that_takes_no_time_a_step_is_the_local_one(world_size, cou
 def test_accumulation_adds_local_passes_and_nothing_else():
     fabric = join(1e-4, 1e9)
     for count in (2, 5):
-        (once,), (several,) = simulate(fabric, [8]), simulate(fabric, [8], Scenario(count))
+        (once,), (several,) = simulate(fabric, [8]), simulate(fabric, [8], accumulate=count)
         assert several.step_s - once.step_s == pytest.approx((count - 1) * (0.3 + 0.8))
         assert several.exposed_s == pytest.approx(once.exposed_s)
         assert several.efficiency > once.efficiency
@@ -96,7 +96,7 @@ def test_half_the_bytes_are_sent_in_half_the_time():
 
 
 def test_the_slowest_rank_is_waited_for():
-    rows = simulate(join(), [1, 8, 16384], Scenario(2, 0.03))
+    rows = simulate(join(), [1, 8, 16384], accumulate=2, spread=0.03)
     computing_s = 2 * (0.3 + 0.8)
     for row in rows:
         assert row.straggler_s == pytest.approx(computing_s * estimate_wait(0.03, row.world_size))
@@ -111,12 +111,10 @@ def test_the_interval_is_of_the_profile_and_of_the_network():
     assert (slow.high_s - slow.low_s) / slow.step_s > 0.1
 
 
-@pytest.mark.parametrize(
-    "call", [lambda: simulate(join(), [0]), lambda: simulate(join(), []), lambda: Scenario(0), lambda: Scenario(1, 1.5)]
-)
-def test_what_cannot_be_is_refused(call):
+@pytest.mark.parametrize("options", [{"ranks": [0]}, {"ranks": [8], "accumulate": 0}, {"ranks": [8], "spread": 1.5}])
+def test_what_cannot_be_is_refused(options):
     with pytest.raises(ConfigError):
-        call()
+        simulate(join(), **options)
 
 
 def test_the_table_says_what_is_simulated_and_why_not_to_trust_it():
@@ -134,14 +132,14 @@ def test_the_table_says_what_is_simulated_and_why_not_to_trust_it():
 @pytest.mark.parametrize(
     ("scenario", "options", "words"),
     [
-        (Scenario(), {}, "all ranks are equally fast"),
-        (Scenario(spread=0.03), {}, "varies by 3.0%"),
-        (Scenario(accumulate=4), {}, "4 micro-batches"),
-        (Scenario(), {"algorithm": "gloo"}, "two at a time"),
+        ({}, {}, "all ranks are equally fast"),
+        ({"spread": 0.03}, {}, "varies by 3.0%"),
+        ({"accumulate": 4}, {}, "4 micro-batches"),
+        ({}, {"algorithm": "gloo"}, "two at a time"),
     ],
 )
 def test_what_is_assumed_is_said(scenario, options, words):
-    assert words in "\n".join(describe_scenario(JOB, [join(**options)], scenario))
+    assert words in "\n".join(describe_scenario(JOB, [join(**options)], **scenario))
 
 
 # -- the table of communication against computation --------------------------------------------------------------------

@@ -29,9 +29,10 @@ from paceline.units import format_bytes, format_number_of
 
 Point = TypeVar("Point")
 Report = Callable[[float], None]
+Allocator = Callable[[str, int, torch.dtype, torch.device], torch.Tensor]
 
 # Ranks that are not part of a cell wait for it; a cell on a slow network may take long.
-_PATIENCE_S = 24 * 3600.0
+PATIENCE = timedelta(hours=24)
 _REPORT_S = 0.2
 
 
@@ -99,9 +100,7 @@ class Timed:
 
 
 def measure_cells(
-    settings: GroupSettings,
-    sizes: Sequence[int],
-    build: Callable[[Sequence[Group], int, int, Allocator], list[Timed]],
+    settings: GroupSettings, sizes: Sequence[int], build: Callable[[Sequence[Group], int, int, Allocator], list[Timed]]
 ) -> Measured:
     """Time and check every cell: each number of ranks x each size in bytes, with everything of a cell in turns.
 
@@ -112,8 +111,8 @@ def measure_cells(
     def measure(world: World, groups: Sequence[Group], size: int, report: Report) -> list[Record]:
         mine = None
         if world.rank < groups[0].world_size:
-            # A fresh allocator, so that the memory of the last cell is free again.
-            timed = build(groups, world.rank, size, Allocator())
+            # Things that are timed in turns share vectors; a fresh cache, so that the last cell's memory is free again.
+            timed = build(groups, world.rank, size, functools.cache(allocate))
             timings = time_in_turns(timed, groups[0].control, settings.iters, settings.warmup, report)
             mine = [(item.record, timing) for item, timing in zip(timed, timings, strict=True)]
         # The ranks outside of the cell wait here for the others.
@@ -153,7 +152,7 @@ def run_cells(
     # which then spin on the cores that the timed call needs (`engine_against_loop.py --threads 8` shows it).
     # The world's own group is gloo, for control; the measured groups are made inside it.
     device = "cuda" if on_gpu else "cpu"
-    with init("gloo", device, threads=settings.threads, timeout_s=_PATIENCE_S, announce=None) as world:
+    with init("gloo", device, threads=settings.threads, timeout_s=PATIENCE.total_seconds(), announce=None) as world:
 
         def tell(index: int, label: str, share: float, new: Sequence[Record] = ()) -> None:
             if world.rank == 0:
@@ -182,7 +181,7 @@ def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group
         if n > world.world_size:
             raise ConfigError(f"{n} ranks requested in a world of {world.world_size}", code="world-size")
         members = list(range(n))
-        control = dist.new_group(members, backend=choose_control_backend(world), timeout=timedelta(seconds=_PATIENCE_S))
+        control = dist.new_group(members, backend=choose_control_backend(world), timeout=PATIENCE)
         groups[n] = []
         for backend in settings.backends:
             kind = settings.device_of(backend)
@@ -208,22 +207,13 @@ def _describe_rank(world: World) -> dict[str, Any]:
 # -- one cell ----------------------------------------------------------------------------------------------------------
 
 
-class Allocator:
-    """Vectors by name and device, made once and shared by everything that is timed in turns on them."""
-
-    def __init__(self) -> None:
-        self._vectors: dict[tuple[str, torch.device], torch.Tensor] = {}
-
-    def __call__(self, name: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if (name, device) not in self._vectors:
-            need = elements * dtype.itemsize
-            if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
-                raise ConfigError(
-                    f"{format_bytes(need)} do not fit the {format_bytes(free)} free on {device}", code="memory"
-                )
-            # Zeroed, not empty: touching fresh pages must not be part of the first repetition.
-            self._vectors[name, device] = torch.zeros(elements, dtype=dtype, device=device)
-        return self._vectors[name, device]
+def allocate(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A vector; a cell's cache of this shares it by its name."""
+    need = elements * dtype.itemsize
+    if device.type == "cuda" and need > (free := torch.cuda.mem_get_info(device)[0]):
+        raise ConfigError(f"{format_bytes(need)} do not fit the {format_bytes(free)} free on {device}", code="memory")
+    # Zeroed, not empty: touching fresh pages must not be part of the first repetition.
+    return torch.zeros(elements, dtype=dtype, device=device)
 
 
 def time_in_turns(

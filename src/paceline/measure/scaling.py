@@ -20,12 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure.collectives import measure_collectives
-from paceline.measure.engine import Pace, synchronize
+from paceline.measure.engine import PATIENCE, Pace, synchronize
 from paceline.measure.noise_scale import measure_noise_scale
 from paceline.measure.profiles import measure_profile
 from paceline.measure.scale_settings import Cell, ScaleSettings, Setup, TrainingCell
 from paceline.measure.settings import CollectiveSettings
-from paceline.measure.steps import PATIENCE, Replica, StepBench, TimedMessages, TrainingJob, Variant, build_scaled
+from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant, build_scaled
 from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record, Samples
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post

@@ -13,7 +13,6 @@ import gc
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, MeasurementError
-from paceline.measure.engine import Pace, build_samples, choose_control_backend, run_rounds, synchronize
+from paceline.measure.engine import PATIENCE, Pace, build_samples, choose_control_backend, run_rounds, synchronize
 from paceline.parallel import DDP
 from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
@@ -37,13 +36,7 @@ from paceline.training.loader import Window, load_windows
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, mark_phases, take_step
 from paceline.units import MIB
 
-# The kinds of steps, each taken in every round by every variant that has it: plain as it is; marked with its phases
-# marked; no_comm without communication; timed with its messages timed; messages with a probe's single messages timed.
-KINDS = ("plain", "marked", "no_comm", "timed", "messages")
 PHASES = ("forward", "backward", "optimizer")
-# Ranks outside a variant's world wait for the others' steps.
-PATIENCE = timedelta(hours=24)
-_ONE_PROCESS = ("none", "dp")  # variants that one process runs, without messages
 # Steps after a wrapper is put around a module that others used before: torch's makes its final buckets in the second.
 _SETTLING_STEPS = 2
 # Timed steps before the next variant is put around a shared module.
@@ -51,9 +44,6 @@ _SHARED_STEPS = 4
 
 Wrap = Callable[[nn.Module], nn.Module]
 OwnStep = Callable[[nn.Module], Any]
-
-
-# -- what takes steps -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -150,13 +140,8 @@ class TrainingJob(MeasuredJob):
     def __init__(self, job: Job, rate: float = 0.0) -> None:
         self.job, self._rate, self.module = job, rate, job.learner.module
         check_whole(job, job.batches.global_batch_size)
-        self.labels = {
-            "model": job.settings.model,
-            "data": job.train.name,
-            "precision": job.settings.precision,
-            "batch_size": job.batches.batch_size,
-            "accumulate": job.batches.accumulate,
-        }
+        self.labels = {"model": job.settings.model, "data": job.train.name, "precision": job.settings.precision}
+        self.labels |= {"batch_size": job.batches.batch_size, "accumulate": job.batches.accumulate}
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
         learner = build_bare(self.job, world)
@@ -302,9 +287,6 @@ def cycle_windows(job: Job) -> Generator[Window, None, None]:
         epoch += 1
 
 
-# -- messages that are timed ------------------------------------------------------------------------------------------
-
-
 class TimedMessages:
     """A replica whose messages can be timed: `begin` before a step, `read` after it.
 
@@ -375,15 +357,11 @@ def agree_on_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) ->
             if sent != other:
                 raise MeasurementError(
                     f"{who}: in step {number} rank {rank} sent {sent.num_bytes} bytes of gradients in "
-                    f"{sent.num_messages} messages and {of_whom} {other.num_bytes} in {other.num_messages}: messages "
-                    "are counted or sent wrongly, and no bandwidth follows from them; report this as a bug",
+                    f"{sent.num_messages} messages and {of_whom} {other.num_bytes} in {other.num_messages}: no "
+                    "bandwidth follows from these; report this as a bug",
                     code="mismatch",
                 )
-    counted = [sent for steps in by_rank for sent in steps]
-    return counted[0] if counted else planned
-
-
-# -- the bench --------------------------------------------------------------------------------------------------------
+    return next((sent for steps in by_rank for sent in steps), planned)
 
 
 class Probe:
@@ -401,7 +379,9 @@ class Probe:
 class Variant:
     """One variant of the job and its times on this rank; no `replica` on a rank outside its world.
 
-    `labels` are fields of its record. `times` holds, by field of the record, one value per round.
+    `labels` are fields of its record. `times` holds, by field of the record, one value per round. Kinds of steps, each
+    taken in every round: plain as it is; marked with its phases marked; no_comm without communication; timed with its
+    messages timed; messages with a probe's single messages timed.
     """
 
     labels: dict[str, Any]
@@ -541,23 +521,20 @@ class StepBench:
             variant.note("busy", found[0])
             variant.sent.append(found[1])
 
-    # -- records ------------------------------------------------------------------------------------------------------
-
     def build_record(self, variant: Variant, **more: Any) -> StepRecord:
         """Collective: every rank must call this, and every rank gets the record."""
-        is_in, warm = variant.replica is not None, self.num_warm_steps
-        mine = (variant.times, variant.starts_s, variant.sent) if is_in else None
+        labels, warm, mine = self._labels | variant.labels | more, self.num_warm_steps, None
+        if variant.replica is not None:
+            device, buckets = variant.replica.device.type, variant.bucket_bytes
+            mine = variant.times, variant.starts_s, variant.sent, device, buckets
         everyone = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
-        device = variant.replica.device.type if variant.replica else ""
-        buckets, device = self.world.share((variant.bucket_bytes, device))[0]
-        labels = self._labels | variant.labels | more
+        times, starts, sent, (device, *_), (buckets, *_) = zip(*everyone, strict=True)
 
         def samples(name: str) -> Samples | None:
-            by_rank = [times.get(name, []) for times, _, _ in everyone]
+            by_rank = [of_rank.get(name, []) for of_rank in times]
             if not all(len(row) > warm for row in by_rank):
                 return None
-            has_starts = name == variant.kinds[0] and self.world.shares_clock
-            return build_samples(by_rank, warm, [starts for _, starts, _ in everyone] if has_starts else ())
+            return build_samples(by_rank, warm, starts if name == variant.kinds[0] and self.world.shares_clock else ())
 
         found: dict[str, Any] = {name: samples(name) for name in EXTRA_SAMPLES}
         timing = samples("plain")
@@ -566,13 +543,13 @@ class StepBench:
         assert timing is not None, variant.kinds
         if not self._loads_inside and labels.get("data") != "own":
             found["data_wait"] = None
-        sent = agree_on_sent(
-            [sent[warm:] for _, _, sent in everyone],  # in a warm-up a wrapper may still have other buckets
+        agreed = agree_on_sent(
+            [steps[warm:] for steps in sent],  # in a warm-up a wrapper may still have other buckets
             Sent(sum(size > 0 for size in buckets), sum(buckets)),
             f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
         )
         defaults: dict[str, Any] = {"world_size": self.world.world_size, "backend": self.world.backend}
-        defaults |= {"device": device or self.world.device.type, "bucket_bytes": buckets, **sent._asdict()}
+        defaults |= {"device": device, "bucket_bytes": buckets, **agreed._asdict()}
         return StepRecord(timing=timing, **found, **(defaults | labels))
 
 
@@ -592,10 +569,10 @@ def build_scaled(job: Job, world: World, wrapper: str, group: dist.ProcessGroup 
     learner = build_bare(job, world)
     if wrapper == "dp":
         model: nn.Module = nn.DataParallel(learner.module, device_ids=list(range(world_size)))
-    elif wrapper in _ONE_PROCESS:
+    elif wrapper == "none":
         model = learner.module
     else:
         with only_computing(world_size):
             model = wrap(learner.module, wrapper, group)
     # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
-    return dataclasses.replace(learner, model=model, world_size=1 if wrapper in _ONE_PROCESS else world_size)
+    return dataclasses.replace(learner, model=model, world_size=1 if wrapper in ("none", "dp") else world_size)

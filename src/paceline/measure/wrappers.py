@@ -159,8 +159,6 @@ class _Cell:
         }
         return StepBench(self.world, labels)
 
-    # -- replicas -----------------------------------------------------------------------------------------------------
-
     def _add(self, bench: StepBench, group: Group, wrapper: str, wrapping: Wrapping, kind: str = "marked") -> _Wrapped:
         labels = {"wrapper": wrapper, "backend": group.backend, "world_size": group.world_size, "note": wrapping.note}
         variant = _Wrapped(labels, None, (kind,), wrapper=wrapper, group=group, wrapping=wrapping)
@@ -213,8 +211,6 @@ class _Cell:
                     code="memory",
                 )
 
-    # -- torch's wrapper at its best ----------------------------------------------------------------------------------
-
     def _find_wrappings(self, group: Group) -> dict[str, Wrapping]:
         """What each wrapper is on this group; `torch-tuned` is found by trying, before anything else takes memory."""
         found = {name: find_wrapping(name) for name in self.settings.wrappers if name != "torch-tuned"}
@@ -252,8 +248,6 @@ class _Cell:
             replica.close()
         found = self.world.share(plan)[0]
         return found if isinstance(found, Plan) else None
-
-    # -- checks -------------------------------------------------------------------------------------------------------
 
     def _compare_with_torch(self, num_steps: int, variants: Sequence[_Wrapped]) -> None:
         """Count, in each replica, the parameters that changed differently than under torch's wrapper. After the

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.records import CollectiveRecord
-from paceline.records.samples import Samples
+from paceline.records.samples import Samples, quantile
 from paceline.units import MIB, format_bytes
 
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
@@ -33,16 +33,9 @@ class CostCurve(ABC):
     def estimate_s(self, num_bytes: float) -> float:
         """Seconds of a message of this size; 0 for an empty one."""
 
-    def describe_doubt(self, num_bytes: float) -> str:
-        """Why an estimate of this size should not be trusted; empty where it can be."""
-        return ""
-
-    def name_algorithm(self, num_bytes: float) -> str:
-        """The algorithm that a message of this size takes."""
-        return "measured"
-
-
-# -- repetitions drawn again -------------------------------------------------------------------------------------------
+    def explain(self, num_bytes: float) -> tuple[str, str]:
+        """The algorithm that a message of this size takes, and why not to trust its time: empty where it can be."""
+        return "measured", ""
 
 
 class Resample:
@@ -59,8 +52,7 @@ class Resample:
     def pick(self, count: int) -> Sequence[int]:
         """The repetitions to use, of `count`."""
         if count not in self._drawn:
-            numbers = range(count)
-            self._drawn[count] = self.source.choices(numbers, k=count) if self.source else numbers
+            self._drawn[count] = self.source.choices(range(count), k=count) if self.source else range(count)
         return self._drawn[count]
 
     def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
@@ -74,89 +66,9 @@ class Resample:
         return self.source.gauss(0, 1) if self.source else 0.0
 
 
-# -- the fit -----------------------------------------------------------------------------------------------------------
-
-
-def _fit_latency_and_rate(
-    points: Sequence[tuple[float, float, float]], what: str
-) -> tuple[float, float, tuple[float, ...]]:
-    """Fit `t = latencies * alpha + bytes / rate` to (latencies, bytes, seconds): alpha, rate and the residuals.
-
-    Minimises the squared *relative* errors, with alpha >= 0. Relative, because sizes span decades: with absolute errors
-    the largest message would be the whole fit.
-    """
-    if any(not 0 < seconds < math.inf for _, _, seconds in points):
-        raise MeasurementError("a time of 0 s cannot be fitted by relative error")
-    # Columns relative to the measured time, and scaled to about 1 to keep the sums well conditioned.
-    scale = max(num_bytes for _, num_bytes, _ in points)
-    u = [latencies / seconds for latencies, _, seconds in points]
-    v = [num_bytes / scale / seconds for _, num_bytes, seconds in points]
-    uu, vv = math.fsum(a * a for a in u), math.fsum(b * b for b in v)
-    uv, u1, v1 = math.fsum(a * b for a, b in zip(u, v, strict=True)), math.fsum(u), math.fsum(v)
-    determinant = uu * vv - uv * uv
-    alpha = (u1 * vv - v1 * uv) / determinant if determinant > 1e-12 * uu * vv else 0.0
-    slope = (v1 - alpha * uv) / vv
-    if alpha < 0:  # noise on nearly proportional data; the best line through the origin instead
-        alpha, slope = 0.0, v1 / vv
-    if slope <= 1e-9 * (alpha + slope):  # rounding of equal times leaves a slope of either sign
-        raise MeasurementError(
-            f"the times do not grow with the size{what}, so they have no bandwidth: measure larger messages"
-        )
-    residuals = tuple(alpha * a + slope * b - 1 for a, b in zip(u, v, strict=True))
-    return alpha, scale / slope, residuals
-
-
-@dataclass(frozen=True)
-class AlphaBeta(CostCurve):
-    """The straight line `alpha_s + x / beta_bytes_per_s`: the summary for people.
-
-    It was fitted from `min_bytes` to `max_bytes`. `residuals` are (fitted - measured) / measured, one per point, in
-    increasing order of size.
-    """
-
-    alpha_s: float
-    beta_bytes_per_s: float
-    min_bytes: int = 1
-    max_bytes: int = 1
-    residuals: tuple[float, ...] = ()
-
-    @property
-    def max_rel_residual(self) -> float:
-        return max((abs(residual) for residual in self.residuals), default=0.0)
-
-    def estimate_s(self, num_bytes: float) -> float:
-        return self.alpha_s + num_bytes / self.beta_bytes_per_s
-
-    def name_algorithm(self, num_bytes: float) -> str:
-        return "line"
-
-
-def fit_alpha_beta(points: Sequence[tuple[int, float]]) -> AlphaBeta:
-    """The line through (bytes, seconds)."""
-    points = sorted(points)
-    sizes = sorted({size for size, _ in points})
-    if len(sizes) < 2:
-        raise MeasurementError(f"a line needs at least two sizes, got {len(sizes)}")
-    alpha_s, rate, residuals = _fit_latency_and_rate([(1, size, seconds) for size, seconds in points], "")
-    return AlphaBeta(alpha_s, rate, sizes[0], sizes[-1], residuals)
-
-
-def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, AlphaBeta]]:
-    """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels.
-
-    A curve of one size, or one whose times do not grow, has no line and is left out; so is a world of one rank, in
-    which nothing is sent.
-    """
-    curves: dict[object, list[CollectiveRecord]] = {}
-    for record in (record for record in records if record.world_size > 1):
-        curves.setdefault(record.key, []).append(record)
-    fits = []
-    for curve in curves.values():
-        try:
-            fits.append((curve[0], fit_alpha_beta([(r.num_bytes, r.time_s) for r in curve])))
-        except MeasurementError:
-            continue
-    return fits
+def hold_draws(value: float, draws: Sequence[float]) -> tuple[float, float]:
+    """The 90 % interval: from p5 to p95 of the draws, and never without the value itself."""
+    return (min(value, quantile(draws, 0.05)), max(value, quantile(draws, 0.95))) if draws else (value, value)
 
 
 # -- measured ----------------------------------------------------------------------------------------------------------
@@ -188,25 +100,22 @@ class MeasuredCurve(CostCurve):
         if num_bytes <= self.sizes[0]:
             return self.seconds[0]
         if num_bytes >= self.sizes[-1]:
-            return self.seconds[-1] + (num_bytes - self.sizes[-1]) * self._last_slope()
+            slope = (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
+            # The average of the largest where times fall towards it.
+            slope = slope if slope > 0 else self.seconds[-1] / self.sizes[-1]
+            return self.seconds[-1] + (num_bytes - self.sizes[-1]) * slope
         right = bisect.bisect_right(self.sizes, num_bytes)
         (x0, t0), (x1, t1) = self._logs[right - 1], self._logs[right]
         return math.exp(t0 + (t1 - t0) * (math.log(num_bytes) - x0) / (x1 - x0))
 
-    def _last_slope(self) -> float:
-        """Seconds per byte beyond the largest size: the average of the largest where times fall towards it."""
-        slope = (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
-        return slope if slope > 0 else self.seconds[-1] / self.sizes[-1]
+    def explain(self, num_bytes: float) -> tuple[str, str]:
+        return "measured", _doubt_size(num_bytes, self.sizes[-1])
 
-    def describe_doubt(self, num_bytes: float) -> str:
-        if num_bytes > _REACH * self.sizes[-1]:
-            return (
-                f"{format_bytes(num_bytes)} is beyond twice the largest measured size, {format_bytes(self.sizes[-1])}"
-            )
+
+def _doubt_size(num_bytes: float, most_bytes: int) -> str:
+    if num_bytes <= _REACH * most_bytes:
         return ""
-
-    def multiplied(self, factor: float) -> MeasuredCurve:
-        return MeasuredCurve(self.sizes, tuple(seconds * factor for seconds in self.seconds))
+    return f"{format_bytes(num_bytes)} is beyond twice the largest measured size, {format_bytes(most_bytes)}"
 
 
 def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
@@ -214,25 +123,24 @@ def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
     by_size: dict[int, float] = {}
     for size, seconds in points:
         by_size[size] = min(float(seconds), by_size.get(size, math.inf))
-    sizes = sorted(by_size)
-    return MeasuredCurve(tuple(sizes), tuple(by_size[size] for size in sizes))
+    sizes = tuple(sorted(by_size))
+    return MeasuredCurve(sizes, tuple(by_size[size] for size in sizes))
 
 
 # -- by algorithm ------------------------------------------------------------------------------------------------------
 
+# What one all-reduce of some bytes on P ranks needs: latencies one after the other, bytes through the narrowest place.
+Work = tuple[float, float]
 
-@dataclass(frozen=True)
-class Work:
-    """What one all-reduce needs: latencies one after the other, and bytes through the narrowest place."""
 
-    latencies: float
-    bytes: float
+def _line(num_bytes: float, world_size: int) -> Work:
+    return 1, num_bytes
 
 
 def _ring(num_bytes: float, world_size: int) -> Work:
     """P-1 steps that reduce and P-1 that gather, each with 1/P of the bytes."""
     steps = 2 * (world_size - 1)
-    return Work(steps, steps / world_size * num_bytes)
+    return steps, steps / world_size * num_bytes
 
 
 def _tree(num_bytes: float, world_size: int) -> Work:
@@ -241,14 +149,13 @@ def _tree(num_bytes: float, world_size: int) -> Work:
     A rank is a leaf of one tree and a branch of the other. It sends 1/2 + 1/2 of the bytes up and 2 x 1/2 down. Of two
     ranks each is once the root with one child: 1/2 up and 1/2 down.
     """
-    depth = math.ceil(math.log2(world_size))
-    return Work(2 * depth, num_bytes if world_size == 2 else 2 * num_bytes)
+    return 2 * math.ceil(math.log2(world_size)), num_bytes if world_size == 2 else 2 * num_bytes
 
 
 def _gloo(num_bytes: float, world_size: int) -> Work:
     """A ring whose parts go in segments of at most 1 MiB, at least two to a part; two of them are under way at once."""
     segments = max(2, math.ceil(num_bytes / world_size / MIB))
-    return Work((world_size - 1) * segments, _ring(num_bytes, world_size).bytes)
+    return (world_size - 1) * segments, _ring(num_bytes, world_size)[1]
 
 
 def _shared(num_bytes: float, world_size: int) -> Work:
@@ -256,15 +163,12 @@ def _shared(num_bytes: float, world_size: int) -> Work:
 
     A barrier has a flag for each rank.
     """
-    return Work(world_size, 2 * world_size * num_bytes)
+    return world_size, 2 * world_size * num_bytes
 
 
 FAMILIES: dict[str, Callable[[float, int], Work]] = {
-    "ring": _ring,
-    "tree": _tree,
-    "gloo": _gloo,
-    "shared": _shared,
-}
+    "line": _line, "ring": _ring, "tree": _tree, "gloo": _gloo, "shared": _shared
+}  # fmt: skip
 
 
 def check_algorithm(name: str) -> None:
@@ -279,15 +183,19 @@ def check_algorithm(name: str) -> None:
 class FamilyCurve(CostCurve):
     """`latencies * alpha_s + bytes / bytes_per_s` with the work of one algorithm on `world_size` ranks.
 
-    `most_bytes` and `most_ranks` are the largest that the two numbers were fitted to; None where they are assumed.
+    Where the two numbers were fitted, `residuals` are (fitted - measured) / measured in the order of the points, from
+    `min_bytes` to `max_bytes` on up to `max_ranks`: 0 where they are assumed. `replace(fit, world_size=n)` is the same
+    fit on other ranks.
     """
 
     algorithm: str
     world_size: int
     alpha_s: float
     bytes_per_s: float
-    most_bytes: int | None = None
-    most_ranks: int | None = None
+    min_bytes: int = 0
+    max_bytes: int = 0
+    max_ranks: int = 0
+    residuals: tuple[float, ...] = ()
     place: str = ""
 
     def __post_init__(self) -> None:
@@ -299,60 +207,83 @@ class FamilyCurve(CostCurve):
                 "use fewer --ranks, or name a --network"
             )
 
-    def estimate_s(self, num_bytes: float) -> float:
-        if self.world_size == 1 or num_bytes <= 0:
-            return 0.0
-        work = FAMILIES[self.algorithm](num_bytes, self.world_size)
-        return work.latencies * self.alpha_s + work.bytes / self.bytes_per_s
-
-    def describe_doubt(self, num_bytes: float) -> str:
-        doubts = []
-        if self.most_ranks is not None and self.world_size > _REACH * self.most_ranks:
-            doubts.append(f"{self.world_size:,} ranks are beyond twice the most that were measured, {self.most_ranks}")
-        if self.most_bytes is not None and num_bytes > _REACH * self.most_bytes:
-            most = format_bytes(self.most_bytes)
-            doubts.append(f"{format_bytes(num_bytes)} is beyond twice the largest measured size, {most}")
-        return "; ".join(doubts)
-
-    def name_algorithm(self, num_bytes: float) -> str:
-        return f"{self.algorithm} {self.place}".strip()
-
-
-@dataclass(frozen=True)
-class FamilyFit:
-    """The latency and the bandwidth of one algorithm, from points of all numbers of ranks at once.
-
-    `residuals` are (fitted - measured) / measured, in the order of the points.
-    """
-
-    algorithm: str
-    alpha_s: float
-    bytes_per_s: float
-    most_bytes: int
-    most_ranks: int
-    residuals: tuple[float, ...]
-
     @property
     def error(self) -> float:
         """The root of the mean square of the residuals."""
         return math.sqrt(math.fsum(r * r for r in self.residuals) / len(self.residuals))
 
-    def build_curve(self, world_size: int) -> FamilyCurve:
-        return FamilyCurve(self.algorithm, world_size, self.alpha_s, self.bytes_per_s, self.most_bytes, self.most_ranks)
+    @property
+    def max_rel_residual(self) -> float:
+        return max(map(abs, self.residuals), default=0.0)
+
+    def estimate_s(self, num_bytes: float) -> float:
+        if self.world_size == 1 or num_bytes <= 0:
+            return 0.0
+        latencies, moved_bytes = FAMILIES[self.algorithm](num_bytes, self.world_size)
+        return latencies * self.alpha_s + moved_bytes / self.bytes_per_s
+
+    def explain(self, num_bytes: float) -> tuple[str, str]:
+        doubts = []
+        if 0 < _REACH * self.max_ranks < self.world_size:
+            doubts.append(f"{self.world_size:,} ranks are beyond twice the most that were measured, {self.max_ranks}")
+        if self.max_bytes:
+            doubts.append(_doubt_size(num_bytes, self.max_bytes))
+        return f"{self.algorithm} {self.place}".strip(), "; ".join(filter(None, doubts))
 
 
-def fit_family(points: Sequence[tuple[int, int, float]], algorithm: str) -> FamilyFit:
-    """Fit (bytes, ranks, seconds) of one algorithm."""
-    if algorithm not in FAMILIES:
-        raise ConfigError(f"{algorithm} cannot be fitted to one sweep: choose one of {', '.join(FAMILIES)}")
+def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str) -> FamilyCurve:
+    """Fit `t = latencies * alpha + bytes / rate` to (bytes, ranks, seconds) of all numbers of ranks above 1 at once.
+
+    Minimises the squared *relative* errors, with alpha >= 0. Relative, because sizes span decades: with absolute errors
+    the largest message would be the whole fit.
+    """
     points = [point for point in points if point[1] > 1]
     work = [FAMILIES[algorithm](num_bytes, ranks) for num_bytes, ranks, _ in points]
-    if len({(w.latencies, w.bytes) for w in work}) < 2:
+    if len(set(work)) < 2:
         raise MeasurementError(f"a fit needs two or more sizes on two or more ranks, got {len(points)} points")
-    rows = [(w.latencies, w.bytes, seconds) for w, (_, _, seconds) in zip(work, points, strict=True)]
-    alpha_s, rate, residuals = _fit_latency_and_rate(rows, f" as {algorithm} would")
-    most_bytes, most_ranks = max(point[0] for point in points), max(point[1] for point in points)
-    return FamilyFit(algorithm, alpha_s, rate, most_bytes, most_ranks, residuals)
+    if any(not 0 < seconds < math.inf for _, _, seconds in points):
+        raise MeasurementError("a time of 0 s cannot be fitted by relative error")
+    # Columns relative to the measured time, and scaled to about 1 to keep the sums well conditioned.
+    scale = max(moved_bytes for _, moved_bytes in work)
+    u = [latencies / seconds for (latencies, _), (_, _, seconds) in zip(work, points, strict=True)]
+    v = [moved_bytes / scale / seconds for (_, moved_bytes), (_, _, seconds) in zip(work, points, strict=True)]
+    uu, vv = math.fsum(a * a for a in u), math.fsum(b * b for b in v)
+    uv, u1, v1 = math.fsum(a * b for a, b in zip(u, v, strict=True)), math.fsum(u), math.fsum(v)
+    determinant = uu * vv - uv * uv
+    alpha_s = (u1 * vv - v1 * uv) / determinant if determinant > 1e-12 * uu * vv else 0.0
+    slope = (v1 - alpha_s * uv) / vv
+    if alpha_s < 0:  # noise on nearly proportional data; the best line through the origin instead
+        alpha_s, slope = 0.0, v1 / vv
+    if slope <= 1e-9 * (alpha_s + slope):  # rounding of equal times leaves a slope of either sign
+        raise MeasurementError(
+            "the times do not grow with the size, so they have no bandwidth: measure larger messages"
+        )
+    sizes, ranks = [point[0] for point in points], max(point[1] for point in points)
+    residuals = tuple(alpha_s * a + slope * b - 1 for a, b in zip(u, v, strict=True))
+    return FamilyCurve(algorithm, ranks, alpha_s, scale / slope, min(sizes), max(sizes), ranks, residuals)
+
+
+def fit_line(points: Iterable[tuple[int, float]]) -> FamilyCurve:
+    """The line through (bytes, seconds): the summary for people."""
+    return fit_family([(size, 2, seconds) for size, seconds in sorted(points)], "line")
+
+
+def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, FamilyCurve]]:
+    """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels.
+
+    A curve of one size, or one whose times do not grow, has no line and is left out; so is a world of one rank, in
+    which nothing is sent.
+    """
+    curves: dict[object, list[CollectiveRecord]] = {}
+    for record in (record for record in records if record.world_size > 1):
+        curves.setdefault(record.key, []).append(record)
+    fits = []
+    for curve in curves.values():
+        try:
+            fits.append((curve[0], fit_line((record.num_bytes, record.time_s) for record in curve)))
+        except MeasurementError:
+            continue
+    return fits
 
 
 # -- made of other curves ----------------------------------------------------------------------------------------------
@@ -372,11 +303,9 @@ class TwoLevelCurve(CostCurve):
     def estimate_s(self, num_bytes: float) -> float:
         return self.inside.estimate_s(num_bytes) + self.between.estimate_s(num_bytes)
 
-    def describe_doubt(self, num_bytes: float) -> str:
-        return self.inside.describe_doubt(num_bytes) or self.between.describe_doubt(num_bytes)
-
-    def name_algorithm(self, num_bytes: float) -> str:
-        return f"two-level ({self.between.name_algorithm(num_bytes)})"
+    def explain(self, num_bytes: float) -> tuple[str, str]:
+        algorithm, doubt = self.between.explain(num_bytes)
+        return f"two-level ({algorithm})", self.inside.explain(num_bytes)[1] or doubt
 
 
 @dataclass(frozen=True)
@@ -388,19 +317,8 @@ class BestCurve(CostCurve):
     def estimate_s(self, num_bytes: float) -> float:
         return min(curve.estimate_s(num_bytes) for curve in self.curves)
 
-    def _best(self, num_bytes: float) -> CostCurve:
-        return min(self.curves, key=lambda curve: curve.estimate_s(num_bytes))
-
-    def describe_doubt(self, num_bytes: float) -> str:
-        return self._best(num_bytes).describe_doubt(num_bytes)
-
-    def name_algorithm(self, num_bytes: float) -> str:
-        return self._best(num_bytes).name_algorithm(num_bytes)
-
-
-def choose_best(curves: Iterable[CostCurve]) -> CostCurve:
-    found = tuple(curves)
-    return found[0] if len(found) == 1 else BestCurve(found)
+    def explain(self, num_bytes: float) -> tuple[str, str]:
+        return min(self.curves, key=lambda curve: curve.estimate_s(num_bytes)).explain(num_bytes)
 
 
 @dataclass(frozen=True)
@@ -421,14 +339,11 @@ class ScaledCurve(CostCurve):
         size = max(num_bytes, self.measured.sizes[0])
         return self.measured.estimate_s(size) * self.here.estimate_s(size) / self.there.estimate_s(size)
 
-    def describe_doubt(self, num_bytes: float) -> str:
+    def explain(self, num_bytes: float) -> tuple[str, str]:
+        algorithm, measured_on = self.here.algorithm, self.there.world_size
+        name = "measured" if self.here.world_size == measured_on else f"{algorithm}, measured on {measured_on}"
         # The sizes are those of this curve: the fit may have seen larger ones on other ranks.
-        return "; ".join(filter(None, (self.here.describe_doubt(0), self.measured.describe_doubt(num_bytes))))
-
-    def name_algorithm(self, num_bytes: float) -> str:
-        if self.here.world_size == self.there.world_size:
-            return "measured"
-        return f"{self.here.algorithm}, measured on {self.there.world_size}"
+        return name, "; ".join(filter(None, (self.here.explain(0)[1], self.measured.explain(num_bytes)[1])))
 
 
 @dataclass(frozen=True)
@@ -454,8 +369,5 @@ class ContinuedCurve(CostCurve):
         line_s = last_s + max(0.0, last_s - self.near.estimate_s(num_bytes)) * self.steps
         return (plain_s + max(plain_s, line_s)) / 2 * self.shifted.estimate_s(num_bytes) / plain_s
 
-    def describe_doubt(self, num_bytes: float) -> str:
-        return self.plain.describe_doubt(num_bytes)
-
-    def name_algorithm(self, num_bytes: float) -> str:
-        return self.plain.name_algorithm(num_bytes)
+    def explain(self, num_bytes: float) -> tuple[str, str]:
+        return self.plain.explain(num_bytes)

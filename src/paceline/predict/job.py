@@ -26,8 +26,7 @@ class Job:
     """Gradients in ready order, the moments at which they are ready, and the step around them. Times of one rank alone.
 
     `ready_s` counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
-    optimizer. `device` is where it computes, empty where nothing says; `origin` what the job was built from; `notes`
-    what had to be assumed.
+    optimizer. `device` is where it computes, empty where nothing says; `notes` is what had to be assumed.
     """
 
     gradients: tuple[Gradient, ...]
@@ -36,7 +35,6 @@ class Job:
     before_s: float = 0.0
     after_s: float = 0.0
     device: str = ""
-    origin: str = ""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,6 +77,8 @@ class Job:
 
     def accumulate(self, count: int) -> Job:
         """A step of several micro-batches: all but the last backward only compute."""
+        if count < 1:
+            raise ConfigError(f"{count} micro-batches in a step: at least 1")
         return replace(self, before_s=count * self.before_s + (count - 1) * self.backward_s)
 
 
@@ -96,25 +96,22 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
     total_s, cost = record.backward.median_s, record.backward_cost.value
     if total_s <= 0 or cost <= 0:
         raise RecordError(f"{record.model}: a backward of {total_s} s hides nothing: profile a model that computes")
-    found: list[Gradient] = []
-    ready: list[float] = []
+    found, ready = [], []
     for parameter in record.parameters:
-        median_s = parameter.median_s
-        ready.append(total_s if median_s is None else min(total_s, median_s / cost))
-        num_bytes, item_bytes = parameter.num_bytes, max(1, parameter.num_bytes // max(1, parameter.num_elements))
-        dtype = parameter.dtype
+        ready.append(total_s if parameter.median_s is None else min(total_s, parameter.median_s / cost))
+        num_bytes, dtype = parameter.num_bytes, parameter.dtype
+        item_bytes = max(1, num_bytes // max(1, parameter.num_elements))
         if gradients is not None:
             dtype, item_bytes = GRADIENT_DTYPES[gradients]
             num_bytes = parameter.num_elements * item_bytes
         found.append(Gradient(parameter.name, num_bytes, item_bytes, dtype, record.device))
     before_s, after_s = _find_around(record, Resample())
     dtypes = sorted({gradient.dtype for gradient in found})
-    num_bytes = sum(gradient.num_bytes for gradient in found)
+    size = format_bytes(sum(gradient.num_bytes for gradient in found))
     notes = [
         f"{record.model} on one {record.device} rank, batch size {record.batch_size}, {record.source}: "
-        f"{len(found)} gradients, {format_bytes(num_bytes)} in {' and '.join(dtypes)}; step "
-        f"{format_ms(before_s + total_s + after_s)} ms, of which backward {format_ms(total_s)} ms; "
-        f"ready times divided by the profiler's cost, {cost:.3f}"
+        f"{len(found)} gradients, {size} in {' and '.join(dtypes)}; step {format_ms(before_s + total_s + after_s)} ms, "
+        f"of which backward {format_ms(total_s)} ms; ready times divided by the profiler's cost, {cost:.3f}"
     ]
     if gradients is not None and {p.dtype for p in record.parameters} != set(dtypes):
         notes.append(f"gradients sent in {dtypes[0]}: the conversion is taken to cost nothing")
@@ -122,10 +119,7 @@ def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = N
         notes.append(f"gradients of {' and '.join(dtypes)} share buckets here; in a wrapper they do not")
     if record.unused:
         notes.append(f"{len(record.unused)} parameters never had a gradient: taken as ready at the end of backward")
-    return Job(
-        tuple(found), tuple(ready), total_s, before_s, after_s, record.device, f"a layer profile of {record.model}",
-        tuple(notes),
-    )  # fmt: skip
+    return Job(tuple(found), tuple(ready), total_s, before_s, after_s, record.device, tuple(notes))
 
 
 def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float, float]:
@@ -146,16 +140,13 @@ def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -
         resample = Resample(source)
         total_s = resample.median(record.backward)
         before_s, after_s = _find_around(record, resample)
-        stretch = total_s / job.backward_s
-        ready = tuple(min(total_s, moment * stretch) for moment in job.ready_s)
+        ready = tuple(min(total_s, moment * (total_s / job.backward_s)) for moment in job.ready_s)
         draws.append(replace(job, ready_s=ready, backward_s=total_s, before_s=before_s, after_s=after_s))
     return draws
 
 
 # -- from tables of layers ---------------------------------------------------------------------------------------------
 
-_ITEM_BYTES = 4
-_SYNONYMS = {"layernorm_final": "ln_f"}
 # The tensors of a GPT-2 block in the order in which their gradients are ready, as (multiples of width^2, of width),
 # and the share of the block's backward that has passed by then. Matrix products take the time: two for each weight.
 _GPT2_BLOCK = (
@@ -172,48 +163,41 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
     """
     if not sizes:
         raise RecordError("no layers: the table of sizes is empty")
-    seconds = {_normalize(record.layer): _median(record) for record in times if record.layer.endswith(" grad")}
+    phases = {record.layer: _median(record) for record in times}
+    seconds = {_normalize(layer): time_s for layer, time_s in phases.items() if layer.endswith(" grad")}
+    first, last = sizes[0], sizes[-1]
+    is_head = "head" in last.layer.lower() and "embedding" in first.layer.lower()
+    is_tied = is_head and last.num_params == first.num_params and len(sizes) > 1
     notes: list[str] = []
-    tied = _find_tied(sizes)
-    if tied is not None:
-        notes.append(
-            f"{tied.layer} and {sizes[0].layer} are one tied tensor: counted once, ready at the end of backward"
-        )
+    if is_tied:
+        notes.append(f"{last.layer} and {first.layer} are one tied tensor: counted once, ready at the end of backward")
     untimed = [record.layer for record in sizes if _normalize(record.layer) not in seconds]
     if untimed:
         notes.append(f"no times for {', '.join(untimed)}: taken as 0, at their place in backward")
     unknown = sorted(set(seconds) - {_normalize(record.layer) for record in sizes})
     if unknown:
         raise RecordError(f"times for layers that have no size: {', '.join(unknown)}")
-    gradients: list[Gradient] = []
-    ready: list[float] = []
-    now_s = 0.0
-    taken_apart = 0
+    gradients, ready = [], []
+    now_s, taken_apart = 0.0, 0
     for record in reversed(sizes):
         took_s = seconds.get(_normalize(record.layer), 0.0)
         pieces = _take_apart(record)
         taken_apart += len(pieces) > 1
-        for name, num_params, share in pieces:
-            if record is not tied:
-                gradients.append(Gradient(name, num_params * _ITEM_BYTES))
-                ready.append(now_s + share * took_s)
+        if not (is_tied and record is last):
+            gradients += [Gradient(name, num_params * 4) for name, num_params, _ in pieces]
+            ready += [now_s + share * took_s for _, _, share in pieces]
         now_s += took_s
     if taken_apart:
         notes.append(f"{taken_apart} blocks taken apart into GPT-2's tensors; ready by their share of matrix products")
-    phases = {record.layer: _median(record) for record in times}
-    notes.append(
-        f"{len(gradients)} gradients, {format_bytes(sum(g.num_bytes for g in gradients))} in float32; "
-        f"backward of one rank {format_ms(now_s)} ms"
-    )
-    return Job(
-        tuple(gradients), tuple(ready), now_s, phases.get("forward", 0.0), phases.get("step", 0.0),
-        origin="tables of layers", notes=tuple(notes),
-    )  # fmt: skip
+    size = format_bytes(sum(gradient.num_bytes for gradient in gradients))
+    notes.append(f"{len(gradients)} gradients, {size} in float32; backward of one rank {format_ms(now_s)} ms")
+    around_s = phases.get("forward", 0.0), phases.get("step", 0.0)
+    return Job(tuple(gradients), tuple(ready), now_s, *around_s, notes=tuple(notes))
 
 
 def _normalize(layer: str) -> str:
     name = layer.removesuffix(" grad").strip().lower().replace(" ", "_")
-    return _SYNONYMS.get(name, name)
+    return "ln_f" if name == "layernorm_final" else name
 
 
 def _median(record: LayerTimeRecord) -> float:
@@ -224,33 +208,21 @@ def _median(record: LayerTimeRecord) -> float:
     return value
 
 
-def _find_tied(sizes: Sequence[LayerSizeRecord]) -> LayerSizeRecord | None:
-    """The head of a language model, where it is as large as the embedding that it shares."""
-    first, last = sizes[0], sizes[-1]
-    is_head = "head" in last.layer.lower() and "embedding" in first.layer.lower()
-    return last if is_head and last.num_params == first.num_params and len(sizes) > 1 else None
-
-
 def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:
     """(name, parameters, share of the layer's backward) for each tensor; weights and biases of one layer go together.
 
     A block of width w has 12 w^2 + 13 w parameters.
     """
-    width = round(math.sqrt(record.num_params / 12))
-    for candidate in (width - 1, width, width + 1):
-        if (
-            candidate > 0
-            and 12 * candidate**2 + 13 * candidate == record.num_params
-            and "block" in record.layer.lower()
-        ):
-            work = list(itertools.accumulate(squares for _, squares, _ in _GPT2_BLOCK))
-            pieces = []
-            for (name, squares, lines), done in zip(_GPT2_BLOCK, work, strict=True):
-                share = done / work[-1]
-                if squares:
-                    pieces.append((f"{record.layer}.{name}.weight", squares * candidate**2, share))
-                    pieces.append((f"{record.layer}.{name}.bias", lines * candidate, share))
-                else:
-                    pieces.append((f"{record.layer}.{name}", lines * candidate, share))
-            return pieces
-    return [(record.layer, record.num_params, 1.0)]
+    near = round(math.sqrt(record.num_params / 12))
+    widths = [w for w in (near - 1, near, near + 1) if w > 0 and 12 * w**2 + 13 * w == record.num_params]
+    if not widths or "block" not in record.layer.lower():
+        return [(record.layer, record.num_params, 1.0)]
+    (width,) = widths
+    work = list(itertools.accumulate(squares for _, squares, _ in _GPT2_BLOCK))
+    pieces = []
+    for (name, squares, lines), done in zip(_GPT2_BLOCK, work, strict=True):
+        name, share = f"{record.layer}.{name}", done / work[-1]
+        if squares:
+            pieces.append((f"{name}.weight", squares * width**2, share))
+        pieces.append((f"{name}.bias" if squares else name, lines * width, share))
+    return pieces

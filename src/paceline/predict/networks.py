@@ -10,25 +10,25 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from paceline.errors import ConfigError, MeasurementError, RecordError
 from paceline.machine import canonical_backend
 from paceline.predict.curves import (
+    BestCurve,
     ContinuedCurve,
     CostCurve,
     FamilyCurve,
-    FamilyFit,
     Resample,
     ScaledCurve,
     TwoLevelCurve,
     check_algorithm,
-    choose_best,
     fit_curve,
     fit_family,
 )
+from paceline.predict.simulate import SERVERS
 from paceline.records import CollectiveRecord
 from paceline.records.samples import Samples
 from paceline.units import format_duration, format_rate
@@ -36,8 +36,6 @@ from paceline.units import format_duration, format_rate
 _CUSTOM = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|bit|B)/s,(\d+(?:\.\d+)?)(ns|us|µs|ms|s)")
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
 # Nobody measured a network that is only named: its times are taken to be known to this standard deviation.
 ASSUMED_ERROR = 0.10
 # And a measured one is known worse with each doubling of the ranks away; chosen on the sweeps that the docs cite.
@@ -60,6 +58,16 @@ class Network:
                 "the latency must not be negative, and the bandwidth above 0"
             )
 
+    def describe(self, place: str) -> str:
+        rate, latency = format_rate(self.bandwidth_bytes_per_s), format_duration(self.latency_s)
+        return f"{self.name}: {rate} GB/s and {latency} {place} ({self.note})"
+
+    def draw(self, source: random.Random) -> Network:
+        """The network as it might be."""
+        factor = math.exp(source.gauss(0, ASSUMED_ERROR))
+        rate = self.bandwidth_bytes_per_s / factor
+        return replace(self, latency_s=self.latency_s * factor, bandwidth_bytes_per_s=rate)
+
 
 # Latencies are of one message between neighbours, in round numbers: they decide only where gradients are small.
 NETWORKS = (
@@ -78,13 +86,10 @@ def find_network(text: str) -> Network:
     name = text.strip().lower()
     if name in known:
         return known[name]
-    match = _CUSTOM.fullmatch(re.sub(r"\s", "", text))
-    if match:
+    if match := _CUSTOM.fullmatch(re.sub(r"\s", "", text)):
         rate, prefix, unit, latency, second = match.groups()
-        bits = 1 if unit == "B" else 8
-        return Network(
-            text.strip(), float(latency) * _SECONDS[second], float(rate) * _PREFIXES[prefix] / bits, "as given"
-        )
+        bytes_per_s = float(rate) * _PREFIXES[prefix] / (1 if unit == "B" else 8)
+        return Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as given")
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ConfigError(
@@ -131,120 +136,98 @@ class AssumedFabric:
 
     @property
     def servers(self) -> int:
-        return 2 if self.algorithm == "gloo" else 1
+        return SERVERS.get(self.algorithm, 1)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        def describe(network: Network, place: str) -> str:
-            rate, latency = format_rate(network.bandwidth_bytes_per_s), format_duration(network.latency_s)
-            return f"{network.name}: {rate} GB/s and {latency} {place} ({network.note})"
-
         if self.ranks_per_node == 1:
-            return (describe(self.network, "out of each rank"),)
+            return (self.network.describe("out of each rank"),)
         return (
-            describe(self.network, f"out of each node of {self.ranks_per_node} ranks, which share it"),
-            describe(self.inside, "out of each rank inside a node"),
+            self.network.describe(f"out of each node of {self.ranks_per_node} ranks, which share it"),
+            self.inside.describe("out of each rank inside a node"),
         )
 
     def build_curve(self, world_size: int) -> CostCurve:
-        if world_size <= self.ranks_per_node and self.ranks_per_node > 1:
-            names = {"auto": ("ring", "tree"), "two-level": ("ring",)}.get(self.algorithm, (self.algorithm,))
-            return choose_best(self._on(self.inside, name, world_size, "inside") for name in names)
-        if self.algorithm == "two-level":
-            return self._two_level(world_size)
-        if self.algorithm != "auto":
-            return self._on(self._slower(), self.algorithm, world_size)
-        flat: list[CostCurve] = [self._on(self._slower(), name, world_size) for name in ("ring", "tree")]
-        return choose_best(flat if self.ranks_per_node == 1 else [*flat, self._two_level(world_size)])
-
-    def _slower(self) -> Network:
-        """What a flat algorithm meets: it goes through nodes as well as between them, and waits for the slower."""
-        if self.ranks_per_node == 1:
-            return self.network
-        return replace(
-            self.network,
-            latency_s=max(self.network.latency_s, self.inside.latency_s),
-            bandwidth_bytes_per_s=min(self.network.bandwidth_bytes_per_s, self.inside.bandwidth_bytes_per_s),
-        )
-
-    def _on(self, network: Network, algorithm: str, count: int, place: str = "") -> FamilyCurve:
-        return FamilyCurve(algorithm, count, network.latency_s, network.bandwidth_bytes_per_s, place=place)
-
-    def _two_level(self, world_size: int) -> CostCurve:
-        nodes = math.ceil(world_size / self.ranks_per_node)
-        return TwoLevelCurve(
-            self._on(self.inside, "ring", self.ranks_per_node),
-            choose_best(self._on(self.network, name, nodes) for name in ("ring", "tree")),
-        )
+        asked, per_node, inside = self.algorithm, self.ranks_per_node, self.inside
+        flat = ("ring", "tree") if asked == "auto" else (asked,)
+        if world_size <= per_node and per_node > 1:
+            return _on(inside, ("ring",) if asked == "two-level" else flat, world_size, "inside")
+        nodes = _on(self.network, ("ring", "tree"), math.ceil(world_size / per_node))
+        two_level = TwoLevelCurve(_on(inside, ("ring",), per_node), nodes)
+        if asked == "two-level":
+            return two_level
+        slower = self.network
+        if per_node > 1:  # a flat algorithm goes through nodes as well as between them, and waits for the slower
+            latency_s = max(slower.latency_s, inside.latency_s)
+            rate = min(slower.bandwidth_bytes_per_s, inside.bandwidth_bytes_per_s)
+            slower = replace(slower, latency_s=latency_s, bandwidth_bytes_per_s=rate)
+        return _on(slower, flat, world_size, more=(two_level,) if asked == "auto" and per_node > 1 else ())
 
     def draw(self, source: random.Random) -> Self:
-        def vary(network: Network) -> Network:
-            factor = math.exp(source.gauss(0, ASSUMED_ERROR))
-            return replace(
-                network,
-                latency_s=network.latency_s * factor,
-                bandwidth_bytes_per_s=network.bandwidth_bytes_per_s / factor,
-            )
-
-        return replace(self, network=vary(self.network), inside=vary(self.inside))
+        return replace(self, network=self.network.draw(source), inside=self.inside.draw(source))
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The all-reduces of one number of ranks: for each size the seconds of all repetitions, in order of size."""
+def _on(
+    network: Network, names: Iterable[str], count: int, place: str = "", more: Sequence[CostCurve] = ()
+) -> CostCurve:
+    """The best of some algorithms on this many ranks of a network."""
+    rates = (network.latency_s, network.bandwidth_bytes_per_s)
+    return choose_best([*(FamilyCurve(name, count, *rates, place=place) for name in names), *more])
 
-    world_size: int
-    sizes: tuple[int, ...]
-    seconds: tuple[tuple[float, ...], ...]
+
+def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
+    return curves[0] if len(curves) == 1 else BestCurve(tuple(curves))
 
 
 @dataclass(frozen=True)
 class MeasuredFabric:
     """Sweeps of one backend: on their own ranks as measured, on others scaled from the nearest as the fits say.
 
-    `what` is the name with device and dtype. `shift` moves the times on other ranks by that many standard deviations of
-    what is known of them.
+    `sweeps` has, by ranks and by size, both in order, the seconds of all repetitions. `what` is the name with device
+    and dtype. `shift` moves the times on other ranks by that many standard deviations of what is known of them.
     """
 
     name: str
     what: str
-    sweeps: tuple[Sweep, ...]
-    fits: tuple[FamilyFit, ...]
+    sweeps: Mapping[int, Mapping[int, Sequence[float]]]
+    fits: tuple[FamilyCurve, ...]
     shift: float = 0.0
 
     @property
     def servers(self) -> int:
-        return 2 if self.fits[0].algorithm == "gloo" else 1
+        return SERVERS.get(self.fits[0].algorithm, 1)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sweep.world_size for sweep in self.sweeps)
+        return tuple(self.sweeps)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         ranks = ", ".join(map(str, self.ranks))
-        lines = [f"{self.what}: all-reduce as measured on {ranks} ranks, timed from the last rank's arrival"]
-        lines += [
-            f"{self.name} on other ranks: scaled as {fit.algorithm} with {format_duration(fit.alpha_s)} and "
-            f"{format_rate(fit.bytes_per_s)} GB/s, which fits the sweep to {fit.error:.0%}"
-            for fit in self.fits
-        ]
         shares = any(fit.algorithm == "shared" for fit in self.fits)
         others = "share the memory of the same host" if shares else "bring links as fast as those that were measured"
-        lines.append(f"{self.name}: further ranks {others}")
-        return tuple(lines)
+        return (
+            f"{self.what}: all-reduce as measured on {ranks} ranks, timed from the last rank's arrival",
+            *(
+                f"{self.name} on other ranks: scaled as {fit.algorithm} with {format_duration(fit.alpha_s)} and "
+                f"{format_rate(fit.bytes_per_s)} GB/s, which fits the sweep to {fit.error:.0%}"
+                for fit in self.fits
+            ),
+            f"{self.name}: further ranks {others}",
+        )
 
     def build_curve(self, world_size: int) -> CostCurve:
         # The nearest by ratio, and of two as near the larger one: more is known of many ranks from many.
-        sweep = min(self.sweeps, key=lambda s: (abs(math.log(s.world_size / world_size)), -s.world_size))
-        measured = fit_curve(zip(sweep.sizes, map(statistics.median, sweep.seconds), strict=True))
-        if sweep.world_size != world_size:
-            away = abs(math.log2(world_size / sweep.world_size))
-            error = min(fit.error for fit in self.fits) + ERROR_PER_DOUBLING * away
-            measured = measured.multiplied(math.exp(self.shift * error))
-        return choose_best(
-            ScaledCurve(measured, fit.build_curve(sweep.world_size), fit.build_curve(world_size)) for fit in self.fits
-        )
+        nearest = min(self.sweeps, key=lambda count: (abs(math.log(count / world_size)), -count))
+        factor = 1.0
+        if nearest != world_size:
+            error = min(fit.error for fit in self.fits) + ERROR_PER_DOUBLING * abs(math.log2(world_size / nearest))
+            factor = math.exp(self.shift * error)
+        measured = fit_curve((size, statistics.median(times) * factor) for size, times in self.sweeps[nearest].items())
+        return choose_best([
+            ScaledCurve(measured, replace(fit, world_size=nearest), replace(fit, world_size=world_size))
+            for fit in self.fits
+        ])  # fmt: skip
 
     @property
     def is_continued(self) -> bool:
@@ -257,30 +240,18 @@ class MeasuredFabric:
         if not self.is_continued or world_size <= self.ranks[-1]:
             return shifted
         near, last = self.ranks[-2:]
-        return ContinuedCurve(
-            plain=replace(self, shift=0.0).build_curve(world_size),
-            shifted=shifted,
-            near=self.build_curve(near),
-            last=self.build_curve(last),
-            steps=(world_size - last) / (last - near),
-        )
+        plain, steps = replace(self, shift=0.0).build_curve(world_size), (world_size - last) / (last - near)
+        return ContinuedCurve(plain, shifted, self.build_curve(near), self.build_curve(last), steps)
 
     def draw(self, source: random.Random) -> Self:
-        sweeps = tuple(
-            replace(sweep, seconds=tuple(Resample(source).take(row) for row in sweep.seconds)) for sweep in self.sweeps
-        )
+        sweeps = {
+            count: {size: Resample(source).take(times) for size, times in by_size.items()}
+            for count, by_size in self.sweeps.items()
+        }
         return replace(self, sweeps=sweeps, shift=source.gauss(0, 1))
 
 
 Fabric = AssumedFabric | MeasuredFabric
-
-
-def _name(record: CollectiveRecord) -> str:
-    return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
-
-
-def _describe(record: CollectiveRecord) -> str:
-    return f"{_name(record)} on {record.device} in {record.dtype}"
 
 
 def build_measured_fabric(
@@ -297,14 +268,13 @@ def build_measured_fabric(
     if not records:
         raise RecordError("no all-reduce on two or more ranks is in the run: measure one with `bench allreduce`")
     if backend is not None:
-        there = sorted({record.backend for record in records})
-        wanted = canonical_backend(backend)
+        there, wanted = sorted({record.backend for record in records}), canonical_backend(backend)
         records = [record for record in records if canonical_backend(record.backend) == wanted]
         if not records:
             raise ConfigError(f"no all-reduce on the backend {backend} is in the run: there is {', '.join(there)}")
-    if len({record.backend for record in records}) == 1 and any(record.memory == "shared" for record in records):
-        records = [record for record in records if record.memory == "shared"]
-    kinds = sorted({_describe(record) for record in records})
+    if len({record.backend for record in records}) == 1:
+        records = [record for record in records if record.memory == "shared"] or records
+    kinds = sorted({f"{_name(record)} on {record.device} in {record.dtype}" for record in records})
     if len(kinds) > 1:
         raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): choose one with --backend")
     own = {"gloo": ("gloo",), "shm": ("shared",)}.get(canonical_backend(records[0].backend), ("ring", "tree"))
@@ -313,7 +283,33 @@ def build_measured_fabric(
         fits = tuple(fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))
     except MeasurementError as error:
         raise RecordError(f"{kinds[0]}: {error}") from None
-    return MeasuredFabric(_name(records[0]), kinds[0], _sweeps(records), fits)
+    sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
+    for record in sorted(records, key=lambda record: (record.world_size, record.num_bytes)):
+        by_size = sweeps.setdefault(record.world_size, {})
+        by_size[record.num_bytes] = by_size.get(record.num_bytes, ()) + _seconds(record)
+    sweeps = {count: by_size for count, by_size in sweeps.items() if len(by_size) > 1}
+    if not sweeps:
+        raise RecordError("the run has one size for each number of ranks: a curve needs two or more")
+    return MeasuredFabric(_name(records[0]), kinds[0], sweeps, fits)
+
+
+def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:
+    """A fabric for each backend, device and dtype that has a curve."""
+    kinds: dict[tuple[str, str, str], list[CollectiveRecord]] = {}
+    for record in records:
+        if record.collective == "all_reduce":
+            kinds.setdefault((record.backend, record.device, record.dtype), []).append(record)
+    fabrics = []
+    for kind in kinds.values():
+        try:
+            fabrics.append(build_measured_fabric(kind, None))
+        except RecordError:  # one size, or times that do not grow: no curve
+            continue
+    return fabrics
+
+
+def _name(record: CollectiveRecord) -> str:
+    return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
 
 
 def _seconds(record: CollectiveRecord) -> tuple[float, ...]:
@@ -321,18 +317,3 @@ def _seconds(record: CollectiveRecord) -> tuple[float, ...]:
     if isinstance(record.timing, Samples):
         return record.timing.from_last_arrival_s or record.timing.reduced_s
     return (record.time_s,)
-
-
-def _sweeps(records: Sequence[CollectiveRecord]) -> tuple[Sweep, ...]:
-    sweeps = []
-    for world_size in sorted({record.world_size for record in records}):
-        by_size: dict[int, tuple[float, ...]] = {}
-        for record in records:
-            if record.world_size == world_size:
-                by_size[record.num_bytes] = by_size.get(record.num_bytes, ()) + _seconds(record)
-        if len(by_size) > 1:
-            sizes = tuple(sorted(by_size))
-            sweeps.append(Sweep(world_size, sizes, tuple(by_size[size] for size in sizes)))
-    if not sweeps:
-        raise RecordError("the run has one size for each number of ranks: a curve needs two or more")
-    return tuple(sweeps)

@@ -10,22 +10,20 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from paceline.errors import MeasurementError
 from paceline.plan import Gradient, Plan, plan_by_cuts
-from paceline.predict.curves import CostCurve, MeasuredCurve, Resample
+from paceline.predict.curves import CostCurve, Resample, fit_curve
 from paceline.predict.job import Job
-from paceline.predict.search import enumerate_caps, find_best_cuts
-from paceline.predict.simulate import Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.search import estimate_caps, find_best_cuts
+from paceline.predict.simulate import SERVERS, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.samples import Ratio, Samples, compare_times
-from paceline.records.steps import CALIBRATING
 from paceline.units import format_bytes
 
-# Messages that a backend moves at once; 1 where nothing is known.
-SERVERS = {"gloo": 2}
 _SLOWEST = 0.02
 _DRAWS = 40
 _SEED = 11
@@ -41,39 +39,24 @@ _WORTH = 0.002
 # -- job and costs from records ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Evidence:
-    """What a prediction may learn from, sorted by what it is."""
+    """What a prediction may learn from the records of a tuning run, by what it is: not the job's own steps."""
 
-    profile: LayerProfileRecord
-    plain: StepRecord
-    one_bucket: StepRecord
-    bucket_each: StepRecord
-    disturbed: tuple[StepRecord, ...]
-    sweep: tuple[CollectiveRecord, ...]
-    pairs: tuple[ChunksRecord, ...]
-    extras: tuple[CollectiveRecord, ...]
-
-    @classmethod
-    def sort(cls, records: Sequence[Record]) -> Evidence:
-        """Take what calibrates out of the records of a tuning run, and leave the job's own steps."""
-        steps = [r for r in records if isinstance(r, StepRecord) and r.role in CALIBRATING]
-        collectives = [record for record in records if isinstance(record, CollectiveRecord)]
+    def __init__(self, records: Sequence[Record]) -> None:
+        steps: dict[str, list[StepRecord]] = {"plain": [], "local": [], "disturbed": [], "job": []}
+        for record in records:
+            if isinstance(record, StepRecord):
+                steps[record.role].append(record)
         profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
-        local = sorted((r for r in steps if r.role == "local"), key=lambda record: record.num_buckets)
-        plain = [record for record in steps if record.role == "plain"]
-        if not profiles or not plain or not local:
+        if not profiles or not steps["plain"] or not steps["local"]:
             raise MeasurementError("a prediction needs a layer profile, plain steps and steps of the wrapper alone")
-        return cls(
-            profile=profiles[0],
-            plain=plain[0],
-            one_bucket=local[0],
-            bucket_each=local[-1],
-            disturbed=tuple(r for r in steps if r.role == "disturbed"),
-            sweep=tuple(r for r in collectives if r.note != "buffers"),
-            pairs=tuple(record for record in records if isinstance(record, ChunksRecord)),
-            extras=tuple(r for r in collectives if r.note == "buffers"),
-        )
+        self.profile, self.plain, self.disturbed = profiles[0], steps["plain"][0], steps["disturbed"]
+        local = sorted(steps["local"], key=lambda record: record.num_buckets)
+        self.one_bucket, self.bucket_each = local[0], local[-1]
+        collectives = [record for record in records if isinstance(record, CollectiveRecord)]
+        self.sweep = [record for record in collectives if record.note != "buffers"]
+        self.extras = [record for record in collectives if record.note == "buffers"]
+        self.pairs = [record for record in records if isinstance(record, ChunksRecord)]
 
 
 def fit_job(
@@ -82,45 +65,39 @@ def fit_job(
     """The job and its costs, by medians. `curve` is used where messages are not measured but emulated."""
     resample = resample or Resample()
     median = resample.median
-    plain, one, each = evidence.plain, evidence.one_bucket, evidence.bucket_each
-    profile = evidence.profile
+    plain, one, each, profile = evidence.plain, evidence.one_bucket, evidence.bucket_each, evidence.profile
     backward_s = median(plain.phase("backward"))
-    more = max(0.0, median(each.timing) - median(one.timing))
-    launch_s = more / max(1, each.num_buckets - one.num_buckets)
+    more_s = max(0.0, median(each.timing) - median(one.timing))
+    launch_s = more_s / max(1, each.num_buckets - one.num_buckets)
     # The copies of the wrapper, without its one launch; they can be within the noise.
     gather_s = max(0.0, median(one.phase("backward")) - backward_s - launch_s)
-    step_s, after_s = median(one.timing), median(one.phase("optimizer"))
-    before_s = max(0.0, step_s - backward_s - gather_s - after_s - launch_s)
+    after_s = median(one.phase("optimizer"))
+    before_s = max(0.0, median(one.timing) - backward_s - gather_s - after_s - launch_s)
     used = [parameter for parameter in profile.parameters if parameter.median_s is not None]
     profiled_s = statistics.median(profile.profiled_backward.reduced_s)
-    ready_s = tuple(min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used)
     # Buffers are sent at the end of our wrapper's step and at the beginning of torch's.
     buffers_s = sum(median(_get_samples(record)) for record in evidence.extras)
-    is_ours = plain.wrapper == "paceline"
-    is_emulated = curve is not None and not evidence.disturbed
+    is_ours, is_emulated = plain.wrapper == "paceline", curve is not None and not evidence.disturbed
     if curve is None:
-        points = sorted((record.num_bytes, median(_get_samples(record))) for record in evidence.sweep)
-        curve = MeasuredCurve(tuple(size for size, _ in points), tuple(seconds for _, seconds in points))
+        curve = fit_curve((record.num_bytes, median(_get_samples(record))) for record in evidence.sweep)
     pairs = [curve.estimate_s(record.chunk_bytes) / median(_get_samples(record)) for record in evidence.pairs]
-    costs = MachineCosts(
-        curve=curve,
-        servers=SERVERS.get(plain.backend, 1) if evidence.sweep else 1,
+    servers = SERVERS.get(plain.backend, 1) if evidence.sweep else 1
+    emulated = Contention(basis="an emulated network takes no core")
+    contention = emulated if is_emulated else _fit_contention(evidence, curve, resample, backward_s)
+    costs = replace(
+        MachineCosts.assume(curve, servers, contention),
         launch_s=launch_s,
         gather_s_per_byte=gather_s / profile.num_bytes,
-        contention=Contention(basis="an emulated network takes no core")
-        if is_emulated
-        else fit_contention(evidence, curve, resample, backward_s),
-        pair_rate=min(1.0, max(_SLOWEST, statistics.median(pairs))) if pairs else 1.0,
+        pair_rate=_limit(statistics.median(pairs)) if pairs else 1.0,
         finish_s=buffers_s if is_ours else 0.0,
     )
     job = Job(
         gradients=tuple(Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype) for p in used),
-        ready_s=ready_s,
+        ready_s=tuple(min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used),
         backward_s=backward_s,
         before_s=before_s + (0.0 if is_ours else buffers_s),
         after_s=after_s,
         device=plain.device,
-        origin=f"a tuning run of {plain.model}",
     )
     return job, costs
 
@@ -131,10 +108,14 @@ def _get_samples(record: CollectiveRecord | ChunksRecord) -> Samples:
     return record.timing
 
 
-def fit_contention(evidence: Evidence, curve: CostCurve, resample: Resample, backward_s: float) -> Contention:
+def _limit(rate: float) -> float:
+    return min(1.0, max(_SLOWEST, rate))
+
+
+def _fit_contention(evidence: Evidence, curve: CostCurve, resample: Resample, backward_s: float) -> Contention:
     """From backwards during which messages were sent: what these cost it, and how much slower they were.
 
-    What is assumed where there are none.
+    What is assumed of a host where there are none.
     """
     rates: dict[int, tuple[float, float]] = {}
     for record in evidence.disturbed:
@@ -142,24 +123,18 @@ def fit_contention(evidence: Evidence, curve: CostCurve, resample: Resample, bac
         # From the last rank's start on; a message that waits for a peer takes no core.
         under_way_s = resample.median(replace(record.under_way, reducer="min"))
         overlapped_s = min(resample.median(replace(record.overlapped, reducer="min")), under_way_s)
-        delay_s = max(0.0, resample.median(record.phase("backward")) - backward_s) / record.num_messages
-        alone_s = curve.estimate_s(record.message_bytes)
         if overlapped_s <= 0:
             continue
-        moved_s = max(0.0, alone_s - (under_way_s - overlapped_s))
-        compute_rate = min(1.0, max(_SLOWEST, 1 - delay_s / overlapped_s))
+        delay_s = max(0.0, resample.median(record.phase("backward")) - backward_s) / record.num_messages
+        moved_s = max(0.0, curve.estimate_s(record.message_bytes) - (under_way_s - overlapped_s))
+        compute_rate = _limit(1 - delay_s / overlapped_s)
         # What arithmetic loses moves the message: a core is never idle while both want it.
-        message_rate = min(1.0, max(_SLOWEST, moved_s / overlapped_s, 1 - compute_rate))
-        rates[record.message_bytes] = compute_rate, message_rate
+        rates[record.message_bytes] = compute_rate, _limit(max(moved_s / overlapped_s, 1 - compute_rate))
     if not rates:
         return Contention.assume(evidence.plain.device, is_on_host=True)
     sizes = tuple(sorted(rates))
-    return Contention(
-        sizes,
-        tuple(rates[size][0] for size in sizes),
-        tuple(rates[size][1] for size in sizes),
-        f"fitted to steps during which messages of {' and '.join(map(format_bytes, sizes))} were sent",
-    )
+    basis = f"fitted to steps during which messages of {' and '.join(map(format_bytes, sizes))} were sent"
+    return Contention(sizes, tuple(rates[size][0] for size in sizes), tuple(rates[size][1] for size in sizes), basis)
 
 
 # -- predictions -------------------------------------------------------------------------------------------------------
@@ -170,11 +145,14 @@ class Estimate:
     """A predicted step; a measured one of it lies between `low_s` and `high_s` in 90 % of cases."""
 
     cuts: tuple[int, ...]
-    step_s: float
     low_s: float
     high_s: float
     exposed_s: float
     step: SimulatedStep
+
+    @property
+    def step_s(self) -> float:
+        return self.step.step_s
 
     @property
     def num_buckets(self) -> int:
@@ -202,18 +180,13 @@ class Predictor:
         # A measured point has the noise of its median, too: that of as many steps as calibrated it.
         self.noise = _estimate_noise(evidence.plain.timing)
 
-    @property
-    def assumptions(self) -> list[str]:
-        """What every prediction takes for granted, one line each."""
-        return [f"contention: {self.costs.contention.basis}"]
-
     def estimate(self, cuts: Sequence[int]) -> Estimate:
         step = simulate(self.job, cuts, self.costs)
         spread_s = statistics.stdev(simulate(job, cuts, costs).step_s for job, costs in self._draws)
-        model_s = _MODEL_ERROR * max(0.0, step.step_s - self.plain_s)
+        exposed_s = step.step_s - self.plain_s
+        model_s = _MODEL_ERROR * max(0.0, exposed_s)
         sd_s = math.sqrt(spread_s**2 + model_s**2 + (self.noise * step.step_s) ** 2)
-        low_s, high_s = max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s
-        return Estimate(tuple(cuts), step.step_s, low_s, high_s, step.step_s - self.plain_s, step)
+        return Estimate(tuple(cuts), max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s, exposed_s, step)
 
     def estimate_cap(self, cap_bytes: int) -> Estimate:
         return self.estimate(self.job.cut(cap_bytes))
@@ -224,50 +197,46 @@ class Predictor:
         The first is the one to measure again, where the answer depends on it.
         """
 
-        def take(drawn: MachineCosts, *names: str) -> MachineCosts:
-            return replace(self.costs, **{name: getattr(drawn, name) for name in names})
+        def take(*names: str) -> Callable[[Job, MachineCosts], tuple[Job, MachineCosts]]:
+            return lambda _, drawn: (self.job, replace(self.costs, **{name: getattr(drawn, name) for name in names}))
 
         inputs: dict[str, Callable[[Job, MachineCosts], tuple[Job, MachineCosts]]] = {
-            "all-reduce": lambda job, costs: (self.job, take(costs, "curve", "pair_rate", "finish_s")),
-            "contention": lambda job, costs: (self.job, take(costs, "contention")),
-            "the wrapper's own cost": lambda job, costs: (self.job, take(costs, "launch_s", "gather_s_per_byte")),
-            "the model's own step": lambda job, costs: (job, self.costs),
+            "all-reduce": take("curve", "pair_rate", "finish_s"),
+            "contention": take("contention"),
+            "the wrapper's own cost": take("launch_s", "gather_s_per_byte"),
+            "the model's own step": lambda job, _: (job, self.costs),
         }
         step_s = simulate(self.job, cuts, self.costs).step_s
         shares = {}
         for name, vary in inputs.items():
-            varied = [vary(job, costs) for job, costs in self._draws]
+            varied = [vary(*drawn) for drawn in self._draws]
             shares[name] = statistics.stdev(simulate(job, cuts, costs).step_s for job, costs in varied) / step_s
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     def cut_like(self, bucket_bytes: Sequence[int]) -> tuple[int, ...]:
         """The cuts of a wrapper's buckets of these sizes; the nearest where it orders gradients otherwise."""
-        totals = self.job.totals
+        totals, count = self.job.totals, len(self.job.sizes)
         ends = itertools.accumulate(bucket_bytes)
-        cuts = dict.fromkeys(min(len(totals) - 1, max(1, bisect.bisect_left(totals, end))) for end in ends)
-        return tuple(sorted({*cuts, len(totals) - 1}))
+        return tuple(sorted({count, *(min(count, max(1, bisect.bisect_left(totals, end))) for end in ends)}))
 
     def choose(self, default_cuts: Sequence[int], only_caps: bool = False) -> Choice:
         """The best plan, unless the default is as good within what is known. `only_caps`: what one cap can make."""
-        job, costs = self.job, self.costs
-        default = self.estimate(default_cuts)
-        times = [(simulate(job, interval.cuts, costs).step_s, interval) for interval in enumerate_caps(job.sizes)]
-        cap_s = min(seconds for seconds, _ in times)
+        default, points = self.estimate(default_cuts), estimate_caps(self.job, self.costs).points
+        least_s = min(point.step.step_s for point in points)
         # Of those that are as good, the one with the fewest buckets: what each costs is known least.
-        close = [i for seconds, i in times if seconds <= cap_s * (1 + _WORTH)]
-        interval = min(close, key=lambda one: len(one.cuts))
-        best, cap_bytes = self.estimate(interval.cuts), interval.high_bytes
+        close = [point for point in points if point.step.step_s <= least_s * (1 + _WORTH)]
+        found = min(close, key=lambda point: len(point.cuts))
+        best, cap_bytes = self.estimate(found.cuts), found.high_bytes
         if not only_caps:
-            cuts, step = find_best_cuts(job, costs, (tuple(default_cuts), interval.cuts))
+            cuts, step = find_best_cuts(self.job, self.costs, (tuple(default_cuts), found.cuts))
             if step.step_s < best.step_s * (1 - _WORTH):
                 best, cap_bytes = self.estimate(cuts), 0
         wins = sum(
-            simulate(drawn, best.cuts, there).step_s < simulate(drawn, default.cuts, there).step_s
-            for drawn, there in self._draws
+            simulate(job, best.cuts, costs).step_s < simulate(job, default.cuts, costs).step_s
+            for job, costs in self._draws
         )
-        is_sure = wins >= 0.9 * len(self._draws)
         gain = 1 - best.step_s / default.step_s
-        if best.cuts == default.cuts or not is_sure or gain < max(_WORTH, self.noise):
+        if best.cuts == default.cuts or wins < 0.9 * len(self._draws) or gain < max(_WORTH, self.noise):
             return Choice(default, 0, True, gain)
         return Choice(best, cap_bytes, False, gain)
 
@@ -275,10 +244,9 @@ class Predictor:
         """The plan for a wrapper, whose gradients are in the order of the model's definition."""
         place = {gradient.name: index for index, gradient in enumerate(gradients)}
         order = [place[gradient.name] for gradient in self.job.gradients]
-        missing = [index for index in range(len(gradients)) if index not in set(order)]
         # What never had a gradient is sent last, with the rest of the last bucket.
-        cuts = [*list(cuts)[:-1], len(gradients)]
-        return plan_by_cuts(gradients, [*order, *missing], cuts, rule)
+        missing = [index for index in range(len(gradients)) if index not in set(order)]
+        return plan_by_cuts(gradients, [*order, *missing], [*cuts[:-1], len(gradients)], rule)
 
 
 def _estimate_noise(timing: Samples) -> float:
@@ -293,8 +261,7 @@ def _estimate_noise(timing: Samples) -> float:
 
 @dataclass(frozen=True)
 class GridPoint:
-    """One cap: what was predicted for it and, where the job was run, what it took. `same_layout`: the wrapper's
-    buckets are the simulated ones."""
+    """One cap: what was predicted for it and, where the job was run, what it took."""
 
     cap_bytes: int
     estimate: Estimate
@@ -304,6 +271,11 @@ class GridPoint:
     @property
     def measured_s(self) -> float | None:
         return None if self.measured is None else self.measured.timing.median_s
+
+    @property
+    def best_s(self) -> float:
+        """What is known best of its step: measured where it was, else predicted."""
+        return self.estimate.step_s if self.measured_s is None else self.measured_s
 
     @property
     def error(self) -> float | None:
@@ -320,73 +292,65 @@ class GridPoint:
 
     @property
     def same_layout(self) -> bool:
+        """Whether the wrapper's buckets are the simulated ones."""
         simulated = tuple(bucket.num_bytes for bucket in self.estimate.step.buckets)
         return self.measured is None or self.measured.bucket_bytes == simulated
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A sweep of caps and, where it was confirmed, the recommended plan and the default. Errors are fractions.
-
-    `noise` is the half-width of the 95 % interval of a median here. `regret` is of the recommendation.
-    """
+    """A sweep of caps and, where it was confirmed, the recommended plan and the default, by label."""
 
     points: tuple[GridPoint, ...]
-    confirmed: dict[str, StepRecord]
-    recommended: str
+    confirmed: Mapping[str, StepRecord] = field(default_factory=dict)
+    recommended: str = "default"
 
     @property
     def measured(self) -> list[GridPoint]:
         return [point for point in self.points if point.measured is not None]
 
-    @property
-    def errors(self) -> list[float]:
-        return [point.error for point in self.points if point.error is not None]
+    @cached_property
+    def scores(self) -> dict[str, float | None]:
+        """How right the predictions were, as fractions; None where nothing was measured.
 
-    @property
-    def mape(self) -> float | None:
-        return statistics.fmean(abs(error) for error in self.errors) if self.errors else None
-
-    @property
-    def max_error(self) -> float | None:
-        return max((abs(error) for error in self.errors), default=None)
-
-    @property
-    def exposed_error(self) -> float | None:
-        """The mean error on what communication adds, over what it adds on average."""
-        pairs = [(p.estimate.exposed_s, p.exposed_s) for p in self.points if p.exposed_s is not None]
-        added_s = sum(abs(measured_s) for _, measured_s in pairs)
-        return sum(abs(here - there) for here, there in pairs) / added_s if added_s else None
-
-    @property
-    def exposed_step_error(self) -> float | None:
-        """The same error over the step."""
-        pairs = [(p.estimate.step_s, p.measured_s) for p in self.points if p.measured_s is not None]
-        total_s = sum(measured_s for _, measured_s in pairs)
-        return sum(abs(here - there) for here, there in pairs) / total_s if total_s else None
-
-    @property
-    def coverage(self) -> float | None:
-        covered = [point.is_covered for point in self.points if point.is_covered is not None]
-        return sum(covered) / len(covered) if covered else None
-
-    @property
-    def kendall_tau(self) -> float | None:
-        pairs = [(p.estimate.step_s, p.measured_s) for p in self.points if p.measured_s is not None]
-        return kendall_tau(pairs)
+        `exposed_error` is the mean error over what communication adds on average, `exposed_step_error` over the step;
+        `coverage` is the share of points in their intervals.
+        """
+        names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "kendall_tau")
+        points = self.measured
+        if not points:
+            return dict.fromkeys(names)
+        pairs = [(point.estimate.step_s, point.best_s) for point in points]
+        errors = [abs(point.error or 0.0) for point in points]
+        added_s = sum(abs(point.exposed_s or 0.0) for point in points)
+        wrong_s = sum(abs(point.estimate.exposed_s - (point.exposed_s or 0.0)) for point in points)
+        values = (
+            statistics.fmean(errors),
+            max(errors),
+            wrong_s / added_s if added_s else None,
+            sum(abs(here - there) for here, there in pairs) / sum(there for _, there in pairs),
+            sum(bool(point.is_covered) for point in points) / len(points),
+            kendall_tau(pairs),
+        )
+        return dict(zip(names, values, strict=True))
 
     @property
     def noise(self) -> float:
+        """The half-width of the 95 % interval of a median here."""
         timings = [point.measured.timing for point in self.points if point.measured is not None]
-        return _Z95 * statistics.median(_estimate_noise(timing) for timing in timings) if timings else 0.0
+        return _Z95 * statistics.median(map(_estimate_noise, timings)) if timings else 0.0
+
+    @property
+    def spread(self) -> float:
+        """How much longer the slowest cap takes than the quickest."""
+        times = [point.best_s for point in self.points]
+        return max(times) / min(times) - 1
 
     @property
     def is_flat(self) -> bool:
-        """Whether all caps cost the same within twice the noise: measured where they were, else predicted."""
-        times = [p.measured_s if p.measured_s is not None else p.estimate.step_s for p in self.points]
+        """Whether all caps cost the same within twice the noise."""
         widths = [(p.estimate.high_s - p.estimate.low_s) / 2 / p.estimate.step_s for p in self.points]
-        noise = self.noise or statistics.median(widths)
-        return max(times) / min(times) - 1 < 2 * noise
+        return self.spread < 2 * (self.noise or statistics.median(widths))
 
     @property
     def best_predicted(self) -> GridPoint:
@@ -394,7 +358,7 @@ class Judgement:
 
     @property
     def best_measured(self) -> GridPoint | None:
-        return min(self.measured, key=lambda point: point.measured_s or math.inf, default=None)
+        return min(self.measured, key=lambda point: point.best_s, default=None)
 
     @property
     def regret(self) -> float | None:
@@ -403,9 +367,7 @@ class Judgement:
             times = {label: record.timing.median_s for label, record in self.confirmed.items()}
             return times[self.recommended] / min(times.values()) - 1
         best, chosen = self.best_measured, self.best_predicted
-        if best is None or chosen.measured_s is None or best.measured_s is None:
-            return None
-        return chosen.measured_s / best.measured_s - 1
+        return None if best is None or chosen.measured is None else chosen.best_s / best.best_s - 1
 
     @property
     def gain(self) -> Ratio | None:
@@ -414,10 +376,6 @@ class Judgement:
             return None
         mine, theirs = (self.confirmed[label].timing.reduced_s for label in (self.recommended, "default"))
         return compare_times(mine, theirs)
-
-
-def judge(points: Sequence[GridPoint], confirmed: Sequence[StepRecord] = (), recommended: str = "default") -> Judgement:
-    return Judgement(tuple(points), {record.label: record for record in confirmed}, recommended)
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -18,7 +18,7 @@ from functools import cached_property
 from paceline.errors import ConfigError, RecordError
 from paceline.machine import canonical_backend
 from paceline.plan import plan_like_torch
-from paceline.predict.curves import CostCurve, Resample, TwoLevelCurve
+from paceline.predict.curves import CostCurve, Resample, TwoLevelCurve, hold_draws
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
 from paceline.predict.networks import (
     ASSUMED_ERROR,
@@ -351,7 +351,7 @@ def simulate_scaling(
         for place in range(len(networks)) if world_size > here else (0,):
             step_s = best.simulate_s(world_size, place)
             times = [draw.simulate_s(world_size, place) * own for draw, own in zip(draws, noises, strict=True)]
-            low_s, high_s = min(step_s, quantile(times, 0.05)), max(step_s, quantile(times, 0.95))
+            low_s, high_s = hold_draws(step_s, times)
             network = networks[place].name if world_size > here else ""
             doubt = best.describe_doubt(world_size, place)
             where = evidence.variant, alone.mode, alone.cell_size, world_size
@@ -448,7 +448,7 @@ class _ScalingCurve:
 
         def expose(factor: float) -> float:
             slowed = _SlowedCurve(seconds, factor)
-            costs = MachineCosts(slowed, servers, pair_rate=1 / servers, contention=contention)
+            costs = MachineCosts.assume(slowed, servers, contention)
             return simulate(job, layout, costs).exposed_s
 
         return expose
@@ -501,7 +501,7 @@ class _ScalingCurve:
             f"rank {straggler.rank} was disturbed in steps on {straggler.record.world_size} ranks"
             for straggler in filter(None, map(find_straggler, self.evidence.shared))
         ]
-        doubts.append(self._build_curve(world_size, place).describe_doubt(max(self.evidence.list_buckets(world_size))))
+        doubts.append(self._build_curve(world_size, place).explain(max(self.evidence.list_buckets(world_size)))[1])
         return "; ".join(filter(None, doubts))
 
 

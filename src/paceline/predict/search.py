@@ -7,17 +7,16 @@ The answer for a person is a range of bucket sizes that cost the same, not one n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.plan import cut_by_cap
-from paceline.predict.curves import AlphaBeta, CostCurve, MeasuredCurve, fit_alpha_beta
+from paceline.predict.curves import CostCurve, MeasuredCurve, fit_line
 from paceline.predict.job import Job
 from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 
 # Within this share of the best, sizes are one plateau: no measurement distinguishes them.
 PLATEAU = 0.01
-_FACTORS = (0.1, 0.5, 2.0, 10.0)
 _MAX_ROUNDS = 200
 _SMALLEST_SHARE = 0.01
 
@@ -73,14 +72,14 @@ def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class CapPoint:
-    """All caps from `low_bytes` to `high_bytes` make the same buckets, and take the same time."""
+class CapPoint(CapInterval):
+    """The step with the buckets that these caps make."""
 
-    low_bytes: int
-    high_bytes: int
-    num_buckets: int
-    backward_s: float
-    exposed_s: float
+    step: SimulatedStep
+
+    @property
+    def backward_s(self) -> float:
+        return self.step.over_s
 
 
 @dataclass(frozen=True)
@@ -108,13 +107,8 @@ class CapCurve:
 
 def estimate_caps(job: Job, costs: MachineCosts) -> CapCurve:
     """Simulate every partition that one cap can make."""
-    points = []
-    for interval in enumerate_caps(job.sizes):
-        step = simulate(job, interval.cuts, costs)
-        points.append(
-            CapPoint(interval.low_bytes, interval.high_bytes, len(interval.cuts), step.over_s, step.exposed_s)
-        )
-    return CapCurve(tuple(points), job.backward_s)
+    found = [CapPoint(**vars(caps), step=simulate(job, caps.cuts, costs)) for caps in enumerate_caps(job.sizes)]
+    return CapCurve(tuple(found), job.backward_s)
 
 
 @dataclass(frozen=True)
@@ -131,28 +125,24 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
 
     Latency and bandwidth are those of the line through the measured curve; its residuals stay as they are.
     """
-    line = fit_alpha_beta(list(zip(curve.sizes, curve.seconds, strict=True)))
+    points = list(zip(curve.sizes, curve.seconds, strict=True))
+    line = fit_line(points)
     changes = []
-    for factor in _FACTORS:
-        gradients = tuple(
-            replace(gradient, num_bytes=max(1, round(gradient.num_bytes * factor))) for gradient in job.gradients
-        )
-        changes.append(Change("B", factor, estimate_caps(replace(job, gradients=gradients), costs)))
-    for what in ("alpha", "beta"):
-        for factor in _FACTORS:
-            changed = replace(costs, curve=_change_curve(curve, line, what, factor))
-            changes.append(Change(what, factor, estimate_caps(job, changed)))
+    for what, factor in itertools.product(("B", "alpha", "beta"), (0.1, 0.5, 2.0, 10.0)):
+        other_job, other_costs = job, costs
+        if what == "B":
+            sizes = (max(1, round(size * factor)) for size in job.sizes)
+            found = tuple(replace(g, num_bytes=size) for g, size in zip(job.gradients, sizes, strict=True))
+            other_job = replace(job, gradients=found)
+        else:
+            seconds = []
+            for size, measured_s in points:
+                share = line.alpha_s / line.estimate_s(size)
+                latency_s, transfer_s = measured_s * share, measured_s * (1 - share)
+                seconds.append(latency_s * factor + transfer_s if what == "alpha" else latency_s + transfer_s / factor)
+            other_costs = replace(costs, curve=MeasuredCurve(curve.sizes, tuple(seconds)))
+        changes.append(Change(what, factor, estimate_caps(other_job, other_costs)))
     return changes
-
-
-def _change_curve(curve: MeasuredCurve, line: AlphaBeta, what: str, factor: float) -> MeasuredCurve:
-    """Each point's time with its share of latency, or of transfer, as the line divides it, multiplied."""
-    seconds = []
-    for size, measured_s in zip(curve.sizes, curve.seconds, strict=True):
-        share = line.alpha_s / line.estimate_s(size)
-        latency_s, transfer_s = measured_s * share, measured_s * (1 - share)
-        seconds.append(latency_s * factor + transfer_s if what == "alpha" else latency_s + transfer_s / factor)
-    return MeasuredCurve(curve.sizes, tuple(seconds))
 
 
 # -- free plans --------------------------------------------------------------------------------------------------------
@@ -187,27 +177,20 @@ def find_best_cuts(
     job: Job, costs: MachineCosts, seeds: Sequence[tuple[int, ...]] = ()
 ) -> tuple[tuple[int, ...], SimulatedStep]:
     """The best free cuts: the exact ones of the simple model, and the given seeds, moved one by one in the full one."""
-
-    def evaluate(cuts: tuple[int, ...]) -> SimulatedStep:
-        return simulate(job, cuts, costs)
-
     starts = dict.fromkeys([tuple(find_cuts(job, costs.curve, costs.launch_s)), *seeds])
-    found = [_improve(cuts, len(job.sizes), evaluate) for cuts in starts]
-    return min(found, key=lambda pair: pair[1].step_s)
+    return min((_improve(job, costs, cuts) for cuts in starts), key=lambda pair: pair[1].step_s)
 
 
-def _improve(
-    cuts: tuple[int, ...], count: int, evaluate: Callable[[tuple[int, ...]], SimulatedStep]
-) -> tuple[tuple[int, ...], SimulatedStep]:
+def _improve(job: Job, costs: MachineCosts, cuts: tuple[int, ...]) -> tuple[tuple[int, ...], SimulatedStep]:
     """Move, drop and add one cut at a time while that helps."""
-    best = evaluate(cuts)
+    best = simulate(job, cuts, costs)
     tried = {cuts}
     for _ in range(_MAX_ROUNDS):
-        for neighbour in _list_neighbours(cuts, count):
+        for neighbour in _list_neighbours(cuts, len(job.sizes)):
             if neighbour in tried:
                 continue
             tried.add(neighbour)
-            step = evaluate(neighbour)
+            step = simulate(job, neighbour, costs)
             if step.step_s < best.step_s * (1 - 1e-9):
                 best, cuts = step, neighbour
                 break
@@ -225,8 +208,7 @@ def _list_neighbours(cuts: tuple[int, ...], count: int) -> Iterator[tuple[int, .
             moved = cut + shift
             if 0 < moved < count and moved not in rest:
                 yield (*sorted([*rest, moved]), count)
-    edges = [0, *inner, count]
-    for start, end in itertools.pairwise(edges):
+    for start, end in itertools.pairwise([0, *inner, count]):
         middle = (start + end) // 2
         if start < middle < end:
             yield (*sorted([*inner, middle]), count)

@@ -20,6 +20,8 @@ from paceline.plan import Plan
 from paceline.predict.curves import CostCurve
 from paceline.predict.job import Job
 
+# Messages that a backend moves at once; 1 where nothing is known.
+SERVERS = {"gloo": 2}
 _EPSILON = 1e-12
 
 
@@ -27,8 +29,7 @@ _EPSILON = 1e-12
 class Contention:
     """How a message and arithmetic slow each other down, by the size of the message: 1 is undisturbed.
 
-    The one model of contention, wherever a step is predicted. The rates are fitted where steps were measured while
-    messages were sent (`predictor.fit_contention`); elsewhere they are what `assume` says. `basis` names which.
+    Fitted where steps were measured while messages were sent (`predictor`), else as `assume` says; `basis` says which.
     Small messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines
     on a log axis, beyond them constant.
     """
@@ -46,11 +47,6 @@ class Contention:
             raise ConfigError(f"contention at {self.sizes} with rates {rates}: sizes in order, rates above 0, up to 1")
 
     @classmethod
-    def uniform(cls, compute_rate: float, message_rate: float, basis: str = "given") -> Contention:
-        """The same for messages of every size."""
-        return cls((1,), (compute_rate,), (message_rate,), basis)
-
-    @classmethod
     def assume(cls, device: str, is_on_host: bool, spare_cores: float = 0.0) -> Contention:
         """What is taken where nothing was measured. `spare_cores` are the idle cores for each rank.
 
@@ -63,19 +59,17 @@ class Contention:
             "assumed: a message between ranks of a full CPU host takes half of its rank's core, and nothing where each "
             "rank has a core to spare"
         )
-        return cls.uniform(rate, rate, basis)
+        return cls((1,), (rate,), (rate,), basis)
 
     def rates(self, num_bytes: int) -> tuple[float, float]:
         """How fast a rank computes while such a message is under way, and how fast the message moves meanwhile."""
         right = bisect.bisect_right(self.sizes, num_bytes)
-        if right in (0, len(self.sizes)):
-            place = min(right, len(self.sizes) - 1)
-            return self.compute_rates[place], self.message_rates[place]
-        low, high = self.sizes[right - 1], self.sizes[right]
-        share = math.log(num_bytes / low) / math.log(high / low)
+        left, right = max(0, right - 1), min(right, len(self.sizes) - 1)
+        if left == right:
+            return self.compute_rates[left], self.message_rates[left]
+        share = math.log(num_bytes / self.sizes[left]) / math.log(self.sizes[right] / self.sizes[left])
         compute, message = (
-            rates[right - 1] + share * (rates[right] - rates[right - 1])
-            for rates in (self.compute_rates, self.message_rates)
+            rates[left] + share * (rates[right] - rates[left]) for rates in (self.compute_rates, self.message_rates)
         )
         return compute, message
 
@@ -102,6 +96,14 @@ class MachineCosts:
             raise ConfigError(
                 f"{self.servers} servers, a pair at the rate {self.pair_rate}: at least 1, and a rate above 0, up to 1"
             )
+
+    @classmethod
+    def assume(cls, curve: CostCurve, servers: int, contention: Contention) -> MachineCosts:
+        """The costs where no steps were measured: copies and launches cost nothing.
+
+        Messages that are under way at once share the link: together they are no faster than one.
+        """
+        return cls(curve, servers, contention=contention, pair_rate=1 / servers)
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,7 @@ class SimulatedStep:
 
 
 def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCosts) -> SimulatedStep:
-    """One step of the job with these buckets: a plan, a layout, or the places of the ready order at which buckets end.
-
-    Pure.
-    """
+    """One step of the job with these buckets: a plan, a layout, or the places of the ready order at which they end."""
     layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets)
     run = _Run(costs)
     done = [SimulatedBucket(size) for size in layout.num_bytes]
@@ -218,10 +217,7 @@ class _Run:
         while work_s > _EPSILON:
             # Two messages take no more of a core than the one that takes more: they share it.
             rate = min((message.compute_rate for message in self.moving), default=1.0)
-            speeds = self._find_speeds(is_computing=True)
-            elapsed_s = min(work_s / rate, self._find_next_end_s(speeds))
-            work_s -= elapsed_s * rate
-            self._move(elapsed_s, speeds)
+            work_s -= self._move(work_s / rate, is_computing=True) * rate
 
     def send(self, bucket: SimulatedBucket) -> None:
         self.waiting.append(bucket)
@@ -229,8 +225,7 @@ class _Run:
 
     def drain(self) -> None:
         while self.moving:
-            speeds = self._find_speeds(is_computing=False)
-            self._move(self._find_next_end_s(speeds), speeds)
+            self._move(math.inf, is_computing=False)
 
     def _admit(self) -> None:
         """A message starts as soon as a server is free."""
@@ -240,16 +235,12 @@ class _Run:
             left_s = self.costs.curve.estimate_s(bucket.num_bytes)
             self.moving.append(_Message(bucket, left_s, *self.costs.contention.rates(bucket.num_bytes)))
 
-    def _find_speeds(self, is_computing: bool) -> list[float]:
-        """How fast each message under way moves now."""
+    def _move(self, most_s: float, is_computing: bool) -> float:
+        """Move the messages until the first one ends, or for `most_s`; the seconds that this takes."""
         together = self.costs.pair_rate if len(self.moving) > 1 else 1.0
-        return [together * (message.message_rate if is_computing else 1.0) for message in self.moving]
-
-    def _find_next_end_s(self, speeds: Sequence[float]) -> float:
-        left = (message.left_s / speed for message, speed in zip(self.moving, speeds, strict=True))
-        return min(left, default=math.inf)
-
-    def _move(self, elapsed_s: float, speeds: Sequence[float]) -> None:
+        speeds = [together * (message.message_rate if is_computing else 1.0) for message in self.moving]
+        ends = (message.left_s / speed for message, speed in zip(self.moving, speeds, strict=True))
+        elapsed_s = min(most_s, min(ends, default=math.inf))
         self.now_s += elapsed_s
         for message, speed in zip(self.moving, speeds, strict=True):
             message.left_s -= elapsed_s * speed
@@ -259,3 +250,4 @@ class _Run:
             self.moving.remove(message)
         if done:
             self._admit()
+        return elapsed_s

@@ -14,13 +14,12 @@ from paceline.errors import ConfigError, RecordError
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
 from paceline.predict.networks import AssumedFabric, find_network
-from paceline.predict.predictor import Choice, Evidence, GridPoint, Judgement, Predictor, judge
+from paceline.predict.predictor import Choice, Evidence, GridPoint, Judgement, Predictor
 from paceline.predict.search import choose_caps
 from paceline.records import LayerProfileRecord, Record, StepRecord
 from paceline.units import MIB, format_bytes
 
 RECOMMENDED = "recommended"
-KIB = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Effort:
 
 
 EFFORTS = {
-    "full": Effort(8, 12, 60, 75.0, 30.0, (64 * KIB, MIB, 8 * MIB)),
-    "quick": Effort(5, 8, 20, 20.0, 10.0, (256 * KIB, 4 * MIB)),
+    "full": Effort(8, 12, 60, 75.0, 30.0, (MIB // 16, MIB, 8 * MIB)),
+    "quick": Effort(5, 8, 20, 20.0, 10.0, (MIB // 4, 4 * MIB)),
 }
 
 
@@ -130,7 +129,7 @@ def find_plan(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
 ) -> tuple[Predictor, Choice, Plan]:
     """The recommended plan, from the records that may calibrate the predictor."""
-    model = Predictor(Evidence.sort(records), settings.build_curve())
+    model = Predictor(Evidence(records), settings.build_curve())
     choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
     if choice.is_default:
         return model, choice, default_plan
@@ -159,14 +158,13 @@ def judge_tuning(
 ) -> Tuning:
     """Everything that follows from the records of a tuning."""
     model, choice, plan = find_plan(settings, records, gradients, default_plan)
-    grid = [record for record in _list_jobs(records) if not record.note]
-    confirmed = [record for record in _list_jobs(records) if record.note]
-    if grid:
-        points = [GridPoint(r.cap_bytes, model.estimate_cap(r.cap_bytes), model.plain_s, r) for r in grid]
-    else:
+    grid: list[tuple[int, StepRecord | None]] = [(r.cap_bytes, r) for r in _list_jobs(records) if not r.note]
+    if not grid:
         caps = settings.caps_bytes or choose_caps(model.job.sizes, settings.amount.num_caps)
-        points = [GridPoint(cap, model.estimate_cap(cap), model.plain_s) for cap in caps]
-    recommended = next((record for record in confirmed if record.label == RECOMMENDED), None)
+        grid = [(cap, None) for cap in caps]
+    points = tuple(GridPoint(cap, model.estimate_cap(cap), model.plain_s, record) for cap, record in grid)
+    confirmed = {record.label: record for record in _list_jobs(records) if record.note}
+    recommended = confirmed.get(RECOMMENDED)
     if recommended is not None and recommended.bucket_bytes != plan.bucket_bytes:
         # Judged is what was recommended when it was confirmed, not what would be recommended today.
         estimate = model.estimate(model.cut_like(recommended.bucket_bytes))
@@ -175,15 +173,14 @@ def judge_tuning(
         choice = Choice(estimate, 0, False, 1 - estimate.step_s / default.step_s)
     elif recommended is None and confirmed:
         choice = replace(choice, is_default=True)
-    judgement = judge(points, confirmed, "default" if choice.is_default else RECOMMENDED)
+    judgement = Judgement(points, confirmed, "default" if choice.is_default else RECOMMENDED)
     return Tuning(settings, tuple(records), model, choice, default_plan, plan, judgement)
 
 
 def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: str | None = None) -> Tuning:
     """The tuning of a saved run. `plan_text` is its plan.json, which runs of versions 1 and 2 need."""
     if "tune" in config:
-        values = dict(config["tune"])
-        settings = TuneSettings(**values | {"caps_bytes": tuple(values["caps_bytes"])})
+        settings = TuneSettings(**config["tune"] | {"caps_bytes": tuple(config["tune"]["caps_bytes"])})
         gradients = tuple(Gradient(**gradient) for gradient in config["gradients"])
         return judge_tuning(settings, records, gradients, Plan.from_json(json.dumps(config["default_plan"])))
     if plan_text is None:
@@ -193,7 +190,6 @@ def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: st
     place = {gradient.name: index for index, gradient in enumerate(plan.gradients)}
     order = [place[parameter.name] for parameter in profile.parameters]
     default = plan_like_torch(plan.gradients, order, config["default_buckets"])
-    settings = TuneSettings(
-        wrapper=config["wrapper"], network=config["network"], network_ranks=config["network_ranks"] or 2
-    )
+    ranks = config["network_ranks"] or 2
+    settings = TuneSettings(config["wrapper"], network=config["network"], network_ranks=ranks)
     return judge_tuning(settings, records, plan.gradients, default)

@@ -10,43 +10,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import ConfigError
 from paceline.plan import plan_like_torch
-from paceline.predict.curves import CostCurve
+from paceline.predict.curves import hold_draws
 from paceline.predict.job import Job, build_job_from_profile, draw_jobs
-from paceline.predict.networks import (
-    ASSUMED_ERROR,
-    ERROR_PER_DOUBLING,
-    AssumedFabric,
-    Fabric,
-    MeasuredFabric,
-    Network,
-    build_measured_fabric,
-)
+from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, Fabric, MeasuredFabric, Network
 from paceline.predict.scaling import estimate_wait
 from paceline.predict.search import PLATEAU, estimate_caps
 from paceline.predict.simulate import Contention, MachineCosts, SimulatedStep, simulate
-from paceline.records import CollectiveRecord, LayerProfileRecord
-from paceline.records.samples import quantile
+from paceline.records import LayerProfileRecord
 from paceline.units import format_bytes
 
 DRAWS = 50
 _SEED = 2024
 # Less than this share of a time is nothing: not a difference between plans, and not what a step waits for.
 _NOTHING = 1e-3
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What a step is like beyond the network: micro-batches, and the spread between ranks (a relative sd)."""
-
-    accumulate: int = 1
-    spread: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise ConfigError(f"{self.accumulate} micro-batches in a step: at least 1")
-        estimate_wait(self.spread, 1)  # refuses an impossible spread
 
 
 @dataclass(frozen=True)
@@ -103,82 +81,62 @@ def _assume_contention(job: Job, fabric: Fabric) -> Contention:
     return Contention.assume(job.device, is_on_host=isinstance(fabric, MeasuredFabric))
 
 
-def _build_costs(job: Job, fabric: Fabric, curve: CostCurve) -> MachineCosts:
-    # Messages that are under way at once share the link: together they are no faster than one.
-    return MachineCosts(
-        curve=curve,
-        servers=fabric.servers,
-        pair_rate=1 / fabric.servers,
-        contention=_assume_contention(job, fabric),
-    )
+def _build_costs(job: Job, fabric: Fabric, world_size: int) -> MachineCosts:
+    return MachineCosts.assume(fabric.build_curve(world_size), fabric.servers, _assume_contention(job, fabric))
 
 
 def simulate_what_if(
-    job: Job, draws: Sequence[Job], fabrics: Sequence[Fabric], ranks: Sequence[int], scenario: Scenario = Scenario()
+    job: Job,
+    draws: Sequence[Job],
+    fabrics: Sequence[Fabric],
+    ranks: Sequence[int],
+    accumulate: int = 1,
+    spread: float = 0.0,
 ) -> list[WhatIfRow]:
-    """A row for each fabric and number of ranks. `draws` are the job as it might have been measured."""
-    if not ranks or min(ranks) < 1:
-        raise ConfigError(f"numbers of ranks {list(ranks)}: one or more, of at least 1")
-    job, draws = job.accumulate(scenario.accumulate), [draw.accumulate(scenario.accumulate) for draw in draws]
+    """A row for each fabric and number of ranks. `draws` are the job as it might have been measured.
+
+    A step has `accumulate` micro-batches, and the ranks' computing lies apart by `spread`, a relative sd.
+    """
+    job, draws = job.accumulate(accumulate), [draw.accumulate(accumulate) for draw in draws]
     rows = []
     for fabric in fabrics:
         source = random.Random(_SEED)
-        varied = [fabric.draw(source) for _ in draws]
-        rows += [_simulate_row(job, draws, fabric, varied, world_size, scenario.spread) for world_size in ranks]
+        varied = [(draw, fabric.draw(source)) for draw in draws]
+        rows += [_simulate_row(job, fabric, varied, world_size, spread) for world_size in ranks]
     return rows
 
 
 def _simulate_row(
-    job: Job, draws: Sequence[Job], fabric: Fabric, varied: Sequence[Fabric], world_size: int, spread: float
+    job: Job, fabric: Fabric, draws: Sequence[tuple[Job, Fabric]], world_size: int, spread: float
 ) -> WhatIfRow:
-    curve = fabric.build_curve(world_size)
-    costs = _build_costs(job, fabric, curve)
+    wait = estimate_wait(spread, world_size)
+    costs = _build_costs(job, fabric, world_size)
     caps = estimate_caps(job, costs)
     low, high = caps.plateau
     # Launches cost nothing here, but do in truth: of plans that take the same time the one with the fewest buckets.
     plateau = [point for point in caps.points if low <= point.low_bytes and point.high_bytes <= high]
     same = [point for point in plateau if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
-    best = min(same, key=lambda point: point.num_buckets)
-    cuts = job.cut(best.high_bytes)
-    step = simulate(job, cuts, costs)
+    best = min(same, key=lambda point: len(point.cuts))
     default = simulate(job, plan_like_torch(job.gradients, range(len(job.gradients))), costs)
-    wait = estimate_wait(spread, world_size)
     times, efficiencies = [], []
-    for drawn, other in zip(draws, varied, strict=True):
-        simulated = simulate(drawn, cuts, _build_costs(drawn, other, other.build_curve(world_size)))
+    for drawn, other in draws:
+        simulated = simulate(drawn, best.cuts, _build_costs(drawn, other, world_size))
         times.append(simulated.step_s + wait * drawn.computing_s)
         efficiencies.append(drawn.local_s / times[-1])
     straggler_s = wait * job.computing_s
-    step_s = step.step_s + straggler_s
-    low_s, high_s = _hold(step_s, times)
-    efficiency_low, efficiency_high = _hold(job.local_s / step_s, efficiencies)
-    moved = [bucket.num_bytes for bucket in step.buckets]
-    names = dict.fromkeys(curve.name_algorithm(size) for size in sorted(moved, reverse=True))
+    step_s = best.step.step_s + straggler_s
+    low_s, high_s = hold_draws(step_s, times)
+    efficiency_low, efficiency_high = hold_draws(job.local_s / step_s, efficiencies)
+    moved = sorted((bucket.num_bytes for bucket in best.step.buckets), reverse=True)
+    names = dict.fromkeys(costs.curve.explain(size)[0] for size in moved)
     return WhatIfRow(
-        network=fabric.name,
-        world_size=world_size,
-        algorithm="none" if world_size == 1 else " + ".join(names),
-        step_s=step_s,
-        low_s=low_s,
-        high_s=high_s,
-        efficiency_low=efficiency_low,
-        efficiency_high=efficiency_high,
-        local_s=job.local_s,
-        exposed_s=max(0.0, step.exposed_s),
-        straggler_s=straggler_s,
-        best_cap_bytes=best.high_bytes,
-        plateau_low_bytes=low,
-        plateau_high_bytes=high,
-        num_buckets=len(cuts),
-        default_step_s=default.step_s + straggler_s,
-        bound=_find_bound(step, straggler_s),
-        doubt="" if world_size == 1 else curve.describe_doubt(max(moved)),
-    )
-
-
-def _hold(value: float, draws: Sequence[float]) -> tuple[float, float]:
-    """From p5 to p95 of the draws, and never without the value itself."""
-    return (min(value, quantile(draws, 0.05)), max(value, quantile(draws, 0.95))) if draws else (value, value)
+        network=fabric.name, world_size=world_size, algorithm="none" if world_size == 1 else " + ".join(names),
+        step_s=step_s, low_s=low_s, high_s=high_s, efficiency_low=efficiency_low, efficiency_high=efficiency_high,
+        local_s=job.local_s, exposed_s=max(0.0, best.step.exposed_s), straggler_s=straggler_s,
+        best_cap_bytes=best.high_bytes, plateau_low_bytes=low, plateau_high_bytes=high, num_buckets=len(best.cuts),
+        default_step_s=default.step_s + straggler_s, bound=_find_bound(best.step, straggler_s),
+        doubt="" if world_size == 1 else costs.curve.explain(moved[0])[1],
+    )  # fmt: skip
 
 
 def _find_bound(step: SimulatedStep, straggler_s: float) -> str:
@@ -190,31 +148,28 @@ def _find_bound(step: SimulatedStep, straggler_s: float) -> str:
     last = first = max(range(len(step.buckets)), key=lambda number: step.buckets[number].done_s)
     while first > 0 and step.buckets[first].queue_s > _NOTHING * step.step_s:
         first -= 1
-    count = len(step.buckets)
-    size = format_bytes(step.buckets[first].num_bytes)
-    if first == last:
-        return f"bucket {first + 1} of {count} ({size})"
-    return f"network, from bucket {first + 1} of {count}"
+    where = f"bucket {first + 1} of {len(step.buckets)}"
+    return f"{where} ({format_bytes(step.buckets[first].num_bytes)})" if first == last else f"network, from {where}"
 
 
-def describe_scenario(job: Job, fabrics: Sequence[Fabric], scenario: Scenario = Scenario()) -> list[str]:
+def describe_scenario(job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0) -> list[str]:
     """What every row takes for granted, one line each."""
     bases: dict[str, list[str]] = {}
     for fabric in fabrics:
         bases.setdefault(_assume_contention(job, fabric).basis, []).append(fabric.name)
-    lines = [
-        *(f"contention on {', '.join(names)}: {basis}" for basis, names in bases.items()),
-        "copies and launches cost nothing",
-        "messages go one at a time, in the order of the buckets"
-        if all(fabric.servers == 1 for fabric in fabrics)
-        else "messages go in the order of the buckets; on gloo two at a time, which share the link",
-        "all ranks are equally fast"
-        if scenario.spread == 0
-        else f"a rank's computing varies by {scenario.spread:.1%} (lognormal, independent), and a step waits for the "
-        "slowest",
-    ]
-    if scenario.accumulate > 1:
-        lines.append(f"{scenario.accumulate} micro-batches in a step; gradients are sent behind the last backward")
+    lines = [f"contention on {', '.join(names)}: {basis}" for basis, names in bases.items()]
+    lines.append("copies and launches cost nothing")
+    if any(fabric.servers > 1 for fabric in fabrics):
+        lines.append("messages go in the order of the buckets; on gloo two at a time, which share the link")
+    else:
+        lines.append("messages go one at a time, in the order of the buckets")
+    if spread:
+        varies = f"varies by {spread:.1%} (lognormal, independent)"
+        lines.append(f"a rank's computing {varies}, and a step waits for the slowest")
+    else:
+        lines.append("all ranks are equally fast")
+    if accumulate > 1:
+        lines.append(f"{accumulate} micro-batches in a step; gradients are sent behind the last backward")
     lines.append(
         f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs, with {ASSUMED_ERROR:.0%} (one sd) for a "
         f"network that is only named, and {ERROR_PER_DOUBLING:.0%} for each doubling away from measured ranks"
@@ -258,32 +213,9 @@ def build_comm_table(
         known = [n for n in ranks if not isinstance(fabric, MeasuredFabric) or n in fabric.ranks]
         if not known:
             raise ConfigError(f"{fabric.name} was not measured on {', '.join(map(str, ranks))} ranks: measure it there")
+        assumption = "; ".join(fabric.assumptions)
         for row in simulate_what_if(job, draws, [fabric], known):
             message_s = fabric.build_curve(row.world_size).estimate_s(job.num_bytes)
-            rows.append(
-                CommRow(
-                    model=profile.model,
-                    num_bytes=job.num_bytes,
-                    backward_s=job.backward_s,
-                    compute_source=profile.source,
-                    message_s=message_s,
-                    step=row,
-                    assumption="; ".join(fabric.assumptions),
-                )
-            )
+            what = (profile.model, job.num_bytes, job.backward_s, profile.source)
+            rows.append(CommRow(*what, message_s, row, assumption))
     return rows
-
-
-def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:
-    """A fabric for each backend, device and dtype that has a curve."""
-    kinds: dict[tuple[str, str, str], list[CollectiveRecord]] = {}
-    for record in records:
-        if record.collective == "all_reduce":
-            kinds.setdefault((record.backend, record.device, record.dtype), []).append(record)
-    fabrics = []
-    for kind in kinds.values():
-        try:
-            fabrics.append(build_measured_fabric(kind, None))
-        except RecordError:  # one size, or times that do not grow: no curve
-            continue
-    return fabrics

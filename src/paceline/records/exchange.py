@@ -99,9 +99,7 @@ def _parse_published(row: Row) -> CollectiveRecord:
         num_bytes=int(row["bytes"]),
         dtype="unknown",
         timing=Summary(
-            mean_s=None if is_median else time_s,
-            median_s=time_s if is_median else None,
-            stdev_s=_number(row["std_s"]),
+            mean_s=None if is_median else time_s, median_s=time_s if is_median else None, stdev_s=_number(row["std_s"])
         ),
         note=row["source"].strip(),
     )

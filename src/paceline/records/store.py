@@ -47,8 +47,8 @@ class Run:
     created: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
 
-def write_new(path: Path, content: str | bytes) -> None:
-    """Write a file that appears whole or not at all; refuse to replace an existing one."""
+def write_new(path: Path, content: str | bytes, replace: bool = False) -> None:
+    """Write a file that appears whole or not at all; refuse an existing one, unless it is to be replaced."""
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -58,7 +58,7 @@ def write_new(path: Path, content: str | bytes) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         try:
-            os.link(temporary, path)  # unlike rename, link refuses an existing target
+            (os.replace if replace else os.link)(temporary, path)  # unlike rename, link refuses an existing target
         except OSError as error:
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
                 raise

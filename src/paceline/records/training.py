@@ -1,16 +1,12 @@
-"""Records of training: batch sizes, large-batch runs, the gradient noise scale, and summaries of epochs.
-
-Derived numbers (spread over seeds, the knee of a batch sweep, averages of an epoch) are computed here and never stored.
-"""
+"""Records of training: batch sizes, large-batch runs, the gradient noise scale, epochs and the files of a run."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,23 +14,21 @@ from typing import Any, ClassVar
 from paceline.errors import ConfigError, RecordError
 from paceline.records.kinds import Record
 from paceline.records.samples import Samples
+from paceline.records.store import write_new
 
 BUDGETS = ("epochs", "updates")
 CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
 CONFIG_FORMAT = ("paceline-train", 1)
 _NOT_FINITE = "not_finite"
-# The knee: the smallest batch size with this share of the best throughput.
-KNEE = 0.9
-# The norm of a mean is at most the mean of the norms, except for rounding.
-_ROUNDING = 1e-3
-# The spread of fewer probes than this is not known.
-_MIN_PROBES = 3
+KNEE = 0.9  # the knee is the smallest batch size with this share of the best throughput
+_ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except for rounding
+_MIN_PROBES = 3  # the spread of fewer probes is not known
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRecord(Record):
     """Epochs on one rank at one batch size. `timing` has one repetition per epoch: the seconds of its steps, without
-    the time that they waited for data, which is `data_wait`. Warm-up epochs are kept apart.
+    the time that they waited for data, which is `data_wait`.
 
     If the batch does not fit into memory, `failure` says so and there are no times. `peak_bytes` is the peak memory of
     the process (on CUDA: of its tensors); 0 if it is not known.
@@ -57,9 +51,8 @@ class BatchRecord(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.batch_size, self.num_samples, self.num_steps) < 1:
-            raise RecordError(
-                f"{self.num_samples} samples in {self.num_steps} steps of {self.batch_size}: all must be at least 1"
-            )
+            found = f"{self.num_samples} samples in {self.num_steps} steps of {self.batch_size}"
+            raise RecordError(f"{found}: all must be at least 1")
         if (self.timing is None) != bool(self.failure):
             raise RecordError(f"batch size {self.batch_size}: either times or a failure is needed")
 
@@ -107,12 +100,10 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeBatchRecord(Record):
-    """One training run of a large-batch study. `recipe` is its name, `configuration` its full description.
+    """One training run of a large-batch study, of a `budget` of `epochs` (maybe a fraction) or `updates`.
 
-    All runs of a study have the same `budget`: a number of `epochs` or of `updates`. A run of updates may end within an
-    epoch, so `epochs` may be a fraction. `batch_size` is the samples that one rank computes at once,
-    `largest_batch_size` the global batch size at the end if it grew. A run whose loss became NaN or infinite has a
-    `failure`, and its curve ends there.
+    `batch_size` is the samples that one rank computes at once, `largest_batch_size` the global batch size at the end if
+    it grew. A run whose loss became NaN or infinite has a `failure`, and its curve ends there.
     """
 
     kind: ClassVar[str] = "large_batch"
@@ -152,14 +143,6 @@ class LargeBatchRecord(Record):
         return None if self.failure else self.curve[-1].test_accuracy
 
     @property
-    def test_loss(self) -> float | None:
-        return None if self.failure else self.curve[-1].test_loss
-
-    @property
-    def train_loss(self) -> float | None:
-        return None if self.failure else self.curve[-1].train_loss
-
-    @property
     def cell(self) -> tuple[str, int, str]:
         """Runs with the same cell differ only in their seed."""
         return self.budget, self.global_batch_size, self.recipe
@@ -172,23 +155,26 @@ class Spread:
     mean: float
     deviation: float | None
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
-
 
 @dataclass(frozen=True)
 class RecipeSummary:
-    """All seeds of one recipe at one global batch size, compared with `baseline`."""
+    """All seeds of one recipe at one global batch size, compared with `baseline`. Spreads are of finished runs."""
 
     runs: tuple[LargeBatchRecord, ...]
     baseline: RecipeSummary | None = None
+    accuracy: Spread | None = field(init=False)
+    test_loss: Spread | None = field(init=False)
+    train_loss: Spread | None = field(init=False)
 
     def __post_init__(self) -> None:
         if len({run.cell for run in self.runs}) != 1:
             raise RecordError("a summary needs runs of one recipe, batch size and budget; these are of several cells")
         if len({run.seed for run in self.runs}) != len(self.runs):
             raise RecordError(f"{self.first.recipe} at {self.first.global_batch_size}: a seed appears twice")
+        for name, of in (("accuracy", "test_accuracy"), ("test_loss", "test_loss"), ("train_loss", "train_loss")):
+            values = [getattr(run.curve[-1], of) for run in self.finished]
+            deviation = statistics.stdev(values) if len(values) > 1 else None
+            object.__setattr__(self, name, Spread(statistics.fmean(values), deviation) if values else None)
 
     @property
     def first(self) -> LargeBatchRecord:
@@ -201,22 +187,6 @@ class RecipeSummary:
     @property
     def num_failed(self) -> int:
         return len(self.runs) - len(self.finished)
-
-    @property
-    def accuracy(self) -> Spread | None:
-        return self._spread("test_accuracy")
-
-    @property
-    def test_loss(self) -> Spread | None:
-        return self._spread("test_loss")
-
-    @property
-    def train_loss(self) -> Spread | None:
-        return self._spread("train_loss")
-
-    def _spread(self, name: str) -> Spread | None:
-        values = [getattr(run, name) for run in self.finished]
-        return Spread.of(values) if values else None
 
     @property
     def gap(self) -> float | None:
@@ -233,12 +203,12 @@ def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary
     for record in records:
         cells.setdefault(record.cell, []).append(record)
     found = {cell: RecipeSummary(tuple(runs)) for cell, runs in cells.items()}
+    plain = sorted((cell for cell in found if cell[2] == "none"), key=lambda cell: cell[1], reverse=True)
+    baselines = {cell[0]: found[cell] for cell in plain}  # the smallest is the last of its budget
     summaries = []
-    for (budget, size, recipe), summary in found.items():
-        plain = [key for key in found if key[0] == budget and key[2] == "none"]
-        base = min(plain, key=lambda key: key[1], default=None)
-        is_base = base is None or base == (budget, size, recipe)
-        summaries.append(summary if is_base else RecipeSummary(summary.runs, found[base]))  # type: ignore[index]
+    for (budget, *_), summary in found.items():
+        base = baselines.get(budget)
+        summaries.append(summary if summary is base else RecipeSummary(summary.runs, base))
     return summaries
 
 
@@ -247,10 +217,8 @@ def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary
 
 @dataclass(frozen=True)
 class NoiseProbe:
-    """Squared gradient norms of small batches of equal size, from all ranks, and the squared norm of their mean.
-
-    The mean is the gradient of the big batch that the small batches form.
-    """
+    """Squared gradient norms of small batches of equal size, from all ranks, and that of their mean: the gradient of
+    the big batch that they form."""
 
     small_squares: tuple[float, ...]
     big_square: float
@@ -262,15 +230,9 @@ class NoiseProbe:
         for value in (*self.small_squares, self.big_square):
             if type(value) not in (float, int) or not 0 <= value < math.inf:
                 raise RecordError(f"a probe has the squared norm {value!r}; it must be finite and not negative")
-        if self.big_square > self.mean_small_square * (1 + _ROUNDING):
-            raise RecordError(
-                f"a probe's mean gradient has the squared norm {self.big_square:g}, which is above the average of its "
-                f"parts, {self.mean_small_square:g}: one of them is wrong"
-            )
-
-    @property
-    def num_small(self) -> int:
-        return len(self.small_squares)
+        small, big = self.mean_small_square, self.big_square
+        if big > small * (1 + _ROUNDING):
+            raise RecordError(f"the squared norm of a probe's mean gradient, {big:g}, is above its parts', {small:g}")
 
     @property
     def mean_small_square(self) -> float:
@@ -281,9 +243,8 @@ class NoiseProbe:
 class NoiseEstimate:
     """The squared norm of the true gradient, and the trace of the covariance of one sample's gradient.
 
-    Both estimates are unbiased, so the first can be negative if the noise is large. `interval` is the 90 % confidence
-    interval of the noise scale. Its upper end is infinite if the probes only give a lower bound; it is None if there
-    are too few probes.
+    Both are unbiased, so the first can be negative if the noise is large. `interval` is the 90 % interval of the noise
+    scale, infinite where the probes only give a lower bound; None if there are too few.
     """
 
     gradient_square: float
@@ -292,8 +253,7 @@ class NoiseEstimate:
 
     @property
     def noise_scale(self) -> float | None:
-        """In samples. None if the estimate of the gradient is not positive: the noise scale then only has a lower
-        bound."""
+        """In samples; None where it only has a lower bound, because the estimate of the gradient is not positive."""
         return self.noise_trace / self.gradient_square if self.gradient_square > 0 else None
 
 
@@ -303,33 +263,33 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
     On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both. They are averaged over probes before
     their ratio is taken, because the ratio of a single probe is noisy and biased.
     """
-    if not probes or small_batch_size < 1:
-        raise RecordError(f"{len(probes)} probes of batches of {small_batch_size} samples: both must be at least 1")
+    b = small_batch_size
+    if not probes or b < 1:
+        raise RecordError(f"{len(probes)} probes of batches of {b} samples: both must be at least 1")
     signals, noises = [], []
     for probe in probes:
-        b, big = small_batch_size, small_batch_size * probe.num_small
-        signals.append((big * probe.big_square - b * probe.mean_small_square) / (big - b))
-        noises.append((probe.mean_small_square - probe.big_square) / (1 / b - 1 / big))
-    signal, noise = statistics.fmean(signals), max(0.0, statistics.fmean(noises))
-    return NoiseEstimate(signal, noise, _enclose_ratio(noises, signals))
+        big, small_square = b * len(probe.small_squares), probe.mean_small_square
+        signals.append((big * probe.big_square - b * small_square) / (big - b))
+        noises.append((small_square - probe.big_square) / (1 / b - 1 / big))
+    noise = max(0.0, statistics.fmean(noises))
+    return NoiseEstimate(statistics.fmean(signals), noise, _enclose_ratio(noises, signals))
 
 
 def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[float, float] | None:
     """Fieller's 90 % interval of mean(noises) / mean(signals): all r for which mean(noises - r * signals) may be 0.
 
-    Unlike quantiles of resampled ratios it is valid for few probes. It has no upper end if the mean of the signals may
-    be 0. The true mean of the signals is a square, so a negative estimate counts as 0.
+    It is valid for few probes, and has no upper end if the mean of the signals may be 0. Their true mean is a square,
+    so a negative estimate counts as 0.
     """
     count = len(signals)
     if count < _MIN_PROBES:
         return None
-    noise, signal, t = statistics.fmean(noises), max(0.0, statistics.fmean(signals)), _student_t95(count - 1)
-    scale = t * t / count
-    var_noise, var_signal = statistics.variance(noises), statistics.variance(signals)
+    noise, signal = statistics.fmean(noises), max(0.0, statistics.fmean(signals))
+    scale = _student_t95(count - 1) ** 2 / count
     # The interval is bounded by the roots of a*r^2 - 2*h*r + c.
-    a = signal**2 - scale * var_signal
+    a = signal**2 - scale * statistics.variance(signals)
     h = noise * signal - scale * statistics.covariance(noises, signals)
-    c = noise**2 - scale * var_noise
+    c = noise**2 - scale * statistics.variance(noises)
     root = math.sqrt(max(0.0, h * h - a * c))
     if a > 0:
         return max(0.0, (h - root) / a), max(0.0, (h + root) / a)
@@ -373,21 +333,18 @@ class NoiseRecord(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.world_size, self.small_batch_size) < 1 or self.step < 0:
-            raise RecordError(
-                f"{self.model}: probes of batches of {self.small_batch_size} on {self.world_size} ranks after "
-                f"{self.step} steps are not valid: all must be positive"
-            )
+            found = f"probes of batches of {self.small_batch_size} on {self.world_size} ranks after {self.step} steps"
+            raise RecordError(f"{self.model}: {found} are not valid: all must be positive")
         if type(self.epoch) not in (float, int) or not 0 <= self.epoch < math.inf:
             raise RecordError(f"{self.model}: the epoch is {self.epoch!r}; it must be finite and not negative")
-        if len({probe.num_small for probe in self.probes}) != 1:
-            raise RecordError(
-                f"{self.model}: {len(self.probes)} probes of {sorted({p.num_small for p in self.probes})} small "
-                "gradients: at least one probe is needed, and the same number of gradients in each"
-            )
+        sizes = sorted({len(probe.small_squares) for probe in self.probes})
+        if len(sizes) != 1:
+            found = f"{len(self.probes)} probes of {sizes} small gradients"
+            raise RecordError(f"{self.model}: {found}: at least one probe is needed, and equally many in each")
 
     @property
     def big_batch_size(self) -> int:
-        return self.small_batch_size * self.probes[0].num_small
+        return self.small_batch_size * len(self.probes[0].small_squares)
 
     @cached_property
     def estimate(self) -> NoiseEstimate:
@@ -397,23 +354,6 @@ class NoiseRecord(Record):
     def noise_scale(self) -> float | None:
         """tr(Sigma) / |G|^2, in samples; None if there is only a lower bound (`estimate.interval`)."""
         return self.estimate.noise_scale
-
-    @property
-    def critical_batch_size(self) -> float | None:
-        """The global batch size that needs twice the fewest steps and twice the fewest samples to reach a target."""
-        return self.noise_scale
-
-    def steps_factor(self, batch_size: float) -> float | None:
-        """Predicted steps to a target at this global batch size, relative to the steps of a huge batch, the fewest."""
-        scale = self.noise_scale
-        return None if scale is None else 1 + scale / batch_size
-
-    def samples_factor(self, batch_size: float) -> float | None:
-        """Predicted samples to a target at this global batch size, relative to those of a tiny batch, the fewest."""
-        scale = self.noise_scale
-        if scale is None:
-            return None
-        return 1 + batch_size / scale if scale > 0 else math.inf
 
 
 # -- epochs of a training run ------------------------------------------------------------------------------------------
@@ -457,24 +397,20 @@ def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
 
 
 def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
-    samples = sum(row["samples"] for row in rows)
+    def total(name: str) -> float:
+        """The sum over samples; not a number where a step has none."""
+        return float(sum((math.nan if row.get(name) is None else row[name]) * row["samples"] for row in rows))
+
+    samples, accuracy = sum(row["samples"] for row in rows), total("accuracy")
     # A wrapper does not report it for its first step, in which it makes its plan.
     exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
-    last = rows[-1]
     return EpochSummary(
-        epoch=epoch,
-        num_steps=len(rows),
-        num_samples=samples,
-        loss=sum((float("nan") if row["loss"] is None else row["loss"]) * row["samples"] for row in rows) / samples,
-        accuracy=None
-        if any(row.get("accuracy") is None for row in rows)
-        else sum(row["accuracy"] * row["samples"] for row in rows) / samples,
-        test_loss=last.get("test_loss"),
-        test_accuracy=last.get("test_accuracy"),
-        seconds=sum(row["step_s"] for row in rows),
+        epoch, len(rows), samples, loss=total("loss") / samples,
+        accuracy=None if math.isnan(accuracy) else accuracy / samples,
+        test_loss=rows[-1].get("test_loss"), test_accuracy=rows[-1].get("test_accuracy"),
+        seconds=sum(row["step_s"] for row in rows), data_wait_s=sum(row["data_wait_s"] for row in rows),
         exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
-        data_wait_s=sum(row["data_wait_s"] for row in rows),
-    )
+    )  # fmt: skip
 
 
 # -- the folder of a training run: config.json and metrics.jsonl -------------------------------------------------------
@@ -503,27 +439,21 @@ class MetricsLog:
     `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`. `load_metrics` restores it.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        """Continue a file, or create one. The incomplete last line of a killed run is removed."""
-        self.path = Path(path)
+    def __init__(self, path: Path, after_step: float = math.inf) -> None:
+        """Continue a file, or create one. The incomplete last line of a killed run is removed, and so are rows of steps
+        after `after_step`, which the run will repeat."""
+        self.path = path
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                kept = _render(row for row in load_metrics(path) if row["step"] <= after_step)
+                if kept != path.read_bytes():
+                    write_new(path, kept, replace=True)
             # Unbuffered: the rows of one `append` reach the system in one write, and a kill loses none before it.
-            self._file = self.path.open("ab", buffering=0)
-            self._file.truncate(_count_whole_bytes(self.path.read_bytes()))
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise RecordError(f"cannot write {path}: {error.strerror}") from None
-
-    @classmethod
-    def resume(cls, path: str | Path, step: int) -> MetricsLog:
-        """Continue after this step: rows of later steps, which the run will repeat, are dropped."""
-        path = Path(path)
-        if path.exists():
-            rows = load_metrics(path)
-            kept = [row for row in rows if row["step"] <= step]
-            if len(kept) < len(rows):
-                replace_file(path, _render(kept))
-        return cls(path)
+        self.close = self._file.close
 
     def append(self, *rows: Mapping[str, Any]) -> None:
         """Write rows; they are in the file when this returns, even if the process is killed right after."""
@@ -534,24 +464,15 @@ class MetricsLog:
         except OSError as error:
             raise RecordError(f"cannot write {self.path}: {error.strerror}") from None
 
-    def close(self) -> None:
-        self._file.close()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def load_metrics(path: str | Path) -> list[dict[str, Any]]:
+def load_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a file in order. An incomplete last line, which a killed run leaves, is ignored."""
     try:
-        content = Path(path).read_bytes()
+        *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror}") from None
     rows = []
-    for number, line in enumerate(content[: _count_whole_bytes(content)].splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             row |= {name: float(value) for name, value in row.pop(_NOT_FINITE, {}).items()}
@@ -563,35 +484,16 @@ def load_metrics(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _count_whole_bytes(content: bytes) -> int:
-    """The bytes of all complete lines."""
-    return content.rfind(b"\n") + 1
-
-
 def _render(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    return b"".join(_render_row(row) for row in rows)
-
-
-def _render_row(row: Mapping[str, Any]) -> bytes:
-    if type(row.get("step")) is not int or _NOT_FINITE in row:
-        raise ConfigError(f"a row of metrics has the keys {list(row)}: it needs an integer `step`, and no `not_finite`")
-    lost = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    plain = {**row, **dict.fromkeys(lost), **({_NOT_FINITE: lost} if lost else {})}
-    try:
-        return json.dumps(plain, allow_nan=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the row of metrics of step {row['step']} cannot be written as JSON: {error}") from None
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that is the old one or the new one, whole, at any time."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise RecordError(f"cannot write {path}: {error.strerror}") from None
+    lines = []
+    for row in rows:
+        if type(row.get("step")) is not int or _NOT_FINITE in row:
+            found = f"a row of metrics has the keys {list(row)}"
+            raise ConfigError(f"{found}: it needs an integer `step`, and no `{_NOT_FINITE}`")
+        lost = {name: str(x) for name, x in row.items() if isinstance(x, float) and not math.isfinite(x)}
+        plain = {**row, **dict.fromkeys(lost), **({_NOT_FINITE: lost} if lost else {})}
+        try:
+            lines.append(json.dumps(plain, allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the row of metrics of step {row['step']} cannot be written as JSON: {error}") from None
+    return "".join(lines).encode()

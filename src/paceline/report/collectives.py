@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.predict.curves import AlphaBeta, fit_collectives
+from paceline.predict.curves import FamilyCurve, fit_collectives
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
 from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds
-from paceline.records.samples import Samples
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS, label_sizes, label_times, new_figure, place_legend
 from paceline.report.result import Result
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_IMPORTED = 6  # imported curves in one chart, before nobody can tell them apart
-_ALONE = "1 rank: nothing is sent, so busbw is 0 and the time is what the call itself costs."
 
 Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
 
@@ -46,9 +44,10 @@ class CollectiveResult(Result):
         self.compared, self._differences = compared, differences
         self.bounds = MemoryBounds.of(run.records)
         self.rows = [record for record in run.records if isinstance(record, CollectiveRecord)]
+        self._columns = build_columns(self.rows, self.bounds)
 
     @property
-    def fits(self) -> list[tuple[CollectiveRecord, AlphaBeta]]:
+    def fits(self) -> list[tuple[CollectiveRecord, FamilyCurve]]:
         """For each curve, one of its records and the line `time = alpha + size / beta`."""
         return fit_collectives(self.rows)
 
@@ -58,10 +57,7 @@ class CollectiveResult(Result):
 
     @property
     def answer(self) -> str:
-        if not self.rows:
-            return "No size was measured."
-        most = max(record.world_size for record in self.rows)
-        size = max(record.num_bytes for record in self.rows if record.world_size == most)
+        most, size = max((record.world_size, record.num_bytes) for record in self.rows)
         last = [record for record in self.rows if (record.world_size, record.num_bytes) == (most, size)]
         parts = [
             f"{format_duration(record.time_s)} on {_name_backend(record)}"
@@ -75,27 +71,31 @@ class CollectiveResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        alone = [_ALONE] if any(record.world_size == 1 for record in self.rows) else []
-        return [_describe_fit(record, fit) for record, fit in self.fits] + alone
+        return [_describe_fit(record, fit) for record, fit in self.fits] + _note_alone(self.rows)
 
     def tables(self) -> list[Table]:
-        if not self.rows:
-            return []
-        tables = [
-            Table("table", self.rows[0].collective, build_columns(self.rows, self.bounds), self.rows, key="rows"),
-        ]
+        tables = [Table("table", self.rows[0].collective, self._columns, self.rows, key="rows")]
         if self.compared:
             tables.append(Table("comparison", "compared with the other table", COMPARISON, self.pairs))
         return tables
 
     @property
     def pairs(self) -> list[Pair]:
-        """Rows here and in the other table that measure the same thing."""
-        return pair_up(self.rows, self.compared)
+        """Rows here and in the other table that measure the same thing; a row of one alone has an empty other side."""
+        ours, theirs = self.rows, self.compared
+        pairs: list[Pair] = []
+        for here in ours:
+            pairs += [(here, there) for there in theirs if _is_same(here, there)] or [(here, None)]
+        pairs += [(None, there) for there in theirs if not any(_is_same(here, there) for here in ours)]
+
+        def place(pair: Pair) -> tuple[str, str, int, int]:
+            record = pair[0] or pair[1]
+            assert record is not None
+            return record.backend, record.memory, record.world_size, record.num_bytes
+
+        return sorted(pairs, key=place)
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        if not self.rows:
-            return {}
         subtitle = f"{self.run.environment.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
         drawn = [*self.rows, *_choose_drawn(self.rows, self.compared)]
         return {
@@ -104,29 +104,32 @@ class CollectiveResult(Result):
         }
 
     def files(self) -> dict[str, str | bytes]:
-        if not self.rows or self.rows[0].collective != "all_reduce":
+        if self.rows[0].collective != "all_reduce":
             return {}
         return {"allreduce-times.csv": export_allreduce_times(self.rows)}
 
     @property
     def next_steps(self) -> list[str]:
-        if not self.rows:
-            return []
         n = max(record.world_size for record in self.rows)
-        backends = {record.backend for record in self.rows}
-        on_cpu = all(record.device == "cpu" for record in self.rows)
-        if len(backends) == 1 and on_cpu and n > 1:
+        if {record.device for record in self.rows} == {"cpu"} and len({r.backend for r in self.rows}) == 1 and n > 1:
             return [f"paceline bench allreduce --backend gloo,shm --ranks {n}"]
         return [f"paceline bench chunks --ranks {n}", f"paceline tune --ranks {n}"]
 
     def to_json(self) -> dict[str, Any]:
-        document = super().to_json() | {"fits": [_fit_row(record, fit) for record, fit in self.fits]}
+        labels = ("collective", "backend", "memory", "device", "world_size")
+        fits = [
+            {name: getattr(record, name) for name in labels}
+            | {"alpha_s": fit.alpha_s, "beta_bytes_per_s": fit.bytes_per_s, "max_rel_residual": fit.max_rel_residual}
+            | {"min_bytes": fit.min_bytes, "max_bytes": fit.max_bytes, "residuals": list(fit.residuals)}
+            for record, fit in self.fits
+        ]
+        document = super().to_json() | {"fits": fits}
+
+        def row(record: CollectiveRecord | None) -> dict[str, Any] | None:
+            return None if record is None else Table("", "", self._columns, [record]).rows_json()[0]
+
         if self.compared:
-            columns = build_columns(self.rows, self.bounds)
-            document["comparison"] = [
-                {"here": here and _row_json(columns, here), "there": there and _row_json(columns, there)}
-                for here, there in self.pairs
-            ]
+            document["comparison"] = [{"here": row(here), "there": row(there)} for here, there in self.pairs]
         return document
 
 
@@ -141,39 +144,37 @@ class ChunksResult(Result):
 
     @property
     def answer(self) -> str:
-        if not self.rows:
-            return "No chunk size was measured."
         parts = []
         for backend, n in dict.fromkeys((record.backend, record.world_size) for record in self.rows):
             mine = [record for record in self.rows if (record.backend, record.world_size) == (backend, n)]
-            best, worst = min(mine, key=lambda r: r.time_s), max(mine, key=lambda r: r.time_s)
+            mine.sort(key=lambda record: record.time_s)
             fastest, slowest = (
                 f"{format_number_of(record.num_messages, 'message')} of {format_bytes(record.chunk_bytes)} "
                 f"({format_duration(record.time_s)})"
-                for record in (best, worst)
+                for record in (mine[0], mine[-1])
             )
             parts.append(f"{backend}, {format_number_of(n, 'rank')}: fastest in {fastest}, slowest in {slowest}.")
         return f"{format_bytes(self.rows[0].total_bytes)} in chunks. {' '.join(parts)}"
 
     @property
     def findings(self) -> list[str]:
-        return [_ALONE] if any(record.world_size == 1 for record in self.rows) else []
+        return _note_alone(self.rows)
 
     def tables(self) -> list[Table]:
-        if not self.rows:
-            return []
         return [Table("table", f"{format_bytes(self.rows[0].total_bytes)} in chunks", CHUNKS, self.rows, key="rows")]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        if not self.rows:
-            return {}
         subtitle = f"{self.run.environment.machine}; {self.rows[0].dtype}, sum"
         return {"chunks": lambda: plot_chunks(self.rows, subtitle)}
 
     @property
     def next_steps(self) -> list[str]:
-        n = max((record.world_size for record in self.rows), default=2)
-        return [f"paceline tune --ranks {n}"]
+        return [f"paceline tune --ranks {max(record.world_size for record in self.rows)}"]
+
+
+def _note_alone(rows: Sequence[CollectiveRecord | ChunksRecord]) -> list[str]:
+    note = "1 rank: nothing is sent, so busbw is 0 and the time is what the call itself costs."
+    return [note] if any(record.world_size == 1 for record in rows) else []
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -183,13 +184,18 @@ def _name_backend(record: CollectiveRecord) -> str:
     return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
 
 
-# What every timed row ends with. `statistic` is `mean` where an imported table has no median, and `median_s` then holds
-# that mean.
+# What every timed row has at its middle and its end. `statistic` is `mean` where an imported table has no median, and
+# `median_s` then holds that mean.
+_SPREAD = (
+    Column("p10", lambda r: r.timing.p10_s, "ms", "p10_s", priority=-2),
+    Column("p90", lambda r: r.timing.p90_s, "ms", "p90_s", priority=-2),
+    Column("algbw", lambda r: r.algbw_bytes_per_s, "GB/s", "algbw_gbps", priority=1),
+)
 _MEASURED = (
     Column("#wrong", lambda r: r.num_wrong, "number", "nwrong"),
     Column("iters", lambda r: r.timing.count, "number", "iters", priority=-2),
     Column(None, lambda r: r.timing.statistic, key="statistic"),
-    Column(None, lambda r: r.timing.skew_s if isinstance(r.timing, Samples) else None, key="skew_s"),
+    Column(None, lambda r: r.timing.skew_s, key="skew_s"),
     Column("source", lambda r: r.source, key="source"),
 )
 
@@ -209,9 +215,7 @@ def build_columns(records: Sequence[CollectiveRecord], bounds: MemoryBounds) -> 
         Column("type", lambda r: r.dtype, key="dtype"),
         Column("redop", lambda r: r.op, key="op"),
         Column("time", lambda r: r.time_s, "ms", "median_s", priority=3),
-        Column("p10", lambda r: r.timing.p10_s, "ms", "p10_s", priority=-2),
-        Column("p90", lambda r: r.timing.p90_s, "ms", "p90_s", priority=-2),
-        Column("algbw", lambda r: r.algbw_bytes_per_s, "GB/s", "algbw_gbps", priority=1),
+        *_SPREAD,
         Column("busbw", lambda r: r.busbw_bytes_per_s, "GB/s", "busbw_gbps", priority=2),
         Column("bound", lambda r: bounds.bound_s(r), "ms", "memory_bound_s", priority=-1),
         Column("of memory", lambda r: bounds.fraction_of(r), "percent", "fraction_of_memory", priority=1),
@@ -229,9 +233,7 @@ CHUNKS = (
     Column("messages", lambda r: r.num_messages, "count", "num_messages", priority=2),
     Column(None, lambda r: r.dtype, key="dtype"),
     Column("total time", lambda r: r.time_s, "ms", "median_s", priority=3),
-    Column("p10", lambda r: r.timing.p10_s, "ms", "p10_s", priority=-2),
-    Column("p90", lambda r: r.timing.p90_s, "ms", "p90_s", priority=-2),
-    Column("algbw", lambda r: r.algbw_bytes_per_s, "GB/s", "algbw_gbps", priority=1),
+    *_SPREAD,
     Column(None, lambda r: r.busbw_bytes_per_s, "GB/s", "busbw_gbps"),
     *_MEASURED,
 )
@@ -252,57 +254,21 @@ COMPARISON = (
 )
 
 
-def _row_json(columns: Sequence[Column], record: CollectiveRecord) -> dict[str, Any]:
-    return Table("", "", columns, [record]).rows_json()[0]
-
-
-def _fit_row(record: CollectiveRecord, fit: AlphaBeta) -> dict[str, Any]:
-    return {
-        "collective": record.collective,
-        "backend": record.backend,
-        "memory": record.memory,
-        "device": record.device,
-        "world_size": record.world_size,
-        "alpha_s": fit.alpha_s,
-        "beta_bytes_per_s": fit.beta_bytes_per_s,
-        "max_rel_residual": fit.max_rel_residual,
-        "min_bytes": fit.min_bytes,
-        "max_bytes": fit.max_bytes,
-        "residuals": list(fit.residuals),
-    }
-
-
-def _describe_fit(record: CollectiveRecord, fit: AlphaBeta) -> str:
+def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
     backend = record.backend if record.memory == "ordinary" else f"{record.backend} in {record.memory} memory"
     check = f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "of two sizes, so unchecked,"
     return (
         f"fit: {backend}, {format_number_of(record.world_size, 'rank')}: time = {format_duration(fit.alpha_s)} + "
-        f"size / {format_rate(fit.beta_bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to "
+        f"size / {format_rate(fit.bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to "
         f"{format_bytes(fit.max_bytes)}"
     )
 
 
-def pair_up(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]) -> list[Pair]:
-    """Rows of two tables that measure the same thing side by side; a row of one table alone has an empty other side."""
-
-    def is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
-        # What an imported table does not say ("unknown") is taken to agree.
-        same_type = here.dtype == there.dtype or "unknown" in (here.dtype, there.dtype)
-        exact = ("collective", "backend", "memory", "device", "world_size", "num_bytes", "op")
-        return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
-
-    pairs: list[Pair] = []
-    for here in ours:
-        matches = [there for there in theirs if is_same(here, there)]
-        pairs += [(here, there) for there in matches] or [(here, None)]
-    pairs += [(None, there) for there in theirs if not any(is_same(here, there) for here in ours)]
-
-    def place(pair: Pair) -> tuple[str, str, int, int]:
-        record = pair[0] or pair[1]
-        assert record is not None
-        return record.backend, record.memory, record.world_size, record.num_bytes
-
-    return sorted(pairs, key=place)
+def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
+    """Whether two rows measure the same thing; what an imported table does not say ("unknown") is taken to agree."""
+    same_type = here.dtype == there.dtype or "unknown" in (here.dtype, there.dtype)
+    exact = ("collective", "backend", "memory", "device", "world_size", "num_bytes", "op")
+    return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
@@ -317,28 +283,15 @@ def _choose_drawn(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveR
     return [record for record in theirs if (record.backend, record.world_size) in known]
 
 
-def _memory(record: Any) -> str:
-    return getattr(record, "memory", "ordinary")
-
-
-def _series(records: Sequence[Any]) -> dict[tuple[str, str, str, int, str, str], list[Any]]:
-    series: dict[tuple[str, str, str, int, str, str], list[Any]] = {}
-    for r in records:
-        series.setdefault((r.backend, r.device, _memory(r), r.world_size, r.source, r.note), []).append(r)
-    return series
-
-
-def _draw(
-    axes: Axes,
-    records: Sequence[Any],
-    x: Callable[[Any], float],
-    y: Callable[[Any, float], float],
-) -> None:
+def _draw(axes: Axes, records: Sequence[Any], x: Callable[[Any], float], y: Callable[[Any, float], float]) -> None:
     """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples."""
-    backends = list(dict.fromkeys((r.backend, r.device, _memory(r), r.note) for r in records))
+    series: dict[tuple[str, str, str, int, str, str], list[Any]] = {}
+    for r in sorted(records, key=x):
+        memory = getattr(r, "memory", "ordinary")
+        series.setdefault((r.backend, r.device, memory, r.world_size, r.source, r.note), []).append(r)
+    backends = list(dict.fromkeys((r.backend, r.device, getattr(r, "memory", "ordinary"), r.note) for r in records))
     counts = sorted({r.world_size for r in records})
-    for (backend, device, memory, n, source, note), rows in sorted(_series(records).items()):
-        rows = sorted(rows, key=x)
+    for (backend, device, memory, n, source, note), rows in sorted(series.items(), key=lambda item: item[0]):
         # One backend alone: colours tell the ranks apart; several: colours are backends, and markers the ranks.
         index = counts.index(n) if len(backends) == 1 else backends.index((backend, device, memory, note))
         color, marker = COLORS[index % len(COLORS)], MARKERS[counts.index(n) % len(MARKERS)]
@@ -363,21 +316,14 @@ def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequen
     for device, n in places:
         rows = sorted((r for r in bounds if (r.device, r.world_size) == (device, n)), key=lambda r: r.num_bytes)
         where = f" {device}" if len({device for device, _ in places}) > 1 else ""
-        axes.plot(
-            [r.num_bytes for r in rows],
-            [r.time_s * 1e3 for r in rows],
-            ":",
-            color="#000000",
-            marker=MARKERS[counts.index(n) % len(MARKERS)],
-            ms=3.5,
-            lw=1.4,
-            label=f"memory bound{where}, {format_number_of(n, 'rank')} ({rows[0].source})",
-        )
+        label = f"memory bound{where}, {format_number_of(n, 'rank')} ({rows[0].source})"
+        xs, ys = [r.num_bytes for r in rows], [r.time_s * 1e3 for r in rows]
+        marker = MARKERS[counts.index(n) % len(MARKERS)]
+        axes.plot(xs, ys, ":", color="#000000", marker=marker, ms=3.5, lw=1.4, label=label)
+    times = [r.time_s for r in (*records, *bounds)]
     place_legend(figure, axes)
-    times = [r.time_s for r in records] + [r.time_s for r in bounds]
     label_times(axes, max(times), min(times))
     axes.set_ylabel("time (ms), median, band p10 to p90")
-    axes.set_xlabel("size")
     label_sizes(axes, [r.num_bytes for r in records])
     return figure
 
@@ -389,26 +335,22 @@ def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure
     figure, axes = new_figure(f"{records[0].collective}: {name}", subtitle)
 
     def rate(record: CollectiveRecord, seconds: float) -> float:
-        bus = record.busbw_bytes_per_s / record.algbw_bytes_per_s
-        return record.num_bytes / seconds * (1.0 if alone else bus) / GB
+        bandwidth = record.algbw_bytes_per_s if alone else record.busbw_bytes_per_s
+        return bandwidth * record.time_s / seconds / GB
 
     _draw(axes, records, lambda r: r.num_bytes, rate)
     place_legend(figure, axes)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(f"{name} (GB/s)")
-    axes.set_xlabel("size")
     label_sizes(axes, [r.num_bytes for r in records])
     return figure
 
 
 def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
     """Total time against elements per all-reduce, both on log axes, per backend."""
-    total = format_bytes(records[0].total_bytes)
-    figure, axes = new_figure(f"{total} all-reduced in chunks", subtitle)
+    figure, axes = new_figure(f"{format_bytes(records[0].total_bytes)} all-reduced in chunks", subtitle)
     _draw(axes, records, lambda r: r.chunk_elements, lambda r, seconds: seconds * 1e3)
     place_legend(figure, axes)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("elements per all-reduce")
+    axes.set(xscale="log", yscale="log", xlabel="elements per all-reduce")
     axes.set_ylabel("total time (ms), median, band p10 to p90")
     return figure

@@ -185,34 +185,25 @@ def group_noise(records: Sequence[NoiseRecord]) -> list[list[NoiseRecord]]:
 
 
 def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None) -> list[str]:
-    """For each job its last noise scale, and what a global batch of `batch_size` would cost by it."""
+    """For each job its first and last noise scales, and what a global batch of `batch_size` would cost by it."""
     return [_describe_noise(series, batch_size) for series in group_noise(records)]
 
 
 def _describe_noise(series: Sequence[NoiseRecord], batch_size: int | None) -> str:
-    known = [record for record in series if record.noise_scale is not None]
-    first, last, end = series[0], (known or series)[-1], series[-1]
+    last = [record for record in series if record.noise_scale is not None or record is series[0]][-1]
+    found = []
+    for record in (record for record in series if record in (series[0], last, series[-1])):
+        sure = f" (90 %: {_say_interval(record)})" if record.estimate.interval else ""
+        lost = "" if record.noise_scale is not None else ", where the gradient is lost in the noise"
+        found.append(f"{_say_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
+    text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}"
     scale, interval = last.noise_scale, last.estimate.interval
-    text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale"
-    place = f"at epoch {last.epoch:.3g}"
-    if first is not last and first.noise_scale is not None:
-        place += f" ({_say_number(first.noise_scale)} at epoch {first.epoch:.3g})"
-    if scale is None:
-        bound = f"above {_say_number(interval[0])} (90 %)" if interval is not None else "unknown"
-        return f"{text} {bound} {place}: the gradient is lost in the noise."
-    sure = f" (90 %: {_say_interval(last)})" if interval is not None else ""
-    text += f" {_say_number(scale)}{sure} {place}"
-    if interval is not None and interval[1] == math.inf:
-        text += ": it may be far larger"
-    elif scale > 0:
-        size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
-        why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
-        cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
-        text += f": batches {why}: at {size}, {cost}"
-    if end is not last:
-        bound = "" if end.estimate.interval is None else f"above {_say_number(end.estimate.interval[0])} "
-        text += f"; {bound}at epoch {end.epoch:.3g}, where the gradient is lost in the noise"
-    return f"{text}."
+    if not scale or (interval is not None and interval[1] == math.inf):
+        return f"{text}."
+    size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
+    why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
+    cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
+    return f"{text}. Batches {why}: at {size}, {cost}."
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

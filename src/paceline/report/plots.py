@@ -36,7 +36,7 @@ def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
 
 def label_sizes(axes: Axes, sizes: Sequence[int]) -> None:
     """A log axis of sizes as people write them, with ticks only at sizes that were measured."""
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlabel="size")
     least, most = min(sizes), max(sizes)
     apart = max(1.3, (most / least) ** (1 / 14))  # closer neighbours would print over each other
     shown: list[int] = []

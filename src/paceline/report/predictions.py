@@ -6,6 +6,7 @@ All numbers are simulated, from the records and the request that the run holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +14,25 @@ from paceline.errors import ConfigError, RecordError
 from paceline.predict.curves import MeasuredCurve, fit_curve
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
-from paceline.predict.search import CapCurve, CapPoint, Change, estimate_caps, estimate_sensitivity, find_best_cuts
+from paceline.predict.search import (
+    CapCurve,
+    CapInterval,
+    CapPoint,
+    Change,
+    estimate_caps,
+    estimate_sensitivity,
+    find_best_cuts,
+)
 from paceline.predict.simulate import MachineCosts, SimulatedStep
-from paceline.predict.whatif import DRAWS, Scenario, WhatIfRow, describe_scenario, simulate_what_if
+from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.report.plots import COLORS, MARKERS, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INSIDE = "nvlink"
@@ -45,28 +55,21 @@ WHAT_IF = (
     Column("algorithm", lambda r: r.algorithm, "text", "algorithm", priority=1),
     Column("step", lambda r: r.step_s, "ms", "step_s", priority=9),
     Column("90 % (ms)", lambda r: f"{format_ms(r.low_s)} to {format_ms(r.high_s)}", str, priority=8),
-    Column(None, lambda r: r.low_s, "s", "low_s"),
-    Column(None, lambda r: r.high_s, "s", "high_s"),
+    *raw_columns("low_s", "high_s"),
     Column(None, lambda r: r.local_s, "s", "local_step_s"),
     Column("efficiency", lambda r: r.efficiency, "percent.1", "efficiency", priority=7),
-    Column(None, lambda r: r.efficiency_low, "s", "efficiency_low"),
-    Column(None, lambda r: r.efficiency_high, "s", "efficiency_high"),
+    *raw_columns("efficiency_low", "efficiency_high"),
     Column("exposed", lambda r: r.exposed_s, "ms", "exposed_s", priority=5),
     Column("of step", lambda r: r.exposed_share, "percent.1", "exposed_share"),
     Column("slowest rank", lambda r: r.straggler_s or None, "ms"),
-    Column(None, lambda r: r.straggler_s, "s", "straggler_s"),
-    Column(None, lambda r: r.best_cap_bytes, "bytes", "best_cap_bytes"),
-    Column(None, lambda r: r.plateau_low_bytes, "bytes", "plateau_low_bytes"),
-    Column(None, lambda r: r.plateau_high_bytes, "bytes", "plateau_high_bytes"),
+    *raw_columns("straggler_s", "best_cap_bytes", "plateau_low_bytes", "plateau_high_bytes"),
     Column("bucket size", _advise, str, priority=4),
     Column("buckets", lambda r: r.num_buckets, "count", "num_buckets"),
-    Column(None, lambda r: r.default_step_s, "s", "default_step_s"),
+    *raw_columns("default_step_s"),
     Column("saves", lambda r: max(0.0, r.gain), "percent.1", priority=3),
-    Column(None, lambda r: r.gain, "s", "gain"),
-    Column(None, lambda r: r.keeps_default, "yes", "keeps_default"),
+    *raw_columns("gain", "keeps_default"),
     Column("bound by", lambda r: r.bound, str, "bound", priority=2),
-    Column(None, lambda r: r.doubt, "text", "doubt"),
-    Column(None, lambda r: r.source, "text", "source"),
+    *raw_columns("doubt", "source"),
     Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", "text"),
 )
 
@@ -100,13 +103,13 @@ class PredictResult(Result):
         return build_job_from_profile(self.profile, self.config["gradients"])
 
     @property
-    def scenario(self) -> Scenario:
-        return Scenario(self.config["accumulate"], self.config["spread"])
+    def scenario(self) -> dict[str, Any]:
+        return {name: self.config[name] for name in ("accumulate", "spread")}
 
     @cached_property
     def rows(self) -> list[WhatIfRow]:
         draws = draw_jobs(self.profile, self.job, DRAWS)
-        return simulate_what_if(self.job, draws, self.fabrics, self.config["ranks"], self.scenario)
+        return simulate_what_if(self.job, draws, self.fabrics, self.config["ranks"], **self.scenario)
 
     @property
     def step_s(self) -> float:
@@ -141,7 +144,7 @@ class PredictResult(Result):
     def findings(self) -> Sequence[str]:
         networks = dict.fromkeys(line for fabric in self.fabrics for line in fabric.assumptions)
         doubtful = [f"{row.network} on {row.world_size:,} ranks: {row.doubt}" for row in self.rows if row.doubt]
-        assumed = [*networks, *describe_scenario(self.job, self.fabrics, self.scenario)]
+        assumed = [*networks, *describe_scenario(self.job, self.fabrics, **self.scenario)]
         return [
             *(f"profile: {line}" for line in self.job.notes),
             *(line if line.startswith(("contention ", "interval: ")) else f"assumed: {line}" for line in assumed),
@@ -171,10 +174,8 @@ class PredictResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         return super().to_json() | {
-            "model": self.profile.model,
-            "assumptions": list(self.findings),
-            "source": "simulated",
-        }
+            "model": self.profile.model, "assumptions": list(self.findings), "source": "simulated"
+        }  # fmt: skip
 
 
 def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
@@ -204,25 +205,13 @@ def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Fig
 # -- bucket sizes, from tables of layers ------------------------------------------------------------------------------
 
 
-def _count(run: Sequence[CapPoint]) -> str:
-    low, high = run[-1].num_buckets, run[0].num_buckets
-    return str(low) if low == high else f"{low}-{high}"
-
-
-# A row is a run of neighbours that take the same time; the rows of files are the single points.
-CAPS = (
-    Column("bucket size", lambda run: _join(run[0].low_bytes, run[-1].high_bytes), "text", is_key=True),
-    Column("buckets", _count, "text", priority=2),
-    Column("backward", lambda run: min(point.backward_s for point in run), "ms", priority=3),
-    Column("exposed", lambda run: min(point.exposed_s for point in run), "ms", priority=1),
-)
 POINTS = (
-    Column("from", lambda p: p.low_bytes, "bytes", "low_bytes", is_key=True),
-    Column("to", lambda p: p.high_bytes, "bytes", "high_bytes", is_key=True),
-    Column("buckets", lambda p: p.num_buckets, "count", "num_buckets"),
-    Column("backward", lambda p: p.backward_s, "ms", "backward_s"),
-    Column("exposed", lambda p: p.exposed_s, "ms", "exposed_s"),
-    Column("source", lambda p: "simulated", "text", "source"),
+    Column("bucket size", lambda p: _join(p.low_bytes, p.high_bytes), "text", is_key=True),
+    *raw_columns("low_bytes", "high_bytes"),
+    Column("buckets", lambda p: len(p.cuts), "count", "num_buckets", priority=2),
+    Column("backward", lambda p: p.backward_s, "ms", "backward_s", priority=3),
+    Column("exposed", lambda p: p.step.exposed_s, "ms", "exposed_s", priority=1),
+    Column(None, lambda p: "simulated", "text", "source"),
 )
 CHANGES = (
     Column("changed", lambda c: c.what, "text", "changed", is_key=True),
@@ -230,11 +219,15 @@ CHANGES = (
     Column("best bucket size", lambda c: _join(*c.curve.plateau), "text", priority=3),
     Column(None, lambda c: c.curve.plateau[0], "bytes", "plateau_low_bytes"),
     Column(None, lambda c: c.curve.plateau[1], "bytes", "plateau_high_bytes"),
-    Column("buckets", lambda c: c.curve.best.num_buckets, "count", priority=1),
+    Column("buckets", lambda c: len(c.curve.best.cuts), "count", priority=1),
     Column("backward", lambda c: c.curve.best.backward_s, "ms", priority=2),
-    Column("exposed", lambda c: c.curve.best.exposed_s, "ms"),
-    Column(None, lambda c: {column.key: column.raw(c.curve.best) for column in POINTS}, "text", "best"),
+    Column("exposed", lambda c: c.curve.best.step.exposed_s, "ms"),
+    Column(None, lambda c: _to_json(c.curve.best), "text", "best"),
 )
+
+
+def _to_json(point: CapPoint) -> dict[str, Any]:
+    return Table("", "", POINTS, [point]).rows_json()[0]
 
 
 class CapsResult(Result):
@@ -287,26 +280,22 @@ class CapsResult(Result):
         ]
 
     def tables(self) -> list[Table]:
-        runs: list[list[CapPoint]] = []
+        runs: list[CapPoint] = []
         for point in self.caps.points:
-            if runs and abs(point.backward_s / runs[-1][0].backward_s - 1) < _SAME:
-                runs[-1].append(point)
+            if runs and abs(point.backward_s / runs[-1].backward_s - 1) < _SAME:
+                runs[-1] = replace(runs[-1], high_bytes=point.high_bytes)
             else:
-                runs.append([point])
-        fast = [run for run in runs if run[0].backward_s < 1.5 * self.caps.best.backward_s]
+                runs.append(point)
+        fast = [run for run in runs if run.backward_s < 1.5 * self.caps.best.backward_s]
         shown = fast if len(fast) <= _MOST_ROWS else [*fast[: _MOST_ROWS // 2], *fast[-_MOST_ROWS // 2 :]]
         return [
-            Table("summary", "backward against bucket size", CAPS, runs, shown=shown),
+            Table("caps", "backward against bucket size", POINTS, self.caps.points, shown=shown),
             Table("sensitivity", "what would move it", CHANGES, self.changes),
-            Table("caps", "every partition", POINTS, self.caps.points, shown=()),
         ]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         where = self.config["csv"]
-        return {
-            "caps": lambda: plot_caps(self.caps, "Backward time against bucket size", where),
-            "sensitivity": lambda: plot_sensitivity(self.changes, "What would move the best bucket size", where),
-        }
+        return {"caps": lambda: plot_caps(self.caps, "Backward time against bucket size", where)}
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -314,10 +303,8 @@ class CapsResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         cuts, free = self.free_plan
-        document = super().to_json()
-        document.pop("summary")
-        return document | {
-            "best": {column.key: column.raw(self.caps.best) for column in POINTS},
+        return super().to_json() | {
+            "best": _to_json(self.caps.best),
             "plateau_low_bytes": self.caps.plateau[0],
             "plateau_high_bytes": self.caps.plateau[1],
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
@@ -331,32 +318,22 @@ def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
     """Backward time against bucket size, with the plateau of the best, and what one rank takes alone."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     least = max(curve.points[0].high_bytes, 1) / MIB
-    xs = [size / MIB for point in curve.points for size in (point.low_bytes, point.high_bytes)]
-    axes.plot(xs, [p.backward_s * 1e3 for p in curve.points for _ in range(2)], color=COLORS[0], label="predicted")
+    draw_caps(axes, curve.points, [point.backward_s for point in curve.points], "predicted")
     low, high = curve.plateau
     axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, label="within 1 % of the best")
     best = curve.best
     axes.plot([best.high_bytes / MIB], [best.backward_s * 1e3], "o", color=COLORS[2], label="best predicted")
     axes.axhline(curve.local_s * 1e3, color=COLORS[6], linestyle=":", linewidth=1, label="one rank alone")
-    axes.set_xscale("log")
     axes.set_xlim(left=least)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("bucket size (MiB)")
     axes.set_ylabel("backward with communication (ms)")
     place_legend(figure, axes)
     return figure
 
 
-def plot_sensitivity(changes: Sequence[Change], title: str, subtitle: str) -> Figure:
-    """Where the best bucket size lies when one input is multiplied: a bar from end to end of each plateau."""
-    figure, axes = new_figure(title, f"{subtitle}; simulated")
-    colors = {"B": COLORS[0], "alpha": COLORS[1], "beta": COLORS[2]}
-    for row, change in enumerate(changes):
-        low, high = (size / MIB for size in change.curve.plateau)
-        axes.barh(row, high - low, left=low, height=0.6, color=colors[change.what])
-        axes.plot([change.curve.best.high_bytes / MIB], [row], "o", color="black", markersize=4)
-    axes.set_yticks(range(len(changes)), [f"{change.what} x {change.factor:g}" for change in changes])
-    axes.invert_yaxis()
+def draw_caps(axes: Axes, points: Sequence[CapInterval], seconds: Sequence[float], label: str) -> None:
+    """A line of times against bucket sizes, flat over each interval of caps."""
+    xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
+    axes.plot(xs, [second * 1e3 for second in seconds for _ in range(2)], color=COLORS[0], label=label)
     axes.set_xscale("log")
-    axes.set_xlabel("best bucket size, and what is within 1 % of it (MiB)")
-    return figure
+    axes.set_xlabel("bucket size (MiB)")

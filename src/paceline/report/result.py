@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import importlib
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,30 +14,21 @@ from paceline.records.environment import NOISY, Doubt, find_doubts
 from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import RUN_FILE, Run, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
-from paceline.report.table import Column, Table
+from paceline.report.table import Column, Table, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The module with the result of each verb. It is imported when a run of that verb is shown.
+# The modules with the results of verbs. Each is imported when a run of one of its verbs is shown.
 _MODULES = {
-    "bench allreduce": "collectives",
-    "bench chunks": "collectives",
-    "bench wrappers": "steps",
-    "profile": "profiles",
-    "profile layers": "profiles",
-    "profile phases": "steps",
-    "profile trace": "profiles",
-    "profile comm-table": "profiles",
-    "profile --compare": "profiles",
-    "train": "training",
-    "scale batch": "scaling",
-    "scale large-batch": "large_batch",
-    "scale ranks": "scaling",
-    "scale report": "scaling",
-    "predict": "predictions",
-    "predict csv": "predictions",
-    "tune": "tuning",
+    "collectives": ("bench allreduce", "bench chunks"),
+    "large_batch": ("scale large-batch",),
+    "predictions": ("predict", "predict csv"),
+    "profiles": ("profile", "profile layers", "profile trace", "profile comm-table", "profile --compare"),
+    "scaling": ("scale batch", "scale ranks", "scale report"),
+    "steps": ("bench wrappers", "profile phases"),
+    "training": ("train",),
+    "tuning": ("tune",),
 }
 _CLASSES: dict[str, type[Result]] = {}
 
@@ -58,7 +48,7 @@ class Result:
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run, self.folder = run, folder
 
-    # -- what a subclass says ------------------------------------------------------------------------------------------
+    # -- what a subclass says --
 
     @property
     def answer(self) -> str:
@@ -148,6 +138,8 @@ class Result:
 
         The records of another run are never overwritten. Tables and figures follow from the records, and are replaced.
         """
+        from paceline.report.plots import render_png, render_svg
+
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -155,37 +147,31 @@ class Result:
             raise RecordError(f"cannot write {folder}: {error.strerror}") from None
         self._save_run(folder)
         self.folder = self.folder or folder
-        for name, content in self._render_files().items():
-            for old in (folder / name, *folder.glob(f".{name}.*")):  # of an earlier call, or of one that was killed
-                old.unlink(missing_ok=True)
-            write_new(folder / name, content() if callable(content) else content)
-        return folder
-
-    def _save_run(self, folder: Path) -> None:
-        if not (folder / RUN_FILE).exists():
-            save_run(self.run, folder / RUN_FILE)
-        elif load_run(folder).created != self.run.created or load_run(folder).verb != self.run.verb:
-            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
-
-    def _render_files(self) -> dict[str, str | bytes | Callable[[], str | bytes]]:
-        from paceline.report.plots import render_png, render_svg
-
-        files: dict[str, str | bytes | Callable[[], str | bytes]] = {}
+        files: dict[str, str | bytes] = {}
         for table in self.tables():
             files |= {f"{table.name}.md": table.markdown(), f"{table.name}.csv": table.csv()}
         for name, draw in self.figures().items():
             figure = draw()
             files |= {f"{name}.png": render_png(figure), f"{name}.svg": render_svg(figure)}
-        return files | self.files()
+        for name, content in (files | self.files()).items():
+            for old in (folder / name, *folder.glob(f".{name}.*")):  # of an earlier call, or of one that was killed
+                old.unlink(missing_ok=True)
+            write_new(folder / name, content)
+        return folder
+
+    def _save_run(self, folder: Path) -> None:
+        if not (folder / RUN_FILE).exists():
+            save_run(self.run, folder / RUN_FILE)
+        elif ((there := load_run(folder)).created, there.verb) != (self.run.created, self.run.verb):
+            raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
 
     def text(self, width: int | None = 80) -> str:
         """What a terminal of this width shows; None is as wide as needed, with every column of every table."""
-        blocks = [_fill(self.answer, width)]
-        blocks += [table.terminal(width) for table in self.tables()]
-        blocks.append("\n".join(_fill(line, width, "  ") for line in self.findings))
-        blocks.append("\n".join(_fill(f"warning: {warning}", width, "  ") for warning in self.warnings))
-        blocks.append("\n".join([*self.places, *(f"next: {command}" for command in self.next_steps)]))
-        return "\n\n".join(block for block in blocks if block)
+        blocks = [wrap(self.answer, width), *([table.terminal(width)] for table in self.tables())]
+        warnings = [f"warning: {warning}" for warning in self.warnings]
+        blocks += [[part for line in lines for part in wrap(line, width, "  ")] for lines in (self.findings, warnings)]
+        blocks.append([*self.places, *(f"next: {command}" for command in self.next_steps)])
+        return "\n\n".join(filter(None, map("\n".join, blocks)))
 
     def __str__(self) -> str:
         return self.text()
@@ -196,9 +182,9 @@ class Result:
     def _repr_html_(self) -> str:
         from paceline.report.plots import render_png
 
+        said = [*self.findings, *(f"warning: {line}" for line in self.warnings)]
         parts = [f"<p><b>{html.escape(self.answer)}</b></p>", *(table.html() for table in self.tables())]
-        parts += [f"<p>{html.escape(line)}</p>" for line in self.findings]
-        parts += [f"<p>warning: {html.escape(line)}</p>" for line in self.warnings]
+        parts += [f"<p>{html.escape(line)}</p>" for line in said]
         for name, draw in self.figures().items():
             data = base64.b64encode(render_png(draw())).decode()
             parts.append(f'<img alt="{html.escape(name)}" style="max-width:760px" src="data:image/png;base64,{data}">')
@@ -214,19 +200,19 @@ class DoctorResult(Result):
     def checks(self) -> list[CheckRecord]:
         return [record for record in self.records if isinstance(record, CheckRecord)]
 
+    def _list(self, status: str) -> str:
+        return ", ".join(check.name for check in self.checks if check.status == status)
+
     @property
     def failure(self) -> str:
-        failed = [check.name for check in self.checks if check.status == "fail"]
-        return ", ".join(failed)
+        return self._list("fail")
 
     @property
     def answer(self) -> str:
         if self.failure:
             return f"This machine is not ready to train. Failed: {self.failure}. The table says how to fix it."
-        proven = any(check.name == "2-rank all-reduce" and check.status == "ok" for check in self.checks)
-        warned = [check.name for check in self.checks if check.status == "warn"]
-        note = f" Look at: {', '.join(warned)}." if warned else ""
-        if not proven:
+        note = f" Look at: {self._list('warn')}." if self._list("warn") else ""
+        if "2-rank all-reduce" not in self._list("ok"):
             return f"Nothing failed, but no rank was started.{note}"
         return f"This machine is ready to train: ranks start, connect and reduce correctly.{note}"
 
@@ -258,16 +244,9 @@ def _pick(named: dict[str, Any], name: str | None, what: str) -> Any:
     return named[name]
 
 
-def _fill(text: str, width: int | None, indent: str = "") -> str:
-    """The text in lines of this width, broken between words only."""
-    if width is None or len(text) <= width:
-        return text
-    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
 def build_result(run: Run, folder: Path | None = None) -> Result:
     """The result of a run, of the class of its verb."""
-    module = _MODULES.get(run.verb)
+    module = next((module for module, verbs in _MODULES.items() if run.verb in verbs), None)
     if run.verb not in _CLASSES and module is not None:
         importlib.import_module(f"paceline.report.{module}")
     return _CLASSES.get(run.verb, Result)(run, folder)

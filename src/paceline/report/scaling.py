@@ -34,7 +34,7 @@ from paceline.records.store import Run
 from paceline.records.training import find_knee
 from paceline.report.result import Result, load_result
 from paceline.report.table import Column, Table
-from paceline.units import MIB, format_memory, format_ms, format_number_of, format_rate, format_speed, parse_counts
+from paceline.units import MIB, format_ms, format_number_of, format_rate, format_speed, parse_counts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,7 +43,6 @@ PAGE = "report.md"
 NO_PREDICTION = "No prediction for"
 STUDIES = ("scale batch", "scale ranks", "scale large-batch")
 _NEAR = 0.1  # a prediction that is called good
-_MOST_RANKS = 4  # numbers of ranks in one sentence about a prediction
 
 R = TypeVar("R", bound=Record)
 _three = "{:.3f}".format
@@ -108,10 +107,10 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     reached = f"{rates[here] / rates[best]:.0%} of the best {format_speed(rates[best])} samples/s (at {best})"
     if len(rates) == 1:
         text = f"Batch size {here}, the only one measured, reaches {format_speed(rates[here])} samples/s."
-    elif here == min(rates):
-        text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
     elif here == max(rates):
         text = f"Throughput grows up to batch size {here}, the largest measured: try larger ones."
+    elif here == min(rates):
+        text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
     else:
         text = f"Throughput grows up to batch size {here} (the knee), which reaches {reached}."
     memory = f" and the process peaks at {_say_mib(knee.peak_bytes)} MiB" if knee.peak_bytes else ""
@@ -154,13 +153,12 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
     ]
 
 
-def say_ratio(ratio: Ratio | None) -> str | None:
+def say_ratio(ratio: Ratio) -> str:
     """The ratio with its noise, and whether it is 1 within that."""
-    if ratio is None or ratio == Ratio(1.0, 0.0):
-        return None if ratio is None else "1"
     if ratio.noise is None:
         return f"{ratio.value:.3f} (one repetition)"
-    return f"{ratio.value:.3f} ± {ratio.noise:.3f}{'' if ratio.is_clear else ' (within the noise)'}"
+    verdict = "" if ratio.is_clear else " (within the noise)"
+    return "1" if ratio == Ratio(1.0, 0.0) else f"{ratio.value:.3f} ± {ratio.noise:.3f}{verdict}"
 
 
 def _say_cell(record: StepRecord | PredictedPoint, unit: str = " samples") -> str:
@@ -169,7 +167,7 @@ def _say_cell(record: StepRecord | PredictedPoint, unit: str = " samples") -> st
 
 def _ratio_columns(name: str, key: str, of: Callable[[ScaleLine], Ratio | None]) -> list[Column]:
     return [
-        Column(name, lambda line: say_ratio(of(line)), str, priority=-1),
+        Column(name, of, say_ratio, priority=-1),
         Column(None, lambda line: (ratio := of(line)) and ratio.value, key=key),
         Column(None, lambda line: (ratio := of(line)) and ratio.noise, key=f"{key}_noise"),
     ]
@@ -298,27 +296,50 @@ def _say_cause(point: ScalePoint) -> str:
     return f" The cause: {why} ({exposed})."
 
 
-def describe_points(points: Sequence[ScalePoint]) -> list[str]:
-    """How well each number of ranks does, and the larger cause of what is lost."""
-    lines = []
-    for point in points:
-        record, noise = point.record, point.efficiency_noise
+def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
+    """How well each leader does, the larger cause of what is lost, where strong scaling ends, and the bandwidth."""
+    texts = []
+    for point, record, use in ((line.point, line.record, line.use) for line in leaders):
+        noise = point.efficiency_noise
         speed = "" if record.mode == "weak" else f"speed-up {point.speedup:.2f} of {record.world_size}, "
         sure = " (one repetition)" if noise is None else f" ± {noise:.2f}"
         text = f"{_say_place(record)} in {record.variant}: {speed}efficiency {point.efficiency:.2f}{sure}."
-        lines += [text + _say_cause(point)] if record.world_size > 1 else []
-    return lines
+        text += _say_cause(point)
+        if record.mode == "strong":
+            rivals = [r.point for r in lines if (r.record.variant, r.record.cell) == (record.variant, record.cell)]
+            best = max(rivals, key=lambda rival: rival.speedup)
+            if best.record.world_size != record.world_size:
+                text += f" The speed-up is largest on {best.record.world_size} ranks: {best.speedup:.2f}."
+            if record.busy_s:
+                limit = point.alone.timing.median_s / record.busy_s
+                text += f" While messages take {format_ms(record.busy_s)} ms of a step, it stays below {limit:.1f}."
+        if use is not None:
+            rate, peak = format_rate(use.busbw_bytes_per_s), format_rate(use.peak_bytes_per_s)
+            text += f" Messages reach {rate} GB/s, {use.share:.0%} of the measured peak of {peak} GB/s."
+        texts.append(text)
+    return texts
 
 
-def pick_leaders(points: Sequence[ScalePoint]) -> list[ScalePoint]:
-    """The best variant of each cell on the most ranks, and the worst point of all, so that findings stay few."""
-    several = [point for point in points if point.record.world_size > 1]
-    best: dict[object, ScalePoint] = {}
-    for point in several:
-        other = best.setdefault(point.record.cell, point)
-        best[point.record.cell] = max(other, point, key=lambda p: (p.record.world_size, p.efficiency))
-    worst = min(several, key=lambda point: point.efficiency, default=None)
+def pick_leaders(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
+    """The best variant of each cell on the most ranks, and the worst line of all, so that findings stay few."""
+    best: dict[object, ScaleLine] = {}
+    for line in lines:
+        other = best.setdefault(line.record.cell, line)
+        best[line.record.cell] = max(other, line, key=lambda one: (one.record.world_size, one.point.efficiency))
+    worst = min(lines, key=lambda line: line.point.efficiency, default=None)
     return [*best.values(), *([] if worst is None or worst in best.values() else [worst])]
+
+
+def summarize(leaders: Sequence[ScaleLine]) -> list[str]:
+    """The best of each mode in one sentence."""
+    parts, ranks = [], max((line.record.world_size for line in leaders), default=0)
+    for mode in ("weak", "strong"):
+        here = [line.point for line in leaders if (line.record.mode, line.record.world_size) == (mode, ranks)]
+        if here:
+            best = max(here, key=lambda point: point.efficiency)
+            value = f"{best.efficiency:.0%} efficiency" if mode == "weak" else f"{best.speedup:.2f} times the speed"
+            parts.append(f"{value} in {mode} scaling ({best.record.variant}, {_say_cell(best.record)})")
+    return [f"{format_number_of(ranks, 'rank').capitalize()} reach {' and '.join(parts)}."] if parts else []
 
 
 def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
@@ -335,75 +356,34 @@ def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
     ]
 
 
-def _where(record: StepRecord) -> tuple[object, ...]:
-    """Records that were timed in turns on the same ranks."""
-    return record.cell, record.job, record.world_size, record.source
+def find_undisturbed(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
+    """Those of several ranks, without the ones that were timed in turns with a straggler."""
 
+    def where(line: ScaleLine) -> tuple[object, ...]:
+        return line.record.cell, line.record.job, line.record.world_size, line.record.source
 
-def _find_disturbed(records: Sequence[StepRecord]) -> set[tuple[object, ...]]:
-    return {_where(record) for record in records if find_straggler(record)}
+    disturbed = {where(line) for line in lines if find_straggler(line.record)}
+    return [line for line in lines if line.record.world_size > 1 and where(line) not in disturbed]
 
 
 def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
-    """Each variant compared with torch's wrapper over all undisturbed cells: how often it is better or worse."""
-    disturbed = _find_disturbed([line.record for line in lines])
+    """Each variant compared with torch's wrapper over all cells: how often it is better or worse."""
     found: dict[tuple[str, str], list[Ratio]] = {}
     for line in lines:
-        record = line.record
-        if record.wrapper == "torch" or _where(record) in disturbed:
-            continue
         # On gloo the two are one.
-        for backend, ratio in {record.backend: line.to_torch, "gloo": line.to_torch_on_gloo}.items():
-            if ratio is not None:
-                found.setdefault((record.variant, f"torch on {backend}"), []).append(ratio)
+        for backend, ratio in {line.record.backend: line.to_torch, "gloo": line.to_torch_on_gloo}.items():
+            if ratio is not None and line.record.wrapper != "torch":
+                found.setdefault((line.record.variant, f"torch on {backend}"), []).append(ratio)
     texts = []
     for (mine, theirs), ratios in found.items():
         better, worse = (sum(r.is_clear and (r.value > 1) is side for r in ratios) for side in (True, False))
         values = [ratio.value for ratio in ratios]
         texts.append(
             f"{mine} compared with {theirs}, by efficiency: better in {better} of "
-            f"{format_number_of(len(ratios), 'cell')}, worse in {worse}, within the noise in "
-            f"{len(ratios) - better - worse}; ratios from {min(values):.2f} to {max(values):.2f}"
-            + (f" ({len(disturbed)} disturbed left out)." if disturbed else ".")
+            f"{format_number_of(len(ratios), 'undisturbed cell')}, worse in {worse}, within the noise in "
+            f"{len(ratios) - better - worse}; ratios from {min(values):.2f} to {max(values):.2f}."
         )
     return texts
-
-
-def describe_limits(points: Sequence[ScalePoint]) -> list[str]:
-    """Where strong scaling ends: the number of ranks with the largest speed-up, and what messages alone allow."""
-    groups: dict[tuple[object, ...], list[ScalePoint]] = {}
-    for point in sorted(points, key=lambda point: point.record.world_size):
-        record = point.record
-        if record.mode == "strong" and record.world_size > 1:
-            groups.setdefault((record.variant, record.cell, record.job, record.source), []).append(point)
-    lines = []
-    for group in groups.values():
-        best, last = max(group, key=lambda point: point.speedup), group[-1]
-        record, ranks = best.record, best.record.world_size
-        if best.speedup <= 1:
-            text = f"no number of ranks is faster than one, the best is {best.speedup:.2f} on {ranks}"
-        elif best is last:
-            text = f"the speed-up grows up to {ranks} ranks, the most measured: {best.speedup:.2f}"
-        else:
-            reached = f"{last.record.world_size} ranks reach {last.speedup:.2f}"
-            text = f"the speed-up ends at {best.speedup:.2f} on {ranks} ranks, {reached}"
-        if record.busy_s:
-            limit = best.alone.timing.median_s / record.busy_s
-            text += f"; while messages take {format_ms(record.busy_s)} ms of a step, it stays below about {limit:.1f}"
-        lines.append(f"Strong scaling with {_say_cell(record)} in {record.variant}: {text}.")
-    return lines
-
-
-def describe_bandwidths(lines: Sequence[ScaleLine]) -> list[str]:
-    """Of each variant, the step that comes closest to the peak."""
-    best: dict[str, tuple[float, str]] = {}
-    for record, use in ((line.record, line.use) for line in lines):
-        if use is not None:
-            rate, peak = format_rate(use.busbw_bytes_per_s), format_rate(use.peak_bytes_per_s)
-            text = f"messages reach at most {rate} GB/s, {use.share:.0%} of the measured peak of {peak} GB/s"
-            here = use.share, f"{record.variant}: {text} ({_say_place(record)})."
-            best[record.variant] = max(best.get(record.variant, here), here)
-    return [text for _, text in best.values()]
 
 
 def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
@@ -423,39 +403,24 @@ def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
 
 
 def describe_predictions(points: Sequence[PredictedPoint]) -> list[str]:
-    """What predictions say about ranks that were not measured."""
-    groups: dict[tuple[str, str, int, str], list[PredictedPoint]] = {}
-    for point in sorted(points, key=lambda point: point.world_size):
-        if point.measured is None:
-            groups.setdefault((point.variant, point.mode, point.cell_size, point.network), []).append(point)
+    """What the best variant of the largest cell of each mode reaches on the fewest and the most ranks of a network."""
     texts = []
-    for group in groups.values():
-        first, last = group[0], len(group) - 1
-        places = (
-            range(last + 1) if last < _MOST_RANKS else [round(i * last / (_MOST_RANKS - 1)) for i in range(_MOST_RANKS)]
-        )
-        word = "efficiency" if first.mode == "weak" else "speed-up"
+    for mode, network in dict.fromkeys((point.mode, point.network) for point in points if point.network):
+        here = [point for point in points if (point.mode, point.network) == (mode, network)]
+        here = [point for point in here if point.cell_size == max(other.cell_size for other in here)]
+        last = max(here, key=lambda point: (point.world_size, point.efficiency))
+        first = min((point for point in here if point.variant == last.variant), key=lambda point: point.world_size)
         found = []
-        for point in (group[place] for place in places):
-            value = point.efficiency if first.mode == "weak" else point.speedup
+        for point in dict.fromkeys((first, last)):
+            word, value = ("efficiency", point.efficiency) if mode == "weak" else ("speed-up", point.speedup)
             low, high = point.band(value)
             found.append(f"{word} {value:.2f} ({low:.2f} to {high:.2f}) on {point.world_size:,} ranks")
-        doubt = first.doubt or group[-1].doubt  # more ranks are not less doubtful
-        network = f" ({first.network})" if first.network else ""
+        doubt = first.doubt or last.doubt  # more ranks are not less doubtful
         texts.append(
-            f"More ranks ({first.source}), {first.variant}, {_say_cell(first)}{network}: {', '.join(found)}"
+            f"More ranks ({last.source}), {last.variant}, {_say_cell(last)} ({network}): {', '.join(found)}"
             f"{f'; doubtful: {doubt}' if doubt else ''}."
         )
     return texts
-
-
-def _is_leading(one: PredictedPoint, predicted: Sequence[PredictedPoint]) -> bool:
-    """Whether it is of the largest cell of its mode, and of the variant that is best there on the most ranks."""
-    others = [p for p in predicted if p.network and p.mode == one.mode]
-    if not one.network or one.cell_size != max(p.cell_size for p in others):
-        return False
-    rivals = [p for p in others if (p.cell_size, p.network) == (one.cell_size, one.network)]
-    return one.variant == max(rivals, key=lambda p: (p.world_size, p.efficiency)).variant
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -480,14 +445,11 @@ _DEFINITIONS = (
 def describe_machine(environment: Environment) -> str:
     """The machine and the software of a run in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
-    parts = (
-        f"{environment.host}: {environment.cpu}, {environment.cores} cores, {format_memory(environment.memory_bytes)}",
-        f"{environment.system}, Python {environment.python}, {versions}",
-        ", ".join(f"{name} {value}" for name, value in environment.details.items()),
-        f"`{environment.command_line}`",
-        f"commit {environment.git_commit}" if environment.git_commit else "",
-    )
-    return "; ".join(part for part in parts if part)
+    software = f"{environment.system}, Python {environment.python}, {versions}"
+    details = ", ".join(f"{name} {value}" for name, value in environment.details.items() if name != "gpu")
+    commit = environment.git_commit and f"commit {environment.git_commit}"
+    parts = (f"{environment.host}: {environment.machine}", software, details, f"`{environment.command_line}`", commit)
+    return "; ".join(filter(None, parts))
 
 
 def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, warnings: Sequence[str]) -> str:
@@ -691,37 +653,18 @@ class RanksResult(StudyResult):
 
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
-        lines, leaders, predicted = self._lines[0], pick_leaders(self.points), self._predicted[0]
-        strong = {point.record.variant for point in leaders if point.record.mode == "strong"}
+        lines, predicted = self._lines[0], self._predicted[0]
+        undisturbed = find_undisturbed(lines)
+        leaders = pick_leaders(undisturbed or [line for line in lines if line.record.world_size > 1])
         return [
-            *self._summarize(),
+            *summarize(leaders),
             *describe_stragglers(self.steps),
-            *describe_points(leaders),
-            *describe_contests(lines),
-            *describe_limits([point for point in self.points if point.record.variant in strong]),
-            *describe_bandwidths(lines),
+            *describe_lines(leaders, lines),
+            *describe_contests(undisturbed),
             *[f"{line}." for line in self.assumptions if line.startswith(NO_PREDICTION)][:1],
             *describe_errors(predicted),
-            # Of ranks that nobody has, the best variant of the largest cell of each mode says enough.
-            *describe_predictions([point for point in predicted if _is_leading(point, predicted)]),
+            *describe_predictions(predicted),
         ]
-
-    def _summarize(self) -> list[str]:
-        """The best of the most ranks in one sentence."""
-        disturbed = _find_disturbed(self.steps)
-        several = [point for point in self.points if point.record.world_size > 1]
-        several = [point for point in several if _where(point.record) not in disturbed] or several
-        if not several:
-            return []
-        most = max(point.record.world_size for point in several)
-        parts = []
-        for mode in ("weak", "strong"):
-            here = [p for p in several if p.record.mode == mode and p.record.world_size == most]
-            if here:
-                best = max(here, key=lambda p: p.efficiency)
-                value = f"{best.efficiency:.0%} efficiency" if mode == "weak" else f"{best.speedup:.2f} times the speed"
-                parts.append(f"{value} in {mode} scaling ({best.record.variant}, {_say_cell(best.record)})")
-        return [f"{format_number_of(most, 'rank').capitalize()} reach {' and '.join(parts)}."]
 
     @property
     def next_steps(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import itertools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
@@ -12,30 +13,21 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from paceline.units import (
-    GB,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_memory,
-    format_ms,
-    format_rate,
-    format_speed,
-)
+from paceline import units
 
 # How a person reads a value of this unit. Headers of the units in `_HEADED` name the unit, the cells do not.
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "text": str,
     "words": str,
     "number": lambda value: str(value) if isinstance(value, int) else f"{value:.4g}",
-    "count": format_count,
-    "bytes": format_bytes,
-    "memory": format_memory,
-    "ms": format_ms,
+    "count": units.format_count,
+    "bytes": units.format_bytes,
+    "memory": units.format_memory,
+    "ms": units.format_ms,
     "s": lambda value: f"{value:.1f}",
-    "duration": format_duration,
-    "GB/s": format_rate,
-    "samples/s": format_speed,
+    "duration": units.format_duration,
+    "GB/s": units.format_rate,
+    "samples/s": units.format_speed,
     "ratio": lambda value: f"{value:.2f}",
     "factor": lambda value: f"{value:.2f}x",
     "percent": lambda value: f"{value:.0%}",
@@ -85,7 +77,7 @@ class Column:
         value = self.value(row)
         if isinstance(value, float) and not math.isfinite(value):
             return None
-        return value / GB if self.unit == "GB/s" and value is not None else value
+        return value / units.GB if self.unit == "GB/s" and value is not None else value
 
 
 def raw_columns(*paths: str) -> list[Column]:
@@ -128,33 +120,24 @@ class Table:
 
     def markdown(self) -> str:
         """All columns for people that hold anything."""
-        columns = self._named_columns(self.rows)
-        lines = [
-            "| " + " | ".join(column.header for column in columns) + " |",
-            "|" + "|".join("--:" if column.is_number else "---" for column in columns) + "|",
-        ]
-        lines += [
-            "| " + " | ".join(column.cell(row).replace("|", "\\|") for column in columns) + " |" for row in self.rows
-        ]
-        return "\n".join(lines) + "\n"
+        shown = self._show(self.rows)
+        lines = ["|" + "|".join("--:" if one.column.is_number else "---" for one in shown) + "|"]
+        rows = ([cell.replace("|", "\\|") for cell in row] for row in zip(*(one.cells for one in shown), strict=True))
+        head, *body = ("| " + " | ".join(row) + " |" for row in ([one.column.header for one in shown], *rows))
+        return "\n".join([head, *lines, *body]) + "\n"
 
     def html(self) -> str:
         """All columns for people, for a notebook."""
-        columns = self._named_columns(self.rows)
-        align = ["right" if column.is_number else "left" for column in columns]
-        head = "".join(
-            f'<th style="text-align:{side}">{html.escape(column.header)}</th>'
-            for side, column in zip(align, columns, strict=True)
-        )
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f'<td style="text-align:{side}">{html.escape(column.cell(row))}</td>'
-                for side, column in zip(align, columns, strict=True)
-            )
-            + "</tr>"
-            for row in self.rows
-        )
+        shown = self._show(self.rows)
+
+        def build_row(cells: Sequence[str], tag: str) -> str:
+            sides = ("right" if one.column.is_number else "left" for one in shown)
+            parts = zip(cells, sides, strict=True)
+            return "".join(f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>' for cell, side in parts)
+
+        head = build_row([one.column.header for one in shown], "th")
+        rows = zip(*(one.cells for one in shown), strict=True)
+        body = "".join(f"<tr>{build_row(row, 'td')}</tr>" for row in rows)
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -167,100 +150,92 @@ class Table:
         rows = self.rows if self.shown is None else self.shown
         if not rows:
             return ""
-        columns = self._named_columns(rows)
-        same = [c for c in columns if c.unit == "text" and len({c.cell(row) for row in rows}) == 1]
-        if len(same) == len(columns):
-            same = same[1:]
-        common = ", ".join(column.cell(rows[0]) for column in same)
+        shown = self._show(rows)
+        same = [one for one in shown if one.column.unit == "text" and len(set(one.cells)) == 1]
+        same = same[len(same) == len(shown) :]
+        common = ", ".join(one.cells[0] for one in same)
         title = f"{self.title} ({common})" if common and self.title else common or self.title
-        kept = [column for column in columns if column not in same]
-        dropped = [] if width is None else _drop_columns(kept, rows, width)
-        kept = [column for column in kept if column not in dropped]
-        if width is not None and _measure(kept, rows) > width:
-            lines = _stack_rows([column for column in columns if column not in same], rows, width)
-            dropped = []
+        columns = [one for one in shown if one not in same]
+        kept = list(columns)
+        if width is not None:
+            for one in sorted(reversed(columns), key=lambda one: one.column.priority):
+                if _measure(kept) > width and not one.column.is_key:
+                    kept.remove(one)
+        if width is not None and _measure(kept) > width:
+            lines = _stack_rows(columns, width)
         else:
-            lines = _lay_out(kept, rows, width)
-        if dropped:
-            lines += _wrap(f"(not shown: {', '.join(c.name or '' for c in dropped)}; --wide shows all columns)", width)
-        if self.note:
-            lines += _wrap(self.note, width)
-        return "\n".join([*_wrap(title, width), *lines])
+            dropped = ", ".join(one.column.name or "" for one in columns if one not in kept)
+            lines = _lay_out(kept, width)
+            lines += wrap(f"(not shown: {dropped}; --wide shows all columns)" if dropped else "", width)
+        return "\n".join([*wrap(title, width), *lines, *wrap(self.note, width)])
 
-    def _named_columns(self, rows: Sequence[Any]) -> list[Column]:
+    def _show(self, rows: Sequence[Any]) -> list[_Shown]:
         """The columns for people in which some row has a value."""
-        return [c for c in self.columns if c.name is not None and (not rows or any(c.cell(row) for row in rows))]
+        shown = [
+            _Shown(column, [column.cell(row) for row in rows]) for column in self.columns if column.name is not None
+        ]
+        return [one for one in shown if not rows or any(one.cells)]
 
 
-def _wrap(text: str, width: int | None, indent: str = "") -> list[str]:
+@dataclass(frozen=True, eq=False)
+class _Shown:
+    """A column with its cells as people read them."""
+
+    column: Column
+    cells: list[str]
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.column.header, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        return min(self.width, _MIN_WORDS) if self.column.unit == "words" else self.width
+
+
+def wrap(text: str, width: int | None, indent: str = "") -> list[str]:
     """Lines of at most this width, broken between words; a word (a path, say) is never broken."""
-    if not text:
-        return []
     if width is None:
-        return [text]
+        return [text] if text else []
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _find_width(column: Column, rows: Sequence[Any]) -> int:
-    return max(len(column.header), *(len(column.cell(row)) for row in rows))
+def _measure(columns: Sequence[_Shown]) -> int:
+    """The least width of these columns."""
+    return sum(one.least + _GAP for one in columns)
 
 
-def _measure(columns: Sequence[Column], rows: Sequence[Any]) -> int:
-    """The least width of these columns: columns of words are wrapped to no less than `_MIN_WORDS`."""
-    widths = [
-        min(_find_width(column, rows), _MIN_WORDS) if column.unit == "words" else _find_width(column, rows)
-        for column in columns
-    ]
-    return sum(widths) + _GAP * len(widths)
-
-
-def _drop_columns(columns: Sequence[Column], rows: Sequence[Any], width: int) -> list[Column]:
-    """The columns to leave out, so that the others fit; never a key column."""
-    dropped: list[Column] = []
-    order = sorted(range(len(columns)), key=lambda place: (columns[place].priority, -place))
-    for place in order:
-        if _measure([column for column in columns if column not in dropped], rows) <= width:
-            break
-        if not columns[place].is_key:
-            dropped.append(columns[place])
-    return [column for column in columns if column in dropped]
-
-
-def _lay_out(columns: Sequence[Column], rows: Sequence[Any], width: int | None) -> list[str]:
-    widths = [_find_width(column, rows) for column in columns]
-    if width is not None:
-        for place, column in enumerate(columns):
-            if column.unit == "words":
-                others = sum(widths) - widths[place] + _GAP * len(widths)
-                widths[place] = min(widths[place], max(_MIN_WORDS, width - others))
+def _lay_out(columns: Sequence[_Shown], width: int | None) -> list[str]:
+    spare = math.inf if width is None else width - _measure(columns)
+    widths = []
+    for one in columns:  # what is left goes to columns of words
+        widths.append(int(min(one.width, one.least + max(0, spare))))
+        spare -= widths[-1] - one.least
 
     def build_line(cells: Sequence[str]) -> str:
         parts = [
-            cell.rjust(size) if column.is_number else cell.ljust(size)
-            for cell, size, column in zip(cells, widths, columns, strict=True)
+            cell.rjust(size) if one.column.is_number else cell.ljust(size)
+            for cell, size, one in zip(cells, widths, columns, strict=True)
         ]
         return (" " * _GAP + (" " * _GAP).join(parts)).rstrip()
 
     rule = " " * _GAP + "─" * (sum(widths) + _GAP * (len(widths) - 1))
-    lines = [build_line([column.header for column in columns]), rule]
-    for row in rows:
-        cells = [
-            _wrap(column.cell(row), size) or [""] if column.unit == "words" else [column.cell(row)]
-            for column, size in zip(columns, widths, strict=True)
+    lines = [build_line([one.column.header for one in columns]), rule]
+    for row in zip(*(one.cells for one in columns), strict=True):
+        wrapped = [
+            wrap(cell, size) if one.column.unit == "words" else [cell]
+            for cell, size, one in zip(row, widths, columns, strict=True)
         ]
-        lines += [
-            build_line([cell[number] if number < len(cell) else "" for cell in cells])
-            for number in range(max(map(len, cells)))
-        ]
+        lines += [build_line(cells) for cells in itertools.zip_longest(*wrapped, fillvalue="")]
     return lines
 
 
-def _stack_rows(columns: Sequence[Column], rows: Sequence[Any], width: int) -> list[str]:
+def _stack_rows(columns: Sequence[_Shown], width: int) -> list[str]:
     """Each row as lines `name: value`, its key columns first."""
+    ordered = sorted(columns, key=lambda one: not one.column.is_key)
     lines = []
-    for row in rows:
-        ordered = [c for c in columns if c.is_key] + [c for c in columns if not c.is_key]
-        filled = [(column.header, column.cell(row)) for column in ordered if column.cell(row)]
-        for number, (name, cell) in enumerate(filled):
-            lines += _wrap(f"{'  ' if not number else '    '}{name}: {cell}", width, indent="      ")
+    for row in zip(*(one.cells for one in ordered), strict=True):
+        filled = [f"{one.column.header}: {cell}" for one, cell in zip(ordered, row, strict=True) if cell]
+        for number, line in enumerate(filled):
+            lines += wrap(f"{'    ' if number else '  '}{line}", width, indent="      ")
     return lines

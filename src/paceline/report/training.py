@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -38,17 +40,13 @@ _JOB_OPTIONS = {
 }  # fmt: skip
 
 
-def _loss(value: float) -> str:
-    return f"{value:.4f}"
-
-
 _COLUMNS: Sequence[Column] = (
     Column("epoch", lambda e: e.epoch + 1, "number", "epoch", is_key=True),
     Column("steps", lambda e: e.num_steps, "number", "steps", priority=-1),
     Column(None, lambda e: e.num_samples, "number", "samples"),
-    Column("loss", lambda e: e.loss, _loss, "loss", is_key=True),
+    Column("loss", lambda e: e.loss, "{:.4f}".format, "loss", is_key=True),
     Column("accuracy", lambda e: e.accuracy, "percent.1", "accuracy"),
-    Column("test loss", lambda e: e.test_loss, _loss, "test_loss", priority=1),
+    Column("test loss", lambda e: e.test_loss, "{:.4f}".format, "test_loss", priority=1),
     Column("test accuracy", lambda e: e.test_accuracy, "percent.1", "test_accuracy", priority=2),
     Column("time", lambda e: e.seconds, "s", "seconds", priority=1),
     Column("samples/s", lambda e: e.samples_per_s, format_speed, "samples_per_s", priority=2),
@@ -60,10 +58,9 @@ _COLUMNS: Sequence[Column] = (
 
 
 class TrainRunResult(Result):
-    """A training run. In its folder, `config.json` and `metrics.jsonl` are the run; all else follows from them.
+    """A training run: in its folder, `config.json` and `metrics.jsonl`. `rows` has a row for each step.
 
-    `rows` has a row for each step. `run.config` has the settings, and under `outcome` how the run ended: `steps`,
-    `world_size`, `backend`, `device`, `num_parameters`.
+    `run.config` has the settings, and in `outcome` its `steps`, `world_size`, `backend`, `device`, `num_parameters`.
     """
 
     verbs = ("train",)
@@ -82,8 +79,7 @@ class TrainRunResult(Result):
     @property
     def outcome(self) -> dict[str, Any]:
         """How the run ended; empty for an unfinished one, and for one of an older Paceline."""
-        found: dict[str, Any] = self.config.get("outcome") or {}
-        return found
+        return dict(self.config.get("outcome") or {})
 
     @property
     def steps(self) -> int:
@@ -100,10 +96,7 @@ class TrainRunResult(Result):
 
     @property
     def phases(self) -> dict[str, float]:
-        """The median seconds of each part of the steps that `profile` timed, without the first, which makes the plan.
-
-        Empty for a run without `profile`.
-        """
+        """The median seconds of each part of a step, without the first, which makes the plan; {} without `profile`."""
         timed = [row for row in self.rows if "forward_s" in row]
         columns = {name: [row[name] for row in timed[1:] or timed if row[name] is not None] for name in _PARTS}
         return {name: statistics.median(values) for name, values in columns.items() if values} if timed else {}
@@ -113,25 +106,24 @@ class TrainRunResult(Result):
         epochs = self.epochs
         if not epochs:
             return "No step was taken."
-        last, seconds = epochs[-1], sum(epoch.seconds for epoch in epochs)
+
+        def add_up(name: str) -> float:
+            return sum(getattr(epoch, name) or 0.0 for epoch in epochs)
+
+        text, seconds = f"loss {epochs[-1].loss:.4g}", add_up("seconds")
         tested = next((epoch for epoch in reversed(epochs) if epoch.test_loss is not None), None)
-        what = [f"loss {last.loss:.4g}"]
-        if tested is not None:
-            what.append(
-                f"test accuracy {tested.test_accuracy:.1%}"
-                if tested.test_accuracy is not None
-                else f"test loss {tested.test_loss:.4g}"
-            )
-        ranks = format_number_of(self.world_size, "rank")
-        end = "" if self.finished else " (not finished)"
-        parts = [f"{', '.join(what)} after {format_number_of(len(epochs), 'epoch')} on {ranks}{end}"]
+        if tested is not None and tested.test_accuracy is not None:
+            text += f", test accuracy {tested.test_accuracy:.1%}"
+        elif tested is not None:
+            text += f", test loss {tested.test_loss:.4g}"
+        length, ranks = format_number_of(len(epochs), "epoch"), format_number_of(self.world_size, "rank")
+        parts = [f"{text} after {length} on {ranks}{'' if self.finished else ' (not finished)'}"]
         if seconds:
-            parts.append(f"{format_speed(sum(epoch.num_samples for epoch in epochs) / seconds)} samples/s")
-            exposed = [epoch for epoch in epochs if epoch.exposed_comm_s is not None]
-            if self.world_size > 1 and exposed:
-                share = sum(epoch.exposed_comm_s or 0.0 for epoch in exposed) / sum(epoch.seconds for epoch in exposed)
-                parts.append(f"{share:.0%} of the time is exposed communication")
-            parts.append(f"data wait {sum(epoch.data_wait_s for epoch in epochs) / seconds:.0%}")
+            parts.append(f"{format_speed(add_up('num_samples') / seconds)} samples/s")
+            timed_s = sum(epoch.seconds for epoch in epochs if epoch.exposed_comm_s is not None)
+            if self.world_size > 1 and timed_s:
+                parts.append(f"{add_up('exposed_comm_s') / timed_s:.0%} of the time is exposed communication")
+            parts.append(f"data wait {add_up('data_wait_s') / seconds:.0%}")
         return "; ".join(parts) + "."
 
     @property
@@ -139,26 +131,20 @@ class TrainRunResult(Result):
         phases = self.phases
         if not phases:
             return ()
-        names = ("data_wait_s", "forward_s", "backward_s", "optimizer_s")
-        parts = ", ".join(f"{name[:-2].replace('_', ' ')} {format_ms(phases[name])}" for name in names)
-        exposed_s = phases.get("exposed_comm_s")
-        sent = (
-            "`paceline profile phases` measures how much of it is communication"
-            if exposed_s is None
-            else f"exposed communication is {format_ms(exposed_s)} ({exposed_s / phases['step_s']:.1%}) of it"
-        )
+        parts = ", ".join(f"{name[:-2].replace('_', ' ')} {format_ms(phases[name])}" for name in _PARTS[1:-1])
+        sent, exposed_s = "`paceline profile phases` measures how much of it is communication", phases.get(_PARTS[-1])
+        if exposed_s is not None:
+            sent = f"exposed communication is {format_ms(exposed_s)} ({exposed_s / phases['step_s']:.1%}) of it"
         return (f"Median step {format_ms(phases['step_s'])} ms: {parts}; {sent}.",)
 
     def tables(self) -> list[Table]:
         return [Table("table", "", _COLUMNS, self.epochs, key="epochs")]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        return {"training": self._plot} if self.rows else {}
-
-    def _plot(self) -> Figure:
         config, ranks = self.config, format_number_of(self.world_size, "rank")
         title = f"{config['model']} on {config['data'].split(':')[0]}, {ranks} ({config['wrapper']})"
-        return plot_training(self.rows, title, self.run.environment.machine)
+        draw = functools.partial(plot_training, self.rows, title, self.run.environment.machine)
+        return {"training": draw} if self.rows else {}
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -185,18 +171,14 @@ class TrainRunResult(Result):
             raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
         settings = {name: value for name, value in self.config.items() if name != "outcome"}
         write_new(folder / CONFIG_FILE, render_config(settings, self.run.environment, self.outcome))
-        with MetricsLog(folder / METRICS_FILE) as log:
+        with contextlib.closing(MetricsLog(folder / METRICS_FILE)) as log:
             log.append(*self.rows)
 
 
 def render_config(settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None) -> str:
     """The text of `config.json`."""
-    document = {
-        "format": CONFIG_FORMAT[0],
-        "version": CONFIG_FORMAT[1],
-        "settings": settings,
-        "environment": dataclasses.asdict(environment),
-    }
+    document = dict(zip(("format", "version"), CONFIG_FORMAT, strict=True))
+    document |= {"settings": settings, "environment": dataclasses.asdict(environment)}
     return json.dumps(document | ({"outcome": outcome} if outcome else {}), indent=1) + "\n"
 
 
@@ -217,27 +199,20 @@ def load_training(folder: str | Path) -> TrainRunResult:
 def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> Figure:
     """The loss of every step, and the test loss and accuracy where they were measured."""
     figure, axes = new_figure(title, f"{subtitle}; measured")
-    steps = [row["step"] for row in rows]
-    axes.plot(steps, [row["loss"] for row in rows], color=COLORS[0], linewidth=0.9, alpha=0.8, label="training loss")
+    axes.plot(
+        [row["step"] for row in rows], [row["loss"] for row in rows], color=COLORS[0], linewidth=0.9, alpha=0.8,
+        label="training loss",
+    )  # fmt: skip
     tested = [row for row in rows if row.get("test_loss") is not None]
+    at, accuracy = [row["step"] for row in tested], [row.get("test_accuracy") for row in tested]
     if tested:
-        at = [row["step"] for row in tested]
         axes.plot(at, [row["test_loss"] for row in tested], color=COLORS[1], marker="o", label="test loss")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+    axes.set(xlabel="step", ylabel="loss")
     axes.set_ylim(bottom=0)
-    if tested and all(row.get("test_accuracy") is not None for row in tested):
-        right = axes.twinx()
-        right.plot(
-            [row["step"] for row in tested],
-            [100 * row["test_accuracy"] for row in tested],
-            color=COLORS[2],
-            marker="s",
-            linestyle="--",
-            label="test accuracy",
-        )
-        right.set_ylabel("test accuracy (%)")
-        right.set_ylim(0, 100)
+    if tested and None not in accuracy:
+        right, percent = axes.twinx(), [100 * row["test_accuracy"] for row in tested]
+        right.plot(at, percent, color=COLORS[2], marker="s", linestyle="--", label="test accuracy")
+        right.set(ylabel="test accuracy (%)", ylim=(0, 100))
         right.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
     return figure

@@ -5,50 +5,47 @@ What is concluded is in `predict.tuning`; nothing here decides anything.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
 from paceline.plan import Plan
-from paceline.predict.predictor import GridPoint
-from paceline.predict.search import enumerate_caps
-from paceline.predict.simulate import SimulatedStep, simulate
+from paceline.predict.predictor import GridPoint, Judgement
+from paceline.predict.search import estimate_caps
+from paceline.predict.simulate import SimulatedStep
 from paceline.predict.tuning import Tuning, load_tuning
 from paceline.records import StepRecord
 from paceline.records.samples import Ratio
 from paceline.report.plots import COLORS, new_figure, place_legend
+from paceline.report.predictions import draw_caps
 from paceline.report.result import Result
-from paceline.report.table import Column, Table
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_COMPUTE, _FIRST_LANE = 1, 2
 # Below this share of a step, nothing is gained by measuring an input again.
 _LEAST_DOUBT = 0.001
 # The options that `train` needs again to build the job that was tuned.
 _JOB_OPTIONS = ("data", "batch_size", "precision", "backend", "channels", "hidden", "context")
 
 
-def _interval(point: GridPoint) -> str:
-    return f"{format_ms(point.estimate.low_s)} to {format_ms(point.estimate.high_s)}"
-
-
 GRID = (
     Column("bucket size", lambda p: p.cap_bytes, "bytes", "cap_bytes", is_key=True),
     Column("buckets", lambda p: p.estimate.num_buckets, "count", "num_buckets", priority=2),
     Column("predicted", lambda p: p.estimate.step_s, "ms", "predicted_s", priority=5),
-    Column("90 % (ms)", _interval, str, priority=1),
-    Column(None, lambda p: p.estimate.low_s, "s", "low_s"),
-    Column(None, lambda p: p.estimate.high_s, "s", "high_s"),
+    Column("90 % (ms)", lambda p: f"{format_ms(p.estimate.low_s)} to {format_ms(p.estimate.high_s)}", str, priority=1),
+    *raw_columns("estimate.low_s", "estimate.high_s"),
     Column("measured", lambda p: p.measured_s, "ms", "measured_s", priority=5),
     Column("error", lambda p: p.error, lambda error: f"{error:+.1%}", priority=4),
     Column("predicted exposed", lambda p: p.estimate.exposed_s, "ms", "predicted_exposed_s"),
     Column("measured exposed", lambda p: p.exposed_s, "ms", "measured_exposed_s"),
-    Column(None, lambda p: p.same_layout, "yes", "same_layout"),
+    *raw_columns("same_layout"),
     Column("source", lambda p: "simulated" if p.measured is None else p.measured.source, "text", "source"),
 )
 BUCKETS = (
@@ -58,7 +55,7 @@ BUCKETS = (
     Column(None, lambda row: row[1].launch_s, "s", "launch_s"),
     Column(None, lambda row: row[1].start_s, "s", "start_s"),
     Column("queued", lambda row: row[1].queue_s, "ms"),
-    Column("in flight", lambda row: row[1].transfer_s, "ms", priority=2),
+    Column("in flight", lambda row: row[1].done_s - row[1].start_s, "ms", priority=2),
     Column("done", lambda row: row[1].done_s, "ms", "done_s", priority=3),
     Column("after backward", lambda row: max(0.0, row[1].done_s - row[2]), "ms", priority=1),
     Column("source", lambda row: "simulated", "text", "source"),
@@ -116,9 +113,9 @@ class TuneResult(Result):
         listed = ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
         advice = f"; to reduce it, measure {first} again" if most >= _LEAST_DOUBT else ""
         return [
-            *describe_errors(tuning),
+            *describe_errors(tuning.judgement),
             f"standard deviation of the predicted step by input: {listed}{advice}",
-            *tuning.model.assumptions,
+            f"contention: {tuning.model.costs.contention.basis}",
             describe_torch(tuning),
         ]
 
@@ -175,18 +172,12 @@ class TuneResult(Result):
         tuning, judgement, step = self.tuning, self.tuning.judgement, self.step
         times = {label: record.timing.median_s for label, record in judgement.confirmed.items()}
         best = judgement.best_measured
-        settings = tuning.settings
         return super().to_json() | {
             "model": step.model,
             "wrapper": step.wrapper,
             "backend": step.backend,
-            "world_size": settings.network_ranks if settings.network else step.world_size,
-            "mape": judgement.mape,
-            "max_error": judgement.max_error,
-            "exposed_error": judgement.exposed_error,
-            "exposed_step_error": judgement.exposed_step_error,
-            "coverage": judgement.coverage,
-            "kendall_tau": judgement.kendall_tau,
+            "world_size": tuning.settings.network_ranks if tuning.settings.network else step.world_size,
+            **judgement.scores,
             "flat": judgement.is_flat,
             "noise": judgement.noise,
             "best_predicted_cap_bytes": judgement.best_predicted.cap_bytes,
@@ -202,17 +193,16 @@ class TuneResult(Result):
         }
 
 
-def describe_errors(tuning: Tuning) -> list[str]:
+def describe_errors(judgement: Judgement) -> list[str]:
     """How right the prediction was, in sentences."""
-    judgement = tuning.judgement
     lines = []
-    if judgement.mape is not None:
-        tau = judgement.kendall_tau
+    if judgement.measured:
+        score = {name: math.nan if value is None else value for name, value in judgement.scores.items()}
         lines.append(
-            f"predicted steps are {judgement.mape:.1%} off on average, {judgement.max_error:.1%} at most; the time "
-            f"that communication adds, by {judgement.exposed_error:.0%} of it or {judgement.exposed_step_error:.1%} "
-            f"of a step; {judgement.coverage:.0%} of the measured points are in their 90 % intervals; rank correlation "
-            f"{'unknown' if tau is None else format(tau, '.2f')}; noise {judgement.noise:.1%}"
+            f"predicted steps are {score['mape']:.1%} off on average, {score['max_error']:.1%} at most; the time that "
+            f"communication adds, by {score['exposed_error']:.0%} of it or {score['exposed_step_error']:.1%} of a "
+            f"step; {score['coverage']:.0%} of the measured points are in their 90 % intervals; rank correlation "
+            f"{score['kendall_tau']:.2f}; noise {judgement.noise:.1%}"
         )
     odd = [format_bytes(point.cap_bytes) for point in judgement.points if not point.same_layout]
     return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines
@@ -221,30 +211,26 @@ def describe_errors(tuning: Tuning) -> list[str]:
 def describe_answer(tuning: Tuning) -> str:
     """The answer in one sentence, without its end."""
     choice, judgement = tuning.choice, tuning.judgement
-    count = format_number_of(choice.estimate.num_buckets, "bucket")
-    gain = judgement.gain
+    count, gain = format_number_of(choice.estimate.num_buckets, "bucket"), judgement.gain
     if choice.is_default or (gain is None and tuning.keeps_default):
-        times = [p.measured_s if p.measured_s is not None else p.estimate.step_s for p in judgement.points]
-        sizes = f"all bucket sizes lie within {max(times) / min(times) - 1:.1%}"
+        sizes = f"all bucket sizes lie within {judgement.spread:.1%}"
         if judgement.is_flat:
-            noise = f", the noise being {judgement.noise:.1%}" if judgement.noise else ", predicted"
-            return f"flat: keep the default, {count}: {sizes}{noise}"
+            noise = f"the noise being {judgement.noise:.1%}" if judgement.noise else "predicted"
+            return f"flat: keep the default, {count}: {sizes}, {noise}"
         regret = "" if judgement.regret is None else f" (regret {judgement.regret:.1%})"
         return f"keep the default, {count}: no plan is predicted to gain more than the noise; {sizes}{regret}"
     cap = f"bucket size {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "the plan"
     if gain is None:
         return f"use {cap}, {count}: predicted {choice.gain:.1%} less than the default"
     noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
-    predicted = f"{cap}, {count}, was predicted to take {choice.gain:.1%} less"
-    if not gain.is_clear:
-        measured = f"{abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}"
-        return f"keep the default: {predicted}, and took {measured}, within the noise"
-    if gain.value > 1:
-        return f"keep the default: {predicted}, and took {gain.value - 1:.1%}{noise} more: a wrong prediction"
-    return (
-        f"use {cap}, {count}: it takes {1 - gain.value:.1%}{noise} less than the default, measured in turns; predicted "
-        f"{choice.gain:.1%}, regret {judgement.regret:.1%}"
-    )
+    took = f"{abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}"
+    if gain.is_clear and gain.value <= 1:
+        return (
+            f"use {cap}, {count}: it takes {took} than the default, measured in turns; predicted {choice.gain:.1%}, "
+            f"regret {judgement.regret:.1%}"
+        )
+    why = ": a wrong prediction" if gain.is_clear else ", within the noise"
+    return f"keep the default: {cap}, {count}, was predicted to take {choice.gain:.1%} less, and took {took}{why}"
 
 
 def describe_torch(tuning: Tuning) -> str:
@@ -262,41 +248,31 @@ def describe_torch(tuning: Tuning) -> str:
 
 def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     """Step time against bucket size: predicted for every cap, measured for some."""
-    judgement, model = tuning.judgement, tuning.model
-    sources = {point.measured.source for point in judgement.measured if point.measured} or {"simulated"}
+    judgement, points = tuning.judgement, tuning.judgement.points
+    sources = {point.measured.source for point in points if point.measured} or {"simulated"}
     figure, axes = new_figure(title, f"{subtitle}; predicted is simulated, points are {', '.join(sorted(sources))}")
-    points = judgement.points
     least, most = min(p.cap_bytes for p in points) / 1.5, max(p.cap_bytes for p in points) * 1.5
-    xs: list[float] = []
-    ys: list[float] = []
-    for interval in enumerate_caps(model.job.sizes):
-        if interval.high_bytes >= least and interval.low_bytes <= most:
-            xs += [max(interval.low_bytes, least) / MIB, min(interval.high_bytes, most) / MIB]
-            ys += [simulate(model.job, interval.cuts, model.costs).step_s * 1e3] * 2
-    axes.plot(xs, ys, color=COLORS[0], linewidth=1.5, label="predicted, every bucket size")
+    caps = estimate_caps(tuning.model.job, tuning.model.costs).points
+    caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
+    draw_caps(axes, caps, [cap.step.step_s for cap in caps], "predicted, every bucket size")
+    axes.set_xlim(least / MIB, most / MIB)
+    low, high = [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points]
     sizes = [point.cap_bytes / MIB for point in points]
-    axes.fill_between(
-        sizes, [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points],
-        color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval",
-    )  # fmt: skip
+    axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
     measured = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
     if measured:
-        centers = [timing.median_s * 1e3 for _, timing in measured]
-        below = [max(0.0, c - timing.p10_s * 1e3) for c, (_, timing) in zip(centers, measured, strict=True)]
-        above = [max(0.0, timing.p90_s * 1e3 - c) for c, (_, timing) in zip(centers, measured, strict=True)]
-        axes.errorbar(
-            [size for size, _ in measured], centers, yerr=[below, above], fmt="o-", capsize=3, color=COLORS[1],
-            linewidth=1, label="measured: median, p10 to p90",
-        )  # fmt: skip
-        place, least_ms = min(zip([size for size, _ in measured], centers, strict=True), key=lambda pair: pair[1])
-        axes.plot([place], [least_ms], "*", color=COLORS[1], markersize=15, label="best measured")
+        sizes, timings = [size for size, _ in measured], [timing for _, timing in measured]
+        centers = [timing.median_s * 1e3 for timing in timings]
+        errors = [[(t.median_s - t.p10_s) * 1e3 for t in timings], [(t.p90_s - t.median_s) * 1e3 for t in timings]]
+        style: dict[str, Any] = {"fmt": "o-", "capsize": 3, "linewidth": 1, "label": "measured: median, p10 to p90"}
+        axes.errorbar(sizes, centers, yerr=errors, color=COLORS[1], **style)
+        best_ms, size = min(zip(centers, sizes, strict=True))
+        axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
     best = judgement.best_predicted
-    axes.plot(
-        [best.cap_bytes / MIB], [best.estimate.step_s * 1e3], "D", color=COLORS[2], markersize=8, label="best predicted"
-    )
-    axes.axhline(points[0].plain_s * 1e3, color=COLORS[6], linestyle=":", linewidth=1, label="without communication")
-    axes.set_xscale("log")
-    axes.set_xlabel("bucket size (MiB)")
+    x, y = best.cap_bytes / MIB, best.estimate.step_s * 1e3
+    axes.plot([x], [y], "D", color=COLORS[2], markersize=8, label="best predicted")
+    plain_ms = tuning.model.plain_s * 1e3
+    axes.axhline(plain_ms, color=COLORS[6], linestyle=":", linewidth=1, label="without communication")
     axes.set_ylabel("step (ms)")
     place_legend(figure, axes)
     return figure
@@ -306,26 +282,24 @@ def render_timeline(steps: Mapping[str, SimulatedStep]) -> str:
     """Simulated steps as a trace for Perfetto: a process for each, its phases on one track, each bucket on another."""
     events: list[dict[str, Any]] = []
 
-    def name_track(pid: int, tid: int, kind: str, name: str) -> None:
+    def add_track(pid: int, tid: int, name: str, spans: Sequence[tuple[str, float, float]]) -> None:
+        """A track with its spans: their names, begins and ends in seconds; without spans, the process itself."""
+        kind = "thread_name" if spans else "process_name"
         events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}})
-
-    def add_span(pid: int, tid: int, name: str, start_s: float, length_s: float) -> None:
-        if length_s > 0:
-            times = {"ts": round(start_s * 1e6, 3), "dur": round(length_s * 1e6, 3)}
-            events.append({"ph": "X", "name": name, "pid": pid, "tid": tid, **times})
+        for what, begin_s, end_s in spans:
+            if end_s > begin_s:
+                times = {"ts": round(begin_s * 1e6, 3), "dur": round((end_s - begin_s) * 1e6, 3)}
+                events.append({"ph": "X", "name": what, "pid": pid, "tid": tid, **times})
 
     for pid, (name, step) in enumerate(steps.items(), 1):
-        name_track(pid, 0, "process_name", f"{name} (simulated)")
-        name_track(pid, _COMPUTE, "thread_name", "this rank")
-        begin = step.before_s
-        add_span(pid, _COMPUTE, "data and forward", 0.0, begin)
-        add_span(pid, _COMPUTE, "backward", begin, step.backward_s)
-        add_span(pid, _COMPUTE, "exposed communication", begin + step.backward_s, step.over_s - step.backward_s)
-        add_span(pid, _COMPUTE, "optimizer", begin + step.over_s, step.after_s)
+        add_track(pid, 0, f"{name} (simulated)", ())
+        begin, end, over = step.before_s, step.before_s + step.backward_s, step.before_s + step.over_s
+        phases = [("data and forward", 0.0, begin), ("backward", begin, end), ("exposed communication", end, over)]
+        add_track(pid, 1, "this rank", [*phases, ("optimizer", over, over + step.after_s)])
         for number, bucket in enumerate(step.buckets):
-            lane, size = _FIRST_LANE + number, format_bytes(bucket.num_bytes)
-            name_track(pid, lane, "thread_name", f"bucket {number}, {size}")
-            add_span(pid, lane, f"gathered, {size}", begin + bucket.ready_s, bucket.launch_s - bucket.ready_s)
-            add_span(pid, lane, f"queued, {size}", begin + bucket.launch_s, bucket.start_s - bucket.launch_s)
-            add_span(pid, lane, f"in flight, {size}", begin + bucket.start_s, bucket.done_s - bucket.start_s)
+            size = format_bytes(bucket.num_bytes)
+            moments = [begin + at_s for at_s in (bucket.ready_s, bucket.launch_s, bucket.start_s, bucket.done_s)]
+            names = (f"{what}, {size}" for what in ("gathered", "queued", "in flight"))
+            spans = [(what, *pair) for what, pair in zip(names, itertools.pairwise(moments), strict=True)]
+            add_track(pid, 2 + number, f"bucket {number}, {size}", spans)
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=None) + "\n"

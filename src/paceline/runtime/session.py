@@ -585,7 +585,7 @@ def _open(
         if study is not None and study.command_line:
             environment = dataclasses.replace(environment, command_line=study.command_line)
         if folder is not None and is_leader:
-            stack.enter_context(_lock(folder))
+            stack.callback(os.close, lock_folder(folder))
         session = Session(
             verb, config, ranks, environment, place, folder, study, progress,
             here=here, is_finished=folder is not None and (folder / RUN_FILE).exists(), can_resume=can_resume,
@@ -603,23 +603,22 @@ def _check_same_machine(study: Study, environment: Environment) -> None:
         )
 
 
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Refuse a folder in which another process runs: both would measure the same cells."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(
-            f"{folder} is used by another process: wait until it ends, or stop it", code="locked"
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        os.close(handle)
+def lock_folder(folder: Path, timeout_s: float = 0.0) -> int:
+    """Refuse a folder in which another process runs; the lock lasts until the handle is closed or this process ends."""
+    handle, until_s = os.open(folder, os.O_RDONLY), time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until_s:
+                time.sleep(0.05)
+                continue
+            os.close(handle)
+            text = f"{folder} is used by another process: wait until it ends, or stop it"
+            raise ConfigError(text, code="locked") from None
+        except OSError:  # a file system without locks
+            pass
+        return handle
 
 
 def find_function(load: Load) -> Callable[..., Any]:

@@ -1,7 +1,4 @@
-"""From settings to a job: data, model, wrapper, optimizer. Every rank builds its own.
-
-What they do together is in `loop`.
-"""
+"""From settings to a job: data, model, wrapper, optimizer. Every rank builds its own; `loop` is what they do."""
 
 from __future__ import annotations
 
@@ -60,9 +57,9 @@ class Job:
 
     def order(self, epoch: int) -> EpochOrder:
         """The windows of an epoch: the same on every rank and for every number of ranks."""
-        settings, size = self.settings, self.batches.global_batch_size
-        sizes = self.batch_schedule.window_sizes(epoch) if settings.batch_growth else size
-        return EpochOrder(len(self.train), sizes, settings.seed, epoch, settings.tail)
+        settings, sizes = self.settings, self.batches.global_batch_size
+        grown = self.batch_schedule.window_sizes(epoch) if settings.batch_growth else sizes
+        return EpochOrder(len(self.train), grown, settings.seed, epoch, settings.tail)
 
     def micro_batch_sizes(self, epoch: int) -> int | tuple[int, ...]:
         """The most samples of a rank's micro-batch, in all windows of an epoch or in each."""
@@ -90,50 +87,33 @@ def build_job(
     if len(train) < world.world_size:
         raise ConfigError(f"{train.describe()}: fewer samples than the {world.world_size} ranks; use fewer ranks")
     learner = build_learner(settings, world, train, plan)
-    batches = settings.batches
-    batch_schedule = _build_batch_schedule(settings, len(train))
-    num_steps = batch_schedule.num_steps if settings.steps is None else settings.steps
+    size, epochs, num_steps = settings.batches.global_batch_size, settings.epochs, settings.steps
+    # Refuses data that is smaller than one batch.
+    per_epoch = EpochOrder(len(train), size, settings.seed, 0, settings.tail).num_windows
+    if num_steps is not None:
+        epochs = -(-num_steps // per_epoch)
+    batch_schedule = BatchSchedule(
+        global_batch_size=size, num_samples=len(train), epochs=epochs, growths=settings.batch_growth, tail=settings.tail
+    )
+    batch_schedule.check()
+    num_steps = num_steps or batch_schedule.num_steps
     if settings.lr_warmup >= num_steps:
         raise ConfigError(f"--lr-warmup {settings.lr_warmup} of {num_steps} steps in all: leave some to train at --lr")
     schedule = Schedule(
-        shape=settings.schedule,
-        peak=settings.lr,
-        num_steps=num_steps,
-        warmup_steps=settings.lr_warmup,
+        shape=settings.schedule, peak=settings.lr, num_steps=num_steps, warmup_steps=settings.lr_warmup,
         drops=settings.lr_drops,
-    )
-    return Job(settings, world, batches, train, test, learner, schedule, batch_schedule)
-
-
-def _build_batch_schedule(settings: TrainSettings, num_samples: int) -> BatchSchedule:
-    size, epochs = settings.batches.global_batch_size, settings.epochs
-    # Refuses data that is smaller than one batch.
-    per_epoch = EpochOrder(num_samples, size, settings.seed, 0, settings.tail).num_windows
-    if settings.steps is not None:
-        epochs = -(-settings.steps // per_epoch)
-    schedule = BatchSchedule(
-        global_batch_size=size,
-        num_samples=num_samples,
-        epochs=epochs,
-        growths=settings.batch_growth,
-        tail=settings.tail,
-    )
-    schedule.check()
-    return schedule
+    )  # fmt: skip
+    return Job(settings, world, settings.batches, train, test, learner, schedule, batch_schedule)
 
 
 def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
     """The training set and the test set, in the form that suits the model."""
     request = build_data_request(settings)
     # A user's own model has no default data; it needs none where a data set or a kind is named.
-    form = (
-        None
-        if is_own(settings.model) and settings.data != "synthetic"
-        else default_form(settings.model, build_model_options(settings))
-    )
+    needs_form = not is_own(settings.model) or settings.data == "synthetic"
+    form = default_form(settings.model, build_model_options(settings)) if needs_form else None
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
-    train = load_data(request, "train", form, world.device, folder)
-    test = load_data(request, "test", form, world.device, folder)
+    train, test = (load_data(request, split, form, world.device, folder) for split in ("train", "test"))
     return train, test if settings.test_samples is None else test.first(settings.test_samples)
 
 
@@ -160,14 +140,13 @@ def build_learner(
         module = build_model(settings.model, data.form, build_model_options(settings)).to(world.device)
     else:
         module = copy.deepcopy(like)
-    if settings.sync_batchnorm or settings.ghost_batchnorm is not None:
+    ghost = settings.ghost_batchnorm
+    if settings.sync_batchnorm or ghost is not None:
         if not any(isinstance(layer, _BatchNorm) for layer in module.modules()):
-            flag = "--sync-batchnorm" if settings.sync_batchnorm else f"--ghost-batchnorm {settings.ghost_batchnorm}"
+            flag = "--sync-batchnorm" if ghost is None else f"--ghost-batchnorm {ghost}"
             raise ConfigError(f"{flag}: {settings.model} has no BatchNorm; leave it out")
-        if settings.ghost_batchnorm is None:
-            module = SyncBatchNorm.convert_sync_batchnorm(module)
-        else:
-            module = GhostBatchNorm.convert(module, settings.ghost_batchnorm)
+        to_sync = SyncBatchNorm.convert_sync_batchnorm
+        module = to_sync(module) if ghost is None else GhostBatchNorm.convert(module, ghost)
     if world.device.type == "cuda" and data.form.kind == "images":
         # The layout in which cuDNN's convolutions are fastest, tensor cores or not; the numbers are the same.
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -178,67 +157,49 @@ def build_learner(
     if settings.plan is not None:
         plan = load_plan(Path(settings.plan))
     if settings.label_smoothing and not data.form.num_classes:
-        raise ConfigError(
-            f"--label-smoothing {settings.label_smoothing}: {data.name} has numbers as targets; leave it out"
-        )
+        found = f"--label-smoothing {settings.label_smoothing}: {data.name} has numbers as targets"
+        raise ConfigError(f"{found}; leave it out")
+    optimizer = _build_optimizer(module, settings, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
     return Learner(
-        model=_wrap(module, settings, plan),
-        module=module,
-        optimizer=_build_optimizer(module, settings, world.device),
-        scaler=scaler,
-        form=data.form,
-        device=world.device,
-        world_size=world.world_size,
-        precision=settings.precision,
-        clip=settings.clip,
-        label_smoothing=settings.label_smoothing,
-    )
+        _wrap(module, settings, plan), module, optimizer, scaler, data.form, world.device, world.world_size,
+        settings.precision, settings.clip, settings.label_smoothing,
+    )  # fmt: skip
 
 
 def _wrap(module: nn.Module, settings: TrainSettings, plan: Plan | None) -> nn.Module:
-    if settings.wrapper == "paceline":
-        return DataParallel(module, plan=plan)
-    if settings.wrapper == "torch":
-        if plan is None:
-            return DistributedDataParallel(module)
-        _check_plan(plan, module)
-        kwargs = plan.as_torch_kwargs()
-        if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
-            raise ConfigError(
-                "--plan has buckets that no single cap gives, and a cap for each needs torch 2.13 or newer: use "
-                "--wrapper paceline, or a plan of `tune --wrapper torch` on this torch"
-            )
-        return DistributedDataParallel(module, **kwargs)
+    if settings.wrapper == "none":
+        return module
     if settings.wrapper == "dp":
         return nn.DataParallel(module)
-    return module
-
-
-def _check_plan(plan: Plan, module: nn.Module) -> None:
-    """Refuse a plan of another model: torch takes only its caps, and would not notice."""
+    if settings.wrapper == "paceline":
+        return DataParallel(module, plan=plan)
+    if plan is None:
+        return DistributedDataParallel(module)
+    # Refuse a plan of another model: torch takes only its caps, and would not notice.
     planned = {gradient.name: gradient.num_bytes for gradient in plan.gradients}
     here = {name: param.nbytes for name, param in module.named_parameters() if param.requires_grad}
     if planned != here:
         odd = sorted(planned.items() ^ here.items())[0][0]
-        raise ConfigError(
-            f"--plan is of {len(planned)} gradients and the model has {len(here)} (the first that differs is {odd}): "
-            "make a plan for this model"
-        )
+        found = f"--plan is of {len(planned)} gradients and the model has {len(here)} (the first that differs is {odd})"
+        raise ConfigError(f"{found}: make a plan for this model")
+    kwargs = plan.as_torch_kwargs()
+    if "bucket_cap_mb_list" in kwargs and not takes_cap_lists():
+        found = "--plan has buckets that no single cap gives, and a cap for each needs torch 2.13 or newer"
+        raise ConfigError(f"{found}: use --wrapper paceline, or a plan of `tune --wrapper torch` on this torch")
+    return DistributedDataParallel(module, **kwargs)
 
 
 def _build_optimizer(module: nn.Module, settings: TrainSettings, device: torch.device) -> torch.optim.Optimizer:
     """Weight decay and trust ratios apply to matrices and filters only, not to biases and norms."""
     groups = split_parameters(module, settings.weight_decay)
-    if settings.optimizer == "lars":
-        coefficient: dict[str, Any] = (
-            {} if settings.trust_coefficient is None else {"trust_coefficient": settings.trust_coefficient}
-        )
-        return LARS(groups, settings.lr, settings.momentum, nesterov=settings.momentum > 0, **coefficient)
-    if settings.optimizer == "lamb":
-        return LAMB(groups, settings.lr)
-    fused = device.type == "cuda"
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.lr, fused=fused)
-    nesterov = settings.momentum > 0
-    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, nesterov=nesterov, fused=fused)
+    options: dict[str, Any] = {"lr": settings.lr}
+    if settings.optimizer in ("sgd", "lars"):
+        options |= {"momentum": settings.momentum, "nesterov": settings.momentum > 0}
+    if settings.trust_coefficient is not None:
+        options["trust_coefficient"] = settings.trust_coefficient
+    if settings.optimizer in ("sgd", "adamw"):
+        options["fused"] = device.type == "cuda"
+    kinds = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "lars": LARS, "lamb": LAMB}
+    optimizer: torch.optim.Optimizer = kinds[settings.optimizer](groups, **options)
+    return optimizer

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: nested state as tensors and JSON, safetensors, folders that appear whole and verified."""
+"""Checkpoints on disk: nested state as tensors and JSON, safetensors, folders that appear whole and verified."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import struct
+import sys
+import threading
 import zlib
-from collections.abc import Collection, Mapping
-from io import BufferedReader
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from paceline.errors import ConfigError, RecordError
+from paceline.plan import Plan
 from paceline.records.store import write_new
+from paceline.units import format_bytes
+
+# What reading a file or a structure of another making raises.
+_INVALID = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, OSError, struct.error)
+
+# -- nested state ------------------------------------------------------------------------------------------------------
 
 # A one-key object with one of these represents what JSON lacks. A dict with a key that begins with "$" is written as
 # pairs, so a state cannot be mistaken for one.
@@ -37,52 +47,44 @@ def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     types; an OrderedDict comes back as a dict. Tensors are not copied.
     """
     tensors: dict[str, torch.Tensor] = {}
-    structure = _pack(state, (), tensors)
-    return tensors, structure
+    return tensors, _pack(state, (), tensors)
 
 
 def unpack_state(tensors: Mapping[str, torch.Tensor], structure: Any) -> Any:
     """The state that `pack_state` took apart; RecordError where the structure is invalid."""
     try:
         return _unpack(structure, tensors)
-    except (KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
+    except _INVALID as error:
         raise RecordError(f"the structure of the state is wrong: {type(error).__name__} {error}") from None
 
 
 def _pack(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor]) -> Any:
     kind = type(value)
     if len(path) > _MAX_DEPTH:
-        raise ConfigError(
-            f"the state at {_name(path[:4])}... is nested more than {_MAX_DEPTH} deep: it may hold itself"
-        )
+        raise ConfigError(f"{_name(path[:4])}... is nested more than {_MAX_DEPTH} deep: it may hold itself")
     if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MAX_INT_BITS):
         return value
     if kind is float:
         # json prints the shortest digits that read back to the same bits, but has no word for inf and nan.
         return value if math.isfinite(value) else {_FLOAT: struct.pack(">d", value).hex()}
-    if kind is list:
-        return [_pack(item, (*path, number), tensors) for number, item in enumerate(value)]
-    if kind is tuple:
-        return {_TUPLE: [_pack(item, (*path, number), tensors) for number, item in enumerate(value)]}
+    if kind in (list, tuple):
+        items = [_pack(item, (*path, number), tensors) for number, item in enumerate(value)]
+        return items if kind is list else {_TUPLE: items}
     if kind in (dict, collections.OrderedDict):
         for key in value:
             if type(key) not in (str, int):
-                raise ConfigError(
-                    f"the state at {_name(path)} has the key {key!r}, {_type(key)}: use strings or integers"
-                )
-        pairs = [(key, _pack(item, (*path, key), tensors)) for key, item in value.items()]
-        plain = all(type(key) is str and not key.startswith("$") for key in value)
-        return dict(pairs) if plain else {_DICT: [list(pair) for pair in pairs]}
+                raise ConfigError(f"{_name(path)} has the key {key!r}, {_type(key)}: use strings or integers")
+        pairs = [[key, _pack(item, (*path, key), tensors)] for key, item in value.items()]
+        is_plain = all(type(key) is str and not key.startswith("$") for key in value)
+        return dict(pairs) if is_plain else {_DICT: pairs}
     if kind in _TENSOR_TYPES and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
         key = ".".join(map(str, path)) or "state"
         while key in tensors:  # {"a.b": x, "a": {"b": y}}
             key += "'"
         tensors[key] = value.detach()
         return {_TENSOR: key}
-    raise ConfigError(
-        f"the state at {_name(path)} is {_type(value)}: a checkpoint holds dense tensors, int, float, bool, str, None, "
-        "and dicts, lists and tuples of these; convert it"
-    )
+    kinds = "dense tensors, int, float, bool, str, None, and dicts, lists and tuples of these"
+    raise ConfigError(f"{_name(path)} is {_type(value)}: a checkpoint holds {kinds}; convert it")
 
 
 def _unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -90,8 +92,7 @@ def _unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return [_unpack(item, tensors) for item in structure]
     if not isinstance(structure, dict):
         return structure
-    tag = next(iter(structure), "")
-    if not tag.startswith("$"):
+    if not next(iter(structure), "").startswith("$"):
         return {key: _unpack(item, tensors) for key, item in structure.items()}
     ((tag, content),) = structure.items()
     if tag == _TENSOR:
@@ -106,16 +107,17 @@ def _unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _name(path: tuple[str | int, ...]) -> str:
-    return "".join(f"[{part!r}]" for part in path) or "its top"
+    return "the state at " + ("".join(f"[{part!r}]" for part in path) or "its top")
 
 
 def _type(value: Any) -> str:
-    kind = type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, torch.Tensor):
-        return f"a tensor ({name}, {value.layout}, {value.dtype}, on {value.device})"
-    return f"an integer of {value.bit_length()} bits" if kind is int else f"of type {name}"
+        return f"a tensor ({value.layout}, {value.dtype}, on {value.device})"
+    is_int, name = type(value) is int, f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"an integer of {value.bit_length()} bits" if is_int else f"of type {name.removeprefix('builtins.')}"
 
+
+# -- safetensors -------------------------------------------------------------------------------------------------------
 
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
@@ -124,287 +126,94 @@ _DTYPES = {
     "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _METADATA = "__metadata__"
 _PAGE_BYTES = 4096
 
 
 class TensorBuffer:
-    """A whole file in host memory, allocated once and reused; pinned where tensors come from a GPU.
-
-    Copies from a GPU may still be running after `fill`: `synchronize` waits for them.
-    """
+    """A whole file in host memory, allocated once and reused; pinned where tensors come from a GPU."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._events: list[torch.cuda.Event] = []
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> memoryview:
-        """Copy the tensors; the bytes of the file, valid until the next `fill`.
-
-        A copy from a GPU is queued on its current stream, so work that is queued there later cannot change it.
-        """
+        """Copy the tensors; the bytes of the file, valid until the next `fill`. Copies from a GPU are queued on its
+        current stream, so work that is queued there later cannot change them."""
+        entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+        num_bytes = 0
         # Large elements first, as the format's own writer does: then every tensor is aligned.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-        header, num_bytes = _render_header({name: tensors[name] for name in order}, metadata)
+        for name in order:
+            tensor, start = tensors[name], num_bytes
+            if tensor.dtype not in _NAMES:
+                known = ", ".join(_DTYPES)
+                raise ConfigError(f"tensor {name!r} of {tensor.dtype} cannot be saved: safetensors knows {known}")
+            num_bytes += tensor.nbytes
+            place = [start, num_bytes]
+            entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
         on_gpu = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        total_bytes = len(header) + num_bytes
-        if self._buffer.numel() < total_bytes + _PAGE_BYTES or (on_gpu and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(total_bytes + _PAGE_BYTES, dtype=torch.uint8, pin_memory=bool(on_gpu))
+        num_bytes += len(header)
+        if self._buffer.numel() < num_bytes + _PAGE_BYTES or (on_gpu and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(num_bytes + _PAGE_BYTES, dtype=torch.uint8, pin_memory=bool(on_gpu))
         # From the start of a page on: only then can it be written past the page cache.
         first = -self._buffer.data_ptr() % _PAGE_BYTES
-        file = self._buffer[first : first + total_bytes]
+        file = self._buffer[first : first + num_bytes]
         view = file.numpy().data
         view[: len(header)] = header
-        start = len(header)
-        with torch.no_grad():
-            for name in order:
-                tensor = tensors[name]
-                end = start + tensor.numel() * tensor.element_size()
-                file[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
-                start = end
-        self._events = [_record_event(device) for device in on_gpu]
+        for name in order:
+            tensor = tensors[name].detach()
+            start, end = (len(header) + offset for offset in entries[name]["data_offsets"])
+            file[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
+        self._events = []
+        for device in on_gpu:
+            # A blocking event sleeps while it waits, so that the core stays with the training.
+            self._events.append(torch.cuda.Event(blocking=True))
+            self._events[-1].record(torch.cuda.current_stream(device))
         return view
 
     def synchronize(self) -> None:
-        """Wait until the bytes of the last `fill` are there."""
+        """Wait for copies from a GPU, which may still be running after `fill`."""
         for event in self._events:
             event.synchronize()
-
-
-def _record_event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(blocking=True)  # sleeps while it waits, so that the core stays with the training
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _render_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """The start of the file, padded to a multiple of 8 bytes, and how many bytes of tensors follow it."""
-    entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    start = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES or name == _METADATA:
-            raise ConfigError(
-                f"tensor {name!r} of {tensor.dtype} cannot be saved: safetensors knows {', '.join(map(str, _NAMES))}, "
-                f"and takes any name but {_METADATA}"
-            )
-        end = start + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, start
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, on the CPU, each with memory of its own.
 
-    RecordError where the header does not describe exactly the bytes that follow it; nothing large is allocated before
-    that is known.
+    RecordError where the header does not describe exactly the bytes that follow it; nothing large is allocated then.
     """
     try:
         with path.open("rb") as file:
-            layout = _load_layout(file, path.stat().st_size)
-            tensors = {}
-            for name, (dtype, shape) in layout.items():
-                tensor = torch.empty(shape, dtype=dtype)
-                view = tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-                if view and file.readinto(view) != len(view):
-                    raise RecordError(f"the file ends inside tensor {name!r}")
-                tensors[name] = tensor
+            header_bytes = int.from_bytes(file.read(8), "little")
+            data_bytes = path.stat().st_size - 8 - header_bytes
+            if data_bytes < 0:
+                raise ValueError(f"its header claims {header_bytes} bytes")
+            entries = json.loads(file.read(header_bytes))
+            entries.pop(_METADATA, None)
+            tensors, at = {}, 0
+            # Contiguous: no tensor overlaps another, and no byte is unused.
+            for name, entry in sorted(entries.items(), key=lambda item: cast(Any, item[1]["data_offsets"])):
+                dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+                start, at = at, at + math.prod(shape) * dtype.itemsize
+                if entry["data_offsets"] != [start, at] or at > data_bytes or min(shape, default=0) < 0:
+                    raise ValueError(f"{entry} of tensor {name!r} at byte {start} of {data_bytes}")
+                tensors[name] = torch.empty(shape, dtype=dtype)
+                if at > start:
+                    file.readinto(tensors[name].view(-1).view(torch.uint8).numpy().data)
+            if at != data_bytes:
+                raise ValueError(f"its tensors end at byte {at} of the data, and there are {data_bytes}")
             return tensors
-    except OSError as error:
-        raise RecordError(f"{path.name} cannot be read: {error.strerror}") from None
-    except (RecordError, ValueError, RecursionError) as error:
-        raise RecordError(f"{path.name} is not a valid safetensors file: {error}") from None
+    except _INVALID as error:
+        raise RecordError(f"{path.name} is not a valid safetensors file: {type(error).__name__} {error}") from None
 
 
-def _load_layout(file: BufferedReader, num_bytes: int) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Type and shape of each tensor in the order of the data; leaves the file at its first byte."""
-    header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    data_bytes = num_bytes - _LENGTH_BYTES - header_bytes
-    if data_bytes < 0 or header_bytes > _MAX_HEADER_BYTES:
-        raise RecordError(f"its header claims {header_bytes} bytes, and the file has {num_bytes}")
-    entries = json.loads(file.read(header_bytes), object_pairs_hook=_unique)
-    if not isinstance(entries, dict):
-        raise RecordError("its header is not a JSON object")
-    entries.pop(_METADATA, None)
-    found: list[tuple[int, int, str, torch.dtype, list[int]]] = []
-    for name, entry in entries.items():
-        match entry:
-            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
-                pass
-            case _:
-                raise RecordError(f"its header has no type, shape and offsets for tensor {name!r}")
-        if dtype not in _DTYPES or not all(type(size) is int and size >= 0 for size in shape):
-            raise RecordError(f"tensor {name!r} has the type {dtype!r} and the shape {shape}")
-        if end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
-            raise RecordError(f"tensor {name!r} of {dtype} {shape} has the offsets {start} to {end}")
-        found.append((start, end, name, _DTYPES[dtype], shape))
-    found.sort(key=lambda entry: entry[:2])
-    at = 0
-    for start, end, name, *_ in found:  # contiguous: no tensor overlaps another, and no byte is unused
-        if start != at:
-            raise RecordError(f"tensor {name!r} starts at byte {start} of the data, and the one before it ends at {at}")
-        at = end
-    if at != data_bytes:
-        raise RecordError(f"its tensors end at byte {at} of the data, and there are {data_bytes}")
-    return {name: (dtype, shape) for _, _, name, dtype, shape in found}
+# -- the names of a model ----------------------------------------------------------------------------------------------
 
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise RecordError("a name occurs twice in its header")
-    return found
-
-
-MANIFEST = "manifest.json"
-_FORMAT, _VERSION = "paceline-checkpoint", 1
-_SAVING, _REMOVING = ".saving-", ".removing-"
-_CHUNK_BYTES = 2**22
-_SUM = b', "crc32": "'
-
-
-def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
-    """Write the files and their manifest as a new folder; it replaces one of that name when it is complete.
-
-    OSError where that fails; then nothing of the new folder is left.
-    """
-    temporary = path.with_name(_SAVING + path.name)
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir()
-        sums = {name: {"bytes": len(data), "crc32": _write(temporary / name, data)} for name, data in files.items()}
-        _write(temporary / MANIFEST, _render_manifest(sums))
-        _sync_folder(temporary)
-        remove_folder(path)
-        temporary.rename(path)
-        _sync_folder(path.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def verify_folder(path: Path, names: Collection[str]) -> None:
-    """Compare files with the folder's manifest, which must list exactly these; RecordError says what differs."""
-    files = _load_manifest(path / MANIFEST)
-    if files.keys() != set(names):
-        raise RecordError(f"{MANIFEST} lists {', '.join(files) or 'no files'} and should list {', '.join(names)}")
-    for name, expected in files.items():
-        try:
-            num_bytes, checksum = _read_sum(path / name)
-        except OSError as error:
-            raise RecordError(f"{name} cannot be read: {error.strerror}") from None
-        if num_bytes != expected["bytes"]:
-            raise RecordError(f"{name} has {num_bytes} bytes and its manifest says {expected['bytes']}")
-        if checksum != expected["crc32"]:
-            raise RecordError(f"{name} does not match the checksum in {MANIFEST}")
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder so that no reader sees it half removed."""
-    removed = path.with_name(_REMOVING + path.name)
-    shutil.rmtree(removed, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Remove what an interrupted process left in a folder that no other process writes to."""
-    for path in parent.glob(".*"):
-        if path.name.startswith((_SAVING, _REMOVING)):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _write(path: Path, data: bytes | memoryview) -> str:
-    """Write and fsync a new file; returns its checksum.
-
-    Large files bypass the page cache where the file system supports it: copying 90 MB into it takes 30 to 120 ms of a
-    core, and writing them directly takes 6.
-    """
-    checksum, view = 0, memoryview(data)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        is_direct = len(view) >= _CHUNK_BYTES and _write_direct(handle)
-        for start in range(0, len(view), _CHUNK_BYTES):
-            chunk = view[start : start + _CHUNK_BYTES]
-            checksum = zlib.crc32(chunk, checksum)
-            while chunk:  # a write may be short, above all on a disk that is nearly full
-                try:
-                    chunk = chunk[os.write(handle, chunk) :]
-                except OSError as error:
-                    if not is_direct or error.errno != errno.EINVAL:
-                        raise
-                    # Not aligned: the end of the file, or what follows a short write.
-                    is_direct = False
-                    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return f"{checksum:08x}"
-
-
-def _write_direct(handle: int) -> bool:
-    """Let writes bypass the page cache; False where that is not supported."""
-    try:
-        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
-    except (OSError, AttributeError):  # another file system, or another system
-        return False
-    return True
-
-
-def _read_sum(path: Path) -> tuple[int, str]:
-    num_bytes = checksum = 0
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            num_bytes += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
-    return num_bytes, f"{checksum:08x}"
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _render_manifest(sums: Mapping[str, Any]) -> bytes:
-    """JSON of which the last entry is the checksum of all bytes before it."""
-    body = json.dumps({"format": _FORMAT, "version": _VERSION, "files": sums})[:-1].encode()
-    return body + _SUM + f'{zlib.crc32(body):08x}"}}\n'.encode()
-
-
-def _load_manifest(path: Path) -> dict[str, Any]:
-    try:
-        content = path.read_bytes()
-        body = content[: content.rfind(_SUM)]
-        if content != body + _SUM + f'{zlib.crc32(body):08x}"}}\n'.encode():
-            raise RecordError(f"{MANIFEST} does not match its own checksum")
-        document = json.loads(content)
-        if document["format"] == _FORMAT and document["version"] != _VERSION:
-            # Not damaged: falling back to an older one would lose what a newer Paceline trained.
-            raise ConfigError(
-                f"{path.parent} has version {document['version']!r} and this Paceline reads version {_VERSION}: "
-                "use the Paceline that wrote it, or choose another folder",
-                code="version",
-            )
-        files: dict[str, Any] = document["files"]
-        return {name: {"bytes": int(sums["bytes"]), "crc32": str(sums["crc32"])} for name, sums in files.items()}
-    except OSError as error:
-        raise RecordError(f"{MANIFEST} cannot be read: {error.strerror}") from None
-    except (ConfigError, RecordError):
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise RecordError(f"{MANIFEST} is not a manifest: {type(error).__name__} {error}") from None
-
-
-# Prefixes of wrappers for data parallelism and of torch.compile.
-_PREFIXES = ("module.", "_orig_mod.")
-_SHOWN = 3
+_PREFIXES = ("module.", "_orig_mod.")  # of wrappers for data parallelism and of torch.compile
 
 
 def plain_names(model_state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -418,18 +227,17 @@ def plain_names(model_state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tens
     return state
 
 
-def split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The state with each tensor once, under its first name, and for each other name of a tensor that first name."""
+def _split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The state under plain names with each tensor once, and the first name of each other name of a tensor."""
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[object, ...], str] = {}
-    for name, tensor in model_state.items():
+    for name, tensor in plain_names(model_state).items():
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and place in names:
             aliases[name] = names[place]
         else:
-            names[place] = name
-            kept[name] = tensor
+            names[place], kept[name] = name, tensor
     return kept, aliases
 
 
@@ -443,36 +251,320 @@ def fingerprint(model_state: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def check_fingerprint(found: Mapping[str, str], expected: Mapping[str, str], where: str) -> None:
     """Refuse weights of another model; the error names the first differences."""
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected]
-    other = [
-        f"{name} is {found[name]} and should be {expected[name]}"
-        for name in expected
-        if name in found and found[name] != expected[name]
+    odd = [
+        f"{name} is {found.get(name, 'missing')} and should be {expected.get(name, 'absent')}"
+        for name in dict.fromkeys((*expected, *found))
+        if found.get(name) != expected.get(name)
     ]
-    parts = [
-        f"{len(names)} {what} ({', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''})"
-        for what, names in (("missing", missing), ("extra", extra), ("of another type or shape", other))
-        if names
-    ]
-    if parts:
-        raise ConfigError(
-            f"{where} is of another model: of {len(expected)} tensors {'; '.join(parts)}: "
-            "train the model that it was saved from, or choose another folder",
-            code="mismatch",
-        )
+    if odd:
+        some = f"{len(odd)} tensors differ ({', '.join(odd[:3])}{', ...' if len(odd) > 3 else ''})"
+        hint = "train the model that it was saved from, or choose another folder"
+        raise ConfigError(f"{where} is of another model: {some}: {hint}", code="mismatch")
 
 
-def export_weights(path: str | Path, model_state: Mapping[str, torch.Tensor]) -> None:
+def export_weights(path: Path, model_state: Mapping[str, torch.Tensor]) -> None:
     """Write the weights as one safetensors file under plain names; refuses to overwrite.
 
     A tied tensor is stored once, its other names are in the file's metadata: `safetensors.torch.load_model` ties them.
     """
-    path = Path(path)
-    if path.exists():  # before the copy; `write_new` checks it only after
-        raise RecordError(f"{path} exists and is never overwritten: choose another name")
-    kept, aliases = split_tied(plain_names(model_state))
+    kept, aliases = _split_tied(model_state)
     buffer = TensorBuffer()
     content = buffer.fill(kept, {**aliases, "format": "pt"})
     buffer.synchronize()
     write_new(path, cast(bytes, content))
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+MANIFEST = "manifest.json"
+_FORMAT, _VERSION = "paceline-checkpoint", 1
+_SAVING, _REMOVING = ".saving-", ".removing-"
+_CHUNK_BYTES = 2**22
+_SUM = b', "crc32": "'
+
+
+def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
+    """Write the files and their manifest as a new folder, which replaces one of that name when it is complete.
+
+    OSError where that fails; then nothing of it is left.
+    """
+    temporary = path.with_name(_SAVING + path.name)
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        sums = {name: {"bytes": len(data), "crc32": _write(temporary / name, data)} for name, data in files.items()}
+        manifest = json.dumps({"format": _FORMAT, "version": _VERSION, "files": sums})[:-1].encode()
+        _write(temporary / MANIFEST, _seal(manifest))
+        _sync_folder(temporary)
+        _remove_folder(path)
+        temporary.rename(path)
+        _sync_folder(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def verify_folder(path: Path, names: Collection[str]) -> None:
+    """Compare files with the folder's manifest, which must list exactly these; RecordError says what differs."""
+    name = MANIFEST
+    try:
+        content = (path / MANIFEST).read_bytes()
+        if content != _seal(content[: content.rfind(_SUM)]):
+            raise RecordError(f"{MANIFEST} does not match its own checksum")
+        document = json.loads(content)
+        if document["version"] != _VERSION:
+            # Not damaged: falling back to an older one would lose what a newer Paceline trained.
+            text = f"{path} has version {document['version']!r} and this Paceline reads version {_VERSION}"
+            raise ConfigError(f"{text}: use the Paceline that wrote it, or choose another folder", code="version")
+        files = document["files"]
+        if files.keys() != set(names):
+            raise RecordError(f"{MANIFEST} lists {', '.join(files) or 'no files'} and should list {', '.join(names)}")
+        for name, expected in files.items():
+            checksum = 0
+            with (path / name).open("rb", buffering=0) as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    checksum = zlib.crc32(chunk, checksum)
+                found = {"bytes": file.tell(), "crc32": f"{checksum:08x}"}
+            if found != expected:
+                raise RecordError(f"{name} does not match {MANIFEST}: found {found}, expected {expected}")
+    except OSError as error:
+        raise RecordError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def _seal(body: bytes) -> bytes:
+    """The manifest with its last entry, the checksum of all bytes before it."""
+    return body + _SUM + f'{zlib.crc32(body):08x}"}}\n'.encode()
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove a folder so that no reader sees it half removed."""
+    removed = path.with_name(_REMOVING + path.name)
+    shutil.rmtree(removed, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _write(path: Path, data: bytes | memoryview) -> str:
+    """Write and fsync a new file; returns its checksum.
+
+    Large files bypass the page cache where the file system supports it: copying 90 MB into it takes 30 to 120 ms of a
+    core, and writing them directly takes 6.
+    """
+    checksum, view, is_direct = 0, memoryview(data), False
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+        if len(view) >= _CHUNK_BYTES:
+            with contextlib.suppress(OSError, AttributeError):  # another file system, or another system
+                fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
+                is_direct = True
+        for start in range(0, len(view), _CHUNK_BYTES):
+            chunk = view[start : start + _CHUNK_BYTES]
+            checksum = zlib.crc32(chunk, checksum)
+            while chunk:  # a write may be short, above all on a disk that is nearly full
+                try:
+                    chunk = chunk[os.write(handle, chunk) :]
+                except OSError as error:
+                    if not is_direct or error.errno != errno.EINVAL:
+                        raise
+                    # Not aligned: the end of the file, or what follows a short write.
+                    is_direct = False
+                    fcntl.fcntl(handle, fcntl.F_SETFL, flags)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return f"{checksum:08x}"
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- the checkpoints of a run ------------------------------------------------------------------------------------------
+
+MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "state.safetensors", "state.json"
+_NAME = re.compile(r"step-(\d{8,})")
+# Nice, not the nicest: at 19 a save on busy cores took longer than the time to the next one, which then waited for it.
+_PRIORITY = 10
+_MANIFEST_BYTES = 4096  # more than it has; and a file system rounds up
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint in memory, on the CPU. `refused` says why newer ones were not used, newest first."""
+
+    step: int
+    model: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    meta: dict[str, Any]
+    path: Path
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan by which its gradients were sent."""
+        plan = self.meta.get("plan")
+        return None if plan is None else Plan.from_json(plan)
+
+
+def load_checkpoint(path: Path) -> Loaded:
+    """Compare all bytes of a checkpoint with its manifest, and read it; RecordError says what is wrong with it."""
+    try:
+        verify_folder(path, (MODEL_FILE, TENSORS_FILE, STATE_FILE))
+        document = json.loads((path / STATE_FILE).read_bytes())
+        model, tensors = load_tensors(path / MODEL_FILE), load_tensors(path / TENSORS_FILE)
+        model = {name: model[document["aliases"].get(name, name)] for name in document["model"]}
+        if fingerprint(model) != document["model"]:
+            raise RecordError(f"{MODEL_FILE} holds other tensors than {STATE_FILE} says")
+        state, meta = unpack_state(tensors, document["state"]), unpack_state({}, document["meta"])
+        return Loaded(document["step"], model, state, meta, path)
+    except ConfigError:
+        raise
+    except _INVALID as error:
+        reason = f"{STATE_FILE} is not the state of a run: {type(error).__name__} {error}"
+        raise _build_damaged(path, str(error) if isinstance(error, RecordError) else reason) from None
+
+
+def _build_damaged(path: Path, reason: str) -> RecordError:
+    return RecordError(f"checkpoint {path.name} is damaged: {reason}", code="damaged")
+
+
+class CheckpointStore:
+    """The checkpoints of one run: `folder/step-00000120/` and so on, of which the newest `keep` stay.
+
+    `save` copies the state to host memory and returns; a thread of low priority writes. Only one store may save into
+    a folder; any number may load.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder, self.keep = folder, keep
+        self._model_buffer, self._state_buffer = TensorBuffer(), TensorBuffer()
+        self._writer: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._current: int | None = None  # the step that was loaded or saved last
+        self._refused: set[int] = set()  # steps that were found damaged
+
+    def find(self) -> list[int]:
+        """The steps of the checkpoints that are there, newest first."""
+        try:
+            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+        return sorted((int(match[1]) for name in names if (match := _NAME.fullmatch(name))), reverse=True)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08}"
+
+    def remove_leftovers(self) -> None:
+        """Remove what an interrupted save left. For the process that saves."""
+        self.wait()
+        for path in self.folder.glob(".*"):
+            if path.name.startswith((_SAVING, _REMOVING)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def save(
+        self, step: int, model_state: Mapping[str, torch.Tensor], state: Mapping[str, Any], meta: Mapping[str, Any]
+    ) -> None:
+        """Save a checkpoint of this step; returns when the tensors are copied, or their copies are queued on the GPU.
+
+        Waits for the previous save, and raises its error. `state` and `meta` are nested as `pack_state` takes them,
+        `meta` without tensors: the position in the data, the world size and what else a person may want to read.
+        """
+        self.remove_leftovers()
+        if step == self._current:
+            return  # one step has one state
+        later = [there for there in self.find() if there >= step and there not in self._refused]
+        if later:
+            found = f"{self.folder} holds step {later[0]}, and step {step} cannot be saved before it"
+            raise ConfigError(f"{found}: resume that run, remove its checkpoints, or choose another folder")
+        kept, aliases = _split_tied(model_state)
+        tensors, structure = pack_state(dict(state))
+        document = {
+            "step": step, "meta": pack_state(dict(meta))[1], "model": fingerprint(model_state), "aliases": aliases,
+            "state": structure,
+        }  # fmt: skip
+        files: dict[str, bytes | memoryview] = {
+            STATE_FILE: json.dumps(document, allow_nan=False).encode(),
+            MODEL_FILE: self._model_buffer.fill(kept, {**aliases, "format": "pt"}),
+            TENSORS_FILE: self._state_buffer.fill(tensors, {}),
+        }
+        needed_bytes = sum(len(data) for data in files.values()) + _MANIFEST_BYTES
+        with _explain(self.path(step), needed_bytes):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self.folder).free < needed_bytes:
+                raise OSError(None, "the disk is too full")
+        # Not a daemon: a program that ends, even by an error, ends after the checkpoint is there.
+        self._writer = threading.Thread(target=self._write, args=(step, files, needed_bytes), name="checkpoint")
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk; raises its error, once."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def load_latest(self) -> Loaded | None:
+        """The newest checkpoint that is intact; None where there are none.
+
+        RecordError where all are damaged: a run must not silently start from the beginning then.
+        """
+        self.wait()
+        refused: list[RecordError] = []
+        for step in self.find():
+            try:
+                loaded = load_checkpoint(self.path(step))
+                if loaded.step != step:
+                    raise _build_damaged(loaded.path, f"it is of step {loaded.step}")
+            except RecordError as error:
+                refused.append(error)
+                self._refused.add(step)
+                continue
+            self._current = step
+            loaded.refused.extend(f"{error}; the one before it is used" for error in refused)
+            return loaded
+        if refused:
+            found = f"no checkpoint in {self.folder} is intact, of {len(refused)} ({refused[0]})"
+            raise RecordError(f"{found}: restore one, or remove them to start from the beginning", code="damaged")
+        return None
+
+    def _write(self, step: int, files: Mapping[str, bytes | memoryview], needed_bytes: int) -> None:
+        try:
+            if sys.platform == "linux":  # elsewhere a priority belongs to the process
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
+            self._model_buffer.synchronize()
+            self._state_buffer.synchronize()
+            with _explain(self.path(step), needed_bytes):
+                save_folder(self.path(step), files)
+                self._current = step
+                self._refused.discard(step)
+                there = self.find()
+                stay = [step for step in there if step not in self._refused][: self.keep]
+                for old in set(there) - set(stay):
+                    _remove_folder(self.path(old))
+        except Exception as error:
+            self._error = error
+            if self._current != step:
+                self._refused.add(step)
+
+
+@contextlib.contextmanager
+def _explain(path: Path, needed_bytes: int) -> Iterator[None]:
+    """Turn an OSError during a save into one line that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        free = "an unknown amount"
+        with contextlib.suppress(OSError):
+            free = format_bytes(shutil.disk_usage(path.parent).free)
+        found = f"{error.strerror}; it needs {format_bytes(needed_bytes)} and {free} is free"
+        hint = "make room, keep fewer, or choose another folder"
+        raise RecordError(f"cannot save checkpoint {path}: {found}: {hint}", code="disk") from None

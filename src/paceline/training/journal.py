@@ -1,7 +1,6 @@
 """What a run records while it trains: the steps of all ranks as rows of metrics, and the stop signal.
 
 Ranks exchange what they recorded about four times a second, not in every step, so that short steps do not pay for it.
-The file of the rows is in `records.training`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.runtime.world import World
-    from paceline.training.step import PhaseTimes
+    from paceline.training.checkpoints import Position
+    from paceline.training.step import PhaseTimes, StepOutcome
 
 # Signals within this time of the first one count as the same request: `timeout` and service managers signal a whole
 # process group, and the launcher, which may be slow on a busy machine, passes it on to ranks that already have it.
@@ -48,8 +48,8 @@ def catch_stop() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 
     def record(number: int, frame: FrameType | None) -> None:
         nonlocal arrived_s
@@ -59,7 +59,7 @@ def catch_stop() -> Iterator[StopRequest]:
             signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
 
-    for number in numbers:
+    for number in before:
         signal.signal(number, record)
     try:
         yield request
@@ -68,54 +68,36 @@ def catch_stop() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-@dataclass
-class StepEntry:
-    """One step as this rank saw it. `values` is (loss sum, number of correct targets), on the device at first."""
+@dataclass(frozen=True)
+class TakenStep:
+    """One step of the loop as this rank saw it; `position` is the place in the run after it."""
 
-    step: int
+    position: Position
     epoch: int
+    rate: float
     num_samples: int
     num_targets: int
-    rate: float
-    lap: PhaseTimes
     data_wait_s: float
-    exposed_s: float | None
-    phases: PhaseTimes
-    values: torch.Tensor
-    has_accuracy: bool
-    bad_parameter: str = ""
+    outcome: StepOutcome
+    is_epoch_end: bool
+    is_last: bool
 
 
-@dataclass(frozen=True)
-class _StepValues:
-    """What a rank sends of one step."""
-
-    loss_sum: float
-    num_correct: float
-    step_s: float
-    data_wait_s: float
-    exposed_s: float | None
-    phases: dict[str, float]
-
-
-@dataclass(frozen=True)
-class _RankReport:
-    """What one rank sends to the others."""
-
-    steps: tuple[_StepValues, ...]
-    bad: tuple[int, str] | None
-    signal: int
-    is_save_due: bool
+# A step that is not yet exchanged: (loss sum, number of correct targets) on the host, its lap, its phases, exposed_s.
+_Entry = tuple[TakenStep, "torch.Tensor", "PhaseTimes", "PhaseTimes", float | None]
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What all ranks know after an exchange. `bad` is (step, rank, parameter) of the first loss that is not finite."""
+    """What all ranks know after an exchange. `bad` is (step, rank, parameter) of the first loss that is not finite.
 
-    rows: tuple[dict[str, Any], ...] = ()
-    bad: tuple[int, int, str] | None = None
-    signal: int = 0
-    is_save_due: bool = False
+    Before, with `rows` of its own sums and times, it is what one rank sends.
+    """
+
+    rows: tuple[dict[str, Any], ...]
+    bad: tuple[int, int, str] | None
+    signal: int
+    is_save_due: bool
 
 
 @dataclass
@@ -125,15 +107,18 @@ class Journal:
     world: World
     request: StopRequest
     every: int = 1
-    _entries: list[StepEntry] = field(default_factory=list)
+    _entries: list[_Entry] = field(default_factory=list)
 
-    def add(self, entry: StepEntry) -> None:
+    def add(self, taken: TakenStep, lap: PhaseTimes, phases: PhaseTimes, exposed_s: float | None) -> None:
+        """`lap` has the time of the whole step, as `step`. Nothing here waits for the GPU or another rank."""
         import torch
 
-        if entry.values.device.type == "cuda":
-            host = torch.empty_like(entry.values, device="cpu", pin_memory=True)
-            entry.values = host.copy_(entry.values, non_blocking=True)
-        self._entries.append(entry)
+        loss_sum, correct = taken.outcome.loss_sum, taken.outcome.num_correct
+        values = torch.stack([loss_sum.double(), (loss_sum if correct is None else correct).double()])
+        if values.is_cuda:
+            host = torch.empty_like(values, device="cpu", pin_memory=True)
+            values = host.copy_(values, non_blocking=True)
+        self._entries.append((taken, values, lap, phases, exposed_s))
 
     @property
     def is_due(self) -> bool:
@@ -147,68 +132,55 @@ class Journal:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
         entries, self._entries = self._entries, []
-        reports: list[_RankReport] = self.world.share(self._build_report(entries, is_save_due))
-        rows = tuple(
-            _build_row(entry, [report.steps[index] for report in reports]) for index, entry in enumerate(entries)
-        )
+        reports: list[Exchange] = self.world.share(self._build_report(entries, is_save_due))
+        by_step = zip(*(report.rows for report in reports), strict=True)
+        rows = tuple(_build_row(taken, ranks) for (taken, *_), ranks in zip(entries, by_step, strict=True))
         if rows:
             slowest_s = sum(row["step_s"] for row in rows) / len(rows)
             self.every = max(1, min(_MAX_STEPS, int(_EXCHANGE_EVERY_S / max(slowest_s, 1e-6))))
-        bad = [(report.bad[0], rank, report.bad[1]) for rank, report in enumerate(reports) if report.bad is not None]
-        return Exchange(
-            rows=rows,
-            bad=min(bad) if bad else None,
-            signal=next((report.signal for report in reports if report.signal), 0),
-            is_save_due=reports[0].is_save_due,
-        )
+        bad = min((report.bad for report in reports if report.bad is not None), default=None)
+        number = next((report.signal for report in reports if report.signal), 0)
+        return Exchange(rows, bad, number, reports[0].is_save_due)
 
-    def _build_report(self, entries: Sequence[StepEntry], is_save_due: bool) -> _RankReport:
-        steps, bad = [], None
-        for entry in entries:
-            loss_sum, num_correct = entry.values.tolist()
+    def _build_report(self, entries: Sequence[_Entry], is_save_due: bool) -> Exchange:
+        rows, bad = [], None
+        for taken, values, lap, phases, exposed_s in entries:
+            loss_sum, num_correct = values.tolist()
             if not math.isfinite(loss_sum) and bad is None:
-                bad = entry.step, entry.bad_parameter
-            step_s = entry.lap.read()["step"]
-            steps.append(
-                _StepValues(loss_sum, num_correct, step_s, entry.data_wait_s, entry.exposed_s, entry.phases.read())
-            )
-        return _RankReport(tuple(steps), bad, self.request.number, is_save_due)
+                bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
+            times = {"step_s": lap.read()["step"], "data_wait_s": taken.data_wait_s}
+            times |= {f"{phase}_s": seconds for phase, seconds in phases.read().items()}
+            rows.append({"loss": loss_sum, "correct": num_correct, "exposed_s": exposed_s, "times": times})
+        return Exchange(tuple(rows), bad, self.request.number, is_save_due)
 
 
-def _build_row(entry: StepEntry, ranks: Sequence[_StepValues]) -> dict[str, Any]:
+def _build_row(taken: TakenStep, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One row of metrics: losses summed over ranks; times of the slowest rank; exposed communication on average."""
-    exposed = [rank.exposed_s for rank in ranks if rank.exposed_s is not None]
-    row: dict[str, Any] = {
-        "step": entry.step,
-        "epoch": entry.epoch,
-        "loss": sum(rank.loss_sum for rank in ranks) / entry.num_targets,
-        "accuracy": sum(rank.num_correct for rank in ranks) / entry.num_targets if entry.has_accuracy else None,
-        "samples": entry.num_samples,
-        "lr": entry.rate,
-        "step_s": max(rank.step_s for rank in ranks),
+    exposed = [rank["exposed_s"] for rank in ranks if rank["exposed_s"] is not None]
+    correct = None if taken.outcome.num_correct is None else sum(rank["correct"] for rank in ranks)
+    return {
+        "step": taken.position.step, "epoch": taken.epoch,
+        "loss": sum(rank["loss"] for rank in ranks) / taken.num_targets,
+        "accuracy": None if correct is None else correct / taken.num_targets,
+        "samples": taken.num_samples, "lr": taken.rate,
         "exposed_comm_s": sum(exposed) / len(exposed) if exposed else None,
-        "data_wait_s": max(rank.data_wait_s for rank in ranks),
-    }
-    for phase in ranks[0].phases:
-        row[f"{phase}_s"] = max(rank.phases[phase] for rank in ranks)
-    return row
+        **{name: max(rank["times"][name] for rank in ranks) for name in ranks[0]["times"]},
+    }  # fmt: skip
 
 
 class EventsLog:
     """The numbers of rows as scalars in TensorBoard's files; strings and empty values are left out."""
 
-    def __init__(self, folder: str | Path, after_step: int | None = None) -> None:
+    def __init__(self, folder: Path, after_step: int | None = None) -> None:
         """With `after_step`, TensorBoard ignores what earlier files have of later steps."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ConfigError(
-                "TensorBoard's files need the package tensorboard, which is not installed: "
-                "install paceline[tensorboard], or train without them"
-            ) from None
-        self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
-            str(folder), purge_step=None if after_step is None else after_step + 1
-        )
+            hint = "install paceline[tensorboard], or train without them"
+            raise ConfigError(f"TensorBoard's files need the package tensorboard, which is not there: {hint}") from None
+        purge_step = None if after_step is None else after_step + 1
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+        self.close = self._writer.close
 
     def append(self, *rows: Mapping[str, Any]) -> None:
         for row in rows:
@@ -216,12 +188,3 @@ class EventsLog:
                 if name != "step" and type(value) in (int, float):
                     self._writer.add_scalar(name, value, row["step"])
         self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def __enter__(self) -> EventsLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

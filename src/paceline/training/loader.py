@@ -5,10 +5,12 @@ Which samples belong to which rank is decided in `workloads.data.sharding`.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,14 +42,9 @@ class Window:
 
 
 def load_windows(
-    data: DataSet,
-    order: EpochOrder,
-    start: int,
-    rank: int,
-    world_size: int,
-    batch_size: int | tuple[int, ...],
+    data: DataSet, order: EpochOrder, start: int, rank: int, world_size: int, batch_size: int | tuple[int, ...],
     device: torch.device,
-) -> Generator[Window, None, None]:
+) -> Generator[Window, None, None]:  # fmt: skip
     """This rank's share of every window of the epoch, from window `start` on.
 
     `batch_size` is the most samples of a micro-batch, in all windows or in each.
@@ -59,78 +56,61 @@ def load_windows(
             most = batch_size[number] if isinstance(batch_size, tuple) else batch_size
             yield number, len(indices), split_window(indices, rank, world_size, most)
 
-    if device.type == "cuda" and data.inputs.device.type == "cpu":
-        yield from _load_ahead(data, order.epoch, split(), device)
+    def prepare(micro: MicroBatch, batch: Batch) -> LoadedBatch:
+        return LoadedBatch(data.prepare(batch, micro.indices, order.epoch), micro.num_counted)
+
+    if device.type != "cuda" or data.inputs.device.type != "cpu":
+        for number, num_samples, micros in split():
+            yield Window(number, num_samples, tuple(prepare(micro, data.take(micro.indices)) for micro in micros))
         return
-    for number, num_samples, micros in split():
-        batches = tuple(
-            LoadedBatch(data.prepare(data.take(micro.indices), micro.indices, order.epoch), micro.num_counted)
-            for micro in micros
-        )
-        yield Window(number, num_samples, batches)
-
-
-@dataclass(frozen=True)
-class _PendingWindow:
-    """A window that is being copied to the GPU on another stream."""
-
-    number: int
-    num_samples: int
-    parts: tuple[tuple[MicroBatch, Batch], ...]
-    arrived: torch.cuda.Event
-
-
-def _load_ahead(
-    data: DataSet, epoch: int, shares: Iterator[_Share], device: torch.device
-) -> Generator[Window, None, None]:
-    """A thread gathers into pinned memory and copies on a stream of its own, a few windows ahead."""
-    ready: queue.Queue[_PendingWindow | BaseException | None] = queue.Queue(_AHEAD)
     stopped = threading.Event()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def put(item: _PendingWindow | BaseException | None) -> bool:
-        while not stopped.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work() -> None:
-        try:
-            for number, num_samples, micros in shares:
-                parts = []
-                with torch.cuda.stream(stream):
-                    for micro in micros:
-                        batch = _pin(data.take(micro.indices))
-                        parts.append((micro, batch.to(device, non_blocking=True)))
-                    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    arrived.record(stream)
-                if not put(_PendingWindow(number, num_samples, tuple(parts), arrived)):
-                    return
-            put(None)
-        except BaseException as error:
-            put(error)
-
-    thread = threading.Thread(target=work, name="paceline-loader", daemon=True)
+    ready: queue.Queue[Any] = queue.Queue(_AHEAD)
+    thread = threading.Thread(
+        target=_copy_ahead, args=(data, split(), device, ready, stopped), name="paceline-loader", daemon=True
+    )
     thread.start()
     try:
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
+            (number, num_samples, micros), batches, arrived = item
             current = torch.cuda.current_stream(device)
-            current.wait_event(item.arrived)
-            batches = []
-            for micro, batch in item.parts:
+            current.wait_event(arrived)
+            for batch in batches:
                 for tensor in (batch.inputs, batch.targets, batch.mask):
                     if tensor is not None:
                         tensor.record_stream(current)  # its memory was allocated on the other stream
-                batches.append(LoadedBatch(data.prepare(batch, micro.indices, epoch), micro.num_counted))
-            yield Window(item.number, item.num_samples, tuple(batches))
+            yield Window(number, num_samples, tuple(map(prepare, micros, batches)))
     finally:
         stopped.set()
         thread.join()
+
+
+def _copy_ahead(
+    data: DataSet, shares: Iterator[_Share], device: torch.device, ready: queue.Queue[Any], stopped: threading.Event
+) -> None:
+    """Gather into pinned memory and copy on a stream of its own. Puts (share, batches, event), and last an error or
+    None."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def put(item: Any) -> None:
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return
+
+    try:
+        for share in shares:
+            with torch.cuda.stream(stream):
+                batches = [_pin(data.take(micro.indices)).to(device, non_blocking=True) for micro in share[2]]
+                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                arrived.record(stream)
+            put((share, batches, arrived))
+            if stopped.is_set():
+                return
+        put(None)
+    except BaseException as error:
+        put(error)
 
 
 def _pin(batch: Batch) -> Batch:

@@ -1,7 +1,6 @@
-"""The training loop, top to bottom: epochs of global batches, a step each, evaluation, metrics, checkpoints.
+"""The training loop, top to bottom: `run_steps` is the loop, `train` a run that people keep.
 
-`run_steps` is the one loop. `train` is a run that people keep: metrics, checkpoints, resume. One step is in `step`,
-what ranks exchange in `journal`, what is on disk in `checkpoints`.
+One step is in `step`, what ranks exchange in `journal`, what is on disk in `checkpoints`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,46 +26,20 @@ from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.checkpoints import Position, RunFiles
-from paceline.training.journal import Exchange, Journal, StepEntry, StopRequest, catch_stop
+from paceline.training.journal import Exchange, Journal, StopRequest, TakenStep, catch_stop
 from paceline.training.loader import load_windows
 from paceline.training.settings import TrainSettings
-from paceline.training.step import (
-    Learner,
-    NoPhases,
-    PhaseClock,
-    Phases,
-    StepClock,
-    StepOutcome,
-    find_bad_parameter,
-    take_step,
-)
+from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, PhaseTimes, find_bad_parameter, take_step
 from paceline.units import format_number_of, format_speed
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import evaluation_share
 from paceline.workloads.models import compute_outcome
 from paceline.workloads.registry import describe_model
 
-T = TypeVar("T")
-
 START = Position(0, 0, 0)
 _NO_PHASES = NoPhases()
 # The memory of a forward pass without gradients is its outputs: for each token as many as the vocabulary has.
 _MAX_SAMPLES, _MAX_TARGETS = 64, 4096
-
-
-@dataclass(frozen=True)
-class TakenStep:
-    """One step of the loop; `position` is the place in the run after it."""
-
-    position: Position
-    epoch: int
-    rate: float
-    num_samples: int
-    num_targets: int
-    data_wait_s: float
-    outcome: StepOutcome
-    is_epoch_end: bool
-    is_last: bool
 
 
 def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) -> Iterator[TakenStep]:
@@ -75,36 +48,29 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
     What happens between steps (evaluations, probes, checkpoints, progress) is up to the caller, and so is an early end.
     Nothing here waits for a GPU or another rank. Collective: iterate on every rank.
     """
-    world, learner, position = job.world, job.learner, start
+    world, learner, position, num_steps = job.world, job.learner, start, job.schedule.num_steps
     learner.model.train()
-    while position.step < job.schedule.num_steps:
+    while position.step < num_steps:
         epoch = position.epoch
         order, sizes = job.order(epoch), job.micro_batch_sizes(epoch)
         windows = load_windows(job.train, order, position.window, world.rank, world.world_size, sizes, world.device)
         with contextlib.closing(windows):
-            for window, waited_s in _time_waits(windows):
+            begin_s = time.perf_counter()
+            for window in windows:
+                waited_s = time.perf_counter() - begin_s
                 rate = job.schedule.rate(position.step)
                 num_targets = window.num_samples * learner.form.targets_per_sample
                 outcome = take_step(learner, window.batches, num_targets, rate, phases)
                 is_epoch_end = window.number == order.num_windows - 1
                 place = (epoch + 1, 0) if is_epoch_end else (epoch, window.number + 1)
                 position = Position(*place, position.step + 1)
-                is_last = position.step == job.schedule.num_steps
+                is_last = position.step == num_steps
                 yield TakenStep(
                     position, epoch, rate, window.num_samples, num_targets, waited_s, outcome, is_epoch_end, is_last
                 )
                 if is_last:
                     return
-
-
-def _time_waits(windows: Iterator[T]) -> Iterator[tuple[T, float]]:
-    """Each window with the seconds that the loop waited for it."""
-    while True:
-        begin_s = time.perf_counter()
-        window = next(windows, None)
-        if window is None:
-            return
-        yield window, time.perf_counter() - begin_s
+                begin_s = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -120,8 +86,7 @@ class Evaluation:
 def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
     """Loss and accuracy on a whole data set, each sample counted once. Collective: call on every rank.
 
-    Ranks share out whole batches, which are the same for every number of ranks: how a product is rounded, and how far a
-    sequence is padded, follows from its batch.
+    Ranks share out whole batches, the same for every number of ranks: rounding and padding follow from the batch.
     """
     if isinstance(learner.model, DistributedDataParallel):
         # torch makes buffers equal only in the next training forward.
@@ -129,8 +94,7 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
             dist.broadcast(buffer, src=0)
     was_training = learner.module.training
     learner.module.eval()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=learner.device)
-    correct = torch.zeros((), dtype=torch.int64, device=learner.device)
+    sums = torch.zeros((2,), dtype=torch.float64, device=learner.device)
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
     starts = range(0, len(data), size)
     share = evaluation_share(len(starts), world.rank, world.world_size)
@@ -140,12 +104,11 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
             batch = data.prepare(data.take(indices).to(learner.device), indices, 0)
             with learner.autocast():
                 outcome = compute_outcome(learner.module, batch, learner.form)
-            loss_sum += outcome.loss_sum.double()
-            if outcome.num_correct is not None:
-                correct += outcome.num_correct
+            sums[0] += outcome.loss_sum.double()
+            sums[1] += 0 if outcome.num_correct is None else outcome.num_correct
     finally:
         learner.module.train(was_training)
-    sums = torch.stack([loss_sum, correct.double()]).cpu()
+    sums = sums.cpu()
     if world.world_size > 1:
         dist.all_reduce(sums, group=world.control)
     num_targets = len(data) * learner.form.targets_per_sample
@@ -155,10 +118,7 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended: `signal` is the signal that stopped it, or 0 when it reached its end.
-
-    `rows` are those of the metrics where they were requested. `notes` are reasons to look at the run again.
-    """
+    """How a run ended: `signal` is the signal that stopped it, or 0. `notes` are reasons to look at it again."""
 
     step: int
     signal: int
@@ -182,20 +142,18 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         found = files.find_checkpoint() if resume else None
         job = build_job(settings, world, found.plan if found is not None else None)
         start = files.restore(job, found) if found is not None else START
-        if start.step > job.schedule.num_steps:
-            flag = f"--epochs {settings.epochs}" if settings.steps is None else f"--steps {settings.steps}"
-            raise ConfigError(
-                f"{flag} ends after step {job.schedule.num_steps}, and the run is already at step {start.step}: give "
-                f"more {'epochs' if settings.steps is None else 'steps'}",
-                code="mismatch",
-            )
+        total = job.schedule.num_steps
+        if start.step > total:
+            ends = "epochs" if settings.steps is None else "steps"
+            text = f"--{ends} {getattr(settings, ends)} ends after step {total}, and the run is already at step"
+            raise ConfigError(f"{text} {start.step}: give more {ends}", code="mismatch")
         files.open(start.step)
-        notes = tuple(found.loaded.refused) if found is not None else ()
+        notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
             notes = ("no checkpoint was saved yet: the run starts at the first step",)
         if world.rank == 0:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start))):
-                post(Progress(start.step, job.schedule.num_steps, f"epoch {start.epoch + 1}", line=note))
+                post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
         is_saved = rows and world.share(folder is not None)[0]  # that is up to rank 0
         outcome = _Run(job, files, request, keeps_rows=rows and not is_saved).run(start)
         if is_saved:
@@ -206,18 +164,14 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
 
 def _describe(job: Job, start: Position) -> str:
     batches, world, growth = job.batches, job.world, job.batch_schedule
-    made_of = f"{batches.world_size} x {batches.batch_size}" + (
-        f" x {batches.accumulate} micro-batches" if batches.accumulate > 1 else ""
-    )
-    grown = "".join(
-        f"{size} from step {step + 1} on, "
-        for (_, size), step in zip(growth.marks, growth.growth_steps, strict=True)
-        if step is not None
-    )
+    made_of = f"{batches.world_size} x {batches.batch_size}"
+    if batches.accumulate > 1:
+        made_of += f" x {batches.accumulate} micro-batches"
     length = f"{format_number_of(growth.count_steps(0), 'step')} per epoch"
-    if grown or job.settings.steps is not None:
-        total = format_number_of(job.schedule.num_steps, "step")
-        length = f"{grown}{total} in {format_number_of(job.epochs, 'epoch')}"
+    if growth.marks or job.settings.steps is not None:
+        grown = zip(growth.marks, growth.growth_steps, strict=True)
+        length = "".join(f"{size} from step {step + 1} on, " for (_, size), step in grown if step is not None)
+        length += f"{format_number_of(job.schedule.num_steps, 'step')} in {format_number_of(growth.epochs, 'epoch')}"
     return (
         f"{job.settings.model} with {_count_elements(job.learner.module):,} parameters on {job.train.describe()}; "
         f"{format_number_of(world.world_size, 'rank')} on {world.backend} ({world.device.type}), "
@@ -237,102 +191,75 @@ class _Run:
         self._job, self._files = job, files
         self._rows: list[dict[str, Any]] | None = [] if keeps_rows else None
         self._journal = Journal(job.world, request)
-        self._clock = StepClock(job.world.device)
+        self._clock = PhaseClock(job.world.device)
         self._phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
 
     def run(self, start: Position) -> TrainOutcome:
-        position = start
-        self._clock.start()
-        for taken in run_steps(self._job, start, self._phases):
-            position = taken.position
-            self._record(taken)
-            is_due = self._journal.is_due or self._files.is_due_by_steps(position.step)
+        job, files, step, number = self._job, self._files, start.step, 0
+        self._lap()
+        for taken in run_steps(job, start, self._phases):
+            step = taken.position.step
+            exposed_s = read_exposed(job.learner.model, job.world.world_size)
+            self._journal.add(taken, phases=self._phases.end(), lap=self._lap(), exposed_s=exposed_s)
+            is_due = self._journal.is_due or files.is_due(step, taken.is_epoch_end)
             if taken.is_epoch_end or taken.is_last or is_due:
-                exchange = self._synchronize(taken)
-                if exchange.signal:
-                    return self._end(position, exchange.signal)
-                self._clock.start()  # the time between two steps belongs to neither
-        return self._end(position, 0)
+                number = self._synchronize(taken).signal
+                if number:
+                    break
+                self._lap()  # the time between two steps belongs to neither
+        if not number:
+            files.export(job)
+        files.close()
+        world, size = job.world, _count_elements(job.learner.module)
+        return TrainOutcome(step, number, world.backend, world.device.type, size, rows=tuple(self._rows or ()))
 
-    def _record(self, taken: TakenStep) -> None:
-        """Add a step to the journal; nothing here waits for the GPU or another rank."""
-        job, outcome = self._job, taken.outcome
-        phases = self._phases.end()
-        correct = outcome.loss_sum if outcome.num_correct is None else outcome.num_correct
-        self._journal.add(
-            StepEntry(
-                step=taken.position.step,
-                epoch=taken.epoch,
-                num_samples=taken.num_samples,
-                num_targets=taken.num_targets,
-                rate=taken.rate,
-                lap=self._clock.lap(),
-                data_wait_s=taken.data_wait_s,
-                exposed_s=read_exposed(job.learner.model, job.world.world_size),
-                phases=phases,
-                values=torch.stack([outcome.loss_sum.double(), correct.double()]),
-                has_accuracy=outcome.num_correct is not None,
-                bad_parameter=outcome.bad_parameter,
-            )
-        )
+    def _lap(self) -> PhaseTimes:
+        """The time since the last lap as `step`; on a GPU it is the device's: the host may be steps ahead of it."""
+        times = self._clock.end()
+        self._clock.enter("step")
+        return times
 
     def _synchronize(self, taken: TakenStep) -> Exchange:
         """Ranks exchange their steps; then what is due: evaluation, rows of metrics, a checkpoint."""
         job, files, step = self._job, self._files, taken.position.step
         exchange = self._journal.exchange(files.is_due_by_time)
-        if exchange.bad is not None:
-            files.write_rows(exchange.rows)
-            files.close()
-            bad_step, rank, parameter = exchange.bad
-            parameter = parameter or find_bad_parameter(job.learner.module) or "none: the loss alone"
-            raise TrainingError(
-                f"step {bad_step}: the loss of rank {rank} is not finite, and the first bad value in the model is "
-                f"{parameter}; {files.describe_last()}; try a lower --lr, --clip, or look at the data",
-                code="not-finite",
-            )
         rows = list(exchange.rows)
+        if exchange.bad is not None:
+            files.write_rows(rows)
+            bad_step, rank, name = exchange.bad
+            name = name or find_bad_parameter(job.learner.module) or "none: the loss alone"
+            found = f"the loss of rank {rank} is not finite, and the first bad value in the model is {name}"
+            raise self._fail(bad_step, found)
         if taken.is_epoch_end or taken.is_last:
             test = evaluate(job.learner, job.test, job.world)
             rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         files.write_rows(rows)
         if self._rows is not None:
             self._rows += rows
-        self._report(taken, rows)
-        is_due = exchange.is_save_due or files.is_due_by_steps(step) or (taken.is_epoch_end and files.every_epoch)
+        if job.world.rank == 0 and rows:
+            total, label = job.schedule.num_steps, _describe_rows(rows)
+            line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""
+            post(Progress(step, total, label, line=line))
+        is_due = exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
         if exchange.signal or taken.is_last or is_due:
             # A finite loss can have gradients that are not: never save what they made of the model.
             if name := find_bad_parameter(job.learner.module):
-                files.close()
-                raise TrainingError(
-                    f"step {step}: {name} is not finite after the update, and the loss was; "
-                    f"{files.describe_last()}; try a lower --lr, --clip, or look at the model",
-                    code="not-finite",
-                )
+                raise self._fail(step, f"{name} is not finite after the update, and the loss was")
             files.save(job, taken.position)
         return exchange
 
-    def _report(self, taken: TakenStep, rows: list[dict[str, Any]]) -> None:
-        if self._job.world.rank == 0 and rows:
-            seconds = sum(row["step_s"] for row in rows)
-            rate = sum(row["samples"] for row in rows) / seconds if seconds else 0.0
-            step, total, label = taken.position.step, self._job.schedule.num_steps, _describe_row(rows[-1], rate)
-            line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""
-            post(Progress(step, total, label, line=line))
-
-    def _end(self, position: Position, signal: int) -> TrainOutcome:
-        world, module = self._job.world, self._job.learner.module
-        if not signal:
-            self._files.export(self._job)
+    def _fail(self, step: int, found: str) -> TrainingError:
         self._files.close()
-        rows = tuple(self._rows or ())
-        return TrainOutcome(position.step, signal, world.backend, world.device.type, _count_elements(module), rows=rows)
+        hint = f"{self._files.describe_last()}; try a lower --lr, --clip, or look at the data and the model"
+        return TrainingError(f"step {step}: {found}; {hint}", code="not-finite")
 
 
-def _describe_row(row: dict[str, Any], samples_per_s: float) -> str:
+def _describe_rows(rows: list[dict[str, Any]]) -> str:
+    row, seconds = rows[-1], sum(row["step_s"] for row in rows)
     parts = [f"epoch {row['epoch'] + 1}: loss {row['loss']:.4f}"]
     if row.get("accuracy") is not None:
         parts.append(f"accuracy {row['accuracy']:.1%}")
-    parts.append(f"{format_speed(samples_per_s)} samples/s")
+    parts.append(f"{format_speed(sum(row['samples'] for row in rows) / seconds if seconds else 0.0)} samples/s")
     if row.get("exposed_comm_s") is not None and row["step_s"]:
         parts.append(f"exposed {row['exposed_comm_s'] / row['step_s']:.0%}")
     if row.get("test_accuracy") is not None:

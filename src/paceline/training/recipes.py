@@ -60,9 +60,7 @@ SWITCHES: Mapping[str, Switch] = {
     # the rate but no trust ratio. So the coefficient is larger than the paper's, and the rate smaller by the same
     # factor: layers step as far, and biases and norms not much farther than with SGD.
     "lars": Switch(
-        0.15,
-        lambda c: {"optimizer": "lars", "trust_coefficient": 0.02, "lr": c.scale(c.value, "sqrt")},
-        ("lamb",),
+        0.15, lambda c: {"optimizer": "lars", "trust_coefficient": 0.02, "lr": c.scale(c.value, "sqrt")}, ("lamb",)
     ),
     "lamb": Switch(0.004, lambda c: {"optimizer": "lamb", "lr": c.scale(c.value, "sqrt")}, ("lars",)),
     "warmup": Switch(0.2, lambda c: {"lr_warmup": max(1, round(c.value * c.num_updates))}, is_share=True),

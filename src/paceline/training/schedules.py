@@ -22,13 +22,13 @@ SCHEDULES = ("constant", "cosine", "linear", "piecewise")
 SCALING_RULES = ("none", "linear", "sqrt")
 
 
-def check_drops(drops: tuple[float, ...], name: str = "drops") -> None:
-    """Refuse drops that are not increasing shares of a run."""
-    is_rising = all(first < second for first, second in itertools.pairwise(drops))
-    if not is_rising or not all(0 < drop < 1 for drop in drops):
-        raise ConfigError(
-            f"{name} {','.join(map(str, drops))}: increasing shares of the run between 0 and 1 are needed"
-        )
+def check_drops(drops: tuple[float, ...], shape: str, name: str = "--lr-drops") -> None:
+    """Refuse drops that are not increasing shares of a run, or of another schedule than piecewise."""
+    found = f"{name} {','.join(map(str, drops)) or 'none'}"
+    if bool(drops) != (shape == "piecewise"):
+        raise ConfigError(f"{found} with schedule {shape}: drops belong to piecewise, which needs them, as 0.5,0.75")
+    if not all(first < second for first, second in itertools.pairwise((0.0, *drops, 1.0))):
+        raise ConfigError(f"{found}: increasing shares of the run between 0 and 1 are needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +46,17 @@ class Schedule:
     drops: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        steps, warmup = self.num_steps, self.warmup_steps
         if self.shape not in SCHEDULES:
             raise ConfigError(f"unknown schedule {self.shape!r}: known are {', '.join(SCHEDULES)}")
-        if not math.isfinite(self.peak) or self.peak < 0:
+        if not 0 <= self.peak < math.inf:
             raise ConfigError(f"peak {self.peak}: a finite number from 0 is needed")
-        if self.num_steps < 1 or self.warmup_steps < 0:
-            raise ConfigError(f"{self.num_steps} steps, {self.warmup_steps} of warm-up: at least 1 and 0 are needed")
-        if bool(self.drops) != (self.shape == "piecewise"):
-            raise ConfigError(
-                f"schedule {self.shape} with drops {self.drops}: drops belong to piecewise, which needs them"
-            )
-        check_drops(self.drops)
-        if self.drops and self.drops[0] * self.num_steps < self.warmup_steps:
-            raise ConfigError(
-                f"a drop at {self.drops[0]} of {self.num_steps} steps, inside the warm-up of {self.warmup_steps}: "
-                "drop later, or warm up in fewer steps"
-            )
+        if steps < 1 or warmup < 0:
+            raise ConfigError(f"{steps} steps, {warmup} of warm-up: at least 1 and 0 are needed")
+        check_drops(self.drops, self.shape, "drops")
+        if self.drops and self.drops[0] * steps < warmup:
+            found = f"a drop at {self.drops[0]} of {steps} steps, inside the warm-up of {warmup}"
+            raise ConfigError(f"{found}: drop later, or warm up in fewer steps")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step; steps count from 0."""
@@ -94,14 +89,11 @@ def scale_rate(rate: float, batch_size: int, base_batch_size: int, rule: str) ->
     """
     if rule not in SCALING_RULES:
         raise ConfigError(f"unknown scaling rule {rule!r}: known are {', '.join(SCALING_RULES)}")
-    if not math.isfinite(rate) or rate < 0:
-        raise ConfigError(f"rate {rate}: a finite number from 0 is needed")
-    if batch_size < 1 or base_batch_size < 1:
-        raise ConfigError(f"a batch of {batch_size} from a batch of {base_batch_size}: at least 1 sample is needed")
-    if rule == "none":
-        return rate
+    if not 0 <= rate < math.inf or batch_size < 1 or base_batch_size < 1:
+        found = f"rate {rate} for a batch of {batch_size} from a batch of {base_batch_size}"
+        raise ConfigError(f"{found}: a finite number from 0 and at least 1 sample are needed")
     factor = batch_size / base_batch_size
-    return rate * (factor if rule == "linear" else math.sqrt(factor))
+    return rate * {"none": 1.0, "linear": factor, "sqrt": math.sqrt(factor)}[rule]
 
 
 # How a rank takes its share of a grown batch: in more micro-batches, or in larger ones.
@@ -116,9 +108,8 @@ def parse_growths(text: str) -> Growths:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d*\.?\d+)\s*:\s*(\d+)\s*", part, re.ASCII)
         if match is None:
-            raise ConfigError(
-                f"--batch-growth {text!r} is not understood at {part!r}: use SHARE:FACTOR, as in 0.5:4,0.75:16"
-            )
+            use = "use SHARE:FACTOR, as in 0.5:4,0.75:16"
+            raise ConfigError(f"--batch-growth {text!r} is not understood at {part!r}: {use}")
         growths.append((float(match[1]), int(match[2])))
     check_growths(tuple(growths))
     return tuple(growths)
@@ -136,14 +127,13 @@ def check_growths(growths: Growths) -> None:
         flag = f"--batch-growth {format_growths(growths)}:"
         if not 0 < share < 1:
             raise ConfigError(f"{flag} {share} is not a share of the run; above 0 and below 1 is needed")
-        if isinstance(factor, bool) or not isinstance(factor, int):
+        if type(factor) is not int:
             raise ConfigError(f"{flag} {factor!r} is not a factor; an integer is needed, so that ranks can share")
         if share <= last_share:
             raise ConfigError(f"{flag} {share} comes after {last_share}; each share has to be larger than the last")
         if factor <= last_factor:
-            raise ConfigError(
-                f"{flag} {factor} times the first batch comes after {last_factor} times; each has to be larger"
-            )
+            text = f"{factor} times the first batch comes after {last_factor} times; each has to be larger"
+            raise ConfigError(f"{flag} {text}")
         last_share, last_factor = share, factor
 
 
@@ -162,11 +152,9 @@ class BatchSchedule:
     tail: str = "keep"
 
     def __post_init__(self) -> None:
-        if self.global_batch_size < 1 or self.num_samples < 1 or self.epochs < 1:
-            raise ConfigError(
-                f"{self.epochs} epochs of {self.num_samples} samples in global batches of {self.global_batch_size}: "
-                "at least 1 of each is needed"
-            )
+        if min(self.global_batch_size, self.num_samples, self.epochs) < 1:
+            found = f"{self.epochs} epochs of {self.num_samples} samples in global batches of {self.global_batch_size}"
+            raise ConfigError(f"{found}: at least 1 of each is needed")
         check_growths(self.growths)
 
     @cached_property
@@ -179,16 +167,12 @@ class BatchSchedule:
             for share, factor in self.growths
         )
 
-    def size_at(self, epoch: int, offset: int) -> int:
-        """The global batch of a step that begins `offset` samples into the epoch."""
-        place = epoch * self.num_samples + offset
-        return max((size for start, size in self.marks if start <= place), default=self.global_batch_size)
-
     def _spans(self, epoch: int) -> list[tuple[int, int]]:
         """The epoch's windows in groups of one size, as (how many, size). The last window may pass the epoch's end."""
         spans, offset, begin = [], 0, epoch * self.num_samples
         while offset < self.num_samples:
-            size = self.size_at(epoch, offset)
+            reached = (size for start, size in self.marks if start <= begin + offset)
+            size = max(reached, default=self.global_batch_size)
             ahead = (start - begin for start, _ in self.marks if start - begin > offset)
             until = min(self.num_samples, next(ahead, self.num_samples))
             count = -(-(until - offset) // size)
@@ -208,9 +192,8 @@ class BatchSchedule:
     @cached_property
     def num_steps(self) -> int:
         """Of the whole run."""
-        if not self.growths:
-            return self.epochs * self.count_steps(0)
-        return sum(self.count_steps(epoch) for epoch in range(self.epochs))
+        steps = self.epochs * self.count_steps(0)
+        return steps if not self.growths else sum(self.count_steps(epoch) for epoch in range(self.epochs))
 
     @cached_property
     def growth_steps(self) -> tuple[int | None, ...]:
@@ -230,12 +213,8 @@ class BatchSchedule:
         for (share, factor), (_, size), step in zip(self.growths, self.marks, self.growth_steps, strict=True):
             flag = f"--batch-growth {format_growths(self.growths)}:"
             if size > self.num_samples:
-                raise ConfigError(
-                    f"{flag} {factor} times the global batch of {self.global_batch_size} is more than the "
-                    f"{self.num_samples} samples of an epoch; use a smaller factor, or more samples"
-                )
+                found = f"{factor} times the global batch of {self.global_batch_size} is more than the"
+                raise ConfigError(f"{flag} {found} {self.num_samples} samples of an epoch; use a smaller factor")
             if step is None:
-                raise ConfigError(
-                    f"{flag} of {self.epochs * self.num_samples} samples in all, no step has the growth at {share}: it "
-                    "comes after the last step begins, or the next growth replaces it; move it, or leave it out"
-                )
+                found = f"of {self.epochs * self.num_samples} samples in all, no step has the growth at {share}"
+                raise ConfigError(f"{flag} {found}: it begins too late, or the next one replaces it; move it")

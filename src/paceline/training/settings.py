@@ -174,7 +174,6 @@ class TrainSettings:
         what = "trains one process" if self.wrapper == "none" else "serves the GPUs of one process"
         steps, growth, smoothing = f"--steps {self.steps}", format_growths(self.batch_growth), self.label_smoothing
         trust = f"--trust-coefficient {self.trust_coefficient}"
-        drops = f"--lr-drops {','.join(map(str, self.lr_drops))}" if self.lr_drops else "no --lr-drops"
         refuse(
             (self.momentum >= 1, f"--momentum {self.momentum}: below 1 is needed, or steps grow without end"),
             (smoothing >= 1, f"--label-smoothing {smoothing}: below 1 is needed, or nothing is left to learn"),
@@ -193,13 +192,11 @@ class TrainSettings:
             # Options of another optimizer, schedule or norm would change nothing.
             (self.trust_coefficient is not None and self.optimizer != "lars",
              f"{trust} with --optimizer {self.optimizer}: leave it out, or use lars"),
-            (bool(self.lr_drops) != (self.schedule == "piecewise"),
-             f"{drops} with --schedule {self.schedule}: drops belong to piecewise, which needs them, as 0.5,0.75"),
             (self.ghost_batchnorm is not None and self.sync_batchnorm,
              f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: one makes the batch of a norm smaller, "
              "the other larger; leave one out"),
         )  # fmt: skip
-        check_drops(self.lr_drops, "--lr-drops")
+        check_drops(self.lr_drops, self.schedule)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -1,7 +1,4 @@
-"""One training step, top to bottom: forward, backward and optimizer, each a phase on a clock.
-
-Where the micro-batches come from is in `loader`; what happens between steps is in `loop`.
-"""
+"""One training step, top to bottom: forward, backward and optimizer, each a phase on a clock."""
 
 from __future__ import annotations
 
@@ -21,10 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline.parallel import SyncBatchNorm
 from paceline.training.loader import LoadedBatch
 from paceline.workloads.data import Batch, DataForm
-from paceline.workloads.models import Outcome, compute_outcome
+from paceline.workloads.models import compute_outcome
 
 _OVER_RANKS = (SyncBatchNorm, nn.SyncBatchNorm)
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PhaseTimes:
@@ -68,12 +64,11 @@ class PhaseClock:
         self._moments: list[tuple[str, Any]] = []
 
     def enter(self, phase: str) -> None:
-        if not self._on_gpu:
-            self._moments.append((phase, time.perf_counter()))
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._moments.append((phase, event))
+        moment: Any = time.perf_counter()
+        if self._on_gpu:
+            moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            moment.record()
+        self._moments.append((phase, moment))
 
     def end(self) -> PhaseTimes:
         self.enter("end")
@@ -81,30 +76,11 @@ class PhaseClock:
         return PhaseTimes(moments)
 
 
-class StepClock:
-    """The time from step to step. On a GPU it is the device's: the host may be steps ahead of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._clock = PhaseClock(device)
-
-    def start(self) -> None:
-        """The next step begins now, and not where the last one ended."""
-        self._clock.end()
-        self._clock.enter("step")
-
-    def lap(self) -> PhaseTimes:
-        """The step that ends now, as `step`; the next one begins."""
-        times = self._clock.end()
-        self._clock.enter("step")
-        return times
-
-
 @contextlib.contextmanager
 def settled_kernels(device: torch.device, precision: str) -> Iterator[None]:
     """Turn oneDNN off where the CPU does not support this precision with it, and restore it afterwards.
 
-    Otherwise torch tries, prints a page, and turns it off for the rest of the process: in the middle of the first step,
-    so that a resumed run would compute its first step by other kernels than an uninterrupted one.
+    Else torch turns it off in the middle of the first step, which a resumed run would compute by other kernels.
     """
     supports = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
     if device.type != "cpu" or precision not in supports or getattr(torch.ops.mkldnn, supports[precision])():
@@ -120,7 +96,7 @@ def settled_kernels(device: torch.device, precision: str) -> Iterator[None]:
 
 @dataclass
 class Learner:
-    """What learns on one rank: the model in its wrapper, its optimizer, and the three phases of a step on them."""
+    """What learns on one rank: the model in its wrapper, the bare module, its optimizer and how it computes."""
 
     model: nn.Module
     module: nn.Module
@@ -137,35 +113,16 @@ class Learner:
     def parameters(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
 
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, gradients of a backward pass stay on this rank."""
-        manager = getattr(self.model, "no_sync", None)
-        return manager() if manager is not None else contextlib.nullcontext()
-
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=_AUTOCAST[self.precision])
+        return torch.autocast(self.device.type, dtype=torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
-    def forward(self, loaded: LoadedBatch, num_targets: int) -> tuple[torch.Tensor, Outcome]:
-        """The loss of a micro-batch as its part of a global batch of `num_targets`, and what it was made from.
-
-        The wrapper averages over ranks, which the factor `world_size` undoes.
-        """
-        with self.autocast():
-            outcome = compute_outcome(self.model, self._fill(loaded), self.form, label_smoothing=self.label_smoothing)
-        weight = 1.0 if loaded.num_counted else 0.0
-        return outcome.loss_sum * (weight * self.world_size / num_targets), outcome
-
-    def _fill(self, loaded: LoadedBatch) -> Batch:
-        """What is computed where a rank has no sample: one that does not count or, before layers that normalise over
-        all ranks and would count it, none."""
+    def fill(self, loaded: LoadedBatch) -> Batch:
+        """Where a rank has no sample: one that does not count or, where norms over all ranks would count it, none."""
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
         return loaded.batch.first(0)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.scaler.scale(loss).backward()
 
     def update(self, rate: float) -> None:
         """Apply the averaged gradients at this learning rate, and drop them."""
@@ -185,7 +142,6 @@ class StepOutcome:
 
     loss_sum: torch.Tensor
     num_correct: torch.Tensor | None
-    num_samples: int
     bad_parameter: str = ""
 
 
@@ -195,22 +151,26 @@ def take_step(
     """Learn from this rank's micro-batches of one global batch, which has `num_targets` targets over all ranks.
 
     Each loss is a sum, divided by the targets of the whole global batch: so micro-batches, ranks and a short tail count
-    by what they hold, and their gradients add up to the gradient of one big batch. Gradients are sent once, with the
-    last micro-batch. Collective: call on every rank, with the same number of micro-batches.
+    by what they hold, and their gradients add up to the gradient of one big batch. The wrapper averages over ranks,
+    which the factor `world_size` undoes. Gradients are sent once, with the last micro-batch. Collective: call on every
+    rank, with the same number of micro-batches.
     """
     # A rank whose part of a short tail is empty has 0 correct, which is not the same as no accuracy.
     correct = torch.zeros((), dtype=torch.int64, device=learner.device) if learner.form.num_classes else None
-    total = StepOutcome(torch.zeros((), device=learner.device), correct, 0)
+    total = StepOutcome(torch.zeros((), device=learner.device), correct)
+    no_sync = getattr(learner.model, "no_sync", contextlib.nullcontext)
     for number, loaded in enumerate(window):
-        is_last = number == len(window) - 1
-        with contextlib.nullcontext() if is_last else learner.no_sync():
+        with contextlib.nullcontext() if number == len(window) - 1 else no_sync():
             phases.enter("forward")
-            loss, outcome = learner.forward(loaded, num_targets)
+            batch, smoothing = learner.fill(loaded), learner.label_smoothing
+            with learner.autocast():
+                outcome = compute_outcome(learner.model, batch, learner.form, label_smoothing=smoothing)
+            weight = 1.0 if loaded.num_counted else 0.0
+            loss = outcome.loss_sum * (weight * learner.world_size / num_targets)
             phases.enter("backward")
-            learner.backward(loss)
+            learner.scaler.scale(loss).backward()
         if loaded.num_counted:
             total.loss_sum = total.loss_sum + outcome.loss_sum.detach()
-            total.num_samples += loaded.num_counted
             if outcome.num_correct is not None and total.num_correct is not None:
                 total.num_correct = total.num_correct + outcome.num_correct
     if learner.device.type == "cpu" and not math.isfinite(total.loss_sum.item()):
@@ -261,15 +221,11 @@ def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
 
 def find_bad_parameter(module: nn.Module) -> str:
     """The first parameter or buffer of the model that is not finite; else the first whose gradient is not."""
-    floating = (pair for pair in module.named_buffers() if pair[1].is_floating_point() and pair[1].numel())
-    named = [*module.named_parameters(), *floating]
+    params = list(module.named_parameters())
+    grads = [(f"the gradient of {name}", param.grad) for name, param in params if param.grad is not None]
+    floating = [pair for pair in (*params, *module.named_buffers(), *grads) if pair[1].is_floating_point()]
+    named = [(name, tensor.detach()) for name, tensor in floating if tensor.numel()]
     # One pass over all, and one wait for a GPU.
-    norms = torch._foreach_norm([param.detach() for _, param in named], ord=float("inf"))
+    norms = torch._foreach_norm([tensor for _, tensor in named], ord=float("inf"))
     finite = torch.isfinite(torch.stack([norm.float() for norm in norms])).tolist()
-    for (name, _), is_finite in zip(named, finite, strict=True):
-        if not is_finite:
-            return name
-    for name, param in module.named_parameters():
-        if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
-            return f"the gradient of {name}"
-    return ""
+    return next((name for (name, _), is_finite in zip(named, finite, strict=True) if not is_finite), "")

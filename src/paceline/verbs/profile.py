@@ -247,7 +247,7 @@ def _open_job(
 
 
 def _load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[Any]:
-    from paceline.predict.whatif import build_sweeps
+    from paceline.predict.networks import build_sweeps
     from paceline.records import CollectiveRecord, load_run
 
     sweeps: list[Any] = []

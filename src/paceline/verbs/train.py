@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records.store import Run, write_new
-from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, load_metrics, replace_file
+from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, load_metrics
 from paceline.report.training import TrainRunResult, render_config
 from paceline.runtime.environment import is_launched
 from paceline.runtime.session import open_session
@@ -114,7 +114,7 @@ def update_config(run: Path, outcome: dict[str, Any] | None = None, **lengths: i
     if outcome is not None:
         document["outcome"] = outcome
     if document != before:
-        replace_file(run / CONFIG_FILE, json.dumps(document, indent=1).encode() + b"\n")
+        write_new(run / CONFIG_FILE, json.dumps(document, indent=1) + "\n", replace=True)
 
 
 @contextlib.contextmanager

@@ -10,10 +10,9 @@ import importlib
 import importlib.util
 import json
 import os
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.workloads.data import DataForm
@@ -30,8 +29,7 @@ _HUB_TIMEOUT_S = 5
 _CLASSES = {"tokens": "AutoModelForCausalLM", "pairs": "AutoModelForSequenceClassification"}
 
 
-@dataclass(frozen=True)
-class _Source:
+class _Source(NamedTuple):
     """A folder with a configuration, and why there are no weights to load from it; empty where there are."""
 
     folder: Path
@@ -48,9 +46,7 @@ def check_source(name: str) -> None:
             raise ConfigError(f"model folder {path} has no {_CONFIG}: give a folder that transformers saved a model in")
     elif path.is_file() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
         what = "is not a folder" if path.exists() else "does not exist"
-        raise ConfigError(
-            f"model folder {path} {what}: give a folder with {_CONFIG}, or a name such as gpt2 or org/name"
-        )
+        raise ConfigError(f"model folder {path} {what}: give a folder with {_CONFIG}, or a name such as org/name")
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"model hf:{name} needs transformers, which is not installed: pip install 'paceline[hf]'")
 
@@ -80,17 +76,12 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
     dtype = {"dtype" if version >= (4, 56) else "torch_dtype": torch.float32}
     # Classes of version 4 build their inner model from the configuration's own dtype, whatever the outer one is given.
     config.update(dtype)
+    options: dict[str, Any] = {"config": config, "trust_remote_code": False, **dtype}
     try:
         if source.lack:
-            return maker.from_config(config, trust_remote_code=False, **dtype)  # type: ignore[no-any-return]
-        return maker.from_pretrained(  # type: ignore[no-any-return]
-            source.folder,
-            config=config,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            **dtype,
-        ).train()
+            return maker.from_config(**options)  # type: ignore[no-any-return]
+        module = maker.from_pretrained(source.folder, use_safetensors=True, local_files_only=True, **options)
+        return module.train()  # type: ignore[no-any-return]
     except Exception as error:
         raise ConfigError(f"model hf:{name} cannot be built for {form.kind}: {_first_line(error)}") from error
 
@@ -108,9 +99,8 @@ def _find_source(name: str, files: tuple[str, ...]) -> _Source:
     reason, cached = "", None
     for options in ({"local_files_only": True}, {"etag_timeout": _HUB_TIMEOUT_S}):
         try:
-            folder = Path(
-                importlib.import_module("huggingface_hub").snapshot_download(name, allow_patterns=files, **options)
-            )
+            hub = importlib.import_module("huggingface_hub")
+            folder = Path(hub.snapshot_download(name, allow_patterns=files, **options))
         except Exception as error:
             # The hub's errors have no common parent in all of its versions; the text below names it.
             reason = _first_line(error)
@@ -119,9 +109,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> _Source:
             if not wants_weights or not _missing_weights(folder):
                 return _Source(folder)
             if "local_files_only" not in options:
-                raise ConfigError(
-                    f"model hf:{name} has no {_WEIGHTS} on the hub: other formats of weights are not read"
-                )
+                raise ConfigError(f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read")
             cached = folder
     if cached is not None:
         return _Source(cached, "because only its configuration is in the cache and the hub cannot be reached")
@@ -129,10 +117,8 @@ def _find_source(name: str, files: tuple[str, ...]) -> _Source:
     if kept.is_dir():
         return _Source(kept, "because the hub cannot be reached and Paceline brings only its configuration")
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
-    raise ConfigError(
-        f"model hf:{name} is neither a folder here nor in the hub's cache, and cannot be fetched ({offline}): give the "
-        f"path of a folder with its {_CONFIG}"
-    )
+    what = f"model hf:{name} is neither a folder here nor in the hub's cache, and cannot be fetched ({offline})"
+    raise ConfigError(f"{what}: give the path of a folder with its {_CONFIG}")
 
 
 def _inspect_folder(folder: Path) -> _Source:
@@ -143,29 +129,26 @@ def _inspect_folder(folder: Path) -> _Source:
         raise ConfigError(f"model folder {folder} lacks {', '.join(missing)}, named in {_INDEX}: copy them there")
     pickles = [pickle for pickle in _PICKLES if (folder / pickle).exists()]
     if pickles:
-        raise ConfigError(
-            f"model folder {folder} has its weights in a pickle ({pickles[0]}), which can run code: save safetensors"
-        )
+        text = f"has its weights in a pickle ({pickles[0]}), which can run code: save safetensors"
+        raise ConfigError(f"model folder {folder} {text}")
     return _Source(folder, f"because {folder} holds only a configuration")
 
 
 def _missing_weights(folder: Path) -> list[str]:
     """The files of weights that should be in the folder and are not."""
-    if (folder / _INDEX).is_file():
+    names, index = {_WEIGHTS}, folder / _INDEX
+    if index.is_file():
         try:
-            names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{folder / _INDEX} is damaged: {_first_line(error)}") from error
-    else:
-        names = {_WEIGHTS}
+            raise ConfigError(f"{index} is damaged: {_first_line(error)}") from error
     return sorted(name for name in names if not (folder / name).is_file())
 
 
 def _load_config(folder: Path) -> Any:
     try:
-        return importlib.import_module("transformers").AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        loader = importlib.import_module("transformers").AutoConfig
+        return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{folder / _CONFIG} cannot be used: {_first_line(error)}") from error
 
@@ -173,9 +156,7 @@ def _load_config(folder: Path) -> Any:
 def _limits(name: str, config: Any) -> tuple[int, int]:
     text = config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
-        raise ConfigError(
-            f"model hf:{name} ({config.model_type}) has no vocabulary: hf: serves models that read tokens"
-        )
+        raise ConfigError(f"model hf:{name} ({config.model_type}) has no vocabulary: only models of tokens are served")
     return int(text.vocab_size), int(getattr(text, "max_position_embeddings", None) or 2**20)
 
 
@@ -183,19 +164,14 @@ def _fit_config(name: str, config: Any, form: DataForm) -> None:
     """Check that the model can take the data, and set what depends on it."""
     vocabulary, context = _limits(name, config)
     if form.vocabulary > vocabulary:
-        raise ConfigError(
-            f"model hf:{name} has a vocabulary of {vocabulary}, and the data one of {form.vocabulary}: use the model's "
-            "own tokenizer, or bytes"
-        )
+        what = f"model hf:{name} has a vocabulary of {vocabulary}, and the data one of {form.vocabulary}"
+        raise ConfigError(f"{what}: use the model's own tokenizer, or bytes")
     if form.shape[0] > context:
-        raise ConfigError(
-            f"model hf:{name} has {context} positions, and the data {form.shape[0]}: use a shorter context"
-        )
+        raise ConfigError(f"model hf:{name} has {context} positions, and the data {form.shape[0]}: use fewer")
     # What a training step returns should hold no cache of keys and values, which only generating uses.
     config.use_cache = False
     if form.kind == "pairs":
-        config.num_labels = form.num_classes
-        config.pad_token_id = form.pad
+        config.num_labels, config.pad_token_id = form.num_classes, form.pad
     elif getattr(config, "is_decoder", None) is False:
         # An encoder such as BERT would see the tokens that it has to predict.
         config.is_decoder = True

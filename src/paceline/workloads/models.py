@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,21 +14,15 @@ from paceline.errors import ConfigError
 from paceline.workloads.data import IGNORED, Batch, DataForm
 
 
-def build_linear(shape: tuple[int, ...], outputs: int) -> nn.Module:
-    """One linear layer on all numbers of a sample."""
-    return nn.Sequential(*_flatten(shape), nn.Linear(math.prod(shape), outputs))
-
-
 def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float = 0.0) -> nn.Module:
-    """Four linear layers on all numbers of a sample: many bytes of gradients for little arithmetic."""
-    layers: list[nn.Module] = []
-    for width in (math.prod(shape), hidden, hidden):
+    """Four linear layers on all numbers of a sample: many bytes of gradients for little arithmetic. `hidden` of 0
+    leaves one layer."""
+    layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
+    width = math.prod(shape)
+    for _ in range(3 if hidden else 0):
         layers += [nn.Linear(width, hidden), nn.ReLU(), *_dropout(dropout)]
-    return nn.Sequential(*_flatten(shape), *layers, nn.Linear(hidden, outputs))
-
-
-def _flatten(shape: tuple[int, ...]) -> list[nn.Module]:
-    return [nn.Flatten()] if len(shape) > 1 else []
+        width = hidden
+    return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
 def _dropout(dropout: float) -> list[nn.Module]:
@@ -49,17 +42,15 @@ def build_cnn(
     channels_in, height, width = shape
     layers: list[nn.Module] = []
     for number, channels_out in enumerate(channels):
-        layers += [nn.Conv2d(channels_in, channels_out, 3, padding=0 if number < 2 else 1), nn.ReLU()]
-        if number < 2:
-            height, width = height - 2, width - 2
+        padding = 0 if number < 2 else 1
+        layers += [nn.Conv2d(channels_in, channels_out, 3, padding=padding), nn.ReLU()]
+        height, width = height - 2 + 2 * padding, width - 2 + 2 * padding
         if number > 0:
             layers.append(nn.MaxPool2d(2))
             height, width = height // 2, width // 2
         if min(height, width) < 1:
-            raise ConfigError(
-                f"{len(channels)} convolutions on images of {shape[1]} x {shape[2]}: no pixel is left after "
-                f"{number + 1}, give at most {number} channels"
-            )
+            what = f"{len(channels)} convolutions on images of {shape[1]} x {shape[2]}"
+            raise ConfigError(f"{what}: no pixel is left after {number + 1}, give at most {number} channels")
         channels_in = channels_out
     layers += [nn.Flatten(), nn.Linear(channels_in * height * width, hidden), nn.ReLU(), *_dropout(dropout)]
     return nn.Sequential(*layers, nn.Linear(hidden, num_classes))
@@ -107,9 +98,9 @@ class _BasicBlock(nn.Module):
 class ResNet18(nn.Module):
     """ResNet-18 (He 2016) behind a stem that makes 64 channels of an image."""
 
-    def __init__(self, stem: nn.Module, num_classes: int) -> None:
+    def __init__(self, stem: list[nn.Module], num_classes: int) -> None:
         super().__init__()
-        self.stem = stem
+        self.stem = nn.Sequential(*stem)
         blocks: list[nn.Module] = []
         channels_in = 64
         for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
@@ -119,22 +110,17 @@ class ResNet18(nn.Module):
         self.head = nn.Linear(channels_in, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        features: torch.Tensor = self.blocks(self.stem(images)).mean(dim=(2, 3))
-        logits: torch.Tensor = self.head(features)
+        logits: torch.Tensor = self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
         return logits
 
 
-def build_resnet18(channels: int = 3, num_classes: int = 10) -> nn.Module:
-    """For 32 x 32 images: a 3 x 3 stem that keeps their size."""
-    conv = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
-    return ResNet18(nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU()), num_classes)
-
-
-def build_resnet18_imagenet(channels: int = 3, num_classes: int = 1000) -> nn.Module:
-    """For 224 x 224 images: a 7 x 7 stem and a pooling that divide their sides by 4."""
-    conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-    pool = nn.MaxPool2d(3, stride=2, padding=1)
-    return ResNet18(nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU(), pool), num_classes)
+def build_resnet18(channels: int = 3, num_classes: int = 10, for_imagenet: bool = False) -> nn.Module:
+    """A 3 x 3 stem that keeps the size of 32 x 32 images; or for those of ImageNet, 224 x 224, a 7 x 7 stem and a
+    pooling that divide their sides by 4."""
+    size, stride = (7, 2) if for_imagenet else (3, 1)
+    conv = nn.Conv2d(channels, 64, size, stride=stride, padding=size // 2, bias=False)
+    pool = [nn.MaxPool2d(3, stride=2, padding=1)] if for_imagenet else []
+    return ResNet18([conv, nn.BatchNorm2d(64), nn.ReLU(), *pool], num_classes)
 
 
 class _Attention(nn.Module):
@@ -176,16 +162,9 @@ class GPT2(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        layers: int,
-        width: int,
-        heads: int,
-        vocabulary: int = 50257,
-        context: int = 1024,
-        num_classes: int = 0,
-        dropout: float = 0.0,
-    ) -> None:
+        self, *, layers: int, width: int, heads: int, vocabulary: int = 50257, context: int = 1024,
+        num_classes: int = 0, dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
@@ -210,25 +189,21 @@ class GPT2(nn.Module):
         if length > context:
             # On a GPU the lookup would fail without saying where or why.
             raise ConfigError(
-                f"a sequence of {length} tokens: this model has {context} positions, use a context of those"
+                f"a sequence of {length} tokens: this model has {context} positions, use a shorter context"
             )
         x = self.drop(self.tokens(ids) + self.positions(torch.arange(length, device=ids.device)))
         for block in self.blocks:
             x = block(x)
         if self.classes is None:
             return F.linear(self.norm(x), self.tokens.weight)
-        if attention_mask is None:
-            x = x[:, -1]
-        else:
-            places = torch.arange(length, device=ids.device)
-            last = (attention_mask * places).argmax(dim=1)
-            x = x[torch.arange(len(x), device=x.device), last]
-        logits: torch.Tensor = self.classes(self.norm(x))
+        last: Any = -1
+        if attention_mask is not None:
+            last = (attention_mask * torch.arange(length, device=ids.device)).argmax(dim=1)
+        logits: torch.Tensor = self.classes(self.norm(x[torch.arange(len(x), device=x.device), last]))
         return logits
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The loss summed over the targets of a batch, and how many of them were predicted (None where numbers are)."""
 
     loss_sum: torch.Tensor
@@ -243,52 +218,44 @@ def compute_outcome(
     `label_smoothing` is the share of a target that is spread evenly over all classes.
     """
     output = model(batch.inputs) if batch.mask is None else model(batch.inputs, attention_mask=batch.mask)
-    predicted = getattr(output, "logits", output)
+    predicted, targets = getattr(output, "logits", output), batch.targets.reshape(-1)
     if not isinstance(predicted, torch.Tensor):
-        raise ConfigError(
-            f"the model returned {type(predicted).__name__}: it must return a tensor, or an object with `logits`"
-        )
+        what = f"the model returned {type(predicted).__name__}"
+        raise ConfigError(f"{what}: it must return a tensor, or an object with `logits`")
+    returned = f"the model returned the shape {tuple(predicted.shape)}"
     if form.num_classes == 0:
-        if predicted.numel() != batch.targets.numel():
-            raise ConfigError(
-                f"the model returned the shape {tuple(predicted.shape)} for {len(batch)} numbers: ({len(batch)}, 1) "
-                "is needed"
-            )
-        errors = predicted.float().reshape(-1) - batch.targets.reshape(-1)
+        if predicted.numel() != targets.numel():
+            raise ConfigError(f"{returned} for {len(batch)} numbers: ({len(batch)}, 1) is needed")
+        errors = predicted.float().reshape(-1) - targets
         return Outcome((errors * errors).sum(), None)
     classes = predicted.shape[-1] if predicted.dim() else 0
-    if classes == 0 or predicted.numel() != batch.targets.numel() * classes or classes < form.num_classes:
-        needed = (*batch.targets.shape, form.num_classes)
-        raise ConfigError(
-            f"the model returned the shape {tuple(predicted.shape)} for targets of shape {tuple(batch.targets.shape)} "
-            f"and {form.num_classes} classes: {needed} is needed"
-        )
-    logits, targets = predicted.reshape(-1, classes), batch.targets.reshape(-1)
-    loss = F.cross_entropy(
-        logits.float(), targets, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
-    )
+    if classes == 0 or predicted.numel() != targets.numel() * classes or classes < form.num_classes:
+        what = f"targets of shape {tuple(batch.targets.shape)} and {form.num_classes} classes"
+        raise ConfigError(f"{returned} for {what}: {(*batch.targets.shape, form.num_classes)} is needed")
+    logits = predicted.reshape(-1, classes)
+    options: dict[str, Any] = {"reduction": "sum", "ignore_index": IGNORED, "label_smoothing": label_smoothing}
+    loss = F.cross_entropy(logits.float(), targets, **options)
     return Outcome(loss, (logits.detach().argmax(dim=-1) == targets).sum())
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks in the order of definition, by name; each can be called, holds parameters, and is there once.
 
     A module that holds a stack (several layers that have parts of their own, in a list or in sequence) is taken apart;
-    the layers of a stack are blocks. What has no parameters, such as an activation, is none,
-    unless it is all there is.
+    the layers of a stack are blocks. What has no parameters, such as an activation, is none, unless it is all there is.
     """
     prefix = ""
     # A module that only holds another, as a wrapper does, says nothing about its blocks.
-    while len(inner := _trained_children(module)) == 1 and not _owns_parameters(module):
+    while len(inner := _trained_children(module)) == 1 and next(module.parameters(recurse=False), None) is None:
         name, module = inner[0]
         prefix += f"{name}."
-    seen: set[int] = set()
-    blocks = []
+    blocks: dict[nn.Module, str] = {}
     for name, block in list(_walk(module)) or [("", module)]:
-        if id(block) not in seen:
-            seen.add(id(block))
-            blocks.append(((prefix + name).rstrip("."), block))
-    return blocks
+        blocks.setdefault(block, (prefix + name).rstrip("."))
+    return [(name, block) for block, name in blocks.items()]
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -305,24 +272,15 @@ def _walk(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
 def _trained_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
 
 
-def _owns_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
-
-
 def _holds_stack(module: nn.Module) -> bool:
-    """Whether the module is a stack, or has one somewhere inside."""
-    return any(
-        isinstance(part, _LISTS) and _count_layers(part) > isinstance(part, nn.Sequential) for part in module.modules()
-    )
-
-
-def _count_layers(module: nn.Module) -> int:
-    """How many parts of the list have parts of their own."""
-    return sum(bool(_trained_children(child)) for _, child in _trained_children(module))
+    """Whether the module is, or has inside, a list of parts that have parts of their own: in a sequence, several."""
+    for part in module.modules():
+        if isinstance(part, _LISTS):
+            num_layers = sum(bool(_trained_children(child)) for _, child in _trained_children(part))
+            if num_layers > isinstance(part, nn.Sequential):
+                return True
+    return False

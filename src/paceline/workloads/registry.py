@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.workloads import huggingface, own
@@ -39,8 +39,7 @@ class ModelOptions:
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     """What a named model needs: the kinds of data that it can learn, the options that it takes, its default data."""
 
     kinds: tuple[str, ...]
@@ -48,8 +47,7 @@ class Model:
     form: DataForm
 
 
-@dataclass(frozen=True)
-class _GPT2Size:
+class _GPT2Size(NamedTuple):
     layers: int
     width: int
     heads: int
@@ -81,21 +79,18 @@ def _tokens_form(vocabulary: int, context: int) -> DataForm:
     return DataForm(kind="tokens", shape=(context,), num_classes=vocabulary, vocabulary=vocabulary)
 
 
+_HF_KINDS = ("tokens", "pairs")
 MODELS = {
     "linear": Model(("numbers", "images"), (), _numbers_form(64)),
     "mlp": Model(("numbers", "images"), ("hidden", "dropout"), _numbers_form(64)),
     "cnn": Model(("images",), ("channels", "hidden", "dropout"), _images_form(1, 28, 10)),
     "resnet18": Model(("images",), (), _images_form(3, 32, 10)),
     "resnet18-imagenet": Model(("images",), (), _images_form(3, 224, 1000)),
-    **{
-        name: Model(("tokens", "pairs"), ("dropout",), _tokens_form(size.vocabulary, size.context))
-        for name, size in GPT2_SIZES.items()
-    },
+    **{name: Model(_HF_KINDS, ("dropout",), _tokens_form(*size[-2:])) for name, size in GPT2_SIZES.items()},
     "tiny": Model((), (), _numbers_form(8, 8)),  # learns no data: for benchmarks alone
 }
 NAMES = tuple(name for name, model in MODELS.items() if model.kinds)
 _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
-_HF_KINDS = ("tokens", "pairs")
 
 
 def check_model(name: str, options: ModelOptions) -> None:
@@ -115,12 +110,13 @@ def check_model(name: str, options: ModelOptions) -> None:
         if option not in taken:
             takes = f"it takes {', '.join(taken)}" if taken else "it takes no options"
             raise ConfigError(f"model {name} has no {option} (given: {_show(value)}): {takes}")
-    if options.channels is not None and (not options.channels or min(options.channels) < 1):
-        raise ConfigError(f"channels ({_show(options.channels)}): give one number of at least 1 for each convolution")
-    if options.hidden is not None and options.hidden < 1:
-        raise ConfigError(f"hidden {options.hidden}: at least 1")
-    if options.dropout is not None and not 0 <= options.dropout < 1:
-        raise ConfigError(f"dropout {options.dropout}: at least 0 and less than 1")
+    channels, hidden, dropout = options.channels, options.hidden, options.dropout
+    if channels is not None and (not channels or min(channels) < 1):
+        raise ConfigError(f"channels ({_show(channels)}): give one number of at least 1 for each convolution")
+    if hidden is not None and hidden < 1:
+        raise ConfigError(f"hidden {hidden}: at least 1")
+    if dropout is not None and not 0 <= dropout < 1:
+        raise ConfigError(f"dropout {dropout}: at least 0 and less than 1")
 
 
 def _show(value: object) -> str:
@@ -131,9 +127,8 @@ def default_form(name: str, options: ModelOptions) -> DataForm:
     """The form of the synthetic data that this model is trained on where no data is named. Imports no torch."""
     check_model(name, options)
     if own.is_own(name):
-        raise ConfigError(
-            f"model {name} does not say what data it takes: name a data set, or a kind such as synthetic:images"
-        )
+        text = "does not say what data it takes: name a data set, or a kind such as synthetic:images"
+        raise ConfigError(f"model {name} {text}")
     if name.startswith(HF_PREFIX):
         vocabulary, context = huggingface.read_limits(name.removeprefix(HF_PREFIX))
         return _tokens_form(vocabulary, min(128, context))
@@ -142,9 +137,8 @@ def default_form(name: str, options: ModelOptions) -> DataForm:
 
 def describe_model(name: str) -> str:
     """What a person should know before training this model, such as that its weights are random; mostly empty."""
-    if name.startswith(HF_PREFIX):
-        return huggingface.describe_weights(name.removeprefix(HF_PREFIX))
-    return ""
+    is_hf = name.startswith(HF_PREFIX)
+    return huggingface.describe_weights(name.removeprefix(HF_PREFIX)) if is_hf else ""
 
 
 def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
@@ -161,10 +155,8 @@ def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
     if form.kind not in kinds:
         fit = [known for known, model in MODELS.items() if form.kind in model.kinds]
         fit += [_OTHERS[0]] if form.kind in _HF_KINDS else []
-        raise ConfigError(
-            f"model {name} takes {' or '.join(kinds)}, and the data is {form.kind}: models for {form.kind} are "
-            f"{', '.join(fit)}"
-        )
+        what = f"model {name} takes {' or '.join(kinds)}, and the data is {form.kind}"
+        raise ConfigError(f"{what}: models for {form.kind} are {', '.join(fit)}")
     if is_hf:
         return huggingface.build_hf(name.removeprefix(HF_PREFIX), form)
     return _build(name, form, options)
@@ -173,33 +165,22 @@ def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
 def _build(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
     from paceline.workloads import models
 
-    num_outputs, dropout = form.num_classes or 1, options.dropout or 0.0
-    if name == "linear":
-        return models.build_linear(form.shape, num_outputs)
-    if name == "mlp":
-        return models.build_mlp(form.shape, options.hidden or 256, num_outputs, dropout)
+    shape, num_outputs = form.shape, form.num_classes or 1
+    hidden, dropout = options.hidden, options.dropout or 0.0
+    if name in ("linear", "mlp"):
+        return models.build_mlp(shape, 0 if name == "linear" else hidden or 256, num_outputs, dropout)
     if name == "cnn":
-        channels, hidden = options.channels or (32, 64), options.hidden or 128
-        return models.build_cnn(form.shape, channels, hidden, num_outputs, dropout)
-    if name == "resnet18":
-        return models.build_resnet18(form.shape[0], num_outputs)
-    if name == "resnet18-imagenet":
-        return models.build_resnet18_imagenet(form.shape[0], num_outputs)
+        return models.build_cnn(shape, options.channels or (32, 64), hidden or 128, num_outputs, dropout)
+    if name.startswith("resnet18"):
+        return models.build_resnet18(shape[0], num_outputs, for_imagenet=name == "resnet18-imagenet")
     if name == "tiny":
-        return models.build_tiny(num_parameters=1000, width=form.shape[0])
-    size = GPT2_SIZES[name]
-    return models.GPT2(
-        layers=size.layers,
-        width=size.width,
-        heads=size.heads,
-        vocabulary=form.vocabulary,
-        context=form.shape[0],
-        num_classes=form.num_classes if form.kind == "pairs" else 0,
-        dropout=dropout,
-    )
+        return models.build_tiny(num_parameters=1000, width=shape[0])
+    sizes = dict(zip(("layers", "width", "heads"), GPT2_SIZES[name], strict=False))
+    num_classes = form.num_classes if form.kind == "pairs" else 0
+    return models.GPT2(**sizes, vocabulary=form.vocabulary, context=shape[0], num_classes=num_classes, dropout=dropout)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Workload:
     """A model at the size at which benchmarks step through it, with its synthetic batches.
 
@@ -208,7 +189,6 @@ class Workload:
     """
 
     model: str
-    purpose: str
     num_parameters: int
     num_elements: int
     batch_size: int
@@ -246,38 +226,19 @@ class Workload:
 WORKLOADS = {
     workload.model: workload
     for workload in (
-        Workload(
-            model="mlp", purpose="wide layers and a small batch: communication takes longer than arithmetic on CPU",
-            num_parameters=8, num_elements=16_785_408, batch_size=2,
-            form=_numbers_form(2048, 2048), options=ModelOptions(hidden=2048),
-        ),
-        Workload(
-            model="cnn", purpose="a small network for images of digits",
-            num_parameters=8, num_elements=1_199_882, batch_size=16,
-        ),
-        Workload(
-            model="resnet18", purpose="BatchNorm, and 32 x 32 images: arithmetic takes longer than communication",
-            num_parameters=62, num_elements=11_173_962, batch_size=2,
-        ),
-        Workload(
-            model="gpt2-mini", purpose="a small GPT-2 whose tied embedding is ready last",
-            num_parameters=52, num_elements=4_224_512, batch_size=4,
-        ),
-        Workload(
-            model="tiny", purpose="1,000 tiny parameters: the time is the host's overhead",
-            num_parameters=1000, num_elements=36_000, batch_size=8,
-        ),
-        Workload(
-            model="resnet18-imagenet", purpose="ResNet-18 with the stem and the classes of ImageNet, for a GPU",
-            num_parameters=62, num_elements=11_689_512, batch_size=8,
-        ),
-        Workload(
-            model="gpt2", purpose="GPT-2 with a context of 1024, for a GPU",
-            num_parameters=148, num_elements=124_439_808, batch_size=4,
-        ),
-        Workload(
-            model="gpt2-large", purpose="GPT-2 large with a context of 1024, for a GPU",
-            num_parameters=436, num_elements=774_030_080, batch_size=4,
-        ),
+        # wide layers and a small batch: communication takes longer than arithmetic on a CPU
+        Workload("mlp", 8, 16_785_408, 2, _numbers_form(2048, 2048), ModelOptions(hidden=2048)),
+        # a small network for images of digits
+        Workload("cnn", 8, 1_199_882, 16),
+        # BatchNorm, and 32 x 32 images: arithmetic takes longer than communication
+        Workload("resnet18", 62, 11_173_962, 2),
+        # a small GPT-2 whose tied embedding is ready last
+        Workload("gpt2-mini", 52, 4_224_512, 4),
+        # 1,000 tiny parameters: the time is the host's overhead
+        Workload("tiny", 1000, 36_000, 8),
+        # for a GPU: the stem and the classes of ImageNet, and a context of 1024
+        Workload("resnet18-imagenet", 62, 11_689_512, 8),
+        Workload("gpt2", 148, 124_439_808, 4),
+        Workload("gpt2-large", 436, 774_030_080, 4),
     )
-}  # fmt: skip
+}

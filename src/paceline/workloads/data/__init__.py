@@ -5,6 +5,7 @@ Loads without torch. `sources` finds files, `formats` reads them, `sets` holds t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,14 +60,13 @@ class Batch:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        return Batch(change(self.inputs), change(self.targets), None if self.mask is None else change(self.mask))
+
     def first(self, num_samples: int) -> Batch:
         """The first `num_samples` samples."""
-        mask = None if self.mask is None else self.mask[:num_samples]
-        return Batch(self.inputs[:num_samples], self.targets[:num_samples], mask)
+        return self._map(lambda tensor: tensor[:num_samples])
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
-        mask = None if self.mask is None else self.mask.to(device, non_blocking=non_blocking)
-        return Batch(
-            self.inputs.to(device, non_blocking=non_blocking), self.targets.to(device, non_blocking=non_blocking), mask
-        )
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -11,77 +11,74 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigError
-from paceline.workloads.data.sources import shorten_error
+from paceline.workloads.data.sources import BATCHES, Found, shorten_error
 
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int32]
+NUM_CLASSES = 10  # of every set of images
 
 
 @contextmanager
-def refuse_unreadable(path: Path, what: str, *damage: type[Exception]) -> Iterator[None]:
+def _refuse_unreadable(path: Path, what: str, *damage: type[Exception]) -> Iterator[None]:
     """Turn an unreadable file, or one whose bytes raise one of `damage`, into one line that names it."""
     try:
         yield
     except ConfigError:
         raise
     except damage as error:
-        raise ConfigError(
-            f"{path}: truncated or damaged {what} ({shorten_error(error)}): get the file again"
-        ) from error
+        text = f"truncated or damaged {what} ({shorten_error(error)}): get the file again"
+        raise ConfigError(f"{path}: {text}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def check_labels(path: Path, labels: Labels, num_classes: int, num_samples: int) -> None:
+def _check_labels(path: Path, labels: Labels, num_classes: int, num_samples: int) -> None:
     """Refuse labels that are too few or too many, or that name no class."""
     if len(labels) != num_samples:
         raise ConfigError(f"{path}: {len(labels)} labels for {num_samples} samples: the files do not belong together")
-    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
-    if len(wrong):
-        raise ConfigError(
-            f"{path}: label {labels[wrong[0]]} of row {wrong[0]} (from 0): needed is 0 to {num_classes - 1}"
-        )
+    if len(wrong := np.flatnonzero((labels < 0) | (labels >= num_classes))):
+        text = f"label {labels[wrong[0]]} of row {wrong[0]} (from 0): needed is 0 to {num_classes - 1}"
+        raise ConfigError(f"{path}: {text}")
 
 
-_UNSIGNED_BYTE = 0x08
+# -- images -----------------------------------------------------------------------------------------------------------
 
 
-def load_idx(images: Path, labels: Path, num_classes: int) -> tuple[Bytes, Labels]:
-    """Images (n, 1, height, width) and their labels; either file may be gzipped."""
-    pixels = _load_array(images, 3)
-    classes = _load_array(labels, 1).astype(np.int64)
-    check_labels(labels, classes, num_classes, len(pixels))
-    return pixels[:, None], classes
+def load_images(found: Found, split: str, channels: int, limit: int | None) -> tuple[Bytes, Labels]:
+    """Images (n, channels, height, width) and their labels; only the first `limit`, where that saves time."""
+    if found.layout == "idx":
+        pixels, classes = _load_array(found.files[0], 3), _load_array(found.files[1], 1).astype(np.int64)
+        _check_labels(found.files[1], classes, NUM_CLASSES, len(pixels))
+        return pixels[:, None], classes
+    if found.layout == "parquet":
+        return _load_parquet_images(found.files, channels, limit)
+    parts = _open_archive(found.files[0], split) if found.layout == "tar" else _open_batches(found.files)
+    images, labels = zip(*(_read_batch(path, data) for path, data in parts), strict=True)
+    return np.concatenate(images), np.concatenate(labels)
 
 
 def _load_array(path: Path, num_dims: int) -> Bytes:
-    with refuse_unreadable(path, "gzip file", EOFError, gzip.BadGzipFile, zlib.error):
+    """An idx file of bytes, which may be gzipped."""
+    with _refuse_unreadable(path, "gzip file", EOFError, gzip.BadGzipFile, zlib.error):
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    magic, needed = data[:4].hex(), f"{_UNSIGNED_BYTE << 8 | num_dims:08x}"
+    magic, needed = data[:4].hex(), f"{0x0800 | num_dims:08x}"
     if magic != needed:
         raise ConfigError(f"{path}: magic number {magic or 'missing'}: needed is {needed}, an idx file of bytes")
     header_bytes = 4 + 4 * num_dims
     shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, header_bytes, 4)]
     expected_bytes = header_bytes + math.prod(shape)
     if len(data) != expected_bytes:
-        raise ConfigError(
-            f"{path}: {len(data):,} bytes: needed are {expected_bytes:,} for {' x '.join(map(str, shape))}: "
-            "get the file again"
-        )
+        needed = f"needed are {expected_bytes:,} for {' x '.join(map(str, shape))}"
+        raise ConfigError(f"{path}: {len(data):,} bytes: {needed}: get the file again")
     return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
-
-
-_SHAPE = (3, 32, 32)
-_NUM_CLASSES = 10
-_BATCHES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -110,35 +107,29 @@ class _ArrayUnpickler(pickle.Unpickler):
         return _ALLOWED[module, name]
 
 
-def load_batches(files: Sequence[Path]) -> tuple[Bytes, Labels]:
-    """Images (n, 3, 32, 32) and labels of the files, in their order."""
-    parts = []
+def _open_batches(files: Sequence[Path]) -> Iterator[tuple[Path, bytes]]:
     for file in files:
-        with refuse_unreadable(file, "batch"):
+        with _refuse_unreadable(file, "batch"):
             data = file.read_bytes()
-        parts.append(_read_batch(file, data))
-    return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
+        yield file, data
 
 
-def load_tar(path: Path, split: str) -> tuple[Bytes, Labels]:
+def _open_archive(path: Path, split: str) -> list[tuple[Path, bytes]]:
     """The same from the archive, of which nothing is written to disk."""
     found: dict[str, bytes] = {}
-    with (
-        refuse_unreadable(path, "archive", tarfile.TarError, EOFError, zlib.error),
-        tarfile.open(path) as archive,
-    ):
+    damage = (tarfile.TarError, EOFError, zlib.error)
+    with _refuse_unreadable(path, "archive", *damage), tarfile.open(path) as archive:
         for member in archive:
             name = Path(member.name).name
-            if name in _BATCHES[split] and member.isfile() and (file := archive.extractfile(member)):
+            if name in BATCHES[split] and member.isfile() and (file := archive.extractfile(member)):
                 found[name] = file.read()
-    missing = [name for name in _BATCHES[split] if name not in found]
-    if missing:
+    if missing := [name for name in BATCHES[split] if name not in found]:
         raise ConfigError(f"{path}: no {', '.join(missing)} inside: needed is cifar-10-python.tar.gz as given out")
-    parts = [_read_batch(path / name, found[name]) for name in _BATCHES[split]]
-    return np.concatenate([images for images, _ in parts]), np.concatenate([labels for _, labels in parts])
+    return [(path / name, found[name]) for name in BATCHES[split]]
 
 
 def _read_batch(path: Path, data: bytes) -> tuple[Bytes, Labels]:
+    """A file of CIFAR-10."""
     try:
         content = _ArrayUnpickler(io.BytesIO(data), encoding="bytes").load()
     except ConfigError as error:
@@ -146,11 +137,9 @@ def _read_batch(path: Path, data: bytes) -> tuple[Bytes, Labels]:
     except Exception as error:  # damaged bytes in a pickle can raise anything
         raise ConfigError(f"{path}: truncated or damaged batch ({shorten_error(error)}): get the file again") from error
     # Python 2 wrote the keys as bytes, Python 3 writes text.
-    entries = {}
-    if isinstance(content, dict):
-        entries = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in content.items()}
-    images, labels = entries.get("data"), entries.get("labels")
-    row = int(np.prod(_SHAPE))
+    items = content.items() if isinstance(content, dict) else ()
+    entries = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in items}
+    images, labels, row = entries.get("data"), entries.get("labels"), 3 * 32 * 32
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.shape[1:] != (row,):
         found = f"{images.dtype} {images.shape}" if isinstance(images, np.ndarray) else type(images).__name__
         raise ConfigError(f"{path}: 'data' is {found}: needed is a uint8 array of rows of {row}")
@@ -158,17 +147,11 @@ def _read_batch(path: Path, data: bytes) -> tuple[Bytes, Labels]:
         classes = np.asarray(labels).astype(np.int64, casting="same_kind").reshape(-1)
     except (TypeError, ValueError):
         raise ConfigError(f"{path}: 'labels' is {type(labels).__name__}: needed is a list of integers") from None
-    check_labels(path, classes, _NUM_CLASSES, len(images))
-    return images.reshape(-1, *_SHAPE), classes
+    _check_labels(path, classes, NUM_CLASSES, len(images))
+    return images.reshape(-1, 3, 32, 32), classes
 
 
-_MODES = {1: "L", 3: "RGB"}
-
-
-def load_parquet_images(
-    files: Sequence[Path], channels: int, num_classes: int, limit: int | None
-) -> tuple[Bytes, Labels]:
-    """The first `limit` images (n, channels, height, width), decoded, and their labels."""
+def _load_parquet_images(files: Sequence[Path], channels: int, limit: int | None) -> tuple[Bytes, Labels]:
     from PIL import Image
 
     images: list[Bytes] = []
@@ -176,27 +159,18 @@ def load_parquet_images(
     for file, row, (cell, label) in _rows(files, (("img", "image"), ("label",)), limit):
         try:
             with Image.open(io.BytesIO(cell["bytes"] if isinstance(cell, dict) else cell)) as picture:
-                pixels = np.asarray(picture.convert(_MODES[channels]))
+                pixels = np.asarray(picture.convert("L" if channels == 1 else "RGB"))
         except Exception as error:  # Pillow's decoders raise errors of every type
-            raise ConfigError(
-                f"{file}: the image of row {row} (from 0) cannot be decoded: {shorten_error(error)}"
-            ) from error
+            text = f"the image of row {row} (from 0) cannot be decoded: {shorten_error(error)}"
+            raise ConfigError(f"{file}: {text}") from error
         pixels = pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1)
         if images and pixels.shape != images[0].shape:
             raise ConfigError(f"{file}: the image of row {row} is {pixels.shape}: the first one is {images[0].shape}")
         images.append(pixels)
         labels.append(label)
     classes = np.array(labels, np.int64)
-    check_labels(files[0], classes, num_classes, len(images))
+    _check_labels(files[0], classes, NUM_CLASSES, len(images))
     return np.stack(images), classes
-
-
-def load_parquet_pairs(files: Sequence[Path], limit: int | None) -> tuple[list[str], list[str], Labels]:
-    """The first `limit` first sentences, second sentences and labels."""
-    rows = [cells for _, _, cells in _rows(files, (("sentence1",), ("sentence2",), ("label",)), limit)]
-    labels = np.array([row[2] for row in rows], np.int64)
-    check_labels(files[0], labels, 2, len(rows))
-    return [row[0] for row in rows], [row[1] for row in rows], labels
 
 
 def _rows(
@@ -209,48 +183,60 @@ def _rows(
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    left = limit
+    left = math.inf if limit is None else limit
     for path in files:
         row = 0
-        with refuse_unreadable(path, "parquet file", ArrowException), ParquetFile(path) as file:
+        with _refuse_unreadable(path, "parquet file", ArrowException), ParquetFile(path) as file:
             names = file.schema_arrow.names
             columns = [next((name for name in options if name in names), "") for options in wanted]
             for options, column in zip(wanted, columns, strict=True):
                 if not column:
                     raise ConfigError(f"{path}: no column {' or '.join(options)}: it has {', '.join(names)}")
-            for batch in file.iter_batches(columns=columns, batch_size=1024 if left is None else min(left, 1024)):
-                cells = [batch.column(column).to_pylist() for column in columns]
-                for values in zip(*cells, strict=True):
+            for batch in file.iter_batches(columns=columns, batch_size=int(min(left, 1024))):
+                for values in zip(*(batch.column(column).to_pylist() for column in columns), strict=True):
                     if None in values:
                         raise ConfigError(f"{path}: row {row} (from 0) has an empty cell: all of {columns} are needed")
                     yield path, row, values
                     row += 1
-                    if left is not None:
-                        left -= 1
-                        if left == 0:
-                            return
+                    left -= 1
+                    if left == 0:
+                        return
     if limit is None and row == 0:
         raise ConfigError(f"{files[-1]}: no rows")
 
+
+# -- pairs of sentences -----------------------------------------------------------------------------------------------
 
 _HEADER = ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")
 _QUOTED = re.compile(r'"((?:[^"]|"")*)"|([^"\t]*)')
 _QUOTED_LINE = re.compile(rf"(?:{_QUOTED.pattern})(?:\t(?:{_QUOTED.pattern}))*")
 
 
-def load_paraphrases(path: Path) -> tuple[list[str], list[str], Labels]:
-    """First sentences, second sentences and labels; 1 is a paraphrase.
+def load_pairs(found: Found, limit: int | None) -> tuple[list[str], list[str], Labels]:
+    """First sentences, second sentences and labels; 1 is a paraphrase."""
+    if found.layout == "tsv":
+        rows = [(row[3], row[4], int(row[0])) for row in _read_paraphrases(found.files[0])]
+    else:
+        columns = (("sentence1",), ("sentence2",), ("label",))
+        rows = [(first, second, label) for _, _, (first, second, label) in _rows(found.files, columns, limit)]
+    labels = np.array([label for *_, label in rows], np.int64)
+    _check_labels(found.files[0], labels, 2, len(rows))
+    return [first for first, *_ in rows], [second for _, second, _ in rows], labels
+
+
+def _read_paraphrases(path: Path) -> list[list[str]]:
+    """The fields of MRPC's lines.
 
     In the files as given out a quote is a quote. Copies go around that a spreadsheet has rewritten: there a field with
     quotes is in quotes itself and its own are doubled. A copy is known by its lines, of which all obey that rule.
     """
-    with refuse_unreadable(path, "text", UnicodeDecodeError):
+    with _refuse_unreadable(path, "text", UnicodeDecodeError):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     while lines and not lines[-1]:
         lines.pop()
     if not lines or tuple(lines[0].split("\t")) != _HEADER:
-        found = lines[0][:80] if lines else ""
-        raise ConfigError(f"{path}: the first line is {found!r}: needed are the tab-separated names {_HEADER}")
+        first = lines[0][:80] if lines else ""
+        raise ConfigError(f"{path}: the first line is {first!r}: needed are the tab-separated names {_HEADER}")
     marked = [line for line in lines if '"' in line]
     quoted = any('""' in line for line in marked) and all(_QUOTED_LINE.fullmatch(line) for line in marked)
     rows = []
@@ -263,9 +249,7 @@ def load_paraphrases(path: Path) -> tuple[list[str], list[str], Labels]:
         rows.append(fields)
     if not rows:
         raise ConfigError(f"{path}: no lines below the header")
-    labels = np.array([int(row[0]) for row in rows], np.int64)
-    check_labels(path, labels, 2, len(rows))
-    return [row[3] for row in rows], [row[4] for row in rows], labels
+    return rows
 
 
 def _unquote(line: str) -> list[str]:
@@ -280,32 +264,20 @@ def _unquote(line: str) -> list[str]:
     return fields
 
 
-Ids = npt.NDArray[np.int32]
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-class Tokenizer(Protocol):
-    """`pair_context` is a length that nearly all pairs of sentences of MRPC fit in."""
-
-    name: str
-    vocabulary: int
-    pad: int
-    end: int
-    pair_context: int
-
-    def encode(self, text: bytes) -> Ids: ...
-
-    def encode_pairs(self, first: Sequence[str], second: Sequence[str], context: int) -> list[Ids]: ...
-
-
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; 256 pads, 257 separates two sentences, 258 ends a text or pair."""
+    """Ids 0 to 255 are the bytes of UTF-8; 256 pads, 257 separates two sentences, 258 ends a text or pair.
 
-    name = "bytes"
-    vocabulary = 259
+    `pair_context` is a length that nearly all pairs of sentences of MRPC fit in.
+    """
+
+    name, vocabulary = "bytes", 259
     pad, separator, end = 256, 257, 258
-    # 99.3 % of MRPC's pairs fit; half of them take 234 or less.
-    pair_context = 384
+    pair_context = 384  # 99.3 % of MRPC's pairs fit; half of them take 234 or less
 
     def encode(self, text: bytes) -> Ids:
         return np.frombuffer(text, np.uint8).astype(np.int32)
@@ -323,22 +295,19 @@ class ByteTokenizer:
         return pairs
 
 
-class FolderTokenizer:
+class FolderTokenizer(ByteTokenizer):
     """A tokenizer that a model came with. Nothing is fetched."""
 
     pair_context = 128
 
     def __init__(self, folder: str) -> None:
-        if find_spec("transformers") is None:
-            raise ConfigError(f"the tokenizer in {folder} needs transformers: install paceline[hf], or use bytes")
-        from transformers import AutoTokenizer
-
         try:
+            from transformers import AutoTokenizer
+
             self._own: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises errors of every type
             raise ConfigError(f"{folder}: no tokenizer that transformers can load ({shorten_error(error)})") from error
-        self.name = Path(folder).name
-        self.vocabulary = len(self._own)
+        self.name, self.vocabulary = Path(folder).name, len(self._own)
         self.end = next((i for i in (self._own.eos_token_id, self._own.sep_token_id) if i is not None), 0)
         self.pad = self._own.pad_token_id if self._own.pad_token_id is not None else self.end
 
@@ -350,21 +319,21 @@ class FolderTokenizer:
         return [np.array(row, np.int32) for row in rows]
 
 
-def load_tokenizer(choice: str, model_folder: str | None) -> Tokenizer:
+def load_tokenizer(choice: str, model_folder: str | None) -> ByteTokenizer:
     """`bytes`, a folder's, or for `auto` that of the model's folder where it has one, else bytes."""
     if choice == "auto" and model_folder and any((Path(model_folder) / file).is_file() for file in _FILES):
         choice = model_folder
     return ByteTokenizer() if choice in ("auto", "bytes") else FolderTokenizer(choice)
 
 
-def load_text(files: Sequence[Path], split: str, tokenizer: Tokenizer, context: int) -> Ids:
+def load_text(files: Sequence[Path], split: str, tokenizer: ByteTokenizer, context: int) -> Ids:
     """The concatenated ids of a split, with the end id after each file; at least context + 1 of them.
 
     The last tenth of each file, by bytes, is the test split: a folder's files may differ, and both splits see all.
     """
     parts: list[Ids] = []
     for file in files:
-        with refuse_unreadable(file, "UTF-8 text", UnicodeDecodeError):
+        with _refuse_unreadable(file, "UTF-8 text", UnicodeDecodeError):
             text = file.read_bytes()
             cut = len(text) * 9 // 10
             while cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a character
@@ -373,8 +342,7 @@ def load_text(files: Sequence[Path], split: str, tokenizer: Tokenizer, context: 
         parts.append(np.append(ids, np.int32(tokenizer.end)))
     stream = np.concatenate(parts)
     if len(stream) < context + 1:
-        raise ConfigError(
-            f"{files[0] if len(files) == 1 else files[0].parent}: {len(stream)} tokens in the {split} split: "
-            f"needed are at least {context + 1} for a context of {context}: give more text, or a smaller context"
-        )
+        found = f"{files[0] if len(files) == 1 else files[0].parent}: {len(stream)} tokens in the {split} split"
+        needed = f"needed are at least {context + 1} for a context of {context}"
+        raise ConfigError(f"{found}: {needed}: give more text, or a smaller context")
     return stream

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,23 +15,15 @@ import torch.nn.functional as F
 from paceline.errors import ConfigError
 from paceline.workloads.data import Batch, DataForm
 from paceline.workloads.data.formats import (
-    Bytes,
-    Labels,
-    Tokenizer,
-    load_batches,
-    load_idx,
-    load_paraphrases,
-    load_parquet_images,
-    load_parquet_pairs,
-    load_tar,
+    NUM_CLASSES,
+    ByteTokenizer,
+    load_images,
+    load_pairs,
     load_text,
     load_tokenizer,
-)
+)  # fmt: skip
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.data.sources import SPLITS, DataRequest, Found, check_request, find_files, load_from_hub
-
-# The fields that have a row for each sample.
-_ROWS = ("inputs", "targets", "lengths")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,15 +48,19 @@ class DataSet:
     def checksum(self) -> int:
         """Of all samples: another set, or an edited one, has another."""
         found = 0
-        for name, value in sorted(vars(self).items()):
-            if name in _ROWS:
-                found = zlib.crc32(value.cpu().contiguous().numpy(), found)
+        for value in self._rows.values():
+            found = zlib.crc32(value.cpu().contiguous().numpy().data, found)
         return found
+
+    @property
+    def _rows(self) -> dict[str, torch.Tensor]:
+        """What has a row for each sample, in the order of names."""
+        return {name: vars(self)[name] for name in ("inputs", "lengths", "targets") if name in vars(self)}
 
     def first(self, num_samples: int) -> Self:
         """The first `num_samples` samples, or all where there are fewer."""
-        rows: dict[str, Any] = {name: value[:num_samples] for name, value in vars(self).items() if name in _ROWS}
-        return dataclasses.replace(self, **rows)
+        rows: dict[str, Any] = {name: value[:num_samples] for name, value in self._rows.items()}
+        return replace(self, **rows)
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
         """What a model takes, made on the batch's device from what `take(indices)` gave."""
@@ -210,6 +205,7 @@ def _mirror(places: torch.Tensor, size: int) -> torch.Tensor:
     return torch.where(places < size, places, 2 * (size - 1) - places)
 
 
+_Labels = dict[str, Any]  # of a data set: its name, its split, where it is from
 _SIZES = {"train": 2048, "test": 512}
 _FORMS = {
     "images": DataForm(kind="images", shape=(3, 32, 32), num_classes=10),
@@ -223,39 +219,39 @@ _SLAB = 256
 
 
 def build_synthetic(
-    name: str,
-    split: str,
-    form: DataForm | None = None,
-    context: int | None = None,
-    samples: int | None = None,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
+    request: DataRequest, split: str, form: DataForm | None = None, device: torch.device | str = "cpu"
 ) -> DataSet:
     """`synthetic:KIND`, or `synthetic` for the kind of `form`, which also gives shape, classes and vocabulary.
 
-    `samples` is the size of the training split; the test split has a fixed one.
+    `request.samples` is the size of the training split; the test split has a fixed one.
     """
-    kind = name.partition(":")[2] or (form.kind if form else "")
+    kind = request.name.partition(":")[2] or (form.kind if form else "")
     if not kind:
         raise ConfigError(f"synthetic data of which kind? give synthetic:KIND, one of {', '.join(_FORMS)}")
     if form is None or form.kind != kind:
         form = _FORMS[kind]
-    if context and kind in ("pairs", "tokens"):
-        form = replace(form, shape=(context,))
-    count = samples if samples and split == "train" else _SIZES[split]
+    if request.context and kind in ("pairs", "tokens"):
+        form = replace(form, shape=(request.context,))
+    count = request.samples if request.samples and split == "train" else _SIZES[split]
     build = {"images": _images, "numbers": _numbers, "pairs": _pairs, "tokens": _tokens}[kind]
-    return build(name, split, form, count, seed, torch.device(device))
+    labels: _Labels = {"name": request.name, "split": split, "source": "made"}
+    purposes, device = ("rule", f"samples of {split}"), torch.device(device)
+    rule, draw = (torch.Generator(device).manual_seed(derive_seed(purpose, request.seed)) for purpose in purposes)
+    if kind == "pairs":
+        if form.vocabulary < 4 or form.shape[0] < 3:
+            what = f"synthetic pairs of {form.shape[0]} tokens out of {form.vocabulary}"
+            raise ConfigError(f"{what}: needed are at least 3 tokens out of 4")
+        # Lengths are drawn on the host, where `take` asks for them.
+        host = torch.Generator().manual_seed(derive_seed(f"lengths of {split}", request.seed))
+        shortest = max(3, form.shape[0] // 2)
+        labels["lengths"] = torch.randint(shortest, form.shape[0] + 1, (count,), generator=host)
+    return build(form, count, rule, draw, labels)
 
 
-def _generators(seed: int, split: str, device: torch.device) -> tuple[torch.Generator, torch.Generator]:
-    rule = torch.Generator(device).manual_seed(derive_seed("rule", seed))
-    return rule, torch.Generator(device).manual_seed(derive_seed(f"samples of {split}", seed))
-
-
-def _images(name: str, split: str, form: DataForm, count: int, seed: int, device: torch.device) -> DataSet:
+def _images(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
     """A smooth pattern for each class, under noise."""
-    rule, draw = _generators(seed, split, device)
-    patterns = torch.randn((form.num_classes, form.shape[0], 4, 4), generator=rule, device=device)
+    device, channels = rule.device, form.shape[0]
+    patterns = torch.randn((form.num_classes, channels, 4, 4), generator=rule, device=device)
     targets = torch.randint(form.num_classes, (count,), generator=draw, device=device)
     images = torch.empty((count, *form.shape), dtype=torch.uint8, device=device)
     # In slabs: as floats, large images would take four times the memory of the set.
@@ -263,91 +259,68 @@ def _images(name: str, split: str, form: DataForm, count: int, seed: int, device
         part = F.interpolate(patterns[targets[start : start + _SLAB]], size=form.shape[1:], mode="bilinear")
         part += torch.randn(part.shape, generator=draw, device=device)
         images[start : start + _SLAB] = (128 + 32 * part).round_().clamp_(0, 255).to(torch.uint8)
-    return ImageData(
-        name=name, form=form, split=split, source="made", inputs=images, targets=targets,
-        mean=(0.5,) * form.shape[0], std=(0.17,) * form.shape[0],
-    )  # fmt: skip
+    labels |= {"mean": (0.5,) * channels, "std": (0.17,) * channels}
+    return ImageData(form=form, inputs=images, targets=targets, **labels)
 
 
-def _numbers(name: str, split: str, form: DataForm, count: int, seed: int, device: torch.device) -> DataSet:
+def _numbers(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
     """A linear rule and a tenth of noise."""
-    rule, draw = _generators(seed, split, device)
-    weights = torch.randn((form.shape[0], 1), generator=rule, device=device) / form.shape[0] ** 0.5
-    inputs = torch.randn((count, *form.shape), generator=draw, device=device)
-    noise = torch.randn((count, 1), generator=draw, device=device)
+    weights = torch.randn((form.shape[0], 1), generator=rule, device=rule.device) / form.shape[0] ** 0.5
+    inputs = torch.randn((count, *form.shape), generator=draw, device=rule.device)
+    noise = torch.randn((count, 1), generator=draw, device=rule.device)
     # In double precision: a float product may be rounded as the user's flags for the device say.
     targets = (inputs.double() @ weights.double()).to(inputs.dtype) + 0.1 * noise
-    return DataSet(name=name, form=form, split=split, source="made", inputs=inputs, targets=targets)
+    return DataSet(form=form, inputs=inputs, targets=targets, **labels)
 
 
-def _tokens(name: str, split: str, form: DataForm, count: int, seed: int, device: torch.device) -> DataSet:
+def _tokens(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
     """A ring of ids: nine times in ten the next id follows, else any."""
-    rule, draw = _generators(seed, split, device)
+    device, size = rule.device, (count, form.shape[0] + 1)
     ring = torch.randperm(form.vocabulary, generator=rule, device=device)[:_USED_IDS]
-    size = (count, form.shape[0] + 1)
     leaps = torch.randint(len(ring), size, generator=draw, device=device)
     leaps[torch.rand(size, generator=draw, device=device) < 0.9] = 0
     starts = torch.randint(len(ring), (count, 1), generator=draw, device=device)
     # Places on the ring are a running sum, so no loop over the context is needed.
     blocks = ring[(starts + (leaps + 1).cumsum(1)) % len(ring)].to(torch.int32)
-    form = replace(form, num_classes=form.vocabulary)
-    return TokenData(name=name, form=form, split=split, source="made", inputs=blocks, targets=blocks)
+    return TokenData(form=replace(form, num_classes=form.vocabulary), inputs=blocks, targets=blocks, **labels)
 
 
-def _pairs(name: str, split: str, form: DataForm, count: int, seed: int, device: torch.device) -> DataSet:
+def _pairs(form: DataForm, count: int, rule: torch.Generator, draw: torch.Generator, labels: _Labels) -> DataSet:
     """Two halves, each of ids of one of two topics: class 1 if the topics match, else class 0."""
-    context = form.shape[0]
-    if form.vocabulary < 4 or context < 3:
-        raise ConfigError(
-            f"synthetic pairs of {context} tokens out of {form.vocabulary}: needed are at least 3 tokens out of 4"
-        )
-    rule, draw = _generators(seed, split, device)
+    device, context = rule.device, form.shape[0]
     ids = torch.randperm(form.vocabulary, generator=rule, device=device)
     ids = ids[ids != form.pad]
     separator, topics = ids[0], ids[1 : 2 * ((min(len(ids), _USED_IDS + 1) - 1) // 2) + 1].reshape(2, -1)
-    # Lengths are drawn on the host, where `take` asks for them.
-    host = torch.Generator().manual_seed(derive_seed(f"lengths of {split}", seed))
-    lengths = torch.randint(max(3, context // 2), context + 1, (count,), generator=host)
-    places, ends = torch.arange(context, device=device), lengths.to(device)[:, None]
+    places, ends = torch.arange(context, device=device), labels["lengths"].to(device)[:, None]
     first = torch.randint(2, (count, 1), generator=draw, device=device)
     targets = torch.randint(2, (count,), generator=draw, device=device)
     topic = torch.where(places < ends // 2, first, (first + targets[:, None] + 1) % 2)
     words = torch.randint(topics.shape[1], (count, context), generator=draw, device=device)
     inputs = topics[topic, words].masked_fill(places >= ends, form.pad)
     inputs = torch.where(places == ends // 2, separator, inputs)
-    form = replace(form, num_classes=2)
-    return PairData(name=name, form=form, split=split, source="made", inputs=inputs, targets=targets, lengths=lengths)
+    return PairData(form=replace(form, num_classes=2), inputs=inputs, targets=targets, **labels)
 
 
-_TEXT_CONTEXT = 256
-_NUM_CLASSES = 10
-
-
-@dataclass(frozen=True)
-class _Pictures:
+class _Look(NamedTuple):
     """How images of a set are shown to a model. Digits are not flipped: a mirrored one is another sign."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     pad: int
     flip: bool
-    augment: bool
 
 
-_PICTURES = {
-    "mnist": _Pictures((0.1307,), (0.3081,), pad=2, flip=False, augment=False),
-    "fashion-mnist": _Pictures((0.2860,), (0.3530,), pad=2, flip=True, augment=False),
-    "cifar10": _Pictures((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), pad=4, flip=True, augment=True),
+_LOOKS = {
+    "mnist": _Look((0.1307,), (0.3081,), pad=2, flip=False),
+    "fashion-mnist": _Look((0.2860,), (0.3530,), pad=2, flip=True),
+    "cifar10": _Look((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), pad=4, flip=True),
 }
 
 
 def load_data(
-    request: DataRequest,
-    split: str,
-    form: DataForm | None = None,
-    device: torch.device | str = "cpu",
-    model_folder: str | None = None,
-) -> DataSet:
+    request: DataRequest, split: str, form: DataForm | None = None,
+    device: torch.device | str = "cpu", model_folder: str | None = None,
+) -> DataSet:  # fmt: skip
     """A split of a data set, `train` or `test`.
 
     `form` is what suits the model: the kind and shape of a synthetic set, the context of text. `device` is where a
@@ -357,82 +330,57 @@ def load_data(
         raise ConfigError(f"split {split!r} is unknown: known are {', '.join(SPLITS)}")
     check_request(request)
     if request.name.startswith("synthetic"):
-        return build_synthetic(request.name, split, form, request.context, request.samples, request.seed, device)
+        return build_synthetic(request, split, form, device)
+    limit = request.samples if split == "train" else None  # `samples` of training, all of the test
     path = load_from_hub(request.name) if request.path is None else Path(request.path)
     found = find_files(request.name, path, split)
-    labelled: dict[str, Any] = {"name": request.name, "split": split, "source": f"from {found.layout} in {path}"}
-    if request.name in _PICTURES:
-        return _load_pictures(request, split, found, labelled)
-    tokenizer = load_tokenizer(request.tokenizer, model_folder)
-    preferred = form.shape[0] if form and form.kind in ("pairs", "tokens") else None
-    labelled["source"] += f", tokens by {tokenizer.name}"
-    if request.name == "text":
-        return _load_blocks(request, split, found, labelled, tokenizer, request.context or preferred or _TEXT_CONTEXT)
-    context = request.context or tokenizer.pair_context
-    return _load_pairs(request, split, found, labelled, tokenizer, context)
+    labels: _Labels = {"name": request.name, "split": split, "source": f"from {found.layout} in {path}"}
+    data = _load_images(request, split, found, labels, limit) if request.name in _LOOKS else None
+    if data is None:
+        tokenizer = load_tokenizer(request.tokenizer, model_folder)
+        labels["source"] += f", tokens by {tokenizer.name}"
+        if request.name == "mrpc":
+            data = _load_pairs(found, labels, tokenizer, request.context or tokenizer.pair_context, limit)
+        else:
+            preferred = form.shape[0] if form and form.kind in ("pairs", "tokens") else 256
+            data = _load_blocks(found, labels, tokenizer, request.context or preferred)
+    if limit is not None and limit > len(data):
+        raise ConfigError(f"{limit} samples of {request.name}: it has {len(data)}")
+    return data if limit is None else data.first(limit)
 
 
-def _limit(request: DataRequest, split: str, available: int) -> int:
-    """How many samples of a split are used: `request.samples` of training, all of the test."""
-    if split != "train" or request.samples is None:
-        return available
-    if request.samples > available:
-        raise ConfigError(f"{request.samples} samples of {request.name}: it has {available}")
-    return request.samples
-
-
-def _load_pictures(request: DataRequest, split: str, found: Found, labelled: dict[str, Any]) -> DataSet:
-    look = _PICTURES[request.name]
-    images: Bytes
-    labels: Labels
-    if found.layout == "idx":
-        images, labels = load_idx(found.files[0], found.files[1], _NUM_CLASSES)
-    elif found.layout == "batches":
-        images, labels = load_batches(found.files)
-    elif found.layout == "tar":
-        images, labels = load_tar(found.files[0], split)
-    else:
-        limit = request.samples if split == "train" else None
-        images, labels = load_parquet_images(found.files, len(look.mean), _NUM_CLASSES, limit)
-    count = _limit(request, split, len(images))
-    augment = split == "train" and (look.augment if request.augment is None else request.augment)
+def _load_images(request: DataRequest, split: str, found: Found, labels: _Labels, limit: int | None) -> DataSet:
+    mean, std, pad, flip = _LOOKS[request.name]
+    images, classes = load_images(found, split, len(mean), limit)
+    is_augmented = split == "train" and request.is_augmented
     return ImageData(
-        form=DataForm(kind="images", shape=images.shape[1:], num_classes=_NUM_CLASSES),
-        inputs=torch.from_numpy(images[:count].copy()), targets=torch.from_numpy(labels[:count].copy()),
-        mean=look.mean, std=look.std,
-        augmentation=Augmentation(look.pad, look.flip, request.seed, request.cutout) if augment else None,
-        **labelled,
+        form=DataForm(kind="images", shape=images.shape[1:], num_classes=NUM_CLASSES),
+        inputs=torch.from_numpy(images[:limit].copy()), targets=torch.from_numpy(classes[:limit].copy()),
+        mean=mean, std=std,
+        augmentation=Augmentation(pad, flip, request.seed, request.cutout) if is_augmented else None,
+        **labels,
     )  # fmt: skip
 
 
-def _load_pairs(
-    request: DataRequest, split: str, found: Found, labelled: dict[str, Any], tokenizer: Tokenizer, context: int
-) -> DataSet:
-    if found.layout == "tsv":
-        first, second, labels = load_paraphrases(found.files[0])
-    else:
-        first, second, labels = load_parquet_pairs(found.files, request.samples if split == "train" else None)
-    count = _limit(request, split, len(labels))
-    rows = tokenizer.encode_pairs(first[:count], second[:count], context)
-    ids = np.full((count, max(map(len, rows))), tokenizer.pad, np.int64)
+def _load_pairs(found: Found, labels: _Labels, tokenizer: ByteTokenizer, context: int, limit: int | None) -> DataSet:
+    first, second, classes = load_pairs(found, limit)
+    rows = tokenizer.encode_pairs(first[:limit], second[:limit], context)
+    ids = np.full((len(rows), max(map(len, rows))), tokenizer.pad, np.int64)
     for number, row in enumerate(rows):
         ids[number, : len(row)] = row
     vocabulary, pad = tokenizer.vocabulary, tokenizer.pad
     return PairData(
         form=DataForm(kind="pairs", shape=(context,), num_classes=2, vocabulary=vocabulary, pad=pad),
-        inputs=torch.from_numpy(ids), targets=torch.from_numpy(labels[:count].copy()),
+        inputs=torch.from_numpy(ids), targets=torch.from_numpy(classes[:limit].copy()),
         lengths=torch.tensor([len(row) for row in rows]),
-        **labelled,
+        **labels,
     )  # fmt: skip
 
 
-def _load_blocks(
-    request: DataRequest, split: str, found: Found, labelled: dict[str, Any], tokenizer: Tokenizer, context: int
-) -> DataSet:
-    stream = torch.from_numpy(load_text(found.files, split, tokenizer, context))
+def _load_blocks(found: Found, labels: _Labels, tokenizer: ByteTokenizer, context: int) -> DataSet:
+    stream = torch.from_numpy(load_text(found.files, labels["split"], tokenizer, context))
     # A view: the last id of a block, a target there, is the first of the next, an input.
     blocks = stream.unfold(0, context + 1, context)
-    blocks = blocks[: _limit(request, split, len(blocks))]
     count = tokenizer.vocabulary
     form = DataForm(kind="tokens", shape=(context,), num_classes=count, vocabulary=count, pad=tokenizer.pad)
-    return TokenData(form=form, inputs=blocks, targets=blocks, **labelled)
+    return TokenData(form=form, inputs=blocks, targets=blocks, **labels)

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -33,49 +34,31 @@ class EpochOrder:
     tail: str = "keep"
 
     def __post_init__(self) -> None:
+        size = self.global_batch_size
         if self.tail not in TAILS:
             raise ConfigError(f"tail {self.tail!r} is unknown: known are {', '.join(TAILS)}")
-        sizes = self.global_batch_size
-        if (
-            self.num_samples < 1
-            or min(sizes if isinstance(sizes, tuple) else (sizes,), default=0) < 1
-            or self.epoch < 0
-        ):
-            raise ConfigError(
-                f"{self.num_samples} samples in global batches of {self.global_batch_size}, epoch {self.epoch}: "
-                "needed are at least 1, 1 and 0"
-            )
-        if isinstance(sizes, tuple) and not sum(sizes[:-1]) < self.num_samples <= sum(sizes):
-            raise ConfigError(
-                f"{len(sizes)} global batches of {sum(sizes)} samples in all, the last of {sizes[-1]}, do not cut "
-                f"{self.num_samples}: the last has to take what the others leave"
-            )
+        if self.num_samples < 1 or min(size if isinstance(size, tuple) else (size,), default=0) < 1 or self.epoch < 0:
+            what = f"{self.num_samples} samples in global batches of {size}, epoch {self.epoch}"
+            raise ConfigError(f"{what}: needed are at least 1, 1 and 0")
+        if isinstance(size, tuple) and not sum(size[:-1]) < self.num_samples <= sum(size):
+            what = f"{len(size)} global batches of {sum(size)} samples in all, the last of {size[-1]}"
+            raise ConfigError(f"{what}, do not cut {self.num_samples}: the last has to take what the others leave")
         if self.num_windows == 0:
-            raise ConfigError(
-                f"{self.num_samples} samples make no whole global batch of {self._bounds(0)[1]}: "
-                "use a smaller batch, or --tail keep"
-            )
+            what = f"{self.num_samples} samples make no whole global batch of {self._ends[1]}"
+            raise ConfigError(f"{what}: use a smaller batch, or --tail keep")
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        """Where each window ends if there are as many samples; before them, where the first begins."""
+        size = self.global_batch_size
+        sizes = size if isinstance(size, tuple) else [size] * -(-self.num_samples // size)
+        return list(itertools.accumulate(sizes, initial=0))
 
     @property
     def num_windows(self) -> int:
         """How many global batches, and so optimizer steps, the epoch has."""
-        if isinstance(self.global_batch_size, tuple):
-            is_short = self._ends[-1] > self.num_samples
-            return len(self._ends) - (is_short and self.tail == "drop")
-        whole, rest = divmod(self.num_samples, self.global_batch_size)
-        return whole + (rest > 0 and self.tail != "drop")
-
-    @cached_property
-    def _ends(self) -> tuple[int, ...]:
-        assert isinstance(self.global_batch_size, tuple)
-        return tuple(itertools.accumulate(self.global_batch_size))
-
-    def _bounds(self, number: int) -> tuple[int, int]:
-        """Where a window begins, and where it ends if there are as many samples."""
-        if isinstance(self.global_batch_size, tuple):
-            end = self._ends[number]
-            return end - self.global_batch_size[number], end
-        return number * self.global_batch_size, (number + 1) * self.global_batch_size
+        is_short = self._ends[-1] > self.num_samples
+        return len(self._ends) - 1 - (is_short and self.tail == "drop")
 
     @cached_property
     def _order(self) -> torch.Tensor:
@@ -86,7 +69,7 @@ class EpochOrder:
         """The indices of global batch `number`, on the host."""
         if not 0 <= number < self.num_windows:
             raise IndexError(f"global batch {number} of an epoch that has {self.num_windows}")
-        start, end = self._bounds(number)
+        start, end = self._ends[number : number + 2]
         found = self._order[start:end]
         missing = end - start - len(found)
         if self.tail != "pad" or missing == 0:
@@ -95,8 +78,7 @@ class EpochOrder:
         return torch.cat([found, self._order[torch.arange(missing) % self.num_samples]])
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What one rank computes at once. The first `num_counted` samples count in the loss: all of them, or none.
 
     One that does not count still holds a sample, so that its forward and backward match those of other ranks.
@@ -112,13 +94,11 @@ def split_window(indices: torch.Tensor, rank: int, world_size: int, micro_batch_
     Shares are contiguous and differ by one sample at most, and so do the micro-batches of a rank.
     """
     if not 0 <= rank < world_size or micro_batch_size < 1 or len(indices) == 0:
-        raise ConfigError(
-            f"{len(indices)} samples for rank {rank} of {world_size} in micro-batches of {micro_batch_size}: "
-            "needed are a sample, a rank below the world's size and a micro-batch of at least 1"
-        )
+        what = f"{len(indices)} samples for rank {rank} of {world_size} in micro-batches of {micro_batch_size}"
+        raise ConfigError(f"{what}: needed are a sample, a rank below the world's size, and micro-batches of 1 or more")
     largest = -(-len(indices) // world_size)
     count = -(-largest // micro_batch_size)
-    share = _cut(range(len(indices)), rank, world_size)
+    share = evaluation_share(len(indices), rank, world_size)
     parts = [_cut(share, number, count) for number in range(count)]
     return [MicroBatch(indices[part.start : part.stop] if part else indices[:1], len(part)) for part in parts]
 
