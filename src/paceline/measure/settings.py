@@ -189,7 +189,8 @@ class CollectiveSettings(GroupSettings):
             (self.limit and moves, f"--limit is the bound of an all_reduce: leave it out for --collective {what}"),
             *((not self.is_whole(size), f"{found} not a whole number of {self.dtype} elements of {item} bytes")
               for size, found in sizes),
-            *((self.has_shares and size < most * item, f"{found} less than one element for each of {most} ranks")
+            *((self.has_shares and size < most * item,
+               f"{found} less than one element for each of {most} ranks, which {what} needs")
               for size, found in sizes),
         )  # fmt: skip
 
