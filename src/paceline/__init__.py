@@ -44,22 +44,16 @@ _HOMES = {
         "TrainingError",
     ),
     "paceline.parallel": ("DDP", "DataParallel", "GhostBatchNorm", "SyncBatchNorm"),
-    "paceline.plan": ("Plan",),
-    "paceline.predict": ("predict",),  # a package that can be called
-    "paceline.records.store": ("Run", "load_run"),
-    "paceline.report.result": ("Result", "load_result"),
-    "paceline.runtime.environment": ("is_launched",),
-    "paceline.runtime.launch": ("RankPool", "run_ranks"),
+    "paceline.plan": ("Plan",), "paceline.predict": ("predict",),  # a package that can be called
+    "paceline.records.store": ("Run", "load_run"), "paceline.report.result": ("Result", "load_result"),
+    "paceline.runtime.environment": ("is_launched",), "paceline.runtime.launch": ("RankPool", "run_ranks"),
     "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
     "paceline.runtime.world": ("World", "init", "shutdown"),
     "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
-    "paceline.verbs.bench": ("bench",),
-    "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
-    "paceline.verbs.scale": ("scale",),
-    "paceline.verbs.train": ("train",),
-    "paceline.verbs.tune": ("tune",),
+    "paceline.verbs.scale": ("scale",), "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
     "paceline.workloads.data.sharding": ("EpochOrder",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -17,8 +17,7 @@ class PacelineError(Exception):
 
     def __init__(self, *args: object, code: str = "") -> None:
         super().__init__(*args)
-        if code:
-            self.code = code
+        self.code = code or self.code
 
 
 class ConfigError(PacelineError, ValueError):
@@ -41,8 +40,7 @@ class LaunchError(PacelineError, RuntimeError):
 
     def __init__(self, message: str, rank: int | None = None, rank_traceback: str = "", code: str = "") -> None:
         super().__init__(message, code=code)
-        self.rank = rank
-        self.rank_traceback = rank_traceback
+        self.rank, self.rank_traceback = rank, rank_traceback
 
     def __reduce__(self) -> tuple[type, tuple[str, int | None, str, str]]:
         return type(self), (str(self.args[0]), self.rank, self.rank_traceback, self.code)

@@ -16,17 +16,13 @@ import psutil
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-# Other names of a torch.distributed backend. The shared-memory backend was once called as the package is.
-_BACKEND_ALIASES = {"paceline": "shm"}
-
-
 def canonical_backend(text: str) -> str:
     """A backend as `World.backend` and records name it: `paceline` is `shm`, `cpu:paceline,cuda:nccl` is
     `cpu:shm,cuda:nccl`. Anything else stays as it is; whether it exists is not checked here."""
     parts = []
     for part in text.split(","):
         device, colon, name = part.strip().rpartition(":")
-        parts.append(device + colon + _BACKEND_ALIASES.get(name.lower(), name))
+        parts.append(device + colon + ("shm" if name.lower() == "paceline" else name))  # once called as the package is
     return ",".join(parts)
 
 
@@ -41,30 +37,20 @@ def count_cores() -> int:
     """Cores that this process may use: its affinity, cut by the container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     quota = re.fullmatch(r"(\d+) (\d+)", _cgroup_value("cpu.max"))
-    if quota:
-        cores = min(cores, max(1, int(quota[1]) // int(quota[2])))
-    return cores
-
-
-def _cgroup_memory_limit() -> int | None:
-    limit = _cgroup_value("memory.max")
-    return int(limit) if limit.isdigit() else None
+    return min(cores, max(1, int(quota[1]) // int(quota[2]))) if quota else cores
 
 
 def total_memory_bytes() -> int:
     """Memory of the host or, if smaller, of the container."""
-    total = int(psutil.virtual_memory().total)
-    limit = _cgroup_memory_limit()
-    return total if limit is None else min(total, limit)
+    total, limit = int(psutil.virtual_memory().total), _cgroup_value("memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
 
 
 def available_memory_bytes() -> int:
     """Memory that new allocations can take now without swapping, inside the container's limit."""
     available = int(psutil.virtual_memory().available)
-    limit, used = _cgroup_memory_limit(), _cgroup_value("memory.current")
-    if limit is not None and used.isdigit():
-        available = min(available, max(0, limit - int(used)))
-    return available
+    limit, used = _cgroup_value("memory.max"), _cgroup_value("memory.current")
+    return min(available, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else available
 
 
 def count_gpus() -> int:
@@ -95,13 +81,11 @@ def cpu_name() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    names = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    if names:
+    if names := re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE):
         return names[1].strip()
     part = re.search(r"^CPU part\s*:\s*(\S+)$", text, re.MULTILINE)
     arm = {"0xd0c": "Neoverse-N1", "0xd40": "Neoverse-V1", "0xd49": "Neoverse-N2", "0xd4f": "Neoverse-V2"}
-    name = arm.get(part[1], part[1]) if part else ""
-    return f"{platform.machine()} {name}".strip()
+    return f"{platform.machine()} {arm.get(part[1], part[1]) if part else ''}".strip()
 
 
 def loopback_interface() -> str | None:

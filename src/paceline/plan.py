@@ -8,8 +8,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.errors import ConfigError, RecordError
@@ -114,22 +116,21 @@ class Plan:
         return tuple(tuple(piece.gradient for piece in bucket.pieces) for bucket in self.buckets)
 
     def to_json(self) -> str:
-        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps(document, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote; RecordError says what is wrong with the text."""
         try:
             document = json.loads(text)
-            if document["format"] != FORMAT or document["version"] != VERSION:
+            if (document["format"], document["version"]) != (FORMAT, VERSION):
                 raise RecordError(f"not a plan of version {VERSION}: {document['format']!r} {document['version']!r}")
             gradients = tuple(Gradient(**gradient) for gradient in document["gradients"])
             buckets = tuple(Bucket(tuple(Piece(**piece) for piece in b["pieces"])) for b in document["buckets"])
             return cls(gradients, buckets, document["rule"])
+        except (ConfigError, RecordError):
+            raise
         except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, ConfigError | RecordError):
-                raise
             raise RecordError(f"not a plan: {type(error).__name__}: {error}") from None
 
     def as_torch_kwargs(self) -> dict[str, Any]:
@@ -152,13 +153,6 @@ class Plan:
         raise ConfigError("torch's closing rule cannot make this plan for its mix of dtypes")
 
 
-def _check_order(gradients: Sequence[Gradient], ready_order: Iterable[int]) -> list[int]:
-    order = list(ready_order)
-    if sorted(order) != list(range(len(gradients))):
-        raise ConfigError(f"the ready order must name each of the {len(gradients)} gradients once, got {len(order)}")
-    return order
-
-
 def _whole(gradients: Sequence[Gradient], index: int) -> Piece:
     return Piece(index, 0, gradients[index].num_bytes)
 
@@ -176,18 +170,19 @@ def plan_like_torch(
     """
     if not caps_bytes or min(caps_bytes) < 1:
         raise ConfigError(f"bucket caps {list(caps_bytes)}: at least one, and each at least 1 byte")
+    order = list(ready_order)
+    if sorted(order) != list(range(len(gradients))):
+        raise ConfigError(f"the ready order must name each of the {len(gradients)} gradients once, got {len(order)}")
     open_: dict[tuple[str, str], list[Piece]] = {}
-    closed_of: dict[tuple[str, str], int] = {}
+    num_closed: Counter[tuple[str, str]] = Counter()
     buckets: list[Bucket] = []
-    for index in _check_order(gradients, ready_order):
+    for index in order:
         family = gradients[index].family
         pieces = open_.setdefault(family, [])
         pieces.append(_whole(gradients, index))
-        cap = caps_bytes[min(closed_of.get(family, 0), len(caps_bytes) - 1)]
-        if sum(piece.num_bytes for piece in pieces) >= cap:
-            buckets.append(Bucket(tuple(pieces)))
-            closed_of[family] = closed_of.get(family, 0) + 1
-            del open_[family]
+        if sum(piece.num_bytes for piece in pieces) >= caps_bytes[min(num_closed[family], len(caps_bytes) - 1)]:
+            buckets.append(Bucket(tuple(open_.pop(family))))
+            num_closed[family] += 1
     buckets += [Bucket(tuple(pieces)) for pieces in open_.values()]
     caps = ", ".join(format_bytes(cap) for cap in caps_bytes)
     return Plan(tuple(gradients), tuple(buckets), f"torch's rule, caps {caps}")
@@ -195,11 +190,8 @@ def plan_like_torch(
 
 def plan_torch_start(gradients: Sequence[Gradient]) -> Plan:
     """The buckets of torch's first iteration: one per dtype and device, before any order is known."""
-    families: dict[tuple[str, str], list[Piece]] = {}
-    for index in range(len(gradients)):
-        families.setdefault(gradients[index].family, []).append(_whole(gradients, index))
-    buckets = tuple(Bucket(tuple(pieces)) for pieces in reversed(families.values()))
-    return Plan(tuple(gradients), buckets, "torch's first iteration: one bucket per dtype")
+    whole = plan_like_torch(gradients, range(len(gradients)), [sys.maxsize])
+    return replace(whole, buckets=whole.buckets[::-1], rule="torch's first iteration: one bucket per dtype")
 
 
 def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
@@ -221,9 +213,8 @@ def plan_by_cuts(gradients: Sequence[Gradient], ready_order: Sequence[int], cuts
     buckets: list[Bucket] = []
     for start, end in itertools.pairwise(edges):
         # Gradients of several dtypes cannot share a bucket: a cut makes one bucket for each.
-        families = dict.fromkeys(gradients[piece.gradient].family for piece in pieces[start:end])
-        buckets += [
-            Bucket(tuple(piece for piece in pieces[start:end] if gradients[piece.gradient].family == family))
-            for family in families
-        ]
+        families: dict[tuple[str, str], list[Piece]] = {}
+        for piece in pieces[start:end]:
+            families.setdefault(gradients[piece.gradient].family, []).append(piece)
+        buckets += [Bucket(tuple(together)) for together in families.values()]
     return Plan(tuple(gradients), tuple(buckets), rule)

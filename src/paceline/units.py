@@ -7,25 +7,9 @@ from __future__ import annotations
 
 import math
 import re
+from fractions import Fraction
 
 from paceline.errors import ConfigError
-
-__all__ = [
-    "GB",
-    "MIB",
-    "format_bytes",
-    "format_count",
-    "format_duration",
-    "format_memory",
-    "format_ms",
-    "format_number_of",
-    "format_rate",
-    "format_speed",
-    "parse_counts",
-    "parse_size",
-    "parse_sizes",
-    "size_range",
-]
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 GB = 10**9
@@ -50,13 +34,10 @@ def parse_size(text: str) -> int:
     scale = _CASELESS.get(unit.lower())
     if scale is None:
         raise ConfigError(f"size {text!r} has the unknown unit {unit!r}: use B, kB, MB, GB, KiB, MiB or GiB")
-    # Through integers, so that 1073741824B does not pass through a float.
-    whole, _, fraction = number.partition(".")
-    numerator: int = int(whole + fraction) * scale
-    denominator: int = 10 ** len(fraction)
-    if numerator % denominator:
-        raise ConfigError(f"size {text!r} is {numerator / denominator:.3f} bytes: a size is a whole number of bytes")
-    return numerator // denominator
+    size = Fraction(number) * scale  # exact: no float on the way
+    if size.denominator > 1:
+        raise ConfigError(f"size {text!r} is {float(size):.3f} bytes: a size is a whole number of bytes")
+    return int(size)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -103,11 +84,9 @@ def parse_counts(text: str, what: str) -> tuple[int, ...]:
 
 def format_bytes(num_bytes: float) -> str:
     """A size for people: `64 B`, `4 KiB`, `25 MiB`, `1024 MiB`. Exact sizes print without decimals."""
-    for scale, unit in ((MIB, "MiB"), (KIB, "KiB")):
-        if num_bytes >= scale:
-            value = num_bytes / scale
-            return f"{value:.0f} {unit}" if value == int(value) else f"{value:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
+    scale, unit = (MIB, "MiB") if num_bytes >= MIB else (KIB, "KiB") if num_bytes >= KIB else (1, "B")
+    value = num_bytes / scale
+    return f"{value:.0f} {unit}" if value == int(value) or scale == 1 else f"{value:.2f} {unit}"
 
 
 def format_memory(num_bytes: float) -> str:

@@ -188,13 +188,13 @@ def play(monkeypatch, studies):
     def begin(num_cells: int = -1) -> list[str]:
         made: list[str] = []
 
-        def answer(session, number, task, display) -> list[Record]:
+        def answer(session, task, display) -> list[Record]:
             if len(made) == num_cells:
                 raise KeyboardInterrupt
             made.append(task.name)
             return Study.load(Path(studies[session.verb.removeprefix("scale ")]["run"]), session.verb).find(task.name)
 
-        monkeypatch.setattr(Session, "_run_on_pool", answer)
+        monkeypatch.setattr(Session, "_call", answer)
         return made
 
     monkeypatch.setattr(Session, "ask", lambda *_: (48, False))  # what the survey of LARGE finds

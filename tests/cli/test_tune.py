@@ -61,6 +61,12 @@ def emulated_torch(out) -> dict:
     return read(type_alone(*TUNE, "--network", "1Gb/s,20us", "--wrapper", "torch", "--json", "--out", out))
 
 
+@pytest.fixture(scope="module")
+def type_on_ranks(warm_pool):
+    """The command line in a launched world of two warm ranks; the answer of rank 0."""
+    return lambda *arguments: warm_pool.run(type_command, arguments, num_ranks=2, timeout_s=200)[0]
+
+
 def assert_complete(document: dict, wrapper: str, backend: str, world_size: int) -> None:
     assert set(document) >= KEYS
     assert (document["model"], document["wrapper"]) == ("cnn", wrapper)
@@ -103,28 +109,28 @@ def test_everything_is_measured_predicted_and_written(on_gloo):
     assert [float(row["measured_s"]) for row in rows] == [point["measured_s"] for point in on_gloo["grid"]]
 
 
-def test_on_shared_memory_with_messages_beside_backward(out):
+def test_on_shared_memory_with_messages_beside_backward(type_on_ranks, out):
     # Wide enough that a message of 256 KiB fits twice into its gradients.
     wide = ("--hidden", "700", "--quick", "--backend", "paceline")
-    document = read(type_command(*TUNE, *wide, "--ranks", "2", "--json", "--out", out))
+    document = read(type_on_ranks(*TUNE, *wide, "--json", "--out", out))
     assert_complete(document, "paceline", "shm", 2)
     (disturbed,) = (record for record in steps_of(document) if record.role == "disturbed")
     assert disturbed.message_bytes == 256 << 10 and 1 <= disturbed.num_messages <= 4
     assert 0 < disturbed.overlapped.median_s <= disturbed.under_way.median_s
 
 
-def test_torchs_wrapper_has_the_layout_that_was_simulated(out):
-    asked = ("--wrapper", "torch", "--backend", "gloo", "--ranks", "2")
-    document = read(type_command(*TUNE, *asked, "--json", "--out", out))
+def test_torchs_wrapper_has_the_layout_that_was_simulated(type_on_ranks, out):
+    asked = ("--wrapper", "torch", "--backend", "gloo")
+    document = read(type_on_ranks(*TUNE, *asked, "--json", "--out", out))
     assert_complete(document, "torch", "gloo", 2)
     grid = [record for record in steps_of(document) if record.role == "job" and not record.note]
     assert [record.num_buckets for record in grid] == [point["num_buckets"] for point in document["grid"]]
 
 
-def test_a_prediction_alone_never_runs_the_job_under_a_plan(out):
+def test_a_prediction_alone_never_runs_the_job_under_a_plan(type_on_ranks, out):
     # All gradients together are smaller than the smallest message of a sweep.
     smallest = ("--channels", "1", "1", "--hidden", "2")
-    answer = type_command(*TUNE, *smallest, "--ranks", "2", "--no-confirm", "--out", out)
+    answer = type_on_ranks(*TUNE, *smallest, "--no-confirm", "--out", out)
     assert answer.code == 0, answer.err
     assert answer.out.startswith("cnn on 2 ranks, wrapper paceline") and "\n\n\n" not in answer.out
     run = Path(answer.out.split("run: ", 1)[1].splitlines()[0])

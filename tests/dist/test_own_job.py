@@ -204,6 +204,6 @@ def profile_in_a_group_of_ones_own() -> list[Any]:
 
 
 def test_a_program_that_opened_its_own_group(on_ranks) -> None:
-    """As torchrun starts it: warm ranks have its variables. `test_own_tune` and the command line start torchrun."""
+    """As torchrun starts it: warm ranks have its variables. Other tests start torchrun itself."""
     first, second = on_ranks(2, profile_in_a_group_of_ones_own)
     assert first == second and first[:4] == [[0, 1], 2.0, "torch", True]

@@ -20,6 +20,8 @@ from paceline.records.samples import Samples
 from paceline.runtime import session as module
 from paceline.runtime.session import Progress, Task, choose_ranks, open_session
 from paceline.runtime.worker import post
+from paceline.training.settings import TrainSettings
+from paceline.verbs.scale import build_killed
 from tests.conftest import descendants, wait_until
 
 RECORD = CollectiveRecord(
@@ -211,6 +213,12 @@ def test_parts_are_started_resumed_and_reported_by_the_whole(tmp_path, capfd):
     assert [len(load_run(session.folder / name).records) for name in ("one", "two")] == [2, 2]
 
 
+def test_a_batch_whose_ranks_were_killed_is_a_row():
+    (row,) = build_killed(TrainSettings(data="synthetic:images", device="cpu", threads=2), 8)
+    assert (row.batch_size, row.data, row.device, row.threads, row.timing) == (8, "synthetic:images", "cpu", 2, None)
+    assert row.failure == "killed, as by the kernel when memory is exhausted"
+
+
 # -- asking, and progress ----------------------------------------------------------------------------------------------
 
 
@@ -370,13 +378,12 @@ def finish(job: Any, number: int) -> tuple[str, str, float]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("what", "until", "kept"),
+    ("number", "what", "until", "kept"),
     [
-        ("cells", "1 of 2 cells", "1 of 2 cells is saved; resume with: paceline scale batch --resume runs/"),
-        ("posted", "1 of 3 cells", "1 of 3 cells is saved in runs/"),
-        ("nothing", "paceline: open", "nothing was saved"),
+        (signal.SIGINT, "cells", "1 of 2 cells", "1 of 2 cells is saved; resume with: paceline scale batch --resume "),
+        (signal.SIGTERM, "posted", "1 of 3 cells", "1 of 3 cells is saved in runs/"),
+        (signal.SIGINT, "nothing", "paceline: open", "nothing was saved"),
     ],
 )
 def test_an_interrupt_says_within_seconds_what_is_saved(play, tmp_path, number, what, until, kept):
@@ -396,12 +403,11 @@ def test_an_interrupt_says_within_seconds_what_is_saved(play, tmp_path, number, 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ranks_are_asked_to_save_and_stop(play, number):
+def test_ranks_are_asked_to_save_and_stop(play):
     job = play("save", "listening")
     job.stderr.readline()  # of the other rank
-    out, err, _ = finish(job, number)
-    assert (job.returncode, out.split()) == (0, ["saved", str(int(number))]) and "interrupt once more" in err
+    out, err, _ = finish(job, signal.SIGTERM)
+    assert (job.returncode, out.split()) == (0, ["saved", "15"]) and "interrupt once more" in err
 
 
 @pytest.mark.timeout(300)

@@ -6,14 +6,21 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline.errors import ConfigError
+from paceline.measure.steps import Replica
 from paceline.measure.traces import record_trace
-from paceline.predict.overview import CATEGORIES, build_lanes, build_overview, find_lateness
-from paceline.predict.traces import RankTrace, find_messages, find_steps, merge_traces
+from paceline.predict.traces import (
+    CATEGORIES,
+    RankTrace,
+    build_lanes,
+    build_overview,
+    find_lateness,
+    find_messages,
+    find_steps,
+    merge_traces,
+)
 from tests.conftest import BACKEND
 from tests.unit.made_traces import check_trace
 
@@ -29,19 +36,19 @@ def record_here(backend: str, wrapper: str) -> tuple[RankTrace, int, int]:
         model = DistributedDataParallel(module) if wrapper == "torch" else paceline.DataParallel(module)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def step() -> None:
+        def run(given, phases) -> None:
+            phases.enter("forward")
             loss = model(torch.randn(4, 64)).square().mean()
             if world.rank == 1:
                 time.sleep(LATE_S)
+            phases.enter("backward")
             loss.backward()
+            phases.enter("optimizer")
             optimizer.step()
             optimizer.zero_grad()
 
         begin_ns = time.time_ns()
-        trace = record_trace(
-            step, warmup=2, active=ACTIVE, rank=world.rank, world_size=world.world_size, model=model,
-            extras=("memory",), meet=dist.barrier,
-        )  # fmt: skip
+        trace = record_trace(world, Replica(model, module, world.device, run), 2, ACTIVE, ("memory",))
         end_ns = time.time_ns()
         if wrapper == "paceline":
             assert model.report().times is not None  # the wrapper's own timeline is in its place again
@@ -78,23 +85,3 @@ def test_two_ranks_in_one_trace(on_ranks, backend: str, wrapper: str) -> None:
         assert sum(bucket.num_bytes for bucket in buckets) >= 3 * (64 * 64 + 64) * 4
         assert all(b.ready_s <= b.launch_s <= b.done_s <= lanes[0].end_s for b in buckets)
         assert lanes[0].exposed_s > 0.8 * LATE_S
-
-
-@pytest.mark.parametrize("asked", [{"warmup": 0}, {"active": 0}, {"extras": ("stack",)}])
-def test_what_cannot_be_recorded_is_refused_before_any_step(asked: dict) -> None:
-    def step() -> None:
-        raise AssertionError("a step was taken")
-
-    with pytest.raises(ConfigError):
-        record_trace(step, **asked)
-
-
-def record_alone() -> RankTrace:
-    layer = torch.nn.Linear(4, 4)
-    return record_trace(lambda: layer(torch.ones(2, 4)).sum().backward(), warmup=1, active=1, extras=("shapes",))
-
-
-def test_one_process_alone_needs_no_group(on_ranks) -> None:
-    (trace,) = on_ranks(1, record_alone)  # in a rank, for torch's profiler changes the environment of its process
-    assert any(event.get("args", {}).get("Input Dims") for event in trace.events)
-    assert build_overview(trace).world_size == 1

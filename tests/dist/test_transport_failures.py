@@ -92,7 +92,7 @@ def in_shared_folder() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if "paceline" in name}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_killed_rank_is_named_by_every_survivor(forked, seed):
     before = in_shared_folder()
     took = forked(HERE + "harm", 8, seed, signal.SIGKILL, 30.0, "peer-lost", 0.0)
@@ -101,12 +101,12 @@ def test_a_killed_rank_is_named_by_every_survivor(forked, seed):
 
 
 def test_a_stopped_rank_is_named_by_every_survivor(forked):
-    took = forked(HERE + "harm", 4, 10, signal.SIGSTOP, 30.0, "peer-lost", STOPPED_S)
+    took = forked(HERE + "harm", 2, 10, signal.SIGSTOP, 30.0, "peer-lost", STOPPED_S)
     assert min(took) > STOPPED_S  # or a rank that is stopped for a moment would be lost
 
 
 def test_a_stopped_rank_is_named_at_a_shorter_limit(forked):
-    took = forked(HERE + "harm", 6, 20, signal.SIGSTOP, 0.5, "timeout", 0.5)
+    took = forked(HERE + "harm", 3, 20, signal.SIGSTOP, 0.5, "timeout", 0.5)
     assert min(took) < STOPPED_S
 
 
@@ -148,7 +148,7 @@ def stay_away_asleep(rank: int, say: Any, missing: int) -> dict[str, Any]:
     return told | {"took_s": told["when_s"] - began}
 
 
-@pytest.mark.parametrize("missing", range(3))
+@pytest.mark.parametrize("missing", [0, 2])
 def test_a_rank_that_does_not_come_is_named(forked, missing):
     forked(HERE + "not_come", missing)
 

@@ -264,7 +264,7 @@ def mapped_bytes() -> int:
 def allocate_and_free(rank: int, say: Any) -> None:
     group: Any = dist.group.WORLD
     before, descriptors = mapped_bytes(), len(os.listdir("/proc/self/fd"))
-    library, handle = native.load_library(), group._native._first._handle
+    library, handle = native.load_library(), group._native._first
     for serial in range(1, 80):  # more than there are places for at once
         memory = group.allocate(MIB + serial)
         assert memory.numel() == MIB + serial and not memory.any()

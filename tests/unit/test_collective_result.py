@@ -166,6 +166,14 @@ def test_a_comparison_shows_both_sides_and_leaves_gaps(build, build_collective, 
     assert [(bool(pair["here"]), bool(pair["there"])) for pair in pairs] == [(False, True), (True, True), (True, False)]
 
 
+def test_another_type_is_not_compared_and_an_unknown_one_is(build, build_collective):
+    types = ("float64", "float32", "unknown")
+    result = build(build_collective(), compared=[build_collective(dtype=dtype) for dtype in types])
+    assert [(here and here.dtype, there.dtype) for here, there in result.pairs] == [
+        ("float32", "float32"), ("float32", "unknown"), (None, "float64"),
+    ]  # fmt: skip
+
+
 def test_a_comparison_names_the_memory_and_the_other_machine(build, bounded):
     result = build(*bounded[:2], compared=bounded[:1], differences=["cpu: a compared with b"])
     assert [row["backend"] for row in read_cells(result.table("comparison").markdown())] == ["gloo", "shm (shared)"]

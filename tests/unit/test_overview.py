@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import RecordError
 from paceline.measure.traces import build_bucket_events
 from paceline.parallel.timeline import BucketTimes, StepTimes
-from paceline.predict.overview import (
+from paceline.predict.traces import (
     CATEGORIES,
     BucketSpan,
     StepLane,
@@ -123,15 +123,11 @@ def test_self_time_is_without_the_operators_inside():
     }  # fmt: skip
 
 
-def test_phases_are_those_annotated_else_those_that_autograd_shows():
-    made = MadeTrace().step()
-    made.op("autograd::engine::evaluate_function: A", 3, 4).op("autograd::engine::evaluate_function: B", 6, 7)
-    made.phase("Optimizer.step#SGD.step", 8, 9)
-    for _ in range(2):
-        phases = build_overview(made.build()).phases_s
-        assert {name: round(s * 1e3, 6) for name, s in phases.items()} == {"forward": 3, "backward": 4, "optimizer": 1}
-        made = MadeTrace().step().phase("forward", 0, 1).phase("backward", 1, 3).phase("forward", 3, 5)
-        made.phase("backward", 5, 7).phase("optimizer", 7, 8).op("autograd::engine::evaluate_function: A", 1, 7)
+def test_phases_are_those_annotated():
+    made = MadeTrace().step().phase("forward", 0, 1).phase("backward", 1, 3).phase("forward", 3, 5)
+    made.phase("backward", 5, 7).phase("optimizer", 7, 8).op("autograd::engine::evaluate_function: A", 1, 7)
+    phases = build_overview(made.build()).phases_s
+    assert {name: round(s * 1e3, 6) for name, s in phases.items()} == {"forward": 3, "backward": 4, "optimizer": 1}
 
 
 def test_phases_are_the_gpus_where_it_was_timed():
@@ -283,7 +279,6 @@ def test_a_picture_tells_ranks_phases_sizes_and_source():
         assert text in svg
     assert render_png(figure).startswith(b"\x89PNG")
     assert render_svg(plot_timeline([lane(0), lane(1)], "one step of cnn", "box, 2 cores")).decode() == svg
-    assert "simulated. box" in render_svg(plot_timeline([lane(0)], "t", "box", source="simulated")).decode()
 
 
 def _hatched_ms(figure):
@@ -301,12 +296,9 @@ def test_what_moves_after_the_end_of_backward_is_hatched():
     assert _hatched_ms(plot_timeline([lane(0, backward_end_s=None)], "t", "s")) == []
 
 
-def test_eight_ranks_can_be_drawn_and_nine_not():
+def test_eight_ranks_need_more_height():
     eight = plot_timeline([lane(rank) for rank in range(8)], "t", "s")
     assert eight.get_size_inches()[1] > plot_timeline([lane(0)], "t", "s").get_size_inches()[1]
-    for count in (0, 9):
-        with pytest.raises(ConfigError, match=f"{count} ranks"):
-            plot_timeline([lane(rank) for rank in range(count)], "t", "s")
 
 
 def test_a_rank_without_buckets_can_be_drawn():

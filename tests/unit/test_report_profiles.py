@@ -8,7 +8,7 @@ import pytest
 from paceline import load_result
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.advice import Advice, StepFacts, advise
-from paceline.predict.overview import build_overview
+from paceline.predict.traces import build_overview
 from paceline.records import BlockTimes, ParameterTimes
 from paceline.records.store import Run
 from paceline.report.plots import render_png

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import load_result
 from paceline.errors import ConfigError, RecordError
-from paceline.predict.tuning import TuneSettings, find_plan, judge_tuning
+from paceline.predict.tuning import TuneSettings, judge_tuning
 from paceline.records import Run, StepRecord
 from paceline.records.environment import capture_environment
 from paceline.report.plots import render_png, render_svg
@@ -204,8 +204,9 @@ def test_what_is_confirmed_does_not_change_the_plan():
     default = plan_by_cap(job.gradients, ORDER, MIB)
     records = job.build_calibration()
     later = [*records, job.build_plan_step("cap", (9.0,) * 5, cap_bytes=MIB)]
-    (_, choice, plan), (_, again, same) = (find_plan(SETTINGS, r, job.gradients, default) for r in (records, later))
-    assert (choice, plan) == (again, same)
+    first, again = (judge_tuning(SETTINGS, r, job.gradients, default) for r in (records, later))
+    plan = first.recommended_plan
+    assert (first.choice, plan) == (again.choice, again.recommended_plan)
     assert plan.rule.startswith("tuned: ") and plan.gradients == job.gradients
 
 

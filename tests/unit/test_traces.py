@@ -8,9 +8,8 @@ import json
 
 import pytest
 
-from paceline.errors import RecordError
-from paceline.predict.overview import find_lateness
 from paceline.predict.traces import (
+    find_lateness,
     find_messages,
     find_steps,
     is_collective,
@@ -34,9 +33,7 @@ def event(name="aten::mm", ts=3_883_694_637_495.382, **fields):
 
 
 def test_times_become_small_and_the_origin_is_of_the_unix_clock():
-    trace = read_chrome(
-        chrome(event(), event(ts=3_883_694_637_496.382), distributedInfo={"rank": 3, "world_size": 4}, host_name="box")
-    )
+    trace = read_chrome(chrome(event(), event(ts=3_883_694_637_496.382), host_name="box"), 3, 4)
     assert [e["ts"] for e in trace.events] == [0.0, 1.0]
     assert trace.origin_ns == pytest.approx(BASE + 3_883_694_637_495_382, abs=1000)
     assert (trace.rank, trace.world_size, trace.host, trace.device) == (3, 4, "box", "cpu")
@@ -58,15 +55,8 @@ def test_what_is_about_the_profiler_and_arguments_that_nobody_needs_are_left_out
     assert (trace.device, trace.properties[0]["numSms"]) == ("cuda", 132)
 
 
-@pytest.mark.parametrize("document", [{}, {"traceEvents": {}}, chrome()])
-def test_what_is_no_trace_is_refused(document):
-    with pytest.raises(RecordError, match="trace"):
-        read_chrome(document)
-
-
-def test_our_steps_come_before_the_profilers():
+def test_steps_are_ours_and_not_the_profilers():
     made = MadeTrace().phase("ProfilerStep#5", 0, 4).phase("forward", 0, 1).phase("ProfilerStep#6", 4, 8)
-    assert [e["name"] for e in find_steps(made.build().events)] == ["ProfilerStep#5", "ProfilerStep#6"]
     made.step(5, 7, number=1).step(1, 3, number=0)
     assert [e["name"] for e in find_steps(made.build().events)] == ["step 0", "step 1"]
 
@@ -163,12 +153,6 @@ def test_flows_of_two_ranks_do_not_meet():
     assert len(flows) == 4
     ids = {pid: {flow for p, _, flow in flows if p == pid} for pid in (1, 2)}
     assert all(len(found) == 1 for found in ids.values()) and ids[1] != ids[2]
-
-
-@pytest.mark.parametrize("traces", [[], [MadeTrace().step().build()] * 2])
-def test_nothing_or_one_rank_twice_is_refused(traces):
-    with pytest.raises(RecordError):
-        merge_traces(traces)
 
 
 def test_a_trace_is_rendered_compressed():

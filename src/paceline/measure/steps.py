@@ -239,8 +239,10 @@ class OwnJob(MeasuredJob):
                 return
             if self._active is not None:
                 self._active.close()
+                is_torchs = isinstance(self._active.model, DistributedDataParallel)
                 self._active.model = module
-                gc.collect()  # torch's wrapper removes its hooks when it is freed
+                if is_torchs:  # it removes its hooks when it is freed
+                    gc.collect()
             self._active = replica
             replica.model = module if wrap is None else wrap(module)
             for _ in range(_SETTLING_STEPS if wrap is not None else 1):

@@ -1,4 +1,4 @@
-"""Recording: steps of each rank under torch's profiler, as a `RankTrace`. What they say is in `predict.overview`."""
+"""Recording: steps of each rank under torch's profiler, as a `RankTrace`. What they say is in `predict.traces`."""
 
 from __future__ import annotations
 
@@ -7,57 +7,56 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from paceline.errors import ConfigError, MeasurementError
+from paceline.errors import MeasurementError
 from paceline.measure.engine import synchronize
 from paceline.measure.profiles import Given, open_job
+from paceline.measure.steps import Replica
 from paceline.parallel import DDP
 from paceline.parallel.timeline import StepTimes
+from paceline.predict import traces
 from paceline.predict.advice import StepFacts
-from paceline.predict.overview import find_lanes
-from paceline.predict.traces import BACKWARD_OVER, BUCKET, BUCKET_WAIT, WAITED, Event, RankTrace, read_chrome
+from paceline.predict.traces import Event, RankTrace, find_lanes, read_chrome
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
+from paceline.runtime.world import World
 from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseTimes
 from paceline.units import format_bytes
 
-# What can be recorded besides times; each makes steps slower and traces larger.
-EXTRAS = ("memory", "shapes")
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _PID = "buckets"  # the process of the wrapper's buckets in a trace
 
 
-def record_trace(
-    step: Callable[[], None],
-    *,
-    warmup: int = 2,
-    active: int = 3,
-    rank: int = 0,
-    world_size: int = 1,
-    device: torch.device | None = None,
-    model: nn.Module | None = None,
-    extras: Collection[str] = (),
-    meet: Callable[[], None] | None = None,
-) -> RankTrace:
-    """Run `warmup` steps, then record `active` ones. Each is a range `step N` that ends when the device is done.
+def trace_job(
+    given: Given, warmup: int, active: int, extras: tuple[str, ...], for_all: bool
+) -> tuple[list[RankTrace], StepFacts]:
+    """Record steps of a job in its wrapper: the traces of all ranks, and what they do not show of it.
 
-    The buckets of `model`, if that is our wrapper, become events too. `meet` is called before each step, outside its
-    range: give a barrier, so that the profiler's own start on one rank is not taken for its lateness. Collective, where
-    the step or `meet` is.
+    Rank 0 gets the traces; with `for_all` every rank does. Collective: every rank must call this.
     """
-    device = device or torch.device("cpu")
-    if warmup < 1 or active < 1:
-        raise ConfigError(f"warmup={warmup}, active={active}: at least 1 of each, the profiler starts in a warm-up")
-    if unknown := sorted(set(extras) - set(EXTRAS)):
-        raise ConfigError(f"unknown extra {unknown[0]!r}: known are {', '.join(EXTRAS)}")
+    with open_job(given) as (world, job, build):
+        replica = build()
+        try:
+            replica.activate()
+            everyone: list[RankTrace] = world.share(record_trace(world, replica, warmup, active, extras))
+        finally:
+            replica.close()
+        labels, is_compiled = job.labels, isinstance(given, TrainSettings) and given.compile
+        facts = (labels["batch_size"], labels.get("accumulate", 1), labels["precision"], world.world_size, is_compiled)
+        return everyone if for_all or world.rank == 0 else [], StepFacts(*facts)
+
+
+def record_trace(world: World, replica: Replica, warmup: int, active: int, extras: Collection[str] = ()) -> RankTrace:
+    """Take one step and `warmup` others, then record `active` ones. Each is a range `step N` that ends when the device
+    is done. The buckets of our wrapper become events too. `extras` ("memory", "shapes") make steps slower.
+    """
+    device, phases = replica.device, _TracedPhases()
     profiler = profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
         schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
@@ -65,34 +64,57 @@ def record_trace(
         profile_memory="memory" in extras,
         acc_events=True,  # there is one cycle, and without this torch warns that the others are forgotten
     )
-    timed: list[StepTimes] = []
-    wrapped = model if isinstance(model, DDP) else None
-    sends = device.type != "cuda" or world_size > 1  # NCCL sends nothing on one rank
+
+    def step(number: int) -> None:
+        if world.rank == 0:
+            post(Progress(number + warmup + 1, 1 + warmup + active, "trace"))
+        with record_function("data"):
+            loaded = replica.load()
+        replica.run(loaded, phases)
+        phases.end()
+        synchronize(device)
+
+    step(-warmup - 1)  # the wrapper plans in its first step
+    timed: list[StepTimes | None] = []
+    sends = device.type != "cuda" or world.world_size > 1  # NCCL sends nothing on one rank
+    wrapped = replica.model if isinstance(replica.model, DDP) and sends else None
     with _quiet_profiler(), profiler:
         for number in range(-warmup, active):
-            if number >= 0 and wrapped is not None:
+            if wrapped is not None and number >= 0:
                 wrapped.time_next_step()
-            if meet is not None:
-                meet()
+            world.barrier()  # outside of the range: a late start of the profiler is not the rank's lateness
             with record_function(f"step {number}"):
-                step()
-                synchronize(device)
+                step(number)
             profiler.step()
-            if number >= 0 and sends and wrapped is not None and wrapped.plan is not None:
-                times = wrapped.report().times
-                timed += [] if times is None else [times]
+            if wrapped is not None and number >= 0 and wrapped.plan is not None:
+                timed.append(wrapped.report().times)
     with tempfile.TemporaryDirectory(prefix="paceline-trace-") as folder:  # the profiler writes files only
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         try:
-            trace = read_chrome(json.loads(path.read_text(errors="replace")), rank)
+            trace = read_chrome(json.loads(path.read_text(errors="replace")), world.rank, world.world_size)
         except ValueError as error:
             raise MeasurementError(f"torch's profiler wrote no readable trace: {error}; record fewer steps") from None
     # The profiler's times are of the Unix clock, the wrapper's of the monotonic one.
     _, apart_ns = min(_clock_offset_ns() for _ in range(5))
     origin_s = (trace.origin_ns - apart_ns) / 1e9
-    buckets = [event for one in timed for event in build_bucket_events(rank, one, origin_s)]
-    return replace(trace, world_size=world_size, device=device.type, events=[*trace.events, *buckets])
+    buckets = [event for one in timed if one for event in build_bucket_events(world.rank, one, origin_s)]
+    return replace(trace, device=device.type, events=[*trace.events, *buckets])
+
+
+class _TracedPhases:
+    """Ranges in the trace, one for each phase."""
+
+    def __init__(self) -> None:
+        self._range = contextlib.ExitStack()
+
+    def enter(self, phase: str) -> None:
+        self._range.close()
+        self._range.enter_context(record_function(phase))
+
+    def end(self) -> PhaseTimes:
+        self._range.close()
+        return PhaseTimes()
 
 
 @contextlib.contextmanager
@@ -123,16 +145,16 @@ def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Eve
     lanes = find_lanes((bucket.launch_s, bucket.done_s) for bucket in buckets)
     waiting = find_lanes((bucket.ready_s, bucket.launch_s) for bucket in buckets)
     over_us = round(begin_us + step.backward_s * 1e6, 3)
-    over: Event = {"ph": "i", "s": "p", "name": BACKWARD_OVER, "pid": _PID, "tid": "buckets 0", "ts": over_us}
+    over: Event = {"ph": "i", "s": "p", "name": traces.BACKWARD_OVER, "pid": _PID, "tid": "buckets 0", "ts": over_us}
     events = [over]
     for number, bucket in enumerate(buckets):
         waited_us = max(0.0, bucket.launch_s - bucket.ready_s) * 1e6
-        spans = [(BUCKET, bucket.launch_s, bucket.done_s, f"buckets {lanes[number]}")]
+        spans = [(traces.BUCKET, bucket.launch_s, bucket.done_s, f"buckets {lanes[number]}")]
         if waited_us:
-            spans.append((BUCKET_WAIT, bucket.ready_s, bucket.launch_s, f"buckets ready {waiting[number]}"))
+            spans.append((traces.BUCKET_WAIT, bucket.ready_s, bucket.launch_s, f"buckets ready {waiting[number]}"))
         shared = {
             "ph": "X", "name": f"bucket {number}, {format_bytes(bucket.num_bytes)}", "pid": _PID,
-            "args": {"bytes": bucket.num_bytes, WAITED: round(waited_us, 3)},
+            "args": {"bytes": bucket.num_bytes, traces.WAITED: round(waited_us, 3)},
         }  # fmt: skip
         for kind, first_s, last_s, track in spans:
             took_us = round(max(0.0, last_s - first_s) * 1e6, 3)
@@ -142,55 +164,3 @@ def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Eve
     tracks = dict.fromkeys(event["tid"] for event in events)
     named: Event = {"ph": "M", "name": "thread_name", "pid": _PID}
     return [named | {"tid": track, "args": {"name": f"rank {rank}: {track}"}} for track in tracks] + events
-
-
-# -- traces of a job --------------------------------------------------------------------------------------------------
-
-
-class _TracedPhases:
-    """Ranges in the trace, one for each phase."""
-
-    def __init__(self) -> None:
-        self._range = contextlib.ExitStack()
-
-    def enter(self, phase: str) -> None:
-        self._range.close()
-        self._range.enter_context(record_function(phase))
-
-    def end(self) -> PhaseTimes:
-        self._range.close()
-        return PhaseTimes()
-
-
-def trace_job(
-    given: Given, warmup: int, active: int, extras: tuple[str, ...], for_all: bool
-) -> tuple[list[RankTrace], StepFacts]:
-    """Record steps of a job in a wrapper: the traces of all ranks, and what they do not show of it.
-
-    Rank 0 gets the traces; with `for_all` every rank does. Collective: every rank must call this.
-    """
-    phases, numbers = _TracedPhases(), iter(range(1 + warmup + active))
-    with open_job(given) as (world, job, build):
-        replica = build()
-
-        def step() -> None:
-            if world.rank == 0:
-                post(Progress(next(numbers), 1 + warmup + active, "trace"))
-            with record_function("data"):
-                loaded = replica.load()
-            replica.run(loaded, phases)
-            phases.end()
-
-        try:
-            replica.activate()
-            step()  # the wrapper plans in its first step
-            mine = record_trace(
-                step, warmup=warmup, active=active, rank=world.rank, world_size=world.world_size,
-                device=replica.device, model=replica.model, extras=extras, meet=world.barrier,
-            )  # fmt: skip
-            everyone: list[RankTrace] = world.share(mine)
-        finally:
-            replica.close()
-        labels, is_compiled = job.labels, isinstance(given, TrainSettings) and given.compile
-        facts = (labels["batch_size"], labels.get("accumulate", 1), labels["precision"], world.world_size, is_compiled)
-        return everyone if for_all or world.rank == 0 else [], StepFacts(*facts)

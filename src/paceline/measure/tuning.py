@@ -25,14 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import PacelineError
 from paceline.measure.engine import Pace, build_samples, synchronize
 from paceline.measure.profiles import LayerClock, order_by_ready
-from paceline.measure.steps import PHASES, MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, wrap
+from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, Wrap, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
 from paceline.predict.search import choose_caps
-from paceline.predict.tuning import TuneSettings, list_candidates
+from paceline.predict.tuning import Candidate, TuneSettings, judge_tuning
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, ParameterTimes, Record, Samples
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
@@ -79,10 +79,10 @@ def _tune(settings: TuneSettings, job: MeasuredJob, world: World) -> Tuned:
     try:
         records, default_plan = variants.calibrate()
         if settings.confirms:
-            found: list[tuple[str, int, Plan | None]] | PacelineError | None = None
+            found: list[Candidate] | PacelineError | None = None
             if world.rank == 0:
                 try:
-                    found = list_candidates(settings, records, job.gradients, default_plan)
+                    found = judge_tuning(settings, records, job.gradients, default_plan).candidates
                 except PacelineError as error:  # raised on all ranks: the others would wait for the answer
                     found = error
             candidates = world.share(found)[0]
@@ -127,8 +127,8 @@ class _Variants:
                 variant = self._add("disturbed", f"messages of {format_bytes(num_bytes)}", message_bytes=num_bytes)
                 variant.kinds = ("messages", "marked")
                 variant.probe = _Disturbance(self._world, self._channel, memory, variant, ready)
-        self._add("local", "one bucket", self._alone, _ONE_BUCKET)
-        self._add("local", "a bucket each", self._alone, 1)
+        self._add("local", "one bucket", self._wrap(self._alone, _ONE_BUCKET))
+        self._add("local", "a bucket each", self._wrap(self._alone, 1))
         if settings.confirms:
             sizes = [gradient.num_bytes for gradient in reversed(self._job.gradients)]
             for cap in settings.caps_bytes or choose_caps(sizes, effort.num_caps):
@@ -139,17 +139,17 @@ class _Variants:
         sweep = _Sweep(self._channel, self._world, self._bench.meeting, self._allocate(), extra)
         self._run("measuring", effort.budget_s, sweep)
         records: list[Record] = list(sweep.build_records(self._bench.num_warmup))
-        records += [self._build_record(variant) for variant in self._bench.variants if variant is not profiled]
+        records += [self._bench.build_record(variant) for variant in self._bench.variants if variant is not profiled]
         profile = self._build_profile(plain, profiled, ready)
         return [*records, profile], self._plan_default([parameter.name for parameter in profile.parameters])
 
-    def confirm(self, candidates: Sequence[tuple[str, int, Plan | None]]) -> list[Record]:
+    def confirm(self, candidates: Sequence[Candidate]) -> list[Record]:
         """Steps of the job under these plans, in turns."""
         self._bench.clear()
         for candidate in candidates:
             self._add_job(*candidate)
         self._run("confirming", self._settings.amount.confirm_s)
-        return [dataclasses.replace(self._build_record(v), note="confirmed") for v in self._bench.variants]
+        return [dataclasses.replace(self._bench.build_record(v), note="confirmed") for v in self._bench.variants]
 
     def close(self) -> None:
         self._bench.clear()
@@ -157,16 +157,17 @@ class _Variants:
         for network in self._networks or ():
             network.close()
 
-    def _add(
-        self,
-        role: str,
-        label: str,
-        group: dist.ProcessGroup | None = None,
-        cap_bytes: int = 0,
-        plan: Plan | None = None,
-        **labels: Any,
-    ) -> Variant:
-        """A replica of its own: with a group, in the wrapper with a cap, a plan, or the wrapper's default buckets."""
+    def _add(self, role: str, label: str, wrap_by: Wrap | None = None, **labels: Any) -> Variant:
+        """A replica of its own."""
+        replica = self._job.build(self._world, wrap_by)
+        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
+
+    def _add_job(self, label: str, cap_bytes: int, plan: Plan | None = None) -> None:
+        wrap_by, source = self._wrap(self._group, cap_bytes, plan), "measured" if self._networks is None else "emulated"
+        self._add("job", label, wrap_by, cap_bytes=cap_bytes, source=source)
+
+    def _wrap(self, group: dist.ProcessGroup, cap_bytes: int, plan: Plan | None = None) -> Wrap:
+        """Into the wrapper with a cap, a plan, or the wrapper's default buckets."""
 
         def wrap_by(module: nn.Module) -> nn.Module:
             wrapped = wrap(module, self._settings.wrapper, group, plan=plan, cap_bytes=cap_bytes)
@@ -174,12 +175,7 @@ class _Variants:
                 self._networks[group is self._group].attach(wrapped)
             return wrapped
 
-        replica = self._job.build(self._world, None if group is None else wrap_by)
-        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
-
-    def _add_job(self, label: str, cap_bytes: int, plan: Plan | None = None) -> None:
-        variant = self._add("job", label, self._group, cap_bytes, plan)
-        variant.labels |= {"cap_bytes": cap_bytes, "source": "measured" if self._networks is None else "emulated"}
+        return wrap_by
 
     def _allocate(self) -> torch.Tensor:
         """Memory for as much as all gradients, of the kind in which the wrapper's buckets lie."""
@@ -201,35 +197,25 @@ class _Variants:
         after = None if sweep is None else sweep.run_part
         self._bench.run(pace, self._settings.iters, tell=tell, after=after)
 
-    def _build_record(self, variant: Variant) -> Any:
-        is_disturbed = isinstance(variant.probe, _Disturbance)
-        more = {"num_messages": variant.probe.num_messages} if is_disturbed else {}  # type: ignore[union-attr]
-        return self._bench.build_record(variant, **more)
-
     def _build_profile(self, plain: Variant, profiled: Variant, probe: _ReadyTimes) -> LayerProfileRecord:
         """Rank 0's layers, profiled while all ranks computed."""
         ready: list[tuple[dict[int, float], float]] = self._world.share(probe.ready)[0][self._bench.num_warm_steps :]
-        assert profiled.replica is not None
-        parameters = [
-            ParameterTimes(
-                name=gradient.name,
-                num_bytes=gradient.num_bytes,
-                num_elements=param.numel(),
-                dtype=gradient.dtype,
-                block="",
-                ready_s=tuple(min(seen[index], total_s) if index in seen else None for seen, total_s in ready),
+        parameters = []
+        for index, gradient in enumerate(self._job.gradients):
+            ready_s = tuple(min(seen[index], total_s) if index in seen else None for seen, total_s in ready)
+            num_elements = gradient.num_bytes // gradient.item_bytes
+            parameters.append(
+                ParameterTimes(gradient.name, gradient.num_bytes, num_elements, gradient.dtype, "", ready_s)
             )
-            for index, (gradient, param) in enumerate(
-                zip(self._job.gradients, profiled.replica.parameters, strict=True)
-            )
-        ]
-        here, there = self._build_record(plain), self._build_record(profiled)
+        here, there = self._bench.build_record(plain), self._bench.build_record(profiled)
 
         def first(samples: Samples) -> Samples:
             rows, warm = samples.seconds, samples.warmup_seconds
             return Samples(seconds=tuple(row[:1] for row in rows), warmup_seconds=tuple(row[:1] for row in warm))
 
-        phases: dict[str, Any] = {name: first(here.phase(name)) for name in ("timing", *PHASES)}
+        phases: dict[str, Any] = {
+            name: first(here.phase(name)) for name in ("timing", "forward", "backward", "optimizer")
+        }
         return LayerProfileRecord(
             model=here.model, device=here.device, dtype=here.precision, batch_size=here.batch_size,
             parameters=tuple(order_by_ready(parameters)), blocks=(), **phases,
@@ -293,7 +279,7 @@ class _Disturbance(Probe):
         if not self.num_messages:
             # One gradient sends one message.
             mine = max(1, min(_MOST_MESSAGES, len(ready_s), int(total_s / (_SLOWEST * self._time_alone()))))
-            self.num_messages = min(self._world.share(mine))
+            self.num_messages = self._variant.labels["num_messages"] = min(self._world.share(mine))
         places: list[int] = []
         for number in range(min(self.num_messages, len(ready_s))):
             wanted_s = total_s * (number + 0.5) / self.num_messages
@@ -358,12 +344,7 @@ class _Sweep:
     """
 
     def __init__(
-        self,
-        channel: Channel,
-        world: World,
-        control: dist.ProcessGroup,
-        memory: torch.Tensor,
-        extra: tuple[str, int],
+        self, channel: Channel, world: World, control: dist.ProcessGroup, memory: torch.Tensor, extra: tuple[str, int]
     ) -> None:
         self._channel, self._world, self._control = channel, world, control
         where: dict[str, Any] = {"backend": world.backend, "device": world.device.type, "world_size": world.world_size}

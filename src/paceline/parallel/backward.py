@@ -67,31 +67,23 @@ class _Forward:
 
 
 class GradientSync:
-    """The step logic: watches the passes of one model on one rank, and synchronises the gradients.
-
-    `syncs_in_forward`: layers of the model exchange messages in forward.
-    """
+    """The step logic. `syncs_in_forward`: layers of the model exchange messages in forward."""
 
     def __init__(
         self, reducer: Reducer, control: ControlWords, buffers: SharedBuffers, options: Options, syncs_in_forward: bool
     ) -> None:
         self.replica, self.channel, self.reducer, self.control = reducer.replica, reducer.channel, reducer, control
         self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs_in_forward
-        self.num_steps = 0
-        self.do_sync = True
+        self.num_steps, self.do_sync = 0, True
         self.is_pending = False  # gradients were accumulated that no step has synchronised
-        self._join: Joining | None = None
-        self._is_announced = False
+        self.join: Joining | None = None
+        self._is_announced, self._all_finished = False, False
         self._last_active: list[int] = []
-        self._all_finished = False
-        self._expected_total = self.channel.world_size  # of the weights of all ranks: that of the step before
-        self._weight = 1
+        self._weight, self._expected_total = 1, self.channel.world_size  # of all ranks: that of the step before
         self._task: int | None = None  # autograd's number of the backward that is running
-        self._syncing = False
+        self._syncing, self._warned, self._is_stopped = False, False, False
         self._change = ""  # of the model, since it was wrapped
         self._unread: tuple[torch.Tensor, torch.cuda.Event, list[int]] | None = None
-        self._warned = False
-        self._is_stopped = False
         self._unusable = ""  # the failure after which the ranks cannot match their messages any more
         self._open: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._samples: int | None = None  # behind the gradients since the last step; None: no backward has begun
@@ -116,10 +108,6 @@ class GradientSync:
         self._is_stopped = True
         self._hook(())
         self.reducer.stop()
-
-    @property
-    def is_joining(self) -> bool:
-        return self._join is not None
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -163,8 +151,7 @@ class GradientSync:
     def fail(self, error: Exception) -> None:
         """This rank's forward raised: take part in the step that the others are in, so that none waits for it.
 
-        Raises one CollectiveError on all ranks where only some failed. Returns where all did, or where the others could
-        not be reached.
+        Raises one error on all ranks where only some failed. Returns where all did, or the others are out of reach.
         """
         if self.channel.world_size == 1:
             return
@@ -192,16 +179,12 @@ class GradientSync:
         if not is_certain and not self._change and not _will_accumulate(self.replica.params):
             return
         if is_later and self._syncing:
-            text = (
-                "the backward before this one ended with an error: run a forward first, which reports it to all ranks"
-            )
+            text = "the backward before this one ended with an error: run a forward, which reports it to all ranks"
             raise CollectiveError(text, code="unfinished-backward")
         if is_certain and _is_nested():
-            raise ConfigError(
-                "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen; "
-                "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields",
-                code="reentrant-checkpoint",
-            )
+            what = "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen"
+            how = "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields"
+            raise ConfigError(f"{what}; {how}", code="reentrant-checkpoint")
         syncing = self.do_sync and not self.options.manual
         if syncing:
             self._announce_step()
@@ -248,14 +231,14 @@ class GradientSync:
 
     @contextlib.contextmanager
     def joining(self, how: Joining) -> Iterator[None]:
-        self._join, self._last_active = how, []
+        self.join, self._last_active = how, []
         try:
             yield
         finally:
-            self._join = None
+            self.join = None
 
     def step_without_data(self, keep_gradients: bool = False) -> bool:
-        """Take part in a step with zeros; True when no rank has data any more. Collective: every rank must call this.
+        """Take part in a step with zeros; True when no rank has data any more. Collective.
 
         `keep_gradients` leaves the averaged gradients here, too: in torch's Join others may step with them.
         """
@@ -270,8 +253,8 @@ class GradientSync:
         self.channel.broadcast(self.replica.tensors().values(), self._last_active[0] if self._last_active else 0)
 
     def _announce_step(self) -> None:
-        if self._join is not None and self._join.announce is not None and not self._is_announced:
-            self._join.announce()
+        if self.join and self.join.announce and not self._is_announced:
+            self.join.announce()
             self._is_announced = True
 
     # -- one step: gradients and control words are exchanged, then every rank acts on what all ranks reported ---------
@@ -295,21 +278,32 @@ class GradientSync:
             if failure is not None:
                 report, take_part = report._replace(status=report.status | Status.FAILED), False
             absent = missing if has_data and failure is None else list(range(len(self.replica.params)))
+            control, buffers = self.control, self.buffers
             with torch.no_grad():
-                self._write_words(words, report, absent)
+                control.write_report(words, report)
+                if control.num_used:
+                    control.write_used(words, absent)
+                if control.num_statistics:
+                    writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
+                    buffers.write(control.statistics(words), writes, hold)
             self.reducer.exchange()
             self.num_steps += 1
             self.is_pending = False
             if take_part:
                 self._samples, self._last_samples = None, self._weight
+            slots = words[: control.num_slot_words]
             if words.device.type != "cuda" or self._must_read_now(report):
-                reports = self.control.read_reports(words[: self.control.num_slot_words].tolist())
+                reports = control.read_reports(slots.tolist())
                 if not self._act_on(reports, missing, failure):
                     return
                 with torch.no_grad():
                     self._complete(reports, words, absent, take_part)
             else:
-                self._read_later(words, report, missing)
+                self._read_later(slots, missing)
+                is_turn = buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
+                if control.num_statistics and is_turn:
+                    with torch.no_grad():
+                        buffers.read_on_device(control.statistics(words))
         finally:
             self._is_announced = False
         self.reducer.learn()
@@ -329,30 +323,17 @@ class GradientSync:
             status |= Status.BUFFERS
         return status
 
-    def _write_words(self, words: torch.Tensor, report: RankReport, absent: Sequence[int]) -> None:
-        self.control.write_report(words, report)
-        if self.control.num_used:
-            self.control.write_used(words, absent)
-        if self.control.num_statistics:
-            writes, hold = (bool(report.status & bit) for bit in (Status.STATISTICS, Status.HOLD))
-            self.buffers.write(self.control.statistics(words), writes, hold)
-
     def _must_read_now(self, report: RankReport) -> bool:
         options = self.options
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
-        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.is_joining)
+        return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.join)
 
-    def _read_later(self, words: torch.Tensor, report: RankReport, missing: list[int]) -> None:
-        slots = torch.empty(self.control.num_slot_words, dtype=words.dtype, pin_memory=True)
-        slots.copy_(words[: self.control.num_slot_words], non_blocking=True)
+    def _read_later(self, slots: torch.Tensor, missing: list[int]) -> None:
+        kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        self._unread = slots, event, missing
-        is_turn = self.buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
-        if self.control.num_statistics and is_turn:
-            with torch.no_grad():
-                self.buffers.read_on_device(self.control.statistics(words))
+        self._unread = kept, event, missing
 
     def _read_deferred(self) -> None:
         if self._unread is not None:
@@ -361,10 +342,7 @@ class GradientSync:
             self._act_on(self.control.read_reports(slots.tolist()), missing, None)
 
     def _act_on(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
-        """Raise on every rank what any of them reported, and broadcast changed buffers.
-
-        False where every rank's forward failed: each is about to raise its own error.
-        """
+        """Raise on every rank what any reported, and share changed buffers. False where every rank's forward failed."""
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
         self._all_finished = not active
@@ -372,7 +350,7 @@ class GradientSync:
         if together & ERRORS:
             self._raise_for_all(missing, failure)
             return False
-        if self._join is not None and self._join.raise_early and 0 < len(active) < len(reports):
+        if self.join and self.join.raise_early and 0 < len(active) < len(reports):
             done = ", ".join(str(rank) for rank in range(len(reports)) if rank not in active)
             text = f"step {self.num_steps}: rank {done} has no more data, and others have"
             raise CollectiveError(text, code="uneven-inputs")
@@ -416,7 +394,7 @@ class GradientSync:
                 if not used[index]:
                     self.replica.params[index].grad = None
         by_samples, total = self.options.average == "samples", sum(report.samples for report in reports)
-        if not by_samples and (self._join is None or self._join.divide_by_world):
+        if not by_samples and (self.join is None or self.join.divide_by_world):
             total = self.channel.world_size
         if total not in (0, self._expected_total) and take_part:
             self.reducer.multiply(self._expected_total / total)
@@ -438,19 +416,15 @@ def find_tensors(value: Any) -> list[torch.Tensor]:
             found.append(item)
         elif item is None or isinstance(item, str | bytes | int | float | torch.nn.Module | type) or id(item) in seen:
             continue
+        elif isinstance(item, dict):
+            waiting += reversed(list(item.values()))
+        elif isinstance(item, list | tuple | set | frozenset | collections.deque):
+            waiting += reversed(list(item))
         else:
-            seen.add(id(item))
-            waiting += reversed(_list_items(item))
+            slots = [getattr(item, name, None) for name in getattr(item, "__slots__", ())]
+            waiting += reversed([*getattr(item, "__dict__", {}).values(), *slots])
+        seen.add(id(item))
     return found
-
-
-def _list_items(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | collections.deque):
-        return list(value)
-    slots = [getattr(value, name, None) for name in getattr(value, "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).values(), *slots]
 
 
 def _will_accumulate(params: Sequence[torch.Tensor]) -> bool:
@@ -480,9 +454,8 @@ def _is_nested() -> bool:
 class BucketedReducer(Reducer):
     """The default reducer: gradients travel in buckets, each sent in plan order as soon as it is complete.
 
-    With a plan only one hook per bucket runs: on the parameter that arrives last according to the recorded ready order.
-    Whether the others have arrived is checked when it runs, and that nothing arrived later, at the end.
-    `make_plan(gradients, ready_order)` makes the plan once the order is known.
+    With a plan only one hook per bucket runs: on the parameter that arrives last by the recorded ready order. Whether
+    the others have arrived is checked when it runs, and that nothing arrived later, at the end.
     """
 
     def __init__(
@@ -494,8 +467,9 @@ class BucketedReducer(Reducer):
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
-        self._arrivals, self._records_left = _Arrivals(replica.params), _MAX_RECORDS
-        self._is_recording = True
+        self._is_recording, self._records_left = True, _MAX_RECORDS
+        self._arrived: list[int] = []  # the gradients in the order in which they arrived, some perhaps in several parts
+        self._recorders: list[tuple[Any, Any]] = []  # nodes of autograd, and the handles of the hooks on them
         # The ready order is not known yet: one bucket per dtype, as torch has it, sent at the end of backward.
         self.is_planned = False
         make_plan(replica.gradients, list(range(len(replica.params))))  # refuse a plan for another model now
@@ -504,8 +478,13 @@ class BucketedReducer(Reducer):
     @property
     def ready_order(self) -> list[int]:
         """All parameters in the order in which they were complete when it was last recorded; the others are last."""
-        places = self._arrivals.places
+        places = self._places
         return sorted(reversed(range(len(self.replica.params))), key=lambda index: places.get(index, math.inf))
+
+    @property
+    def _places(self) -> dict[int, int]:
+        """Of each parameter that arrived, when it was complete, as a place in the order."""
+        return {index: place for place, index in enumerate(self._arrived)}
 
     # -- backward begins ----------------------------------------------------------------------------------------------
 
@@ -518,16 +497,29 @@ class BucketedReducer(Reducer):
         self._taken.clear()
         self._note_versions()
         if self._is_recording:
-            self._arrivals.start()
+            self._record()
         for bucket in self._buckets:
             bucket.version, bucket.work, bucket.seen = bucket.range._version, None, []
         self.timeline.begin()
 
-    def _note_versions(self) -> None:
-        """Note what exists before backward: views count their writes from here on, others are known by version.
+    def _record(self) -> None:
+        """Hook autograd's nodes, which go with the graph: hooks on parameters cost even after their removal."""
+        self._stop_recording()
+        self._arrived.clear()
+        for index, param in enumerate(self.replica.params):
+            if param.requires_grad:
+                # Held while recording: a graph made in backward (checkpointing) then uses the same node.
+                node = get_gradient_edge(param).node
+                note = functools.partial(lambda arrived, index, *_: arrived.append(index), self._arrived, index)
+                self._recorders.append((node, node.register_hook(note)))
 
-        A gradient that should be in a view and is elsewhere is moved there first.
-        """
+    def _stop_recording(self) -> None:
+        for _, handle in self._recorders:
+            handle.remove()
+        self._recorders.clear()
+
+    def _note_versions(self) -> None:
+        """Note the versions of what exists before backward. What should be in a view is moved there first."""
         self._before.clear()
         params, views = self.replica.params, self._flat.views
         if all(map(operator.is_, map(_get_grad, params), repeat(None))):
@@ -766,7 +758,7 @@ class BucketedReducer(Reducer):
         """Make the plan after the first step, which is collective; later record the ready order again if it changed."""
         if self._is_recording:
             self._is_recording = False
-            self._arrivals.stop()
+            self._stop_recording()
             if not self.is_planned:
                 self._agree_on_plan()
             self._set_triggers()
@@ -803,7 +795,8 @@ class BucketedReducer(Reducer):
     def _set_triggers(self) -> None:
         """Hook the large parameters, and in each bucket the one that arrived last on this rank."""
         self.stop()
-        params, places, in_parts = self.replica.params, self._arrivals.places, self._arrivals.find_in_parts()
+        params, places = self.replica.params, self._places
+        in_parts = {index for index, count in collections.Counter(self._arrived).items() if count > 1}
         for index in sorted({index for bucket in self._buckets for index in bucket.copied} - in_parts):
             self._handles.append(on_gradient(params[index], functools.partial(self._on_large, index)))
         for bucket in self._buckets[:-1]:
@@ -815,11 +808,8 @@ class BucketedReducer(Reducer):
 
 
 class _LiveBucket:
-    """One bucket of the plan at run time, by indices of parameters.
-
-    `fused` gradients are copied together when all have arrived, `copied` ones separately as they arrive. `uncopied`
-    ones are reduced where autograd left them.
-    """
+    """One bucket at run time. `fused` gradients are copied together when all have arrived, `copied` ones separately as
+    they arrive, `uncopied` ones are reduced where autograd left them."""
 
     def __init__(
         self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
@@ -842,41 +832,3 @@ class _LiveBucket:
         """The fused gradients, kept until they are gathered: reading each attribute takes time."""
         self.seen = list(map(_get_grad, self.params))
         return self.seen
-
-
-class _Arrivals:
-    """Records the order in which the gradients of one backward arrive. A gradient may arrive in several parts.
-
-    The hooks are on autograd's nodes, which go with the graph. A hook on each parameter would cost in every later
-    step, even after its removal: torch still looks for it.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = params
-        self._arrived: list[int] = []
-        self._held: list[tuple[Any, Any]] = []  # nodes, and the handles of their hooks
-
-    def start(self) -> None:
-        """At the beginning of a backward."""
-        self.stop()
-        self._arrived.clear()
-        for index, param in enumerate(self._params):
-            if param.requires_grad:
-                # Held while recording: a graph made in backward (checkpointing) then uses the same node.
-                node = get_gradient_edge(param).node
-                note = functools.partial(lambda arrived, index, *_: arrived.append(index), self._arrived, index)
-                self._held.append((node, node.register_hook(note)))
-
-    def stop(self) -> None:
-        """Stop recording, and keep the record."""
-        for _, handle in self._held:
-            handle.remove()
-        self._held.clear()
-
-    @property
-    def places(self) -> dict[int, int]:
-        """When each parameter that arrived was complete, as its place in the order."""
-        return {index: place for place, index in enumerate(self._arrived)}
-
-    def find_in_parts(self) -> set[int]:
-        return {index for index, count in collections.Counter(self._arrived).items() if count > 1}

@@ -42,10 +42,9 @@ class _AnyInputBatchNorm(_BatchNorm):
 
     @classmethod
     def _replace_in(cls, module: nn.Module, finish: Callable[[Self], None]) -> nn.Module:
-        """Replace every BatchNorm, and return the module (the new layer if it is itself a BatchNorm).
+        """Replace every BatchNorm by a layer with the same parameters, buffers and hooks; a layer used twice stays one.
 
-        The new layers hold the same parameters, buffers and hooks, and a layer used twice stays one layer. `finish`
-        sets what a BatchNorm does not have. Raises before anything is replaced.
+        `finish` sets what a BatchNorm does not have. Raises before anything is replaced.
         """
         replaced: dict[nn.Module, Self] = {}
         for name, layer in module.named_modules():
@@ -85,8 +84,7 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and sum of squared deviations per channel of the global batch, and its values per channel, in float64.
 
-    Every rank sends its own mean, squared deviations and count in one message, and computes the same from the same
-    gathered messages, so the results are equal to the last bit. Collective, also with an empty batch.
+    Every rank computes the same from the same gathered messages. Collective, also with an empty batch.
     """
     channels, axes = x.shape[1], [0, *range(2, x.dim())]
     message = x.new_zeros(2 * channels + 1, dtype=_statistics_dtype(x))
@@ -183,9 +181,7 @@ class SyncBatchNorm(_AnyInputBatchNorm):
         # every rank reads, and all of them raise.
         known = int(total) if input.numel() < 2 * self.num_features else None
         if known == 1:
-            raise ValueError(
-                f"Expected more than 1 value per channel when training, got 1 on all {size} ranks together"
-            )
+            raise ValueError(f"Expected more than 1 value per channel when training, got 1 on {size} ranks together")
         if self.track_running_stats:
             self._track(*((None, None) if known == 0 else (mean, squares / (total - 1))))
         total = total.clamp(min=1)

@@ -1,7 +1,6 @@
 """Buffers that change in training: running statistics are averaged, others are broadcast when they change.
 
-The statistics travel with the control words, so that they need no message. Nothing is sent while nothing changes, and
-no buffer changes between a forward and its backward.
+The statistics travel with the control words. No buffer changes between a forward and its backward.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MANY_RANKS = 1 << 20  # more than any world has
 class SharedBuffers:
     """The running statistics of BatchNorm layers, to be averaged, and all other buffers, to be rank 0's.
 
-    `need_message`: there are statistics that do not fit into the control words, which then are `num_words`.
+    The statistics take `num_words` control words, or `need_message` of their own.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The control words that travel with the last gradients of a step, and the error that follows from them.
 
-A sum is a gather where each rank writes only its own slot and leaves the others at zero. All words are whole numbers
-below 256, which every floating-point dtype down to bfloat16 represents exactly. The words say *that* something is
-wrong; what it is, the ranks then share as a `Finding`, in a message that only such a step needs.
+Each rank writes only its own slot, so that the sum is a gather. All words are whole numbers below 256, which every
+dtype down to bfloat16 represents exactly. What is wrong, the ranks share as a `Finding` in a message of such a step.
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ class RankReport(NamedTuple):
 
 
 class ControlWords:
-    """The layout of the words: a slot for each rank, use counts of parameters, running statistics.
-
-    The use counts exist only where unused parameters are allowed. `num_statistics` words are for the statistics.
-    """
+    """The layout: a slot for each rank, use counts where unused parameters are allowed, running statistics."""
 
     def __init__(self, rank: int, world_size: int, num_used: int = 0, num_statistics: int = 0) -> None:
         self.rank, self.num_slot_words = rank, world_size * SLOT_WORDS
@@ -125,8 +121,6 @@ def build_step_error(findings: Sequence[Finding], step: int, replica: Replica) -
         is_frozen = any(index in finding.frozen for finding in findings)
         after = " (frozen after wrapping: call rebuild())" if is_frozen else ""
         lines.append(f"{replica.name(index)} on {where}{after}")
-    return CollectiveError(
-        f"step {step}: no gradient for {list_some(lines, most=8)}. To allow it, pass find_unused_parameters=True "
-        "(the rank then adds zeros); otherwise make the loss depend on these parameters",
-        code="missing-gradient",
-    )
+    advice = "make the loss depend on these parameters, or pass find_unused_parameters=True (they then count as zeros)"
+    text = f"step {step}: no gradient for {list_some(lines, most=8)}: {advice}"
+    return CollectiveError(text, code="missing-gradient")

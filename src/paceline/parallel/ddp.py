@@ -150,11 +150,8 @@ class DDP(Joinable, nn.Module):
     # -- setting up ---------------------------------------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Read the module again, after parameters were added, frozen, unfrozen or moved.
-
-        Collective: every rank must call this.
-        """
-        if self._sync is not None and self._sync.is_joining:
+        """Read the module again, after parameters were added, frozen, unfrozen or moved. Collective."""
+        if self._sync is not None and self._sync.join is not None:
             raise ConfigError("rebuild() inside join(): ranks without data cannot take part in it")
         replica, channel = read_replica(self.module, self._ignored), self._open_channel()
         # torch can make only one more group of a part of the ranks: who needs several must pass them.
@@ -274,10 +271,7 @@ class DDP(Joinable, nn.Module):
             sync.do_sync = before
 
     def sync_gradients(self) -> None:
-        """Average gradients that no step has synchronised yet. Does nothing without `do_sync`, or where there are none.
-
-        Collective: every rank must call this.
-        """
+        """Average gradients that no step has synchronised yet, if there are any and `do_sync` is set. Collective."""
         sync = self._ready
         # In manual mode a rank without a backward takes part, too, so that the others do not wait.
         if sync.do_sync and (sync.is_pending or self._options.manual):
@@ -350,7 +344,7 @@ class DDP(Joinable, nn.Module):
             raise ConfigError("a communication hook cannot be registered after a step: call rebuild() first")
         if self._options.plan is not None and self._options.plan.is_split:
             raise ConfigError("the plan splits a gradient over buckets, and a communication hook needs whole ones")
-        self._comm_hook = CommHook(state, hook)
+        self._comm_hook = (state, hook)
         self._set_up()
 
     # -- being a module -----------------------------------------------------------------------------------------------

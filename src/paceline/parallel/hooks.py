@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,11 +17,7 @@ from paceline.plan import Plan
 
 # How often a rank that waits for a hook's result checks whether another rank's hook has failed.
 _CHECK_S = 0.5
-
-
-class CommHook(NamedTuple):
-    state: object
-    call: Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+CommHook = tuple[object, Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]]  # its state, and the function
 
 
 class HookBucket:
@@ -36,26 +32,21 @@ class HookBucket:
         self._params = [params[index] for index in plan.partition[number]]
 
     def index(self) -> int:
-        """Its position in the order of launch."""
         return self._index
 
     def is_last(self) -> bool:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """All its gradients as one vector."""
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replace what `buffer` returns."""
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
-        """Its gradients, as views of the vector in the shapes of their parameters."""
         return self._gradients
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of `gradients`."""
         return self._params
 
 
@@ -74,7 +65,7 @@ def check_hook(hook: object) -> None:
 
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
-    """Before the first message: check that every rank has a hook, or none. Collective, with a hook or without.
+    """Before the first message: check that every rank has a hook, or none. Collective.
 
     With hooks, the control words use their own group, because nobody knows what the hooks send in the other one.
     """
@@ -97,8 +88,7 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
 class HookCalls:
     """Calls the hook for each bucket of a step and waits for its results; `failure` is that of this rank, if any.
 
-    A hook that fails may not have sent what the others wait for. So a rank whose hook fails reports it in the store,
-    and a rank that waits long checks the store.
+    A hook that fails may not have sent what others wait for: it is reported in the store, which they then check.
     """
 
     def __init__(self, hook: CommHook, channel: Channel) -> None:
@@ -115,7 +105,8 @@ class HookCalls:
         if self._is_over:
             return None
         try:
-            future = self._hook.call(self._hook.state, bucket)
+            state, call = self._hook
+            future = call(state, bucket)
             if not isinstance(future, torch._C.Future):
                 raise ConfigError(f"a communication hook must return a Future, not {type(future).__name__}")
             return future

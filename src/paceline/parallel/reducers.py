@@ -1,7 +1,6 @@
-"""What a reducer is, the memory gradients travel in, and the three simple reducers.
+"""What a reducer is, the memory gradients travel in, and three simple reducers with the results of the default one.
 
-`per_parameter`, `flat` and `overlap` give the same results as the default, `bucketed` (in `backward`), and each fits on
-one screen. A reducer moves gradients and returns what it found. It does not call the step logic.
+A reducer moves gradients and returns what it found. It does not call the step logic.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ class Failure(NamedTuple):
 
 
 class Collected(NamedTuple):
-    """What a reducer found at the end of a backward, before the last message leaves.
-
-    `words` is the memory of the control words: the caller fills it before `exchange` and finds the sums in it after.
-    `missing` are the parameters that have no gradient.
-    """
+    """What a reducer found at the end of a backward: the control words, which the caller fills before `exchange` and
+    which hold the sums after it, the parameters without a gradient, and the failure."""
 
     words: torch.Tensor
     missing: list[int]
@@ -49,8 +45,7 @@ def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> to
 class Reducer:
     """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`.
 
-    Every rank sends the same messages in the same order, whatever happened in its backward. A missing gradient is sent
-    as zeros, so that no rank waits for a message that nobody sends.
+    Every rank sends the same messages in the same order, whatever happened: a missing gradient is sent as zeros.
     """
 
     def __init__(self, replica: Replica, channel: Channel, num_words: int) -> None:
@@ -62,10 +57,9 @@ class Reducer:
         """A backward starts. Each rank multiplies its gradients by `factor`, and the results are summed."""
 
     def collect(self, factor: float, take_part: bool) -> Collected:
-        """Backward is over: send everything except the message that carries the control words.
+        """Backward is over: send everything except the message that carries the control words. Collective.
 
-        `factor` counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` is not changed.
-        Collective: every rank must call this, and then `exchange`.
+        `factor` counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` is unchanged.
         """
         raise NotImplementedError
 
@@ -92,10 +86,7 @@ class Reducer:
         return [index for index, param in enumerate(self.replica.params) if param.grad is None]
 
     def _scale(self, index: int, factor: float, take_part: bool) -> torch.Tensor:
-        """This rank's part of one gradient, in its own memory: autograd may have handed over an aliased one.
-
-        A gradient that cannot be sent is replaced by zeros, and the reason is kept.
-        """
+        """This rank's part of one gradient, in its own memory. One that cannot be sent becomes zeros and a failure."""
         grad, mine = self.replica.params[index].grad, self.replica.zeros(index)
         if take_part and grad is not None and self._failure is None:
             try:
@@ -159,9 +150,8 @@ class FlatReducer(Reducer):
 class OverlapReducer(Reducer):
     """One all-reduce per parameter, started as soon as its gradient is ready, while backward continues.
 
-    The messages must leave in the same order everywhere, and backward reaches parameters in about the reverse of the
-    module's order. So a gradient waits until all later parameters have sent theirs. The first step only counts: a
-    gradient that arrives in several parts (re-entrant checkpointing) waits for the end of backward from then on.
+    Messages leave in the reverse of the module's order: a gradient waits until all later parameters have sent theirs.
+    The first step only counts: a gradient that arrives in several parts waits for the end of backward from then on.
     """
 
     def __init__(self, replica: Replica, channel: Channel, num_words: int) -> None:
@@ -224,11 +214,8 @@ class OverlapReducer(Reducer):
 class FlatGradients:
     """One vector per dtype and device, in the order of a plan: a view per parameter, a range per bucket, control words.
 
-    A bucket is a range, so a gradient that a plan splits over neighbouring buckets is still one tensor. The control
-    words follow the last range. `messages` are the ranges, the last one with the words. A view shares its version
-    counter with its bucket's range, except for the gradients in `separate` and for split ones, which have their own.
-    The gradients in `uncopied` stay where autograd puts them and have no place here. `extra_bytes` counts what is not
-    a gradient in each message: gaps and control words.
+    `messages` are the ranges, the last one with the words; `extra_bytes` of each are not gradients. A view shares its
+    version counter with its range, except for those in `separate` and split ones. Those in `uncopied` have no place.
     """
 
     def __init__(

@@ -156,10 +156,9 @@ def _has_spare_cores(world_size: int) -> bool:
 
 @dataclass(frozen=True)
 class Replica:
-    """What is kept equal on all ranks: trained parameters, frozen parameters, and buffers.
+    """What is kept equal on all ranks. A tied parameter is one entry with several names, the first name first.
 
-    A tied parameter is one entry with several names: `names[i]` belongs to `params[i]`, the first name first.
-    `layouts` are the parameters as they were when the model was wrapped.
+    `layouts` are the trained parameters as they were when the model was wrapped.
     """
 
     params: tuple[nn.Parameter, ...]
@@ -183,27 +182,19 @@ class Replica:
         """Refuse a gradient that is sparse, or that has another shape, dtype or device than the ranks agreed on."""
         was = self.layouts[index]
         if grad.layout != torch.strided:
-            raise ConfigError(
-                f"the gradient of {self.name(index)} is sparse, and only dense gradients are supported: build its "
-                "layer with sparse=False, or put the parameter in `ignore`",
-                code="sparse-gradient",
-            )
+            text = "is sparse: build its layer with sparse=False, or put the parameter in `ignore`"
+            raise ConfigError(f"the gradient of {self.name(index)} {text}", code="sparse-gradient")
         if (grad.shape, grad.dtype, grad.device) != was:
             before, now = (f"{tuple(a)} {_name(b)} on {c}" for a, b, c in (was, (grad.shape, grad.dtype, grad.device)))
-            raise ConfigError(
-                f"the gradient of {self.name(index)} is {now}, and was {before} when the model was wrapped: call "
-                "rebuild() on all ranks after such a change",
-                code="model-changed",
-            )
+            text = f"is {now}, and was {before} when the model was wrapped: call rebuild() on all ranks"
+            raise ConfigError(f"the gradient of {self.name(index)} {text}", code="model-changed")
 
     def build_late_error(self, late: Sequence[int]) -> CollectiveError:
         """The error for gradients that changed after they had been sent, which cannot be repaired."""
         names = list_some([self.name(index) for index in late], ", ")
-        return CollectiveError(
-            f"the gradient of {names} changed after it had been sent: the graph differs from the steps before; "
-            "reducer='flat' always waits for the end of backward",
-            code="late-gradient",
-        )
+        why = "the graph differs from the steps before; reducer='flat' always waits for the end of backward"
+        text = f"the gradient of {names} changed after it had been sent: {why}"
+        return CollectiveError(text, code="late-gradient")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of them: trained, frozen, buffers."""
@@ -336,8 +327,7 @@ def _count_registrations() -> list[int]:
 class StructureWatch:
     """Notices parameters that are added to, or set to be trained in, a module after it was wrapped.
 
-    Walking a model takes longer than a step may spend on it. So registrations are counted where torch makes them, and
-    only a changed count, or a changed `requires_grad` of a frozen parameter, leads to a walk.
+    Only a changed count of registrations, or of `requires_grad`, leads to a walk of the model, which takes long.
     """
 
     def __init__(self, replica: Replica, ignored: Collection[str]) -> None:

@@ -1,7 +1,4 @@
-"""When each bucket of a step was ready, sent and done, and the report that a person reads.
-
-Reading a clock costs nothing. A callback at the end of a message costs some microseconds, so those are sampled.
-"""
+"""When each bucket of a step was ready, sent and done, and the report that a person reads."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ class BucketTimes:
 
 @dataclass
 class StepTimes:
-    """One step: its buckets, when the local backward was over, and when all gradients were averaged.
-
-    `begin_s` is the reading of `time.perf_counter` when backward began. The other times count from it.
-    """
+    """One step. `begin_s` is the reading of `time.perf_counter` when backward began; other times count from it."""
 
     buckets: list[BucketTimes]
     backward_s: float = 0.0
@@ -61,10 +55,7 @@ class StepTimes:
 
 
 class Timeline:
-    """Records the times of the current step; `last` is the last complete step that was sampled.
-
-    With `sample_next` the next step is sampled in any case.
-    """
+    """Records the times of a step; `last` is the last one sampled, `sample_next` samples the next in any case."""
 
     def __init__(self, bucket_bytes: Sequence[int], device: torch.device) -> None:
         self._bytes, self._on_gpu = tuple(bucket_bytes), device.type == "cuda"

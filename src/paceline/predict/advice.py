@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import RecordError
-from paceline.predict.overview import GpuUse, Lateness, Overview
+from paceline.predict.traces import GpuUse, Lateness, Overview
 from paceline.units import format_duration
 
 # Below these shares of the step nothing is advised: noise between runs is of that size.

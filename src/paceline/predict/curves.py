@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError, MeasurementError
 from paceline.records import CollectiveRecord
-from paceline.records.samples import Samples, quantile
+from paceline.records.samples import Samples, Summary, quantile
 from paceline.units import MIB, format_bytes
 
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
@@ -41,8 +41,7 @@ class CostCurve(ABC):
 class Resample:
     """Which repetitions a fit uses: all of them, or with a source those that a bootstrap draws with replacement.
 
-    Series with the same number of repetitions were measured in turns, so they share one draw: a slow spell is in all of
-    them.
+    Series of one length were measured in turns, so they share one draw: a slow spell is in all of them.
     """
 
     def __init__(self, source: random.Random | None = None) -> None:
@@ -58,7 +57,9 @@ class Resample:
     def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
         return tuple(seconds[number] for number in self.pick(len(seconds)))
 
-    def median(self, samples: Samples) -> float:
+    def median(self, samples: Samples | Summary) -> float:
+        if not isinstance(samples, Samples):
+            raise MeasurementError("a prediction needs raw samples, and this is a summary")
         return statistics.median(self.take(samples.reduced_s))
 
     def gauss(self) -> float:
@@ -78,8 +79,7 @@ def hold_draws(value: float, draws: Sequence[float]) -> tuple[float, float]:
 class MeasuredCurve(CostCurve):
     """Straight lines on log axes between measured points: curves are neither convex nor monotone, and stay so.
 
-    Below the smallest size the time is that of the smallest; above the largest it grows with the bandwidth of the
-    last two points.
+    Below the smallest size the time is constant; above the largest it grows with the bandwidth of the last two points.
     """
 
     sizes: tuple[int, ...]
@@ -129,46 +129,20 @@ def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
 
 # -- by algorithm ------------------------------------------------------------------------------------------------------
 
-# What one all-reduce of some bytes on P ranks needs: latencies one after the other, bytes through the narrowest place.
-Work = tuple[float, float]
-
-
-def _line(num_bytes: float, world_size: int) -> Work:
-    return 1, num_bytes
-
-
-def _ring(num_bytes: float, world_size: int) -> Work:
-    """P-1 steps that reduce and P-1 that gather, each with 1/P of the bytes."""
-    steps = 2 * (world_size - 1)
-    return steps, steps / world_size * num_bytes
-
-
-def _tree(num_bytes: float, world_size: int) -> Work:
-    """Two binary trees with half of the bytes each, up and down again.
-
-    A rank is a leaf of one tree and a branch of the other. It sends 1/2 + 1/2 of the bytes up and 2 x 1/2 down. Of two
-    ranks each is once the root with one child: 1/2 up and 1/2 down.
-    """
-    return 2 * math.ceil(math.log2(world_size)), num_bytes if world_size == 2 else 2 * num_bytes
-
-
-def _gloo(num_bytes: float, world_size: int) -> Work:
-    """A ring whose parts go in segments of at most 1 MiB, at least two to a part; two of them are under way at once."""
-    segments = max(2, math.ceil(num_bytes / world_size / MIB))
-    return (world_size - 1) * segments, _ring(num_bytes, world_size)[1]
-
-
-def _shared(num_bytes: float, world_size: int) -> Work:
-    """Every rank reads 1/P of all P vectors and writes it to all: two passes for each rank over a memory they share.
-
-    A barrier has a flag for each rank.
-    """
-    return world_size, 2 * world_size * num_bytes
-
-
-FAMILIES: dict[str, Callable[[float, int], Work]] = {
-    "line": _line, "ring": _ring, "tree": _tree, "gloo": _gloo, "shared": _shared
-}  # fmt: skip
+# What an all-reduce of x bytes on p ranks needs: latencies one after the other, and bytes through the narrowest place.
+FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
+    "line": lambda x, p: (1, x),
+    # p-1 steps that reduce and p-1 that gather, each with 1/p of the bytes.
+    "ring": lambda x, p: (2 * (p - 1), 2 * (p - 1) / p * x),
+    # Two binary trees with half of the bytes each, up and down again. A rank is a leaf of one, a branch of the other:
+    # it sends 1/2 + 1/2 up and 2 x 1/2 down. Of two ranks each is once the root with one child: 1/2 up and 1/2 down.
+    "tree": lambda x, p: (2 * math.ceil(math.log2(p)), x if p == 2 else 2 * x),
+    # A ring whose parts go in segments of at most 1 MiB, at least two to a part; two of them are under way at once.
+    "gloo": lambda x, p: ((p - 1) * max(2, math.ceil(x / p / MIB)), 2 * (p - 1) / p * x),
+    # Every rank reads 1/p of all p vectors and writes it to all: two passes for each rank over a memory they share. A
+    # barrier has a flag for each rank.
+    "shared": lambda x, p: (p, 2 * p * x),
+}
 
 
 def check_algorithm(name: str) -> None:
@@ -271,8 +245,7 @@ def fit_line(points: Iterable[tuple[int, float]]) -> FamilyCurve:
 def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, FamilyCurve]]:
     """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels.
 
-    A curve of one size, or one whose times do not grow, has no line and is left out; so is a world of one rank, in
-    which nothing is sent.
+    A curve of one size or rank, or one whose times do not grow, has no line and is left out.
     """
     curves: dict[object, list[CollectiveRecord]] = {}
     for record in (record for record in records if record.world_size > 1):
@@ -323,10 +296,7 @@ class BestCurve(CostCurve):
 
 @dataclass(frozen=True)
 class ScaledCurve(CostCurve):
-    """A measured curve on other ranks: each time grows as the family does from the measured ranks to those.
-
-    So its bends stay, and on the measured ranks themselves it is the measured curve.
-    """
+    """A measured curve, with its bends, on other ranks: each time grows as the family does from `there` to `here`."""
 
     measured: MeasuredCurve
     there: FamilyCurve
@@ -348,11 +318,10 @@ class ScaledCurve(CostCurve):
 
 @dataclass(frozen=True)
 class ContinuedCurve(CostCurve):
-    """An all-reduce on more ranks of a host than were measured.
+    """An all-reduce on more ranks of a host than were measured; `shifted` is the curve of its family as it might be.
 
-    Its family lets each rank bring a link of its own, and a straight line through the last two sweeps lets none: where
-    the line is more, the mean of both, size by size. `plain` and `shifted` are the family's curve as it is known, and
-    as it might be.
+    The family lets each rank bring a link of its own, and a straight line through the last two sweeps lets none: where
+    the line is more, the mean of both, size by size.
     """
 
     plain: CostCurve

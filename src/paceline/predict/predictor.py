@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -76,11 +76,11 @@ def fit_job(
     used = [parameter for parameter in profile.parameters if parameter.median_s is not None]
     profiled_s = statistics.median(profile.profiled_backward.reduced_s)
     # Buffers are sent at the end of our wrapper's step and at the beginning of torch's.
-    buffers_s = sum(median(_get_samples(record)) for record in evidence.extras)
+    buffers_s = sum(median(record.timing) for record in evidence.extras)
     is_ours, is_emulated = plain.wrapper == "paceline", curve is not None and not evidence.disturbed
     if curve is None:
-        curve = fit_curve((record.num_bytes, median(_get_samples(record))) for record in evidence.sweep)
-    pairs = [curve.estimate_s(record.chunk_bytes) / median(_get_samples(record)) for record in evidence.pairs]
+        curve = fit_curve((record.num_bytes, median(record.timing)) for record in evidence.sweep)
+    pairs = [curve.estimate_s(record.chunk_bytes) / median(record.timing) for record in evidence.pairs]
     servers = SERVERS.get(plain.backend, 1) if evidence.sweep else 1
     emulated = Contention(basis="an emulated network takes no core")
     contention = emulated if is_emulated else _fit_contention(evidence, curve, resample, backward_s)
@@ -102,21 +102,12 @@ def fit_job(
     return job, costs
 
 
-def _get_samples(record: CollectiveRecord | ChunksRecord) -> Samples:
-    if not isinstance(record.timing, Samples):
-        raise MeasurementError("a prediction needs raw samples, and this is a summary")
-    return record.timing
-
-
 def _limit(rate: float) -> float:
     return min(1.0, max(_SLOWEST, rate))
 
 
 def _fit_contention(evidence: Evidence, curve: CostCurve, resample: Resample, backward_s: float) -> Contention:
-    """From backwards during which messages were sent: what these cost it, and how much slower they were.
-
-    What is assumed of a host where there are none.
-    """
+    """From backwards during which messages were sent: what these cost it, and how slow they were; else as assumed."""
     rates: dict[int, tuple[float, float]] = {}
     for record in evidence.disturbed:
         assert record.under_way is not None and record.overlapped is not None
@@ -192,25 +183,21 @@ class Predictor:
         return self.estimate(self.job.cut(cap_bytes))
 
     def estimate_doubts(self, cuts: Sequence[int]) -> dict[str, float]:
-        """The standard deviation of the step, as a share of it, that comes from each input alone; the largest first.
-
-        The first is the one to measure again, where the answer depends on it.
-        """
-
-        def take(*names: str) -> Callable[[Job, MachineCosts], tuple[Job, MachineCosts]]:
-            return lambda _, drawn: (self.job, replace(self.costs, **{name: getattr(drawn, name) for name in names}))
-
-        inputs: dict[str, Callable[[Job, MachineCosts], tuple[Job, MachineCosts]]] = {
-            "all-reduce": take("curve", "pair_rate", "finish_s"),
-            "contention": take("contention"),
-            "the wrapper's own cost": take("launch_s", "gather_s_per_byte"),
-            "the model's own step": lambda job, _: (job, self.costs),
+        """The standard deviation of the step, as a share of it, that comes from each input alone; the largest first."""
+        inputs = {
+            "all-reduce": ("curve", "pair_rate", "finish_s"),
+            "contention": ("contention",),
+            "the wrapper's own cost": ("launch_s", "gather_s_per_byte"),
+            "the model's own step": (),
         }
         step_s = simulate(self.job, cuts, self.costs).step_s
         shares = {}
-        for name, vary in inputs.items():
-            varied = [vary(*drawn) for drawn in self._draws]
-            shares[name] = statistics.stdev(simulate(job, cuts, costs).step_s for job, costs in varied) / step_s
+        for name, fields in inputs.items():
+            times = []
+            for job, drawn in self._draws:
+                costs = replace(self.costs, **{field: getattr(drawn, field) for field in fields})
+                times.append(simulate(self.job if fields else job, cuts, costs).step_s)
+            shares[name] = statistics.stdev(times) / step_s
         return dict(sorted(shares.items(), key=lambda pair: -pair[1]))
 
     def cut_like(self, bucket_bytes: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """The search for the best plan: every partition that a cap can make, the plateau of the best, and free plans.
 
-The answer for a person is a range of bucket sizes that cost the same, not one number. What a plan costs is simulated in
-`simulate`; how it prints is in `report`.
+The answer for a person is a range of bucket sizes that cost the same, not one number.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 # Within this share of the best, sizes are one plateau: no measurement distinguishes them.
 PLATEAU = 0.01
 _MAX_ROUNDS = 200
-_SMALLEST_SHARE = 0.01
 
 
 # -- one cap -----------------------------------------------------------------------------------------------------------
@@ -65,7 +63,7 @@ def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     intervals = enumerate_caps(sizes)
     found: dict[tuple[int, ...], int] = {}
     for number in range(count):
-        cap = max(1, round(total * _SMALLEST_SHARE ** (1 - number / max(1, count - 1))))
+        cap = max(1, round(total * 0.01 ** (1 - number / max(1, count - 1))))
         interval = next((i for i in intervals if cap <= i.high_bytes), intervals[-1])
         found.setdefault(interval.cuts, min(cap, total))
     return tuple(found.values())

@@ -1,9 +1,7 @@
-"""The simulator: one step of a data-parallel job, by its events, for one plan of buckets.
+"""The simulator: one step of a data-parallel job, by its events, for one plan of buckets. Reads top to bottom.
 
 It follows the wrapper's order of events, not a formula: gradients become ready while the rank computes, buckets leave
-in order, messages queue for the servers of the backend, and computing and messages slow each other down. One prediction
-reads top to bottom here: `simulate` lays out the buckets, computes backward with messages under way, and waits for the
-rest. The job comes from `job`, the cost of messages from `curves` and `networks`; the best plan is found in `search`.
+in order, messages queue for the servers of the backend, and computing and messages slow each other down.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.plan import Plan
@@ -40,10 +39,9 @@ class Contention:
     basis: str = "assumed: messages and computing do not slow each other"
 
     def __post_init__(self) -> None:
-        rates = (*self.compute_rates, *self.message_rates)
-        if not len(self.sizes) == len(self.compute_rates) == len(self.message_rates) or not self.sizes:
-            raise ConfigError("contention needs a rate of each sort for every size")
-        if list(self.sizes) != sorted(set(self.sizes)) or not all(0 < rate <= 1 for rate in rates):
+        rates, is_ordered = (*self.compute_rates, *self.message_rates), list(self.sizes) == sorted(set(self.sizes))
+        has_all = 0 < len(self.sizes) == len(self.compute_rates) == len(self.message_rates)
+        if not has_all or not is_ordered or not all(0 < rate <= 1 for rate in rates):
             raise ConfigError(f"contention at {self.sizes} with rates {rates}: sizes in order, rates above 0, up to 1")
 
     @classmethod
@@ -55,11 +53,8 @@ class Contention:
         if device != "cpu" or not is_on_host:
             return cls()
         rate = (1 + min(1.0, max(0.0, spare_cores))) / 2
-        basis = (
-            "assumed: a message between ranks of a full CPU host takes half of its rank's core, and nothing where each "
-            "rank has a core to spare"
-        )
-        return cls((1,), (rate,), (rate,), basis)
+        basis = "assumed: a message between ranks of a full CPU host takes half of its rank's core"
+        return cls((1,), (rate,), (rate,), f"{basis}, and nothing where each rank has a core to spare")
 
     def rates(self, num_bytes: int) -> tuple[float, float]:
         """How fast a rank computes while such a message is under way, and how fast the message moves meanwhile."""
@@ -106,8 +101,7 @@ class MachineCosts:
         return cls(curve, servers, contention=contention, pair_rate=1 / servers)
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Buckets in the order of their launch: their bytes, and when each is complete in the undisturbed backward."""
 
     num_bytes: tuple[int, ...]
@@ -127,10 +121,6 @@ class SimulatedBucket:
     @property
     def queue_s(self) -> float:
         return self.start_s - self.launch_s
-
-    @property
-    def transfer_s(self) -> float:
-        return self.done_s - self.start_s
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,33 @@
-"""Traces: what their events are, and the ranks of a run merged into one document.
+"""Traces: their events, all ranks in one document, and what they say about steps: where the time goes, who is late.
 
-Recording is in `measure.traces`, what a trace says about a step in `overview`.
+Each instant of a step counts once. With kernels in the trace it belongs to the first of: a kernel that computes, a
+message, a copy, waiting for data, the host (an operator or a call of the runtime), other. Without kernels the operators
+are what computes and come before messages, but those that fetch data are waited for. So `communication` is what is
+exposed: a message behind arithmetic is free. Recording is in `measure.traces`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gzip
 import itertools
 import json
+import math
 import re
-from collections import defaultdict
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.errors import RecordError
+from paceline.records.kinds import decode
+
+# -- events ------------------------------------------------------------------------------------------------------------
 
 Event = dict[str, Any]
 
@@ -30,7 +42,7 @@ _KEPT_ARGUMENTS = {
     "Collective name", "In msg nelems", "Group size", WAITED,
 }  # fmt: skip
 _FOREIGN = ("Spans", "Traces", "")  # tracks about the profiler itself
-_STEP = re.compile(r"step \d+|ProfilerStep#\d+")
+_STEP = re.compile(r"step \d+")
 
 _COLLECTIVE_KERNEL = re.compile(r"nccl(Dev)?Kernel|^nccl|rcclGeneric|mscclKernel|(one|two)_shot_all_reduce")
 # `nccl:` ranges of the host are launches: the kernel is the message. Other backends move data on the host.
@@ -64,25 +76,18 @@ class RankTrace:
     properties: list[dict[str, Any]] = field(default_factory=list)
 
 
-def read_chrome(document: Mapping[str, Any], rank: int | None = None) -> RankTrace:
-    """A trace as torch's profiler exports it, without what nobody here needs. `rank` None takes that of the trace."""
-    if not isinstance(document.get("traceEvents"), list):
-        raise RecordError('this is not a Chrome trace: it lacks a list "traceEvents"; export one with torch.profiler')
-    place = document.get("distributedInfo") or {}
+def read_chrome(document: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> RankTrace:
+    """A trace as torch's profiler exports it, without what nobody here needs."""
     found = [event for event in document["traceEvents"] if _is_wanted(event)]
-    timed = [event["ts"] for event in found if event["ph"] != "M"]
-    if not timed:
-        raise RecordError("the trace has no events: record at least one active step")
-    first_us = min(timed)
-    events = [_compact(event, first_us) for event in found]
+    first_us = min(event["ts"] for event in found if event["ph"] != "M")
     return RankTrace(
-        rank=int(place.get("rank", 0)) if rank is None else rank,
-        world_size=int(place.get("world_size", 1)),
-        device="cuda" if any(event.get("cat") == "kernel" for event in events) else "cpu",
+        rank=rank,
+        world_size=world_size,
+        device="cuda" if any(event.get("cat") == "kernel" for event in found) else "cpu",
         host=str(document.get("host_name", "")),
         # Without a base, times are µs of the Unix clock: so wrote torch before 2.2.
         origin_ns=int(document.get("baseTimeNanoseconds", 0)) + round(first_us * 1e3),
-        events=events,
+        events=[_compact(event, first_us) for event in found],
         properties=list(document.get("deviceProperties") or []),
     )
 
@@ -104,10 +109,9 @@ def _compact(event: Mapping[str, Any], first_us: float) -> Event:
 
 
 def find_steps(events: Iterable[Event]) -> list[Event]:
-    """The ranges of whole steps, in order: ours where the trace has them, else the profiler's."""
+    """The ranges of whole steps, in order."""
     found = [e for e in events if e.get("cat") == "user_annotation" and e["ph"] == "X" and _STEP.fullmatch(e["name"])]
-    ours = [e for e in found if e["name"].startswith("step ")]
-    return sorted(ours or found, key=lambda event: float(event["ts"]))
+    return sorted(found, key=lambda event: float(event["ts"]))
 
 
 def is_collective(event: Event) -> bool:
@@ -153,11 +157,6 @@ def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
 
     The ranks' clocks are the Unix clocks of their hosts: on one host that is one clock.
     """
-    if not traces:
-        raise RecordError("no trace to merge: record at least one rank")
-    ranks = [trace.rank for trace in traces]
-    if len(set(ranks)) < len(ranks):
-        raise RecordError(f"two traces of one rank among {ranks}: merge one of each")
     origin_ns = min(trace.origin_ns for trace in traces)
     # Viewers take process 0 and thread 0 for the idle task, and some identify threads by their number alone.
     threads, flows = itertools.count(1), itertools.count(1)
@@ -204,3 +203,519 @@ def render_trace(document: Mapping[str, Any]) -> bytes:
     """The compressed file of a trace, which Perfetto and chrome://tracing open as it is."""
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     return gzip.compress(text.encode(), compresslevel=6, mtime=0)
+
+
+# -- intervals of time -------------------------------------------------------------------------------------------------
+
+Floats = npt.NDArray[np.float64]
+Edges = tuple[Floats, Floats]  # starts and ends of intervals
+Span = tuple[str, float, float]  # what, from when to when
+
+
+def _cover(points: Floats, starts: Floats, ends: Floats, weights: Floats | None = None) -> Floats:
+    """For each segment between two points, the sum of the weights (1 each) of the intervals that cover it."""
+    begun, ended = (np.bincount(np.searchsorted(points, at), weights, minlength=len(points)) for at in (starts, ends))
+    covered: Floats = np.cumsum(begun - ended, dtype=np.float64)[:-1]
+    return covered
+
+
+def _find_windows(moments: Floats, windows: Floats) -> npt.NDArray[np.intp]:
+    """The window that each moment lies in, -1 for none. Windows are rows of begin and end, in order, and apart."""
+    place = np.searchsorted(windows[:, 0], moments, side="right") - 1
+    return np.where((place >= 0) & (moments < windows[np.maximum(place, 0), 1]), place, -1)
+
+
+def _cut(edges: Iterable[Floats], windows: Floats) -> tuple[Floats, npt.NDArray[np.intp]]:
+    """The moments at which anything begins or ends, and the window of each segment between two of them."""
+    points = np.unique(np.concatenate([windows.ravel(), *edges]))
+    return points, _find_windows((points[1:] + points[:-1]) / 2, windows)
+
+
+def attribute_time(classes: Sequence[Edges], windows: Floats) -> Floats:
+    """Time of each window (row) that belongs to each class (column), and to none (last column).
+
+    Each instant belongs to the first class that has it, so that the columns of a row sum to its window.
+    """
+    points, place = _cut(itertools.chain(*classes), windows)
+    inside, width = place >= 0, len(classes) + 1
+    owner = np.full(len(points) - 1, len(classes))
+    for number in reversed(range(len(classes))):
+        owner[_cover(points, *classes[number]) > 0.5] = number
+    cells = place[inside] * width + owner[inside]
+    times = np.bincount(cells, np.diff(points)[inside], minlength=len(windows) * width).astype(np.float64)
+    return times.reshape(len(windows), width)
+
+
+def union_time(starts: Floats, ends: Floats, windows: Floats) -> float:
+    """Time within the windows in which at least one of the intervals runs."""
+    return float(attribute_time([(starts, ends)], windows)[:, 0].sum())
+
+
+def sum_clipped(starts: Floats, ends: Floats, weights: Floats, windows: Floats) -> float:
+    """The integral over the windows of the weights of what runs, at most 1 at each instant."""
+    points, place = _cut((starts, ends), windows)
+    return float((np.minimum(_cover(points, starts, ends, weights), 1.0) * np.diff(points))[place >= 0].sum())
+
+
+def find_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
+    """A lane for each interval, in the order given, so that none overlaps another in its lane; as few as it takes."""
+    free_at: list[float] = []
+    lanes = []
+    for start, end in intervals:
+        lane = next((number for number, free in enumerate(free_at) if free <= start), len(free_at))
+        free_at[lane : lane + 1] = [end]
+        lanes.append(lane)
+    return lanes
+
+
+# -- phases ------------------------------------------------------------------------------------------------------------
+
+PHASES = ("forward", "backward", "optimizer")
+_BACKWARD = "autograd::engine::evaluate_function"
+
+
+def phase_spans(events: Iterable[Event], begin: float, end: float) -> list[Span]:
+    """The annotated phases between two moments, by the GPU's times where it has them: the host runs ahead of it."""
+    own = [e for e in events if e["ph"] == "X" and begin <= e["ts"] < end and e["name"] in PHASES]
+    on_gpu = [e for e in own if e.get("cat") == "gpu_user_annotation"]
+    timed = {e["name"] for e in on_gpu}
+    marks = on_gpu + [e for e in own if e.get("cat") == "user_annotation" and e["name"] not in timed]
+    return sorted(((e["name"], e["ts"], min(end, e["ts"] + e["dur"])) for e in marks), key=lambda span: span[1])
+
+
+def _find_phases(events: Sequence[Event], windows: Floats) -> dict[str, Floats]:
+    """Begin and end of each span of each phase, in order; a phase that the trace does not show is left out."""
+    marked = [e for e in events if e["name"] in PHASES]
+    spans = [span for begin, end in windows for span in phase_spans(marked, begin, end)]
+    chosen = {phase: [span[1:] for span in spans if span[0] == phase] for phase in PHASES}
+    return {phase: np.array(found, dtype=np.float64) for phase, found in chosen.items() if found}
+
+
+@dataclass(frozen=True)
+class BucketSpan:
+    """A bucket: when it was ready, left and was done, in seconds of the picture's clock."""
+
+    num_bytes: int
+    ready_s: float
+    launch_s: float
+    done_s: float
+
+
+@dataclass(frozen=True)
+class StepLane:
+    """One step of one rank, in seconds of a clock that all ranks share; `backward_end_s` is None if there was none."""
+
+    rank: int
+    phases: tuple[Span, ...]
+    buckets: tuple[BucketSpan, ...]
+    backward_end_s: float | None
+    end_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """From the end of backward to the end of the last message."""
+        last_s = max((bucket.done_s for bucket in self.buckets), default=0.0)
+        return 0.0 if self.backward_end_s is None else max(0.0, last_s - self.backward_end_s)
+
+
+def build_lanes(traces: Sequence[RankTrace]) -> list[StepLane]:
+    """The last step of each rank, on the clock of the rank that began it first."""
+    steps = [(trace, find_steps(trace.events)[-1]) for trace in sorted(traces, key=lambda trace: trace.rank)]
+    begins_ns = [trace.origin_ns + step["ts"] * 1e3 for trace, step in steps]
+    return [
+        _build_lane(trace, step["ts"], step["ts"] + step["dur"], (begin_ns - min(begins_ns)) / 1e9)
+        for (trace, step), begin_ns in zip(steps, begins_ns, strict=True)
+    ]
+
+
+def _build_lane(trace: RankTrace, begin: float, end: float, later_s: float) -> StepLane:
+    def at(ts: float) -> float:
+        return later_s + (ts - begin) * 1e-6
+
+    own = [e for e in trace.events if begin <= e.get("ts", -1.0) < end]
+    spans = phase_spans(trace.events, begin, end)
+    # When the last backward was over: by the wrapper, else by autograd, else by the annotation.
+    marked = [e["ts"] for e in own if e["name"] == BACKWARD_OVER]
+    nodes = [e["ts"] + e["dur"] for e in own if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
+    over = max(marked or nodes or [last for name, _, last in spans if name == "backward"], default=None)
+    # A call of backward() also waits for the last messages: that is no work, and drawn as what it is.
+    spans = [(name, first, min(last, over) if over and name == "backward" else last) for name, first, last in spans]
+    sent = [(e["args"], e["ts"], e["ts"] + e["dur"]) for e in own if e.get("cat") == BUCKET]
+    return StepLane(
+        rank=trace.rank,
+        phases=tuple((name, at(first), at(last)) for name, first, last in spans if last > first),
+        buckets=tuple(
+            BucketSpan(int(args["bytes"]), at(first - args.get(WAITED, 0.0)), at(first), at(last))
+            for args, first, last in sent
+        ),
+        backward_end_s=None if over is None else at(over),
+        end_s=at(end),
+    )
+
+
+# -- the overview of one rank ------------------------------------------------------------------------------------------
+
+CATEGORIES = ("kernel", "communication", "copy", "data", "cpu", "other")
+
+# Operators that only hold others, and those that start messages: while nothing runs in them, a message is exposed.
+_FRAME = re.compile(r"autograd::engine::|torch::autograd::AccumulateGrad|c10d::|_c10d_functional::|record_param_comms")
+_DATA = re.compile(r"enumerate\(DataLoader\)|data$")
+# Calls in which the host waits for the device; the host has time there.
+_WAITING = re.compile(r"(cuda|hip|cu)\w*Synchronize")
+_LAUNCH = re.compile(r"(cuda|hip|cu)\w*LaunchKernel")
+_CALLS = ("cuda_runtime", "cuda_driver")
+_MAX_ROWS = 200
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """One step: its wall time, and the seconds of it that belong to each of `CATEGORIES`; they sum to it."""
+
+    name: str
+    wall_s: float
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """An operator of the host: calls and seconds per step; `self_s` is without the operators inside it."""
+
+    name: str
+    calls: float
+    self_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """A kernel: calls and seconds per step. `kind` is `communication`, `matmul` or `other`."""
+
+    name: str
+    kind: str
+    calls: float
+    time_s: float
+    uses_tensor_cores: bool
+    occupancy: float | None = None
+
+    @property
+    def mean_s(self) -> float:
+        return self.time_s / self.calls
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """How a GPU was used. Shares are of 1; `busy` and `sm_efficiency` of the wall time, the others of kernel time.
+
+    `sm_efficiency` weighs each instant by min(1, blocks / SMs) of what runs; `occupancy` is the kernels' estimated
+    one, weighted by their time. `missed_s` is the time per step of kernels that could use tensor cores and do not.
+    """
+
+    name: str
+    busy: float
+    sm_efficiency: float | None
+    occupancy: float | None
+    kernel_s: float
+    num_kernels: float
+    tensor_core_share: float
+    matmul_share: float
+    communication_share: float
+    missed_s: float
+    launch_s: float
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The steps of one rank's trace. Everything that is not of one step is a mean per step.
+
+    `message_s` is when at least one message was on its way, hidden or not; `host_s` when the host worked.
+    `optimizer_passes` counts the kinds of operators that take most of the optimizer's time: a fused one has one.
+    """
+
+    rank: int
+    world_size: int
+    device: str
+    steps: tuple[StepShares, ...]
+    phases_s: dict[str, float]
+    message_s: float
+    host_s: float
+    optimizer_passes: int = 0
+    operators: tuple[OperatorRow, ...] = ()
+    kernels: tuple[KernelRow, ...] = ()
+    gpu: GpuUse | None = None
+    peak_bytes: int | None = None
+    source: str = "measured"
+
+    @property
+    def step_s(self) -> float:
+        return sum(step.wall_s for step in self.steps) / len(self.steps)
+
+    def seconds(self, category: str) -> float:
+        """Seconds per step that belong to one of `CATEGORIES`."""
+        return sum(step.seconds[category] for step in self.steps) / len(self.steps)
+
+    def share(self, category: str) -> float:
+        return self.seconds(category) / self.step_s
+
+
+def build_overview(trace: RankTrace) -> Overview:
+    """Analyse the whole steps of one rank's trace."""
+    steps = find_steps(trace.events)
+    if not steps:
+        raise RecordError(f"the trace of rank {trace.rank} has no step: annotate each as 'step N'")
+    windows = np.array([[step["ts"], step["ts"] + step["dur"]] for step in steps], dtype=np.float64)
+    windows[1:, 0] = np.maximum(windows[1:, 0], windows[:-1, 1])
+    begin, end = windows[0, 0], windows[-1, 1]
+    events = [e for e in trace.events if e["ph"] == "X" and e["ts"] < end and e["ts"] + e["dur"] > begin]
+    begun = _begun_inside(events, windows)
+    messages = find_messages(events)
+    groups = _group(events, messages)
+    shares = attribute_time([_edges(group) for group in groups.values()], windows)
+    scale = 1e-6 / len(steps)
+    return Overview(
+        rank=trace.rank,
+        world_size=trace.world_size,
+        device=trace.device,
+        steps=tuple(
+            _build_shares(step["name"], windows[number], groups, shares[number]) for number, step in enumerate(steps)
+        ),
+        phases_s={
+            name: union_time(spans[:, 0], spans[:, 1], windows) * scale
+            for name, spans in _find_phases(begun, windows).items()
+        },
+        message_s=union_time(*_edges(messages), windows) * scale,
+        host_s=_host_time(events, windows) * scale,
+        optimizer_passes=_count_passes(begun, windows),
+        operators=_operators(begun, len(steps)),
+        kernels=_kernels(begun, len(steps)),
+        gpu=_gpu_use(trace, events, begun, windows),
+        peak_bytes=_peak_bytes(trace.events),
+    )
+
+
+def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Event]]:
+    """The events of each class in the order of precedence; `compute` is the operators of a trace without kernels."""
+    on_gpu = any(event.get("cat") == "kernel" for event in events)
+    # On a CPU the operators inside the range of the data are what fetches it, and compute nothing.
+    order = "kernel compute communication copy data cpu" if on_gpu else "data compute communication copy cpu kernel"
+    groups: dict[str, list[Event]] = {name: [] for name in order.split()}
+    for event in events:
+        kind, name = event.get("cat"), event["name"]
+        if is_collective(event):
+            continue
+        if kind == "kernel":
+            groups["kernel"].append(event)
+        elif kind in ("gpu_memcpy", "gpu_memset"):
+            groups["copy"].append(event)
+        elif kind in ("user_annotation", "cpu_op") and _DATA.match(name):
+            groups["data"].append(event)
+        elif kind == "cpu_op":
+            groups["cpu" if on_gpu or _FRAME.match(name) else "compute"].append(event)
+        elif kind in _CALLS and not _WAITING.match(name):
+            groups["cpu"].append(event)
+    groups["communication"] = messages
+    return groups
+
+
+def _build_shares(name: str, window: Floats, groups: Iterable[str], times: Floats) -> StepShares:
+    seconds = dict.fromkeys(CATEGORIES, 0.0)
+    for group, time_us in zip([*groups, "other"], times, strict=True):
+        seconds["cpu" if group == "compute" else group] += float(time_us) * 1e-6
+    return StepShares(name, float(window[1] - window[0]) * 1e-6, seconds)
+
+
+def _edges(events: Sequence[Event]) -> Edges:
+    starts = np.array([event["ts"] for event in events], dtype=np.float64)
+    return starts, starts + np.array([event["dur"] for event in events], dtype=np.float64)
+
+
+def _host_time(events: Sequence[Event], windows: Floats) -> float:
+    """Time in which the host works. An operator that asks the device for a number, and waits for it, does not."""
+    working = [e for e in events if e.get("cat") == "cpu_op" or e.get("cat") in _CALLS]
+    waiting = [e for e in working if e["cat"] in _CALLS and _WAITING.match(e["name"])]
+    return float(attribute_time([_edges(waiting), _edges(working)], windows)[:, 1].sum())
+
+
+def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:
+    """The events that begin in a step; a trace has events between steps too."""
+    place = _find_windows(np.array([event["ts"] for event in events], dtype=np.float64), windows)
+    return [event for event, window in zip(events, place.tolist(), strict=True) if window >= 0]
+
+
+def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
+    """Of each operator: calls, time without the operators inside it, and total time, in µs."""
+    sums: dict[str, list[float]] = {}
+    threads: dict[Any, list[Event]] = {}
+    for event in events:
+        if event.get("cat") == "cpu_op":
+            threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+    for own in threads.values():
+        stack: list[tuple[float, Event, list[float]]] = []  # end of an operator, the operator, times of those inside
+        last: Event = {"ts": math.inf, "dur": 0.0}
+        for event in [*sorted(own, key=lambda e: (e["ts"], -e["dur"])), last]:
+            while stack and stack[-1][0] <= event["ts"]:
+                _, done, inner = stack.pop()
+                row = sums.setdefault(done["name"], [0, 0.0, 0.0])
+                row[:] = row[0] + 1, row[1] + max(0.0, done["dur"] - sum(inner)), row[2] + done["dur"]
+            if stack:
+                stack[-1][2].append(event["dur"])
+            stack.append((event["ts"] + event["dur"], event, []))
+    return sums
+
+
+def _count_passes(events: Sequence[Event], windows: Floats) -> int:
+    # Operators are the host's, and so must the range be in which they are looked for.
+    on_host = [event for event in events if event.get("cat") != "gpu_user_annotation"]
+    spans = _find_phases(on_host, windows).get("optimizer")
+    inside = [] if spans is None else _begun_inside(events, spans)
+    alone = [row[1] for name, row in _own_times(inside).items() if name.startswith("aten::")]
+    return sum(time_us > 0.05 * sum(alone) for time_us in alone)
+
+
+def _operators(events: Sequence[Event], num_steps: int) -> tuple[OperatorRow, ...]:
+    sums, scale = _own_times(events), 1e-6 / num_steps
+    rows = [OperatorRow(n, c / num_steps, own * scale, total * scale) for n, (c, own, total) in sums.items()]
+    return tuple(sorted(rows, key=lambda row: -row.self_s)[:_MAX_ROWS])
+
+
+def _kernels(events: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            found.setdefault(event["name"], []).append(event)
+    rows = [
+        KernelRow(
+            name=name,
+            kind="communication" if is_collective(same[0]) else "matmul" if is_matmul(name) else "other",
+            calls=len(same) / num_steps,
+            time_s=_sum_us(same) * 1e-6 / num_steps,
+            uses_tensor_cores=uses_tensor_cores(name),
+            occupancy=_mean_occupancy(same),
+        )
+        for name, same in found.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.time_s)[:_MAX_ROWS])
+
+
+def _sum_us(events: Iterable[Event]) -> float:
+    return float(sum(event["dur"] for event in events))
+
+
+def _argument(event: Event, name: str) -> float | None:
+    value = (event.get("args") or {}).get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _mean_occupancy(kernels: Sequence[Event]) -> float | None:
+    """The mean over time of the kernels that have it; those of messages occupy few SMs on purpose and have none."""
+    known = [(e["dur"], _argument(e, "est. achieved occupancy %")) for e in kernels]
+    pairs = [(time_us, percent / 100) for time_us, percent in known if percent]  # 0 is how the profiler says unknown
+    total = sum(time_us for time_us, _ in pairs)
+    return sum(time_us * share for time_us, share in pairs) / total if total else None
+
+
+def _blocks_per_sm(event: Event, num_sms: int) -> float | None:
+    blocks, grid = _argument(event, "blocks per SM"), (event.get("args") or {}).get("grid")
+    if blocks is None and isinstance(grid, list) and num_sms:
+        return math.prod(grid) / num_sms
+    return blocks
+
+
+def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], windows: Floats) -> GpuUse | None:
+    kernels = [event for event in begun if event.get("cat") == "kernel"]
+    total_us, wall_us, scale = _sum_us(kernels), float(np.diff(windows).sum()), 1e-6 / len(windows)
+    if not total_us:
+        return None
+    properties = trace.properties[0] if trace.properties else {}
+    filled = [(e, _blocks_per_sm(e, int(properties.get("numSms", 0)))) for e in kernels]
+    known = [(event, min(1.0, blocks)) for event, blocks in filled if blocks is not None]
+    weights = np.array([share for _, share in known])
+    computing = [event for event in kernels if not is_collective(event)]
+    matmuls = [event for event in computing if is_matmul(event["name"])]
+    matmul_us = _sum_us(matmuls)
+    tensor_us = _sum_us(event for event in matmuls if uses_tensor_cores(event["name"]))
+    launches = [e for e in events if e.get("cat") == "cuda_runtime" and _LAUNCH.match(e["name"])]
+    return GpuUse(
+        name=str(properties.get("name", "")),
+        busy=union_time(*_edges(kernels), windows) / wall_us,
+        sm_efficiency=sum_clipped(*_edges([e for e, _ in known]), weights, windows) / wall_us if known else None,
+        occupancy=_mean_occupancy(computing),
+        kernel_s=total_us * scale,
+        num_kernels=len(kernels) / len(windows),
+        tensor_core_share=tensor_us / total_us,
+        matmul_share=matmul_us / total_us,
+        communication_share=1 - _sum_us(computing) / total_us,
+        missed_s=(matmul_us - tensor_us) * scale,
+        launch_s=_sum_us(launches) / len(launches) * 1e-6 if launches else 0.0,
+    )
+
+
+def _peak_bytes(events: Sequence[Event]) -> int | None:
+    """The most that was allocated while the trace ran, on the GPU if it has one; None if memory was not recorded."""
+    found = [(_argument(e, "Device Type"), _argument(e, "Total Allocated")) for e in events if e["name"] == "[memory]"]
+    peak = max(((kind, total) for kind, total in found if kind is not None and total is not None), default=None)
+    return None if peak is None else int(peak[1])
+
+
+# -- overviews on disk -------------------------------------------------------------------------------------------------
+
+FORMAT, VERSION = "paceline-overview", 1
+
+
+def overview_to_json(overview: Overview) -> dict[str, Any]:
+    """The overview as a document of a versioned format."""
+    return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(overview)}
+
+
+def overview_from_json(document: Mapping[str, Any]) -> Overview:
+    """The overview that `overview_to_json` wrote; RecordError says what is wrong with another document."""
+    fields = dict(document)
+    found = fields.pop("format", None), fields.pop("version", None)
+    if found != (FORMAT, VERSION):
+        raise RecordError(f"an overview of format {found} cannot be read: {(FORMAT, VERSION)} is needed")
+    overview: Overview = decode(Overview, fields, "overview")
+    return overview
+
+
+# -- late ranks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """The rank that was last at the message where most was waited, in most steps, and in how large a share of them.
+
+    `mean_s` is the mean over steps of how long the others, in the mean, had been waiting there.
+    """
+
+    rank: int
+    share: float
+    mean_s: float
+
+
+def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
+    """For each step, when this rank came to each message, in order."""
+    found = find_messages(trace.events)
+    # A bucket on gloo is shown twice, by the wrapper and by gloo: one of them, the same on every rank.
+    found = [event for event in found if event["cat"] == BUCKET] or found
+    messages = sorted(trace.origin_ns + event["ts"] * 1e3 for event in found)
+    begins = [(trace.origin_ns + step["ts"] * 1e3, step["dur"] * 1e3) for step in find_steps(trace.events)]
+    return [[moment for moment in messages if begin <= moment < begin + took] for begin, took in begins]
+
+
+def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
+    """None where there is nothing to compare: one rank, no messages, or ranks that show different ones.
+
+    The ranks' clocks must agree, as on one host.
+    """
+    late_s, last = [], Counter[int]()
+    for steps in zip(*(_arrivals_ns(trace) for trace in traces), strict=False):
+        if len(traces) < 2 or not steps[0] or len({len(arrivals) for arrivals in steps}) > 1:
+            continue
+        # Later messages inherit the lateness of earlier ones: the worst one counts, not their sum.
+        worst = max(zip(*steps, strict=True), key=lambda moments: len(moments) * max(moments) - sum(moments))
+        latest = max(worst)
+        late_s.append((latest - (sum(worst) - latest) / (len(worst) - 1)) / 1e9)
+        last[traces[worst.index(latest)].rank] += 1
+    if not late_s:
+        return None
+    rank, times = last.most_common(1)[0]
+    return Lateness(rank, times / len(late_s), statistics.fmean(late_s))

@@ -20,6 +20,8 @@ from paceline.records import LayerProfileRecord, Record, StepRecord
 from paceline.units import MIB, format_bytes
 
 RECOMMENDED = "recommended"
+# A label and how to cut the job's gradients into buckets: a cap, a plan, or neither, which is the wrapper's default.
+Candidate = tuple[str, int, Plan | None]
 
 
 @dataclass(frozen=True)
@@ -120,57 +122,41 @@ class Tuning:
         """The answer."""
         return self.default_plan if self.keeps_default else self.recommended_plan
 
-
-def _list_jobs(records: Sequence[Record]) -> list[StepRecord]:
-    return [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
-
-
-def find_plan(
-    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
-) -> tuple[Predictor, Choice, Plan]:
-    """The recommended plan, from the records that may calibrate the predictor."""
-    model = Predictor(Evidence(records), settings.build_curve())
-    choice = model.choose(model.cut_like(default_plan.bucket_bytes), only_caps=not settings.takes_lists)
-    if choice.is_default:
-        return model, choice, default_plan
-    what = f"cap {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "free"
-    plan = model.build_plan(gradients, choice.estimate.cuts, f"tuned: {what}")
-    if settings.wrapper == "torch":
-        plan.as_torch_kwargs()  # refuses what torch's rule cannot make, before anything is confirmed
-    return model, choice, plan
-
-
-def list_candidates(
-    settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
-) -> list[tuple[str, int, Plan | None]]:
-    """What is confirmed in turns, as (label, cap, plan): the default, the recommended plan if it is another, and the
-    best cap of the sweep."""
-    _, choice, plan = find_plan(settings, records, gradients, default_plan)
-    candidates: list[tuple[str, int, Plan | None]] = [("default", 0, None)]
-    if not choice.is_default:
-        candidates.append((RECOMMENDED, 0, plan))
-    best = min(_list_jobs(records), key=lambda record: record.timing.median_s, default=None)
-    return candidates if best is None else [*candidates, (best.label, best.cap_bytes, None)]
+    @property
+    def candidates(self) -> list[Candidate]:
+        """What is confirmed in turns: the default, the recommended plan if it is another, and the best cap."""
+        found: list[Candidate] = [("default", 0, None)]
+        if not self.choice.is_default:
+            found.append((RECOMMENDED, 0, self.recommended_plan))
+        best = self.judgement.best_measured
+        return found if best is None or best.measured is None else [*found, (best.measured.label, best.cap_bytes, None)]
 
 
 def judge_tuning(
     settings: TuneSettings, records: Sequence[Record], gradients: Sequence[Gradient], default_plan: Plan
 ) -> Tuning:
-    """Everything that follows from the records of a tuning."""
-    model, choice, plan = find_plan(settings, records, gradients, default_plan)
-    grid: list[tuple[int, StepRecord | None]] = [(r.cap_bytes, r) for r in _list_jobs(records) if not r.note]
+    """Everything that follows from the records of a tuning; the predictor sees those that may calibrate it."""
+    model = Predictor(Evidence(records), settings.build_curve())
+    default_cuts = model.cut_like(default_plan.bucket_bytes)
+    choice, plan = model.choose(default_cuts, only_caps=not settings.takes_lists), default_plan
+    if not choice.is_default:
+        what = f"cap {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "free"
+        plan = model.build_plan(gradients, choice.estimate.cuts, f"tuned: {what}")
+        if settings.wrapper == "torch":
+            plan.as_torch_kwargs()  # refuses what torch's rule cannot make, before anything is confirmed
+    jobs = [record for record in records if isinstance(record, StepRecord) and record.role == "job"]
+    grid: list[tuple[int, StepRecord | None]] = [(record.cap_bytes, record) for record in jobs if not record.note]
     if not grid:
         caps = settings.caps_bytes or choose_caps(model.job.sizes, settings.amount.num_caps)
         grid = [(cap, None) for cap in caps]
     points = tuple(GridPoint(cap, model.estimate_cap(cap), model.plain_s, record) for cap, record in grid)
-    confirmed = {record.label: record for record in _list_jobs(records) if record.note}
+    confirmed = {record.label: record for record in jobs if record.note}
     recommended = confirmed.get(RECOMMENDED)
     if recommended is not None and recommended.bucket_bytes != plan.bucket_bytes:
         # Judged is what was recommended when it was confirmed, not what would be recommended today.
         estimate = model.estimate(model.cut_like(recommended.bucket_bytes))
         plan = model.build_plan(gradients, estimate.cuts, "tuned")
-        default = model.estimate(model.cut_like(default_plan.bucket_bytes))
-        choice = Choice(estimate, 0, False, 1 - estimate.step_s / default.step_s)
+        choice = Choice(estimate, 0, False, 1 - estimate.step_s / model.estimate(default_cuts).step_s)
     elif recommended is None and confirmed:
         choice = replace(choice, is_default=True)
     judgement = Judgement(points, confirmed, "default" if choice.is_default else RECOMMENDED)

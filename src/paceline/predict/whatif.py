@@ -1,7 +1,6 @@
 """What a step costs on networks and numbers of ranks that were not measured. Everything here is simulated.
 
-One prediction, top to bottom: a job, a fabric's curve, every bucket size, the best of them, and how sure that is.
-`profile comm-table` shows the same rows next to one message for all gradients. How rows print is in `report`.
+`profile comm-table` shows the same rows next to one message for all gradients.
 """
 
 from __future__ import annotations

@@ -55,6 +55,10 @@ class ParameterTimes:
         """The median, infinite if it never had a gradient."""
         return math.inf if self.median_s is None else self.median_s
 
+    @property
+    def names(self) -> str:
+        return " = ".join((self.name, *self.aliases))
+
 
 @dataclass(frozen=True)
 class BlockTimes:

@@ -10,19 +10,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import RecordError
 from paceline.predict.curves import MeasuredCurve, fit_curve
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
-from paceline.predict.search import (
-    CapCurve,
-    CapInterval,
-    CapPoint,
-    Change,
-    estimate_caps,
-    estimate_sensitivity,
-    find_best_cuts,
-)
+from paceline.predict.search import CapCurve, CapPoint, Change, estimate_caps, estimate_sensitivity, find_best_cuts
 from paceline.predict.simulate import MachineCosts, SimulatedStep
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
@@ -131,8 +123,12 @@ class PredictResult(Result):
         return self.rows[0]
 
     @property
+    def _largest(self) -> WhatIfRow:
+        return max(self.rows, key=lambda row: row.world_size)
+
+    @property
     def answer(self) -> str:
-        row = max(self.rows, key=lambda row: row.world_size)
+        row = self._largest
         buckets = "" if row.keeps_default else f"; buckets of {_advise(row)} save {max(0.0, row.gain):.1%}"
         return (
             f"{self.profile.model} on {row.world_size:,} ranks over {row.network}: a step takes "
@@ -160,10 +156,8 @@ class PredictResult(Result):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        row = max(self.rows, key=lambda row: row.world_size)
-        named = self.config["network"]
-        network = "10gbe" if named is None else find_networks(named)[0].name
-        ranks = row.world_size if row.world_size > 1 else 8
+        named, most = self.config["network"], self._largest.world_size
+        network, ranks = "10gbe" if named is None else find_networks(named)[0].name, most if most > 1 else 8
         if self.config.get("is_own", True):
             return (f"paceline.tune(model, step, network={network!r}, network_ranks={ranks})",)
         model = f"--model {self.profile.model}"
@@ -243,8 +237,6 @@ class CapsResult(Result):
     @cached_property
     def cost(self) -> MeasuredCurve:
         sweep = [record for record in self.records if isinstance(record, CollectiveRecord)]
-        if len({(record.backend, record.world_size) for record in sweep}) != 1:
-            raise ConfigError("all-reduce of several backends or numbers of ranks: one is needed")
         return fit_curve((record.num_bytes, record.time_s) for record in sweep)
 
     @cached_property
@@ -275,8 +267,7 @@ class CapsResult(Result):
             f"the best free plan, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
             f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
             f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
-            "assumed: one message at a time, no copies, no contention; the times include what ranks waited for each "
-            "other",
+            "assumed: one message at a time, no copies, no contention; times include the ranks' wait for each other",
         ]
 
     def tables(self) -> list[Table]:
@@ -331,7 +322,7 @@ def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
     return figure
 
 
-def draw_caps(axes: Axes, points: Sequence[CapInterval], seconds: Sequence[float], label: str) -> None:
+def draw_caps(axes: Axes, points: Sequence[CapPoint], seconds: Sequence[float], label: str) -> None:
     """A line of times against bucket sizes, flat over each interval of caps."""
     xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
     axes.plot(xs, [second * 1e3 for second in seconds for _ in range(2)], color=COLORS[0], label=label)

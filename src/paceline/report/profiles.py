@@ -7,23 +7,26 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from operator import attrgetter, itemgetter
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.advice import Advice, StepFacts
 from paceline.predict.networks import MeasuredFabric, find_networks
-from paceline.predict.overview import (
+from paceline.predict.traces import (
     CATEGORIES,
     Overview,
+    RankTrace,
     StepLane,
     build_lanes,
     find_lanes,
+    merge_traces,
     overview_from_json,
     overview_to_json,
+    render_trace,
 )
-from paceline.predict.traces import RankTrace, merge_traces, render_trace
 from paceline.predict.whatif import CommRow, build_comm_table
 from paceline.records import LayerProfileRecord
 from paceline.records.environment import Environment
@@ -44,6 +47,7 @@ OVERVIEW = "overview.json"
 COMPARE = "profile --compare"
 MAX_RANKS = 8  # in one timeline
 _MAX_ROWS = 12  # of operators or kernels on a terminal
+_PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 
@@ -104,70 +108,58 @@ class ProfileResult(PhasesResult):
         return super().to_json() | {"notes": list(self.findings)}
 
 
-def list_blocks(profile: LayerProfileRecord) -> list[dict[str, Any]]:
+class _Part(NamedTuple):
+    """A block or a parameter of a profile; of a parameter, its place in ready order, and the bytes ready with it."""
+
+    profile: LayerProfileRecord
+    of: Any
+    place: int = 0
+    ready_bytes: int = 0
+
+
+def list_blocks(profile: LayerProfileRecord) -> list[_Part]:
     """The blocks in the order of the model's definition, and the rest, so that the columns add up."""
-    whole_s, rows = profile.profiled_backward.median_s, []
-    for block in (*profile.blocks, profile.outside):
-        backward_s = statistics.median(block.backward_s)
-        rows.append(
-            {
-                "model": profile.model,
-                "block": block.name,
-                "num_bytes": sum(parameter.num_bytes for parameter in profile.parameters_of(block.name)),
-                "forward_s": statistics.median(block.forward_s),
-                "backward_s": backward_s,
-                "share_of_backward": backward_s / whole_s if whole_s else 0.0,
-                "last_ready_s": profile.ready_of(block.name),
-                "source": profile.source,
-            }
-        )
-    return rows
+    return [_Part(profile, times) for times in (*profile.blocks, profile.outside)]
 
 
-def list_parameters(profile: LayerProfileRecord) -> list[dict[str, Any]]:
-    """The parameters in ready order, and the bytes that are ready with each."""
+def list_parameters(profile: LayerProfileRecord) -> list[_Part]:
     ready = itertools.accumulate(0 if p.median_s is None else p.num_bytes for p in profile.parameters)
-    return [
-        {
-            "index": index, "model": profile.model, "parameter": p.name, "aliases": list(p.aliases),
-            "names": " = ".join((p.name, *p.aliases)), "where": p.block or OUTSIDE, "block": p.block or None,
-            "dtype": p.dtype, "num_bytes": p.num_bytes, "ready_s": p.median_s,
-            "ready": "never" if p.median_s is None else format_ms(p.median_s), "ready_bytes": ready_bytes,
-            "source": profile.source,
-        }
-        for index, (p, ready_bytes) in enumerate(zip(profile.parameters, ready, strict=True))
-    ]  # fmt: skip
+    return [_Part(profile, *row) for row in zip(profile.parameters, itertools.count(), ready, strict=False)]
 
 
-def _item(name: str | None, key: str, unit: str = "text", **options: Any) -> Column:
-    """A column of rows that are dictionaries."""
-    return Column(name, itemgetter(key), unit, key, **options)
+def _count_bytes(block: _Part) -> int:
+    return sum(parameter.num_bytes for parameter in block.profile.parameters_of(block.of.name))
+
+
+def _find_share(block: _Part) -> float:
+    """Of the profiled backward."""
+    return float(statistics.median(block.of.backward_s)) / (block.profile.profiled_backward.median_s or 1.0)
 
 
 BLOCKS = (
-    _item(None, "model"),
-    _item("block", "block", is_key=True),
-    _item("gradients", "num_bytes", "bytes", priority=1),
-    _item("forward", "forward_s", "ms", priority=2),
-    _item("backward", "backward_s", "ms", priority=3),
-    _item("of backward", "share_of_backward", "percent.1"),
-    _item("last ready", "last_ready_s", "ms", priority=2),
-    _item("source", "source", priority=-1),
+    *raw_columns("profile.model"),
+    Column("block", attrgetter("of.name"), key="block", is_key=True),
+    Column("gradients", _count_bytes, "bytes", "num_bytes", priority=1),
+    Column("forward", lambda r: statistics.median(r.of.forward_s), "ms", "forward_s", priority=2),
+    Column("backward", lambda r: statistics.median(r.of.backward_s), "ms", "backward_s", priority=3),
+    Column("of backward", _find_share, "percent.1", "share_of_backward"),
+    Column("last ready", lambda r: r.profile.ready_of(r.of.name), "ms", "last_ready_s", priority=2),
+    Column("source", attrgetter("profile.source"), key="source", priority=-1),
 )
 PARAMETERS = (
-    _item("#", "index", "number"),
-    _item(None, "model"),
-    _item(None, "parameter"),
-    _item(None, "aliases"),
-    Column("parameter", itemgetter("names"), is_key=True),
-    Column("block", itemgetter("where")),
-    _item(None, "block"),
-    _item("type", "dtype"),
-    _item("bytes", "num_bytes", "bytes"),
-    _item(None, "ready_s"),
-    Column("ready (ms)", itemgetter("ready"), str, priority=1),
-    _item("ready so far", "ready_bytes", "bytes"),
-    _item("source", "source"),
+    Column("#", attrgetter("place"), "number", "index"),
+    *raw_columns("profile.model"),
+    Column(None, attrgetter("of.name"), key="parameter"),
+    Column(None, lambda r: list(r.of.aliases), key="aliases"),
+    Column("parameter", attrgetter("of.names"), is_key=True),
+    Column("block", lambda r: r.of.block or OUTSIDE),
+    Column(None, lambda r: r.of.block or None, key="block"),
+    Column("type", attrgetter("of.dtype"), key="dtype"),
+    Column("bytes", attrgetter("of.num_bytes"), "bytes", "num_bytes"),
+    Column(None, attrgetter("of.median_s"), key="ready_s"),
+    Column("ready (ms)", lambda r: "never" if r.of.median_s is None else format_ms(r.of.median_s), str, priority=1),
+    Column("ready so far", attrgetter("ready_bytes"), "bytes", "ready_bytes"),
+    Column("source", attrgetter("profile.source"), key="source"),
 )
 
 
@@ -182,7 +174,7 @@ def describe_layers(profile: LayerProfileRecord) -> list[str]:
         if profile.is_order_stable
         else "the order in which gradients became ready changed between steps: it is that of the medians",
     ]
-    if tied := [" = ".join((p.name, *p.aliases)) for p in profile.parameters if p.aliases]:
+    if tied := [p.names for p in profile.parameters if p.aliases]:
         lines.append(f"tied, and ready only after the last use: {'; '.join(tied)}")
     if profile.unused:
         lines.append(f"without a gradient: {', '.join(p.name for p in profile.unused)}")
@@ -330,13 +322,7 @@ class TraceResult(Result):
         return super().to_json() | self.document | {"picture": picture}
 
 
-def _share_column(category: str) -> Column:
-    name = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}.get(category, category)
-    return Column(name, lambda o: o.share(category), "percent.1", f"{category}_share", priority=2)
-
-
-def _seconds_column(category: str) -> Column:
-    return Column(None, lambda o: o.seconds(category), key=f"{category}_s")
+_SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
 
 
 def _phase_column(phase: str) -> Column:
@@ -354,15 +340,18 @@ OVERVIEWS = (
     Column("device", attrgetter("device"), key="device"),
     Column("steps", lambda o: len(o.steps), "number", "steps", priority=-1),
     Column("step", attrgetter("step_s"), "ms", "step_s", is_key=True),
-    *map(_share_column, CATEGORIES),
-    *map(_phase_column, ("forward", "backward", "optimizer")),
+    *(
+        Column(_SHOWN.get(c, c), partial(Overview.share, category=c), "percent.1", f"{c}_share", priority=2)
+        for c in CATEGORIES
+    ),
+    *map(_phase_column, _PHASE_COLORS),
     _gpu_column("GPU busy", "busy"),
     _gpu_column("SM efficiency (est.)", "sm_efficiency"),
     _gpu_column("occupancy (est.)", "occupancy"),
     _gpu_column("tensor cores", "tensor_core_share"),
     _gpu_column("messages of kernels", "communication_share"),
     *(_gpu_column(None, name) for name in ("missed_s", "kernel_s", "num_kernels")),
-    *map(_seconds_column, CATEGORIES),
+    *(Column(None, partial(Overview.seconds, category=c), key=f"{c}_s") for c in CATEGORIES),
     *raw_columns("message_s", "host_s"),
     Column("peak memory", attrgetter("peak_bytes"), "bytes", "peak_bytes", priority=-1),
     Column("source", attrgetter("source"), key="source", priority=-1),
@@ -406,23 +395,23 @@ KERNELS = (
 
 # The height of a row of buckets, the width of a label as a share of the step, and how many labels can be read.
 _ROW, _LABEL_WIDTH, _MAX_LABELS = 0.22, 0.065, 16
-_PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
 _WAITING, _MOVING, _EXPOSED = "#F5D9A8", "#E69F00", "#D55E00"
 
 
-def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str, source: str = "measured") -> Figure:
+def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figure:
     """For each rank a lane of phases and one of buckets, in ms; what moves after the end of backward is hatched."""
     from matplotlib.figure import Figure
 
-    if not 1 <= len(lanes) <= MAX_RANKS:
-        raise ConfigError(f"{len(lanes)} ranks cannot be drawn: choose 1 to {MAX_RANKS} of them")
     end_ms = max(lane.end_s for lane in lanes) * 1e3
-    rows = {lane.rank: _choose_rows(lane, end_ms / 1e3) for lane in lanes}
+    rows: dict[int, list[int]] = {}  # of each bucket, so that neither it nor its label is drawn over another
+    for lane in lanes:
+        label_s = _LABEL_WIDTH * end_ms / 1e3 if len(lane.buckets) <= _MAX_LABELS else 0.0
+        rows[lane.rank] = find_lanes((bucket.ready_s, bucket.done_s + label_s) for bucket in lane.buckets)
     heights = {rank: 0.65 + _ROW * (max(places, default=-1) + 1) for rank, places in rows.items()}
     figure = Figure(figsize=(9.6, 1.7 + 0.8 * sum(heights.values())), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold")
-    axes.text(0, 1.0, f"{source}. {subtitle}", transform=axes.transAxes, fontsize=8.5, color="#555555", va="bottom")
+    axes.text(0, 1.0, f"measured. {subtitle}", transform=axes.transAxes, fontsize=8.5, color="#555555", va="bottom")
     ticks: dict[float, str] = {}
     top = 0.0
     for lane in lanes:
@@ -447,12 +436,6 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str, source: 
     axes.spines[["top", "right", "left"]].set_visible(False)
     _place_legend(figure, lanes)
     return figure
-
-
-def _choose_rows(lane: StepLane, end_s: float) -> list[int]:
-    """A row for each bucket, so that neither it nor its label is drawn over another."""
-    label_s = _LABEL_WIDTH * end_s if len(lane.buckets) <= _MAX_LABELS else 0.0
-    return find_lanes((bucket.ready_s, bucket.done_s + label_s) for bucket in lane.buckets)
 
 
 def _draw_phases(axes: Axes, lane: StepLane, top: float, end_ms: float) -> None:
@@ -663,9 +646,7 @@ class ComparisonResult(Result):
     @property
     def answer(self) -> str:
         first, second = self.config["runs"]
-        ratio = next((row.ratio for row in self.rows if row.name.split(": ")[-1] == "step"), None)
-        if ratio is None:
-            return f"{first} and {second} compared."
+        ratio = next(row.ratio for row in self.rows if row.name.split(": ")[-1] == "step")
         return f"A step of {second} takes {ratio:.2f} times as long as one of {first}."
 
     @property

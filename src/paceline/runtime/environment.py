@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.errors import ConfigError
 
@@ -27,8 +28,9 @@ class Place:
     master_port: int | None = None
 
 
-@dataclass(frozen=True)
-class _Launcher:
+class _Launcher(NamedTuple):
+    """The names of a launcher's variables; of those for sizes, the first that is set counts."""
+
     name: str
     rank: str
     world_size: tuple[str, ...]
@@ -40,30 +42,20 @@ class _Launcher:
 _LAUNCHERS = (
     _Launcher("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
     _Launcher(
-        "slurm",
-        "SLURM_PROCID",
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-        "SLURM_LOCALID",
+        "slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_LOCALID",
         ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     ),
     _Launcher(
-        "mpirun",
-        "OMPI_COMM_WORLD_RANK",
-        ("OMPI_COMM_WORLD_SIZE",),
-        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK",
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-)
+)  # fmt: skip
 
 
 def _find_launcher(variables: Mapping[str, str]) -> _Launcher | None:
-    for launcher in _LAUNCHERS:
-        if launcher.rank in variables:
-            return launcher
-        # WORLD_SIZE without RANK is reported rather than taken for a world of one.
-        if launcher.name == "torchrun" and "WORLD_SIZE" in variables:
-            return launcher
-    return None
+    if "WORLD_SIZE" in variables:  # without RANK it is reported rather than taken for a world of one
+        return _LAUNCHERS[0]
+    return next((launcher for launcher in _LAUNCHERS if launcher.rank in variables), None)
 
 
 def is_launched(variables: Mapping[str, str] | None = None) -> bool:
@@ -84,11 +76,10 @@ def _tasks_on_node(text: str, node: int) -> int | None:
     """Slurm's `2(x3),1` means 2 tasks on each of three nodes, then 1."""
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
-        if not match:
+        if not (match := re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)):
             return None
         counts += [int(match[1])] * int(match[2] or 1)
-    return counts[node] if node < len(counts) else counts[-1]
+    return counts[min(node, len(counts) - 1)]
 
 
 def first_host(nodelist: str) -> str:
@@ -97,16 +88,6 @@ def first_host(nodelist: str) -> str:
     if not match:
         raise ConfigError(f"the Slurm node list {nodelist!r} names no host: set MASTER_ADDR")
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0])
-
-
-def _slurm_port(variables: Mapping[str, str]) -> int:
-    """A port that all ranks of a job step derive alike, and that two steps do not share.
-
-    Below the range from which Linux chooses ports (32768 and up).
-    """
-    job = _read_int(variables, "SLURM_JOB_ID") or _read_int(variables, "SLURM_JOBID") or 0
-    step = _read_int(variables, "SLURM_STEP_ID") or 0
-    return 15000 + (job * 101 + step) % 17000
 
 
 def read_place(variables: Mapping[str, str] | None = None) -> Place:
@@ -118,34 +99,32 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
     rank = _read_int(variables, launcher.rank)
     size_name = next((n for n in launcher.world_size if variables.get(n)), launcher.world_size[0])
     world_size = _read_int(variables, size_name)
-    for found, missing, value in ((launcher.rank, size_name, world_size), (size_name, launcher.rank, rank)):
-        if value is None:
-            raise ConfigError(
-                f"{found} is set and {missing} is not: start the ranks with torchrun or srun, "
-                f"or unset {found} to run alone"
-            )
-    assert rank is not None and world_size is not None
+    if rank is None or world_size is None:
+        found, missing = (launcher.rank, size_name) if world_size is None else (size_name, launcher.rank)
+        raise ConfigError(
+            f"{found} is set and {missing} is not: start the ranks with torchrun or srun, or unset {found} to run alone"
+        )
     if world_size < 1 or rank >= world_size:
         raise ConfigError(f"{launcher.rank}={rank} and {size_name}={world_size}: ranks count from 0 to {size_name} - 1")
 
     local_rank = _read_int(variables, launcher.local_rank)
-    local_name = next((n for n in launcher.local_world_size if variables.get(n)), None)
-    local_world_size = None
-    if local_name and launcher.name == "slurm":
+    local_name = next((n for n in launcher.local_world_size if variables.get(n)), "")
+    if launcher.name == "slurm" and local_name:
         local_world_size = _tasks_on_node(variables[local_name], _read_int(variables, "SLURM_NODEID") or 0)
-    elif local_name:
+    else:
         local_world_size = _read_int(variables, local_name)
     if local_rank is not None and local_world_size is not None and local_rank >= local_world_size:
-        raise ConfigError(
-            f"{launcher.local_rank}={local_rank} and {local_name}={variables[local_name or '']}: "
-            "local ranks count from 0"
-        )
+        size = f"{local_name}={variables[local_name]}"
+        raise ConfigError(f"{launcher.local_rank}={local_rank} and {size}: local ranks count from 0")
 
     master_addr, master_port = variables.get("MASTER_ADDR") or None, _read_int(variables, "MASTER_PORT")
     if launcher.name == "slurm":
         nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
         master_addr = master_addr or (first_host(nodes) if nodes else None)
-        master_port = master_port or _slurm_port(variables)
+        # All ranks of a job step derive it alike and two steps do not share it; Linux chooses ports from 32768 up.
+        job = _read_int(variables, "SLURM_JOB_ID") or _read_int(variables, "SLURM_JOBID") or 0
+        step = _read_int(variables, "SLURM_STEP_ID") or 0
+        master_port = master_port or 15000 + (job * 101 + step) % 17000
     name = variables.get("PACELINE_LAUNCHER", launcher.name)  # our own launcher sets torchrun's variables
     if world_size == 1:
         local_rank, local_world_size = local_rank or 0, local_world_size or 1

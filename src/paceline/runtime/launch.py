@@ -1,12 +1,12 @@
-"""Local ranks: started, watched, and ended without orphans. The one launcher of commands, examples and tests.
+"""Local ranks: started, watched, and ended without orphans.
 
-A launched rank sees torchrun's variables, so the same function also runs under torchrun. Ranks are forked by a server
-that has imported torch; where that is not possible they are spawned.
+They see torchrun's variables, and are forked by a server that has imported torch, or spawned where that cannot be.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
@@ -21,10 +21,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from paceline import machine
@@ -42,6 +42,8 @@ _AFTERMATH_S = 1.0
 _LOOK_S = 0.5
 # How long a rank may take to obey SIGTERM before SIGKILL.
 _GRACE_S = 3.0
+# A wait without a limit, for calls that take no infinity.
+_LONG_S = 1e6
 
 
 def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
@@ -77,17 +79,10 @@ class _Server:
             f"serve_forks({theirs.fileno()}, {os.getpid()})"
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        command = [multiprocessing.spawn.get_executable(), *flags, "-c", source]
         with theirs, _sigint_blocked():
-            self._process = subprocess.Popen(
-                [multiprocessing.spawn.get_executable(), *flags, "-c", source],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        self.close = weakref.finalize(self, _end_server, os.getpid(), self._process, self._control)
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self.close = weakref.finalize(self, _end_server, os.getpid(), self.process, self._control)
 
     def fork(self, kind: str, link: int, descriptors: Sequence[int]) -> _Forked:
         """Request a process; returns at once, also while the server is still importing torch."""
@@ -96,11 +91,11 @@ class _Server:
             socket.send_fds(self._control, [kind.encode()], [link, far_status.fileno(), *descriptors])
         return _Forked(self, status)
 
-    def is_ready(self, timeout_s: float | None) -> bool:
+    def is_ready(self, timeout_s: float) -> bool:
         """Wait until the server forks; False if it cannot. A server that takes longer may still be able to."""
         with self._lock:
             if not self._state:
-                if not multiprocessing.connection.wait([self._control], timeout_s):
+                if not multiprocessing.connection.wait([self._control], min(timeout_s, _LONG_S)):
                     return True
                 with contextlib.suppress(OSError):
                     self._state = self._control.recv(16)
@@ -123,51 +118,44 @@ class _Forked:
         self._pid: int | None = None
         self._code: int | None = None
 
+    def _read(self) -> None:
+        """What the server reports next: the process's id, then its exit code."""
+        try:
+            number = int(self._status.recv())
+        except (EOFError, OSError):
+            self._code = -signal.SIGKILL  # the server is gone, and with it everything that it forked
+            return
+        if self._pid is None:
+            self._pid = number
+        else:
+            self._code = number
+
     @property
     def pid(self) -> int | None:
         """Waits until the server has forked."""
         if self._pid is None and self._code is None:
-            self._pid = self._receive()
+            self._read()
         return self._pid
 
     @property
     def exitcode(self) -> int | None:
         while self._code is None and self._status.poll():
-            if self._pid is None:
-                self._pid = self._receive()
-            else:
-                self._code = self._receive()
+            self._read()
         return self._code
 
-    def _receive(self) -> int | None:
-        try:
-            return int(self._status.recv())
-        except (EOFError, OSError):
-            self._code = -signal.SIGKILL  # the server is gone, and with it everything that it forked
-            return self._code if self._pid is not None else None
-
-    def is_alive(self) -> bool:
-        return self.exitcode is None
-
     def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.kill(signal.SIGTERM)
 
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def _signal(self, number: int) -> None:
+    def kill(self, number: int = signal.SIGKILL) -> None:
         if self.exitcode is None and self._pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, number)
 
-    def join(self, timeout_s: float | None = None) -> None:
+    def join(self, timeout_s: float = math.inf) -> None:
         """Wait for its end, but not for one that the server has not forked yet: without its link it ends at once."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self.exitcode is None and self._pid is not None:
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                return
-            self._status.poll(left_s)
+        deadline = time.monotonic() + timeout_s
+        while self.exitcode is None and self._pid is not None and (left_s := deadline - time.monotonic()) > 0:
+            self._status.poll(min(left_s, _LONG_S))
 
     def close(self) -> None:
         self._status.close()
@@ -191,7 +179,8 @@ def _find_server() -> _Server | None:
         return None
     with _server_lock:
         found = _server
-        if found is None or found.owner != os.getpid() or found.imports != _describe_imports() or not found.is_running:
+        is_fresh = found is not None and (found.owner, found.imports) == (os.getpid(), _describe_imports())
+        if found is None or not is_fresh or found.process.poll() is not None:
             found = _server = _Server()
         return found
 
@@ -206,7 +195,7 @@ class _Rank:
     process: Any  # a `multiprocessing.Process`, or a `_Forked`
     link: Connection
     stacks: Connection
-    was_heard: bool = field(default=False)
+    was_heard: bool = False
 
 
 class RankPool:
@@ -224,9 +213,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(
@@ -249,18 +236,26 @@ class RankPool:
         if not 1 <= num_ranks <= self.num_ranks:
             raise ConfigError(f"{num_ranks} ranks requested from a pool of {self.num_ranks}")
         job = _pickle_job(fn, args)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with _sigterm_raises():
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        with unwind_on_sigterm():
             try:
                 self._start(num_ranks)
                 self._await_ranks(num_ranks, deadline)
-                job_id = secrets.token_hex(8)
                 with _serve_store(self._server) as port:
+                    variables = _job_variables(num_ranks, port)
                     for rank in range(num_ranks):
-                        variables = _rank_variables(rank, num_ranks, port, job_id)
+                        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                         with contextlib.suppress(OSError):  # a rank that died already is found by _collect
-                            self._ranks[rank].link.send_bytes(pickle.dumps((list(sys.path), variables, job)))
-                    return self._collect(num_ranks, timeout_s, deadline, on_message)
+                            self._ranks[rank].link.send_bytes(pickle.dumps((sys.path, variables | own, job)))
+                    values, failures = self._collect(num_ranks, deadline, on_message)
+                if failures:
+                    first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
+                    raise _make_error(first, num_ranks, sorted(values))
+                if stuck := [rank for rank in range(num_ranks) if rank not in values]:
+                    message = f"rank {', '.join(map(str, stuck))} of {num_ranks} did not finish within {timeout_s:g} s"
+                    places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
+                    raise LaunchError("".join([message, *places]), stuck[0])
+                return [values[rank] for rank in range(num_ranks)]
             except BaseException:
                 self.close()
                 raise
@@ -279,14 +274,12 @@ class RankPool:
         for rank in ranks:
             rank.link.close()
             rank.stacks.close()
-            if rank.process.is_alive():
-                rank.process.terminate()
+            rank.process.terminate()
         deadline = time.monotonic() + _GRACE_S
         for rank in ranks:
             rank.process.join(max(0.0, deadline - time.monotonic()))
         for rank in ranks:
-            if rank.process.is_alive():  # stopped, or busy in a handler of its own
-                rank.process.kill()
+            rank.process.kill()  # if it is stopped, or busy in a handler of its own
             rank.process.join()
             rank.process.close()
 
@@ -297,144 +290,81 @@ class RankPool:
         if not self._ranks:
             self._server = _find_server()
         for rank in range(len(self._ranks), num_ranks):
+            preparation["name"] = f"paceline-rank-{rank}"
             link, far_link = multiprocessing.Pipe()
             stacks, far_stacks = multiprocessing.Pipe(duplex=False)
             # Deferred: half started, a rank would be neither waited for nor ended.
             with far_link, far_stacks, defer_signals():
                 if self._server is None:
-                    process = self._spawn(rank, far_link, far_stacks)
+                    process: Any = multiprocessing.get_context("spawn").Process(
+                        target=serve_jobs_spawned, args=(rank, far_link, far_stacks), name=preparation["name"]
+                    )
+                    multiprocessing.resource_tracker.ensure_running()  # its start would unblock what is blocked below
+                    with _sigint_blocked():
+                        process.start()
                 else:
-                    process = self._fork(rank, link, far_link, far_stacks, preparation)
+                    with open(os.devnull, "wb") as nothing:
+                        outputs = [fd if os.path.lexists(f"/proc/self/fd/{fd}") else nothing.fileno() for fd in (1, 2)]
+                        process = self._server.fork("rank", far_link.fileno(), [far_stacks.fileno(), *outputs])
+                    os.umask(mask := os.umask(0))
+                    with contextlib.suppress(OSError):
+                        link.send_bytes(pickle.dumps((rank, dict(os.environ), mask, preparation)))
                 self._ranks.append(_Rank(process, link, stacks))
 
-    def _fork(
-        self, rank: int, link: Connection, far_link: Connection, far_stacks: Connection, preparation: dict[str, Any]
-    ) -> _Forked:
-        assert self._server is not None
-        mask = os.umask(0)
-        os.umask(mask)
-        preparation = preparation | {"name": f"paceline-rank-{rank}"}
-        with open(os.devnull, "wb") as nothing:
-            outputs = [fd if _is_open(fd) else nothing.fileno() for fd in (1, 2)]
-            process = self._server.fork("rank", far_link.fileno(), [far_stacks.fileno(), *outputs])
-        with contextlib.suppress(OSError):
-            link.send_bytes(pickle.dumps((rank, dict(os.environ), mask, preparation)))
-        return process
-
-    def _spawn(self, rank: int, far_link: Connection, far_stacks: Connection) -> Any:
-        multiprocessing.resource_tracker.ensure_running()  # its own start would unblock what is blocked below
-        by_main_thread = threading.current_thread() is threading.main_thread()
-        process = multiprocessing.get_context("spawn").Process(
-            target=serve_jobs_spawned, args=(rank, far_link, far_stacks, by_main_thread), name=f"paceline-rank-{rank}"
-        )
-        with _sigint_blocked():  # and inherited: Ctrl-C must not end a rank that starts with a traceback of its own
-            process.start()
-        return process
-
-    def _await_ranks(self, num_ranks: int, deadline: float | None) -> None:
+    def _await_ranks(self, num_ranks: int, deadline: float) -> None:
         """Wait until every rank is ready, so that they begin together, has died, or time is up."""
         global _can_fork
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if self._server is not None and not self._server.is_ready(left_s):
+        if self._server is not None and not self._server.is_ready(max(0.0, deadline - time.monotonic())):
             self.close()
             _can_fork = False
             self._start(num_ranks)
         for rank in self._ranks[:num_ranks]:
-            while not rank.was_heard and rank.process.exitcode is None:
-                left_s = _LOOK_S if deadline is None else min(_LOOK_S, deadline - time.monotonic())
-                if left_s <= 0:
-                    return
-                if rank.link.poll(left_s):
+            while not rank.was_heard and rank.process.exitcode is None and time.monotonic() < deadline:
+                if rank.link.poll(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
                     with contextlib.suppress(EOFError, OSError):
                         rank.was_heard = bool(rank.link.recv_bytes())  # "ready"
                     break
 
     def _collect(
-        self,
-        num_ranks: int,
-        timeout_s: float | None,
-        deadline: float | None,
-        on_message: Callable[[int, Any], None] | None,
-    ) -> list[Any]:
+        self, num_ranks: int, deadline: float, on_message: Callable[[int, Any], None] | None
+    ) -> tuple[dict[int, Any], list[Failure]]:
         """Listen to all ranks until each has answered, one has failed, or time is up."""
         values: dict[int, Any] = {}
-        failures: dict[int, Failure] = {}
+        failures: list[Failure] = []
         pending = set(range(num_ranks))
-        while pending:
-            left_s = _LOOK_S if deadline is None else deadline - time.monotonic()
-            if left_s <= 0:
-                break
+        while pending and (left_s := deadline - time.monotonic()) > 0:
             links: dict[Any, int] = {self._ranks[rank].link: rank for rank in pending}
             ready = multiprocessing.connection.wait(list(links), min(left_s, _LOOK_S))
             # A dead rank is known by the end of its link or, where a grandchild holds the link open, by a look at it.
             dead = {rank for rank in pending if self._ranks[rank].process.exitcode is not None}
-            for rank in sorted({links[item] for item in ready if item in links} | dead):
-                is_gone = rank in dead
-                # What it said first: a rank that answered and then died has answered.
-                while rank in pending and self._ranks[rank].link.poll():
-                    answer = self._receive(rank)
-                    if answer is None:
-                        is_gone = True
-                        break
-                    kind, content = answer
+            for rank in sorted({links[item] for item in ready} | dead):
+                for kind, content in self._receive(rank, rank in dead):
                     if kind == "message" and on_message is not None:
                         on_message(rank, content)
                     elif kind in ("value", "failure"):
                         pending.discard(rank)
-                        (values if kind == "value" else failures)[rank] = content
-                if is_gone and rank in pending:
-                    pending.discard(rank)
-                    failures[rank] = self._describe_death(rank)
-            if failures and (deadline is None or deadline - time.monotonic() > _AFTERMATH_S):
-                deadline = time.monotonic() + _AFTERMATH_S
-        if failures:
-            raise self._blame(num_ranks, failures, values)
-        if pending:
-            raise self._report_timeout(num_ranks, sorted(pending), timeout_s)
-        return [values[rank] for rank in range(num_ranks)]
+                        if kind == "value":
+                            values[rank] = content
+                        else:
+                            failures.append(content)
+                        break
+            if failures:
+                deadline = min(deadline, time.monotonic() + _AFTERMATH_S)
+        return values, failures
 
-    def _receive(self, rank: int) -> tuple[str, Any] | None:
+    def _receive(self, rank: int, is_gone: bool) -> Iterator[tuple[str, Any]]:
+        """What a rank has sent and then, if it is gone, how it died: one that answered and then died has answered."""
+        end = self._ranks[rank]
         try:
-            kind, content = pickle.loads(self._ranks[rank].link.recv_bytes())
+            while end.link.poll():
+                answer = pickle.loads(end.link.recv_bytes())
+                end.was_heard = True
+                yield answer
         except (EOFError, OSError):
-            return None
-        self._ranks[rank].was_heard = True
-        return kind, content
-
-    def _describe_death(self, rank: int) -> Failure:
-        process = self._ranks[rank].process
-        process.join()
-        code = process.exitcode or 0
-        if code < 0:
-            names = {known.value: known.name for known in signal.Signals}
-            summary = f"was killed by {names.get(-code, f'signal {-code}')}"
-            summary += " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
-        else:
-            summary = f"exited with code {code}"
-            if not self._ranks[rank].was_heard:
-                summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
-        return Failure(rank, time.monotonic(), summary)
-
-    def _blame(self, num_ranks: int, failures: Mapping[int, Failure], values: Mapping[int, Any]) -> PacelineError:
-        """The error of the rank that failed first; ranks that only lost their peer do not count if another did not."""
-        first = min(failures.values(), key=lambda failure: (failure.is_secondary, failure.when_s))
-        if first.error is not None and not (first.is_secondary and values):
-            first.error.add_note(f"(on rank {first.rank} of {num_ranks})")
-            return first.error
-        message = f"rank {first.rank} of {num_ranks} {first.summary}"
-        if first.is_secondary and values:
-            message += f" (rank {', '.join(map(str, sorted(values)))} had already returned)"
-        if first.trace:
-            message += f"\n\nTraceback of rank {first.rank}:\n{first.trace}"
-        is_killed = self._ranks[first.rank].process.exitcode == -signal.SIGKILL
-        return LaunchError(message, first.rank, first.trace, code="killed" if is_killed else "")
-
-    def _report_timeout(self, num_ranks: int, stuck: list[int], timeout_s: float | None) -> LaunchError:
-        """Say which ranks did not finish and, from their own stacks, where they are."""
-        message = f"rank {', '.join(map(str, stuck))} of {num_ranks} did not finish within {timeout_s:g} s"
-        for rank in stuck:
-            message += f"\n\nRank {rank} is at:\n{self._read_stack(rank)}"
-        return LaunchError(message, stuck[0])
+            is_gone = True
+        if is_gone:
+            end.process.join()
+            yield "failure", _describe_death(rank, end.process.exitcode or 0, end.was_heard)
 
     def _read_stack(self, rank: int) -> str:
         stacks, process = self._ranks[rank].stacks, self._ranks[rank].process
@@ -442,12 +372,35 @@ class RankPool:
             return "(still starting)"
         os.kill(process.pid, signal.SIGUSR1)
         text = b""
-        while stacks.poll(0.3 if text else 1.0) and len(text) < 2**16:
-            chunk = os.read(stacks.fileno(), 2**16)
-            if not chunk:
-                break
+        while stacks.poll(0.3 if text else 1.0) and len(text) < 2**16 and (chunk := os.read(stacks.fileno(), 2**16)):
             text += chunk
         return text.decode(errors="replace").strip() or "(no answer: stopped, or stuck inside the kernel)"
+
+
+def _describe_death(rank: int, code: int, was_heard: bool) -> Failure:
+    if code < 0:
+        names = {known.value: known.name for known in signal.Signals}
+        summary = f"was killed by {names.get(-code, f'signal {-code}')}"
+        summary += " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
+    else:
+        summary = f"exited with code {code}"
+        if not was_heard:
+            summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
+    return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "")
+
+
+def _make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
+    """The error of the rank that failed first; one that only lost its peer may have lost a rank that `returned`."""
+    has_lost_returned = failure.is_secondary and bool(returned)
+    if failure.error is not None and not has_lost_returned:
+        failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
+        return failure.error
+    message = f"rank {failure.rank} of {num_ranks} {failure.summary}"
+    if has_lost_returned:
+        message += f" (rank {', '.join(map(str, returned))} had already returned)"
+    if failure.trace:
+        message += f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}"
+    return LaunchError(message, failure.rank, failure.trace, failure.code)
 
 
 def run_ranks(
@@ -466,19 +419,9 @@ def run_ranks(
     of that world, which must have `num_ranks` ranks, and every rank gets the list of all values. Collective there:
     every rank must call this. `timeout_s` then bounds the wait for the other ranks after `fn` returned here.
     """
-    if is_launched():
-        return _run_in_launched_world(fn, num_ranks, args, timeout_s, on_message)
-    with RankPool(num_ranks) as pool:
-        return pool.run(fn, args, timeout_s=timeout_s, on_message=on_message)
-
-
-def _run_in_launched_world(
-    fn: Callable[..., Any],
-    num_ranks: int,
-    args: Sequence[Any],
-    timeout_s: float | None,
-    on_message: Callable[[int, Any], None] | None,
-) -> list[Any]:
+    if not is_launched():
+        with RankPool(num_ranks) as pool:
+            return pool.run(fn, args, timeout_s=timeout_s, on_message=on_message)
     place = read_place()
     if place.world_size != num_ranks:
         raise ConfigError(
@@ -503,51 +446,34 @@ def _run_in_launched_world(
         cause = gathering.find_failure() if failure.is_secondary else b""
         gathering.fail(pickle.dumps(failure))
         if cause:
-            raise _error_of(pickle.loads(cause), num_ranks) from error
+            raise _make_error(pickle.loads(cause), num_ranks) from error
         raise
     values, failed = gathering.gather(data, timeout_s)
     if failed:
-        raise _error_of(pickle.loads(failed), num_ranks)
+        raise _make_error(pickle.loads(failed), num_ranks)
     return [pickle.loads(item) for item in values]
 
 
-def _error_of(failure: Failure, num_ranks: int) -> PacelineError:
-    if failure.error is not None:
-        failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
-        return failure.error
-    message = f"rank {failure.rank} of {num_ranks} {failure.summary}"
-    if failure.trace:
-        message += f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}"
-    return LaunchError(message, failure.rank, failure.trace)
-
-
 def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
+    name = getattr(fn, "__qualname__", repr(fn))
     if getattr(fn, "__module__", "") == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        name = getattr(fn, "__qualname__", repr(fn))
         raise ConfigError(f"{name} is defined interactively, and ranks cannot import it: put it into a file")
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        name = getattr(fn, "__qualname__", repr(fn))
         raise ConfigError(
             f"{name} and its arguments cannot be sent to another process ({error}): "
             "use a function at the top level of a module, and plain values"
         ) from None
 
 
-def _rank_variables(rank: int, num_ranks: int, port: int, job_id: str) -> dict[str, str]:
+def _job_variables(num_ranks: int, port: int) -> dict[str, str]:
     variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PACELINE_LAUNCHER": "paceline",
-        "PACELINE_JOB": job_id,
+        "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "PACELINE_LAUNCHER": "paceline", "PACELINE_JOB": secrets.token_hex(8),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
-    }
+    }  # fmt: skip
     loopback = machine.loopback_interface()
     if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Left alone, gloo resolves the host's name, which on a laptop may be unreachable or nobody's.
@@ -555,27 +481,51 @@ def _rank_variables(rank: int, num_ranks: int, port: int, job_id: str) -> dict[s
     return variables
 
 
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def defer_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM wait for the end of the block, for imports: torch's own does not survive an interrupt."""
+def handle_signals(handler: Callable[[int, FrameType | None], Any], *numbers: signal.Signals) -> Iterator[None]:
+    """Let a function handle these signals inside the block; nothing changes in a thread other than the main one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, lambda number, frame: came.append((number, frame)))
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for came_number, frame in came[:1]:
-        then = before[signal.Signals(came_number)]
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def defer_signals() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait for the end of the block, for imports: torch's own does not survive an interrupt."""
+    came: list[tuple[int, FrameType | None]] = []
+    with handle_signals(lambda *signal_and_frame: came.append(signal_and_frame), signal.SIGINT, signal.SIGTERM):
+        yield
+    for number, frame in came[:1]:
+        then = signal.getsignal(number)
         if callable(then):
-            then(came_number, frame)
+            then(number, frame)
         elif then == signal.SIG_DFL:
-            raise SystemExit(128 + came_number)
+            raise SystemExit(128 + number)
+
+
+@contextlib.contextmanager
+def unwind_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind this process as Ctrl-C does, instead of ending it on the spot."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        with handle_signals(unwind, signal.SIGTERM):
+            yield
+    else:
+        yield
 
 
 @contextlib.contextmanager
@@ -588,21 +538,11 @@ def _sigint_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def _serve_store(server: _Server | None) -> Iterator[int]:
     """A store for one job on a loopback port that the kernel chose; in a process of its own unless torch is imported
     here, so that a launcher need not import it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(1024)
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         port = listener.getsockname()[1]
         if server is None or "torch.distributed" in sys.modules:
             with defer_signals():
@@ -622,23 +562,3 @@ def _serve_store(server: _Server | None) -> Iterator[int]:
         process.join(_GRACE_S)
         process.kill()
         process.close()
-
-
-@contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """While ranks run, SIGTERM unwinds this process like Ctrl-C does, instead of ending it on the spot."""
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
-    signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -52,21 +52,6 @@ def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return None
 
 
-def _mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if dist.get_rank() not in mesh.mesh.flatten().tolist():
-        raise ConfigError(
-            f"rank {dist.get_rank()} is not part of the mesh {mesh.mesh.tolist()}, so it has no group there"
-        )
-    group = _find_group(mesh)
-    if group is not None:
-        return group
-    names = mesh.mesh_dim_names or (0,)
-    raise ConfigError(
-        f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole: "
-        f"use one dimension of it, such as mesh[{names[0]!r}]"
-    )
-
-
 def ranks(mesh: DeviceMesh | None = None) -> Ranks:
     """This process's ranks, in the world or inside a mesh (all of it, whatever its dimensions)."""
     _need_world()
@@ -82,6 +67,9 @@ def ranks(mesh: DeviceMesh | None = None) -> Ranks:
     else:
         rank = members.index(global_rank)
     return Ranks(rank, len(members), global_rank, _local_rank())
+
+
+_FACTS = {"ws": "world_size", "rank": "rank", "grank": "global_rank", "lrank": "local_rank"}
 
 
 class _Get:
@@ -103,19 +91,21 @@ class _Get:
 
     def __call__(self, what: str, mesh: DeviceMesh | None = None) -> Any:
         mesh = self.mesh if mesh is None else mesh
-        match what:
-            case "ws":
-                return ranks(mesh).world_size
-            case "rank":
-                return ranks(mesh).rank
-            case "grank":
-                return ranks(mesh).global_rank
-            case "lrank":
-                return ranks(mesh).local_rank
-            case "pg":
-                _need_world()
-                return None if mesh is None else _mesh_group(mesh)
-        raise ConfigError(f"get({what!r}) is unknown: use 'ws', 'rank', 'grank', 'lrank' or 'pg'")
+        if what in _FACTS:
+            return getattr(ranks(mesh), _FACTS[what])
+        if what != "pg":
+            raise ConfigError(f"get({what!r}) is unknown: use 'ws', 'rank', 'grank', 'lrank' or 'pg'")
+        _need_world()
+        if mesh is None:
+            return None
+        if (rank := dist.get_rank()) not in mesh.mesh.flatten().tolist():
+            raise ConfigError(f"rank {rank} is not part of the mesh {mesh.mesh.tolist()}: it has no group there")
+        if (group := _find_group(mesh)) is None:
+            raise ConfigError(
+                f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole: "
+                f"use one dimension of it, such as mesh[{(mesh.mesh_dim_names or (0,))[0]!r}]"
+            )
+        return group
 
     def register_mesh(self, mesh: DeviceMesh | None) -> _Get:
         """Use this mesh whenever none is given; None goes back to the world."""

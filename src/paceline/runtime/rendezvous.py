@@ -8,14 +8,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import math
 import os
 import platform
 import secrets
 import socket
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,39 +31,26 @@ from paceline.runtime.environment import Place
 _STORE_S, _LINGER_S = 120.0, 3.0
 
 
-@dataclass
-class _OpenStore:
-    """An open store and how to close it, kept for as long as this process may use it again."""
-
-    store: dist.Store
-    close: Callable[[], None] = lambda: None
-    num_worlds: int = 0
-    num_gathers: int = 0
+# By address and job, with how often each was opened. A second world at the same address reuses the store under a prefix
+# of its own: the keys of the first are still there, and a store that rank 0 opened again could be mistaken for the old.
+_stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
+_closers = contextlib.ExitStack()
 
 
-# By address and job. A second world at the same address reuses the store under a prefix of its own: the keys of the
-# first are still there, and a store that rank 0 closed and opened again could be mistaken for the old one.
-_stores: dict[tuple[str, ...], _OpenStore] = {}
-
-
-def open_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
+def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "") -> Any:
     """The store of a new world. `rendezvous` is `env://`, `tcp://HOST:PORT` or `file:///PATH`.
 
-    Collective: every rank must call this, the n-th time for the n-th world at an address.
+    Collective: every rank must call this, the n-th time for the n-th world at an address (and topic).
     """
-    found, attempt = _find_store(rendezvous, place, timeout_s)
-    found.num_worlds += 1
-    return dist.PrefixStore(f"paceline/{attempt}/{found.num_worlds}", found.store)
-
-
-def _find_store(rendezvous: str, place: Place, timeout_s: float) -> tuple[_OpenStore, str]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     where = (rendezvous, str(place.master_addr), str(place.master_port))
     key = (*where, os.environ.get("PACELINE_JOB", ""), attempt, f"{place.rank}/{place.world_size}")
     if key not in _stores:
-        _stores[key] = _connect_store(rendezvous, place, timeout_s)
+        _stores[key] = _connect_store(rendezvous, place, timeout_s), Counter()
         atexit.register(close_stores)
-    return _stores[key], attempt
+    store, counts = _stores[key]
+    counts[topic] += 1
+    return dist.PrefixStore(f"paceline/{attempt}/{topic}{counts[topic]}", store)
 
 
 class Gathering:
@@ -72,39 +60,20 @@ class Gathering:
     """
 
     def __init__(self, place: Place) -> None:
-        found, attempt = _find_store("env://", place, _STORE_S)
-        found.num_gathers += 1
-        self._place = place
-        self._store: Any = dist.PrefixStore(f"paceline/{attempt}/gather-{found.num_gathers}", found.store)
+        self._place, self._store = place, open_store("env://", place, _STORE_S, "gather-")
 
     def gather(self, mine: bytes, timeout_s: float | None) -> tuple[list[bytes], bytes]:
         """The bytes of all ranks in rank order and nothing; or nothing and what the first rank to `fail` said."""
-        self._store.set(f"value/{self._place.rank}", mine)
-        keys = [f"value/{rank}" for rank in range(self._place.world_size)]
-        deadline, pause_s = None if timeout_s is None else time.monotonic() + timeout_s, 0.005
+        limit_s = math.inf if timeout_s is None else timeout_s
+        late = f"did not return within {limit_s:g} s"
         try:
-            while not self._store.check(keys):
-                if failure := self.find_failure():
-                    self._leave()
-                    return [], failure
-                if deadline is not None and time.monotonic() > deadline:
-                    missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-                    raise LaunchError(
-                        f"rank {', '.join(missing[:16])} of {self._place.world_size} did not return within "
-                        f"{timeout_s:g} s",
-                        code="timeout",
-                    )
-                time.sleep(pause_s)
-                pause_s = min(0.1, pause_s * 1.5)
-            values = [self._store.get(key) for key in keys]
+            values = _exchange(self._store, self._place, "value", mine, limit_s, late, self.find_failure)
+            failure = b"" if values else self.find_failure()
         except dist.DistError as error:
-            raise LaunchError(
-                f"rank {self._place.rank} lost the store of the job, probably with rank 0: "
-                f"{str(error).splitlines()[0]}",
-                code="peer-lost",
-            ) from None
+            text = f"lost the store of the job, probably with rank 0: {str(error).splitlines()[0]}"
+            raise LaunchError(f"rank {self._place.rank} {text}", code="peer-lost") from None
         self._leave()
-        return values, b""
+        return values, failure
 
     def fail(self, what: bytes) -> None:
         """Report a failure to every rank that gathers, now or later."""
@@ -128,8 +97,8 @@ class Gathering:
 def close_stores() -> None:
     """Close every store that this process opened, and remove its files; does nothing the second time."""
     atexit.unregister(close_stores)
-    while _stores:
-        _stores.popitem()[1].close()
+    _stores.clear()
+    _closers.close()
 
 
 def serve_local_store(listener: int) -> dist.TCPStore:
@@ -139,50 +108,53 @@ def serve_local_store(listener: int) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener)
 
 
-def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> _OpenStore:
+def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
     url = urlparse(rendezvous)
     if url.scheme == "env":
         if place.world_size == 1 and place.master_addr is None:
-            return _OpenStore(dist.HashStore())
+            return dist.HashStore()
         if place.master_addr is None or place.master_port is None:
             missing = "MASTER_ADDR" if place.master_addr is None else "MASTER_PORT"
             raise ConfigError(
-                f"rank {place.rank} of {place.world_size} has no rendezvous: {missing} is not set; "
-                "start the ranks with torchrun, or pass rendezvous='tcp://HOST:PORT' or 'file:///PATH'"
+                f"rank {place.rank} of {place.world_size} has no rendezvous, for {missing} is not set: start the ranks "
+                "with torchrun, or pass rendezvous='tcp://HOST:PORT' or 'file:///PATH'"
             )
         # Under torchrun and under our own launcher the agent serves the store, and every rank is a client of it.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return _open_tcp(place.master_addr, place.master_port, place, place.rank == 0 and not served, timeout_s)
     if url.scheme == "tcp":
-        try:
-            host, port = url.hostname, url.port
-        except ValueError:
-            host = port = None
-        if not host or not port:
-            raise ConfigError(f"rendezvous {rendezvous!r} lacks a host or a port: write tcp://HOST:PORT")
-        return _open_tcp(host, port, place, place.rank == 0, timeout_s)
+        with contextlib.suppress(ValueError):  # a port that is none
+            if url.hostname and url.port:
+                return _open_tcp(url.hostname, url.port, place, place.rank == 0, timeout_s)
+        raise ConfigError(f"rendezvous {rendezvous!r} lacks a host or a port: write tcp://HOST:PORT")
     if url.scheme == "file":
-        if not url.path or url.netloc:
-            raise ConfigError(f"rendezvous {rendezvous!r} lacks an absolute path: write file:///PATH")
-        if url.fragment or url.query or Path(url.path).is_dir():
-            raise ConfigError(f"rendezvous {rendezvous!r} names no file: write file:///PATH without # and ?")
+        if not url.path or url.netloc or url.fragment or url.query or Path(url.path).is_dir():
+            raise ConfigError(f"rendezvous {rendezvous!r} names no file: write file:///PATH, absolute, without # and ?")
         return _open_file(Path(url.path), place, timeout_s)
     raise ConfigError(f"rendezvous {rendezvous!r} is unknown: use env://, tcp://HOST:PORT or file:///PATH")
 
 
-def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> _OpenStore:
-    if not serve:
-        _wait_for_listener(host, port, place, timeout_s)
+def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> dist.Store:
+    who = f"rank {place.rank} of {place.world_size}"
+    deadline, reason = time.monotonic() + timeout_s, ""
+    while not serve:  # until rank 0 listens; torch would wait too, and end with a page of text
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+            break
+        except OSError as error:
+            reason = error.strerror or str(error)
+            if isinstance(error, socket.gaierror):
+                reason = f"the name does not resolve: {reason}"
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"{who} could not reach {host}:{port} within {timeout_s:g} s ({reason}): "
+                "is rank 0 running, and may this host reach it?"
+            )
+        time.sleep(0.05)
+    limit = timedelta(seconds=timeout_s)
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            place.world_size,
-            is_master=serve,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # `await_ranks` waits, and names the missing ranks
-            multi_tenant=True,
-        )
+        # `await_ranks` waits for the others, and names the missing ranks.
+        return dist.TCPStore(host, port, place.world_size, serve, limit, wait_for_workers=False, multi_tenant=True)
     except RuntimeError as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
@@ -190,36 +162,15 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
                 f"port {port} on {host} is taken, probably by another job: choose another MASTER_PORT, "
                 "or start with `torchrun --standalone`, which finds a free one"
             ) from None
-        raise LaunchError(f"rank {place.rank} could not open the store at {host}:{port}: {text}") from None
-    return _OpenStore(store)
+        raise LaunchError(f"{who} could not open the store at {host}:{port}: {text}") from None
 
 
-def _wait_for_listener(host: str, port: int, place: Place, timeout_s: float) -> None:
-    """Wait until rank 0 listens. torch would wait too, and end with a page of text."""
-    deadline = time.monotonic() + timeout_s
-    reason = ""
-    while time.monotonic() < deadline:
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
-            return
-        except socket.gaierror as error:
-            reason = f"the name does not resolve: {error.strerror}"
-        except OSError as error:
-            reason = error.strerror or str(error)
-        time.sleep(0.05)
-    raise LaunchError(
-        f"rank {place.rank} of {place.world_size} could not reach {host}:{port} within {timeout_s:g} s ({reason}): "
-        "is rank 0 running, and may this host reach it?"
-    )
-
-
-def _open_file(path: Path, place: Place, timeout_s: float) -> _OpenStore:
+def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
     """A store in a file next to `path`. Rank 0 holds a lock on `path`, so that a stale file is found at once."""
-    deadline = time.monotonic() + timeout_s
+    deadline, held = time.monotonic() + timeout_s, -1
     if place.rank == 0:
         token, held = _claim(path)
     else:
-        held = -1
         while not (token := _read_claim(path)):
             if time.monotonic() > deadline:
                 raise LaunchError(
@@ -228,19 +179,19 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> _OpenStore:
                 )
             time.sleep(0.02)
     # A name of its own for every claim: a late rank of an old store cannot touch a new one.
-    file = path.with_name(f"{path.name}.{token}")
-    store = dist.FileStore(str(file), place.world_size)
+    store = dist.FileStore(f"{path}.{token}", place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
 
     def close() -> None:
         # The store's own file is removed with the last FileStore that is freed; removed earlier, a late rank's would
         # create it again.
-        if held >= 0:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            os.close(held)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        os.close(held)
 
-    return _OpenStore(store, close)
+    if held >= 0:
+        _closers.callback(close)
+    return store
 
 
 def _stale(path: Path) -> LaunchError:
@@ -296,60 +247,57 @@ def find_host_id() -> str:
 
 def await_ranks(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
     """Wait until every rank has arrived and return their hosts in rank order. Collective: every rank must call this."""
-
-    def explain(missing: str) -> str:
-        return (
-            f"{missing} of {place.world_size} did not arrive within {timeout_s:g} s: check that they started "
-            "(under Slurm: `srun`, not a bare call in the batch script)"
-        )
-
     if store.add(f"arrived/{place.rank}", 1) > 1:
         raise LaunchError(f"two processes have rank {place.rank} of {place.world_size}: check RANK")
     if place.rank == 0:
         store.set("size", str(place.world_size))
-    if place.rank > 0 and store.check(["size"]) and store.get("size") != str(place.world_size).encode():
-        size = store.get("size").decode()
+    elif store.check(["size"]) and (size := store.get("size").decode()) != str(place.world_size):
         raise LaunchError(f"rank {place.rank} has WORLD_SIZE {place.world_size} and rank 0 has {size}: they must agree")
-    return _exchange(store, place, "here", find_host_id(), timeout_s, explain)
+    late = (
+        f"did not arrive within {timeout_s:g} s: check that they started (under Slurm: `srun`, not a bare call in the "
+        "batch script)"
+    )
+    return [host.decode() for host in _exchange(store, place, "here", find_host_id().encode(), timeout_s, late)]
 
 
 def agree_on_backend(store: dist.Store, place: Place, backend: str, refusal: str, timeout_s: float) -> None:
     """Return only if no rank refuses and all chose one backend; otherwise raise the same error on every rank.
 
-    Without this, the other ranks would wait in torch for the one that refused. Collective: every rank must
-    call this.
+    Without this, the others would wait in torch for the one that refused. Collective: every rank must call this.
     """
-
-    def explain(missing: str) -> str:
-        return (
-            f"{missing} of {place.world_size} arrived and then sent nothing for {timeout_s:g} s: check its own output"
-        )
-
-    answers = _exchange(store, place, "ready", f"{backend}\n{refusal}", timeout_s, explain)
-    choices = [answer.split("\n", 1)[0] for answer in answers]
-    for rank, answer in enumerate(answers):
-        if reason := answer.split("\n", 1)[1]:
-            others = "" if place.world_size == 1 else f" (on rank {rank} of {place.world_size})"
-            raise ConfigError(reason + others)
+    late = f"arrived and then sent nothing for {timeout_s:g} s: check its own output"
+    mine = f"{backend}\n{refusal}".encode()
+    answers = [answer.decode() for answer in _exchange(store, place, "ready", mine, timeout_s, late)]
+    choices, refusals = zip(*(answer.split("\n", 1) for answer in answers), strict=True)
+    for rank, reason in enumerate(refusals):
+        if reason:
+            raise ConfigError(reason if place.world_size == 1 else f"{reason} (on rank {rank} of {place.world_size})")
     if len(set(choices)) > 1:
         different = ", ".join(f"{choice} on rank {choices.index(choice)}" for choice in dict.fromkeys(choices))
         raise ConfigError(f"the ranks chose different backends ({different}): name one with backend=")
 
 
 def _exchange(
-    store: dist.Store, place: Place, topic: str, mine: str, timeout_s: float, explain: Callable[[str], str]
-) -> list[str]:
-    """Every rank's text, in rank order, over the store alone; `explain` makes the error text about missing ranks."""
+    store: Any,
+    place: Place,
+    topic: str,
+    mine: bytes,
+    timeout_s: float,
+    late: str,
+    is_over: Callable[[], Any] = lambda: False,
+) -> list[bytes]:
+    """Every rank's bytes, in rank order, over the store alone; nothing once it `is_over`. `late` ends the error."""
     store.set(f"{topic}/{place.rank}", mine)
     keys = [f"{topic}/{rank}" for rank in range(place.world_size)]
     deadline, pause_s = time.monotonic() + timeout_s, 0.005
     # Polled: `wait` would log a page of its own on a time-out, and cannot say which key is missing.
     while not store.check(keys):
+        if is_over():
+            return []
         if time.monotonic() > deadline:
             missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise LaunchError(
-                explain(f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])}"), code="timeout"
-            )
+            who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing[:16])} of {place.world_size}"
+            raise LaunchError(f"{who} {late}", code="timeout")
         time.sleep(pause_s)
         pause_s = min(0.1, pause_s * 1.5)
-    return [store.get(key).decode() for key in keys]
+    return [store.get(key) for key in keys]

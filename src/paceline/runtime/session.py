@@ -1,16 +1,12 @@
-"""One run of a command: it starts ranks or joins the launched world, shows progress, saves, and survives interrupts.
-
-Every verb runs in a session, from the command line and from Python. What is measured belongs to `measure`.
-"""
+"""One run of a verb: it starts ranks or joins the launched world, shows progress, saves, and survives interrupts."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
-import importlib
 import os
-import queue
 import signal
 import sys
 import threading
@@ -27,8 +23,8 @@ from paceline.records.environment import Environment, capture_environment, find_
 from paceline.records.kinds import Record
 from paceline.records.store import RUN_FILE, STUDY_FILE, Run, RunFolder, Study, load_run
 from paceline.runtime.environment import Place, is_launched, read_place
-from paceline.runtime.launch import RankPool, check_rank_count, defer_signals
-from paceline.runtime.worker import listen
+from paceline.runtime.launch import RankPool, check_rank_count, defer_signals, handle_signals, unwind_on_sigterm
+from paceline.runtime.worker import find_function, listen
 from paceline.units import format_duration, format_number_of
 
 if TYPE_CHECKING:
@@ -44,6 +40,7 @@ _ECHO_S = 0.3
 
 # A function of the ranks: "package.module:name", which only the ranks import, or a call that imports it here.
 Load = str | Callable[[], Callable[..., Any]]
+Describe = Callable[[Sequence[Record]], str]
 
 
 @dataclass(frozen=True)
@@ -63,10 +60,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Task:
-    """One cell of a run: a function that ranks call and that returns records.
+    """One cell of a run: a function that ranks call and that returns records; `weight` is its share of the work.
 
-    `load` names the function ("package.module:name"), so that this process needs not import torch, or imports it; the
-    ranks already start while it does. `weight` is its work compared with other tasks.
     `follow` makes its arguments from the records of the tasks before it. `on_death` makes its records where its ranks
     were killed; where that is None, or returns None, the error ends the run.
     """
@@ -84,12 +79,10 @@ class Task:
 class Session:
     """One run under way. In a launched world every rank has one, and only rank 0 (`is_leader`) writes and shows.
 
-    `place` is None where the ranks are started here, or where this process alone is measured (`here`).
-    `folder` is the run's folder, None where nothing is to be written;
-    in a launched world the others than rank 0 have one only to read from, when a run is resumed.
-    `config` is the resolved request. `is_finished` says that a resumed run has all of its records already.
-    `warnings` are reasons to doubt that the verb adds. `saved` may be set by a verb that saves in its own way: it
-    describes what is on disk, for the message of an interrupt ("step 40"); empty where there is nothing.
+    `place` is None where the ranks are started here, or where this process alone is measured (`here`). `folder` is None
+    where nothing is to be written; ranks other than 0 have one only to read from, when a run is resumed. `is_finished`
+    says that a resumed run has all of its records. `warnings` are reasons to doubt that the verb adds. `saved` may be
+    set by a verb that saves in its own way: it describes what is on disk ("step 40"), for the message of an interrupt.
     """
 
     verb: str
@@ -111,7 +104,7 @@ class Session:
     _cells: tuple[str, ...] = ()
     _num_cells: float = 0
     _parts: list[Session] = field(default_factory=list)
-    _pools: dict[int, RankPool] = field(default_factory=dict)
+    _pools: dict[int, RankPool] = field(default_factory=dict)  # by the thread that uses them
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False
 
@@ -122,11 +115,7 @@ class Session:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def ask(
-        self,
-        load: Load,
-        arguments: tuple[Any, ...] = (),
-        ranks: int | None = None,
-        on_interrupt: str = "stop",
+        self, load: Load, arguments: tuple[Any, ...] = (), ranks: int | None = None, on_interrupt: str = "stop"
     ) -> Any:
         """Call the loaded function on the ranks and return the value of rank 0 (in a launched world: of this rank).
 
@@ -134,19 +123,10 @@ class Session:
         the first Ctrl-C or SIGTERM to them, so that they save and return, and notes it in `signal`; a second one ends
         them at once.
         """
-        task = Task("", load, arguments, ranks or self.ranks)
-        with self._show() as display:
-            if self.place is not None or self.here:
-                return self._call_here(task, display)
-            check_rank_count(task.ranks)
-            return self._call_on_pool(0, task, display, saves=on_interrupt == "save")
+        with ProgressDisplay(self.verb, self.progress if self.is_leader else False) as display:
+            return self._call(Task("", load, arguments, ranks or self.ranks), display, on_interrupt == "save")
 
-    def run(
-        self,
-        tasks: Sequence[Task],
-        describe: Callable[[Sequence[Record]], str] | None = None,
-        at_once: int = 1,
-    ) -> list[Record]:
+    def run(self, tasks: Sequence[Task], describe: Describe | None = None, at_once: int = 1) -> list[Record]:
         """The records of all tasks, in order: of those that are saved already, and of the others, run and saved now.
 
         `at_once` tasks run at a time, each on ranks of its own. `describe` says a few words about a finished task.
@@ -158,125 +138,75 @@ class Session:
                 code="launched",
             )
         self._cells, self._num_cells = tuple(task.name for task in tasks), len(tasks)
-        kept = {task.name: found for task in tasks if (found := self._find(task)) is not None}
+        kept = {}
+        if self.study is not None:
+            found = {task.name: self.study.find(task.name) for task in tasks}
+            kept = {name: records for name, records in found.items() if records is not None}
         missing = [task for task in tasks if task.name not in kept]
         if missing:
-            with self._show(tasks, tuple(kept), describe) as display:
-                if self.place is not None or self.here:
-                    self._run_in_turn(missing, kept, lambda task: self._call_here(task, display), display)
-                else:
-                    check_rank_count(max(task.ranks for task in missing) * at_once)
-                    if at_once == 1 or len(missing) == 1:
-                        self._run_in_turn(missing, kept, lambda task: self._run_on_pool(0, task, display), display)
-                    else:
-                        self._run_at_once(missing, kept, at_once, display)
+            if self.place is None and not self.here:
+                check_rank_count(max(task.ranks for task in missing) * at_once)
+            progress = self.progress if self.is_leader else False
+            with ProgressDisplay(self.verb, progress, tasks, tuple(kept), describe) as display:
+                self._run_missing(missing, kept, min(at_once, len(missing)), display)
         return [record for task in tasks for record in kept[task.name]]
 
-    def _show(
-        self,
-        tasks: Sequence[Task] = (),
-        finished: Sequence[str] = (),
-        describe: Callable[[Sequence[Record]], str] | None = None,
-    ) -> ProgressDisplay:
-        return ProgressDisplay(self.verb, self.progress if self.is_leader else False, tasks, finished, describe)
-
-    def _find(self, task: Task) -> list[Record] | None:
-        return None if self.study is None else self.study.find(task.name)
-
-    def _finish(self, task: Task, records: list[Record], display: ProgressDisplay) -> list[Record]:
-        if self.study is not None and self.is_leader:
-            self.study.keep(task.name, records, self.environment.machine_and_torch)
-        display.finish(task.name, records)
-        return records
-
-    def _run_in_turn(
-        self,
-        tasks: Sequence[Task],
-        kept: dict[str, list[Record]],
-        call: Callable[[Task], list[Record]],
-        display: ProgressDisplay,
-    ) -> None:
-        for task in tasks:
-            if task.follow is not None:
-                before = [record for records in kept.values() for record in records]
-                task = dataclasses.replace(task, arguments=task.follow(before))
-            kept[task.name] = self._finish(task, call(task), display)
-
-    def _run_at_once(
+    def _run_missing(
         self, tasks: Sequence[Task], kept: dict[str, list[Record]], at_once: int, display: ProgressDisplay
     ) -> None:
-        waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        for task in tasks:
-            waiting.put(task)
-        done: queue.SimpleQueue[tuple[Task, list[Record] | BaseException] | None] = queue.SimpleQueue()
-        is_over = threading.Event()
+        def call(task: Task) -> Any:
+            try:
+                return self._call(task, display)
+            except LaunchError as error:
+                records = task.on_death(error) if task.on_death is not None else None
+                if records is None:
+                    raise
+                return records
 
-        def work(number: int) -> None:
-            while not is_over.is_set():
-                try:
-                    task = waiting.get_nowait()
-                except queue.Empty:
-                    break
-                try:
-                    done.put((task, self._run_on_pool(number, task, display)))
-                except BaseException as error:
-                    done.put((task, error))
-                    break
-            done.put(None)
+        def finish(task: Task, records: list[Record]) -> None:
+            kept[task.name] = records
+            if self.study is not None and self.is_leader:
+                self.study.keep(task.name, records, self.environment.machine_and_torch)
+            display.finish(task.name, records)
 
+        if at_once == 1:
+            for task in tasks:
+                if task.follow is not None:
+                    before = [record for records in kept.values() for record in records]
+                    task = dataclasses.replace(task, arguments=task.follow(before))
+                finish(task, call(task))
+            return
         _load(tasks[0].load)  # once, here: threads that import torch at the same time would wait for each other
-        workers = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(at_once)]
+        workers = concurrent.futures.ThreadPoolExecutor(at_once)
         try:
-            for worker in workers:
-                worker.start()
-            left = len(workers)
-            while left:
-                item = _wait_for(done)
-                if item is None:
-                    left -= 1
-                    continue
-                task, outcome = item
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                kept[task.name] = self._finish(task, outcome, display)
+            started = {workers.submit(call, task): task for task in tasks}
+            for future in concurrent.futures.as_completed(started):
+                finish(started[future], future.result())
         except BaseException:
-            is_over.set()
+            workers.shutdown(wait=False, cancel_futures=True)
             self.close()
             raise
         finally:
-            for worker in workers:
-                worker.join()
+            workers.shutdown()
 
-    def _call_here(self, task: Task, display: ProgressDisplay) -> Any:
-        def hear(message: Any) -> None:
-            self._hear(task, message, display)
+    def _call(self, task: Task, display: ProgressDisplay, saves: bool = False) -> Any:
+        """The value of the task's function: here, or of rank 0 on warm ranks that belong to this thread."""
 
-        with listen(hear):
-            return find_function(task.load)(*task.arguments)
+        def hear(rank: int, message: Progress) -> None:
+            if not task.name:  # of a run without tasks, the cells are those that the ranks post
+                self._posted.extend(message.records)
+                self._num_posted += bool(message.records)
+                self._num_cells = message.total
+            display.hear(task.name, message)
 
-    def _run_on_pool(self, number: int, task: Task, display: ProgressDisplay) -> list[Record]:
-        try:
-            records: list[Record] = self._call_on_pool(number, task, display)
-        except LaunchError as error:
-            replaced = task.on_death(error) if task.on_death is not None else None
-            if replaced is None:
-                raise
-            return replaced
-        return records
-
-    def _call_on_pool(self, number: int, task: Task, display: ProgressDisplay, saves: bool = False) -> Any:
-        """The value of rank 0 of the task's function, on warm ranks that belong to this worker."""
-        with contextlib.ExitStack() as stack:
-            pool = self._get_pool(number, task.ranks)
-            if saves:
-                stack.enter_context(self._forward_signals(pool))
-            function = _load(task.load)
+        if self.place is not None or self.here:
+            with listen(lambda message: hear(0, message)):
+                return find_function(_load(task.load))(*task.arguments)
+        pool = self._get_pool(task.ranks)
+        with self._forward_signals(pool) if saves else contextlib.nullcontext():
+            function = _load(task.load)  # while the ranks start
             if self.signal:  # before there was a rank that could save anything
                 raise SystemExit(128 + self.signal)
-
-            def hear(rank: int, message: Any) -> None:
-                self._hear(task, message, display)
-
             try:
                 return pool.run(function, task.arguments, num_ranks=task.ranks, on_message=hear)[0]
             except LaunchError:
@@ -284,31 +214,21 @@ class Session:
                     raise SystemExit(128 + self.signal) from None
                 raise
 
-    def _hear(self, task: Task, message: Progress, display: ProgressDisplay) -> None:
-        if not task.name:  # of a run without tasks, the cells are those that the ranks post
-            self._posted.extend(message.records)
-            self._num_posted += bool(message.records)
-            self._num_cells = message.total
-        display.hear(task.name, message)
-
-    def _get_pool(self, number: int, ranks: int) -> RankPool:
+    def _get_pool(self, ranks: int) -> RankPool:
         with self._lock:
             if self._is_closed:
                 raise LaunchError("the run is being closed", code="interrupted")
-            pool = self._pools.get(number)
+            pool = self._pools.get(threading.get_ident())
             if pool is None or pool.num_ranks < ranks:
                 if pool is not None:
                     pool.close()
-                pool = self._pools[number] = RankPool(ranks)
+                pool = self._pools[threading.get_ident()] = RankPool(ranks)
                 pool.start()
             return pool
 
     @contextlib.contextmanager
     def _forward_signals(self, pool: RankPool) -> Iterator[None]:
         """The first Ctrl-C or SIGTERM asks the ranks to save and stop; the second ends them."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         came_s = 0.0
 
         def forward(number: int, frame: FrameType | None) -> None:
@@ -323,11 +243,11 @@ class Session:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)  # ranks of our own ignore SIGINT
 
-        with _handle(forward, signal.SIGINT, signal.SIGTERM):
+        with handle_signals(forward, signal.SIGINT, signal.SIGTERM):
             yield
 
     def close(self) -> None:
-        """End all ranks; a worker that is about to start some is refused."""
+        """End all ranks; a thread that is about to start some is refused."""
         with self._lock:
             self._is_closed = True
             for pool in self._pools.values():
@@ -371,9 +291,9 @@ class Session:
             return []
         begun, here = self.study.config.get("machine", "unknown"), self.environment.machine_and_torch
         counts = Counter(self.study.find_machine(cell) or begun for cell in self._cells)
-        if set(counts) <= {here}:
-            return []
         counts[here] += 0
+        if len(counts) == 1:
+            return []
         made = "; ".join(f"{format_number_of(count, 'cell')} on {name}" for name, count in counts.items())
         return [f"measured on more than one machine: {made}. A mean may mix them; the run names the last."]
 
@@ -385,51 +305,25 @@ class Session:
         """
         assert self.folder is not None
         place = self.folder / name
-        is_begun = (place / STUDY_FILE).exists()
         place.mkdir(exist_ok=True)
-        with _open(
-            verb,
-            config,
-            ranks=self.ranks,
-            resume=place if is_begun else None,
-            folder=place,
-            progress=self.progress,
-            cells=True,
-            same_machine=same_machine,
-            command_line=self.environment.command_line,
-        ) as part:
-            self._parts.append(part)
-            try:
+        begun = place if (place / STUDY_FILE).exists() else None
+        try:
+            with open_session(
+                verb, config, ranks=self.ranks, out=place, resume=begun, progress=self.progress, cells=True,
+                same_machine=same_machine, whole=self,
+            ) as part:  # fmt: skip
+                self._parts.append(part)
                 yield part
-            except BaseException:
-                if part.study is not None and not part.is_finished and not part.study.count():
-                    part.study.discard()
-                    with contextlib.suppress(OSError):
-                        place.rmdir()
-                raise
+        finally:
+            with contextlib.suppress(OSError):  # it stays unless it is empty
+                place.rmdir()
 
     # -- what an interrupt says ----------------------------------------------------------------------------------------
 
-    def _describe_saved(self) -> str:
-        """What is on disk of an unfinished run, with its verb ("3 of 8 cells are"); empty where nothing is."""
-        if self.saved is not None:
-            what = self.saved()
-            return f"{what} is" if what else ""
-        if self._parts:
-            kept = []
-            for part in self._parts:
-                count = part.study.count() if part.study is not None else 0
-                name = part.folder.name if part.folder is not None else part.verb
-                if part.is_finished:
-                    kept.append(f"{name} (finished)")
-                elif count:
-                    kept.append(f"{name} ({count} of {part._num_cells:.0f} cells)")
-            return f"{', '.join(kept)} {'are' if len(kept) > 1 else 'is'}" if kept else ""
-        if self.study is not None:
-            count = self.study.count()
-            total = f" of {self._num_cells:.0f}" if self._num_cells else ""
-            return f"{count}{total} cells {'are' if count != 1 else 'is'}" if count else ""
-        return ""
+    def _say_cells(self) -> str:
+        count = self._num_posted if self.study is None else self.study.count()
+        total = f" of {self._num_cells:.0f}" if self._num_cells else ""
+        return f"{count}{total} cells" if count else ""
 
     def _save_unfinished(self) -> str:
         """Save what was posted by an unfinished run, or discard an empty study; say what there is."""
@@ -437,18 +331,24 @@ class Session:
             return ""
         if self.is_finished:
             return f"all records are saved in {self.folder}"
-        if self.study is None and self._posted and not (self.folder / RUN_FILE).exists():
+        is_posted = self.study is None and bool(self._posted) and not (self.folder / RUN_FILE).exists()
+        if is_posted:
             self.save(self._posted, complete=False)
-            count = self._num_posted
-            return f"{count} of {self._num_cells:.0f} cells {'are' if count != 1 else 'is'} saved in {self.folder}"
-        what = self._describe_saved()
-        if what and self.can_resume:
-            return f"{what} saved; resume with: paceline {self.verb} --resume {self.folder}"
-        if what:
-            return f"{what} saved in {self.folder}"
-        if self.study is not None:
-            self.study.discard()
-        return ""
+        if self.saved is not None:
+            kept = [self.saved()]
+        elif self._parts:
+            about = [(part, "finished" if part.is_finished else part._say_cells()) for part in self._parts]
+            kept = [f"{part.folder.name} ({cells})" for part, cells in about if cells and part.folder is not None]
+        else:
+            kept = [self._say_cells()] if is_posted or self.study is not None else []
+        kept = [words for words in kept if words]
+        if not kept:
+            if self.study is not None:
+                self.study.discard()
+            return ""
+        are = "are" if len(kept) > 1 or (kept[0].endswith("cells") and not kept[0].startswith("1 ")) else "is"
+        where = f"; resume with: paceline {self.verb} --resume {self.folder}" if self.can_resume else ""
+        return f"{', '.join(kept)} {are} saved{where or f' in {self.folder}'}"
 
     def _say(self, text: str) -> None:
         if self.is_leader:
@@ -464,22 +364,18 @@ def choose_ranks(requested: Sequence[int] | None, default: Sequence[int] = (2,))
     Without a request: all of the launched world or, in a plain process, the default. A launched world of one rank, such
     as a shell of a batch job, does not limit a request: local ranks are started for it.
     """
-    place = read_place() if is_launched() else None
+    size = read_place().world_size if is_launched() else None
     if requested is None:
-        return (tuple(default) if place is None else (place.world_size,)), []
-    if place is None or place.world_size == 1:
+        return (tuple(default) if size is None else (size,)), []
+    if size is None or size == 1:
         return tuple(requested), []
-    fitting = tuple(n for n in requested if n <= place.world_size)
-    if not fitting:
-        raise ConfigError(
-            f"--ranks {','.join(map(str, requested))} in a launched world of {place.world_size}: "
-            "start more ranks, or leave out --ranks",
-            code="launched",
-        )
-    left_out = ", ".join(str(n) for n in requested if n > place.world_size)
-    return fitting, (
-        [f"not measured: {left_out} ranks, because the launched world has {place.world_size}"] if left_out else []
-    )
+    left_out = [n for n in requested if n > size]
+    listed = ", ".join(map(str, left_out))
+    if len(left_out) == len(requested):
+        message = f"--ranks {listed} in a launched world of {size}: start more ranks, or leave out --ranks"
+        raise ConfigError(message, code="launched")
+    note = f"not measured: {listed} ranks, because the launched world has {size}"
+    return tuple(n for n in requested if n <= size), [note] if left_out else []
 
 
 def joins_world(ranks: int) -> bool:
@@ -491,8 +387,7 @@ def find_place() -> Place | None:
     """This process's place in the process group that it has opened, else in the launched world; None in neither."""
     distributed = sys.modules.get("torch.distributed")  # not imported: who has a group has imported it
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        rank, world_size = distributed.get_rank(), distributed.get_world_size()
-        return Place(rank, world_size, None, None, "torch.distributed", None, None)
+        return Place(distributed.get_rank(), distributed.get_world_size(), None, None, "torch.distributed")
     return read_place() if is_launched() else None
 
 
@@ -509,6 +404,7 @@ def open_session(
     can_resume: bool | None = None,
     same_machine: bool = False,
     here: bool = False,
+    whole: Session | None = None,
 ) -> Iterator[Session]:
     """The one way to run a verb: ranks, the run's folder, progress on stderr, and a word on what an interrupt left.
 
@@ -519,88 +415,59 @@ def open_session(
     `progress` True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
     `here` starts no ranks, for what cannot be sent to them (a user's own model): this process runs the tasks, as a rank
     of its process group if it has opened one, of the launched world if there is one, and else alone.
+    A part of a `whole` (`Session.open_part`) is written to `out` itself, and leaves the word to the whole.
     Inside a launched world this is collective: every rank opens the session.
     """
-    if can_resume is None:
-        can_resume = cells
-    with (
-        _open(
-            verb, config, ranks, out, resume, None, progress, cells, same_machine, can_resume=can_resume, here=here
-        ) as session,
-        _raise_on_sigterm(),
-    ):
-        try:
-            yield session
-        except BaseException as error:
-            is_interrupt = isinstance(error, KeyboardInterrupt) or (
-                isinstance(error, SystemExit) and error.code in (130, 143)
-            )
-            what = session._save_unfinished()
-            if is_interrupt:
-                session._say(f"interrupted: {what or 'nothing was saved'}")
-                error.was_reported = True  # type: ignore[attr-defined]
-            elif what and not isinstance(error, SystemExit):
-                session._say(f"stopped by an error: {what}")
-            raise
-
-
-@contextlib.contextmanager
-def _open(
-    verb: str,
-    config: dict[str, Any],
-    ranks: int,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
-    folder: Path | None = None,
-    progress: bool | None = None,
-    cells: bool = False,
-    same_machine: bool = False,
-    command_line: str = "",
-    can_resume: bool = False,
-    here: bool = False,
-) -> Iterator[Session]:
     place = find_place() if here else read_place() if joins_world(ranks) else None
     if place is not None and place.world_size < ranks:
-        raise ConfigError(
-            f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer", code="launched"
-        )
+        message = f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer"
+        raise ConfigError(message, code="launched")
     environment = capture_environment()  # now, because our own ranks will raise the load
     is_leader = place is None or place.rank == 0
+    folder, study = None if resume is None else Path(resume), None
     with contextlib.ExitStack() as stack:
-        study = None
-        if resume is not None:
-            folder = Path(resume)
-        elif out is not None and not is_leader:
-            RunFolder.check(out)  # here too: if rank 0 cannot write, the others must not wait for it
-        elif out is not None:
-            folder = stack.enter_context(RunFolder.create(out, verb)).path
-        if resume is not None and cells:
-            study = Study.load(Path(resume), verb)
-            if same_machine and not (study.path / RUN_FILE).exists():
-                _check_same_machine(study, environment)
+        if folder is None and out is not None:
+            if whole is not None:
+                folder = Path(out)
+            elif is_leader:
+                folder = stack.enter_context(RunFolder.create(out, verb)).path
+            else:
+                RunFolder.check(out)  # here too: if rank 0 cannot write, the others must not wait for it
+        if folder is not None and cells:
+            machine = environment.machine_and_torch
+            if resume is not None:
+                study = Study.load(folder, verb)
+                begun = study.config.get("machine")
+                if same_machine and begun != machine and not (folder / RUN_FILE).exists():
+                    raise ConfigError(
+                        f"--resume {folder}: it was started on {begun}, and this is {machine}: times cannot be mixed",
+                        code="other-machine",
+                    )
+            else:
+                line = (environment if whole is None else whole.environment).command_line
+                study = Study.begin(folder, verb, config | {"machine": machine}, line)
             config = study.config
-        elif cells and folder is not None:
-            config = config | {"machine": environment.machine_and_torch}
-            study = Study.begin(folder, verb, config, command_line or environment.command_line)
-        if study is not None and study.command_line:
-            environment = dataclasses.replace(environment, command_line=study.command_line)
+            environment = dataclasses.replace(environment, command_line=study.command_line or environment.command_line)
         if folder is not None and is_leader:
             stack.callback(os.close, lock_folder(folder))
         session = Session(
-            verb, config, ranks, environment, place, folder, study, progress,
-            here=here, is_finished=folder is not None and (folder / RUN_FILE).exists(), can_resume=can_resume,
+            verb, config, ranks, environment, place, folder, study, progress, here=here,
+            is_finished=folder is not None and (folder / RUN_FILE).exists(),
+            can_resume=cells if can_resume is None else can_resume,
         )  # fmt: skip
         stack.callback(session.close)
-        yield session
-
-
-def _check_same_machine(study: Study, environment: Environment) -> None:
-    begun, here = study.config.get("machine"), environment.machine_and_torch
-    if begun != here:
-        raise ConfigError(
-            f"--resume {study.path}: it was started on {begun}, and this is {here}: times cannot be mixed",
-            code="other-machine",
-        )
+        stack.enter_context(unwind_on_sigterm())
+        try:
+            yield session
+        except BaseException as error:
+            what = session._save_unfinished()
+            if whole is None:
+                if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (130, 143):
+                    session._say(f"interrupted: {what or 'nothing was saved'}")
+                    error.was_reported = True  # type: ignore[attr-defined]
+                elif what and not isinstance(error, SystemExit):
+                    session._say(f"stopped by an error: {what}")
+            raise
 
 
 def lock_folder(folder: Path, timeout_s: float = 0.0) -> int:
@@ -621,55 +488,12 @@ def lock_folder(folder: Path, timeout_s: float = 0.0) -> int:
         return handle
 
 
-def find_function(load: Load) -> Callable[..., Any]:
-    """The function of the ranks itself, imported into this process."""
-    if not isinstance(load, str):
-        return load()
-    module, _, name = load.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
-
-
 def _load(load: Load) -> str | Callable[..., Any]:
     """What a pool is given: a name as it is, and else the function, imported where no signal can interrupt that."""
     if isinstance(load, str):
         return load
     with defer_signals():
         return load()
-
-
-def _wait_for(done: queue.SimpleQueue[Any]) -> Any:
-    """Wait so that Ctrl-C is noticed: a wait without a limit cannot be interrupted on every platform."""
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return done.get(timeout=1.0)
-
-
-@contextlib.contextmanager
-def _handle(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in before:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-@contextlib.contextmanager
-def _raise_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind this process as Ctrl-C does, instead of ending it on the spot."""
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        with _handle(unwind, signal.SIGTERM):
-            yield
-    else:
-        yield
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -682,45 +506,43 @@ class ProgressDisplay:
     """
 
     def __init__(
-        self,
-        verb: str,
-        progress: bool | None,
-        tasks: Sequence[Task] = (),
-        finished: Sequence[str] = (),
-        describe: Callable[[Sequence[Record]], str] | None = None,
-    ) -> None:
+        self, verb: str, progress: bool | None, tasks: Sequence[Task] = (), finished: Sequence[str] = (),
+        describe: Describe | None = None,
+    ) -> None:  # fmt: skip
         self._verb, self._describe, self._lock = verb, describe, threading.Lock()
         self._has_bar = progress is not False and sys.stderr.isatty()
         self._has_lines = bool(progress) and not self._has_bar
         self._weights = {task.name: task.weight for task in tasks}
         self._total = sum(self._weights.values())
-        self._before = self._done = sum(self._weights[name] for name in finished)
-        self._count, self._num_tasks = len(finished), len(tasks)
-        self._parts: dict[str, float] = {}  # of the tasks that are running
+        self._parts = {name: self._weights[name] for name in finished}  # what is done of each task
+        self._before, self._count = self._done, len(finished)
         self._begin_s = self._line_s = time.monotonic()
         self._bar: rich.progress.Progress | None = None
         self._bar_task: Any = None
+
+    @property
+    def _done(self) -> float:
+        return sum(self._parts.values())
 
     def __enter__(self) -> ProgressDisplay:
         if self._has_bar:
             import rich.console
             import rich.progress
 
-            console = rich.console.Console(stderr=True, highlight=False)
             self._bar = rich.progress.Progress(
                 rich.progress.TextColumn("{task.description}", markup=False),
                 rich.progress.BarColumn(bar_width=20),
                 rich.progress.TaskProgressColumn(),
                 rich.progress.TimeElapsedColumn(),
                 rich.progress.TextColumn("{task.fields[left]}"),
-                console=console,
+                console=rich.console.Console(stderr=True, highlight=False),
                 transient=True,
                 redirect_stdout=False,  # stdout is for the result alone
             )
             self._bar.start()
             self._bar_task = self._bar.add_task("starting ranks", total=self._total or None, left="")
-        elif self._has_lines and self._count:
-            self._print(f"saved already: {self._count} of {self._num_tasks} cells")
+        elif self._count:
+            self._print(f"saved already: {self._count} of {len(self._weights)} cells")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -728,49 +550,46 @@ class ProgressDisplay:
             self._bar.stop()
 
     def hear(self, name: str, message: Progress) -> None:
-        """What a rank posted in the task of this name."""
+        """What a rank posted in the task of this name; "" is a run without tasks."""
         with self._lock:
-            if name in self._weights:
+            if name:
                 self._parts[name] = min(1.0, message.done / message.total) * self._weights[name]
             else:
-                self._total, self._done = message.total, message.done
+                self._total, self._parts[""] = message.total, message.done
             label = " ".join(part for part in (name, message.label) if part)
             self._update(label)
             if message.line:
                 self._print(message.line)
-            elif self._has_lines and not name and message.records:
-                self._print(f"{message.done:.0f} of {message.total:.0f} cells ({message.label}){self._say_left()}")
-            elif self._has_lines and time.monotonic() - self._line_s > _LINE_S:
-                self._print(f"{self._find_share():.0%} ({label}){self._say_left()}")
+            elif not name and message.records:
+                self._print_line(f"{message.done:.0f} of {message.total:.0f} cells ({message.label})")
+            elif time.monotonic() - self._line_s > _LINE_S:
+                self._print_line(f"{self._done / self._total if self._total else 0:.0%} ({label})")
 
     def finish(self, name: str, records: Sequence[Record]) -> None:
         """The task of this name is finished, and saved where it can be."""
         with self._lock:
-            self._parts.pop(name, None)
-            self._done += self._weights[name]
+            self._parts[name] = self._weights[name]
             self._count += 1
             self._update(name)
-            if self._has_lines:
-                words = self._describe(records) if self._describe is not None else ""
-                what = f"{name}: {words}" if words else name
-                self._print(f"{self._count} of {self._num_tasks} cells ({what}){self._say_left()}")
-
-    def _find_share(self) -> float:
-        return (self._done + sum(self._parts.values())) / self._total if self._total else 0.0
+            words = self._describe(records) if self._describe is not None else ""
+            self._print_line(f"{self._count} of {len(self._weights)} cells ({name}{': ' if words else ''}{words})")
 
     def _say_left(self) -> str:
-        done = self._done + sum(self._parts.values())
-        fresh, elapsed_s = done - self._before, time.monotonic() - self._begin_s
-        if fresh <= 0 or done >= self._total or elapsed_s < 2.0:
+        fresh, elapsed_s = self._done - self._before, time.monotonic() - self._begin_s
+        if fresh <= 0 or self._done >= self._total or elapsed_s < 2.0:
             return ""
-        left_s = elapsed_s * (self._total - done) / fresh
-        return f", about {format_duration(left_s) if left_s < 60 else f'{left_s / 60:.0f} min'} left"
+        left_s = elapsed_s * (self._total - self._done) / fresh
+        return f"about {format_duration(left_s) if left_s < 60 else f'{left_s / 60:.0f} min'} left"
 
     def _update(self, label: str) -> None:
         if self._bar is not None:
-            done = self._done + sum(self._parts.values())
-            left = self._say_left().removeprefix(", ")
-            self._bar.update(self._bar_task, completed=done, total=self._total, description=label, left=left)
+            left = self._say_left()
+            self._bar.update(self._bar_task, completed=self._done, total=self._total, description=label, left=left)
+
+    def _print_line(self, text: str) -> None:
+        if self._has_lines:
+            left = self._say_left()
+            self._print(f"{text}, {left}" if left else text)
 
     def _print(self, text: str) -> None:
         self._line_s = time.monotonic()

@@ -1,7 +1,4 @@
-"""The process of a launched rank: the server that forks it, the loop that runs its jobs, and `post` to the launcher.
-
-What starts, watches and ends ranks is in `launch`.
-"""
+"""The process of a launched rank: the server that forks it, the loop that runs its jobs, and `post` to the launcher."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
 import multiprocessing
 import multiprocessing.spawn
 import os
 import pickle
+import pkgutil
 import select
 import signal
 import socket
@@ -32,13 +29,9 @@ from paceline.errors import PacelineError
 # What gloo, NCCL and torch's stores say of a peer that is gone or late. They have no codes.
 _BACKENDS = ("gloo", "c10d", "NCCL", "Store")
 _PEER_LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Timed out waiting",
     "Application timeout caused pair closure",
-    "Socket closed",
-    "Timed out waiting",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +44,7 @@ class Failure:
     trace: str = ""
     error: PacelineError | None = None
     is_secondary: bool = False  # it only reports that another rank failed
+    code: str = ""
 
 
 def find_code(error: BaseException | None) -> str:
@@ -61,21 +55,17 @@ def find_code(error: BaseException | None) -> str:
     while error is not None:
         if isinstance(error, PacelineError) and error.code:
             return error.code
-        if isinstance(error, RuntimeError) and _says_peer_lost(str(error)):
+        text = str(error) if isinstance(error, RuntimeError) else ""
+        if any(name in text for name in _BACKENDS) and any(phrase in text for phrase in _PEER_LOST):
             return "peer-lost"
         error = error.__cause__
     return ""
 
 
-def _says_peer_lost(text: str) -> bool:
-    return any(name in text for name in _BACKENDS) and any(phrase in text for phrase in _PEER_LOST)
-
-
 def describe_failure(rank: int, error: BaseException) -> Failure:
     when_s = time.monotonic()  # first: what follows takes time, and the earliest failure is the one to report
-    trace = "".join(traceback.format_exception(error))
-    text = str(error).splitlines()[0] if str(error) else ""
-    summary = f"failed: {type(error).__name__}: {text}".rstrip(": ")
+    trace, lines = "".join(traceback.format_exception(error)), str(error).splitlines()
+    summary = f"failed: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
     ours = error if isinstance(error, PacelineError) else None
     try:
         pickle.loads(pickle.dumps(ours))
@@ -141,10 +131,7 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
         os.environ.update(variables)
         try:
             fn, args = pickle.loads(job)
-            if isinstance(fn, str):
-                module, _, name = fn.partition(":")
-                fn = getattr(importlib.import_module(module), name)
-            value = fn(*args)
+            value = find_function(fn)(*args)
             _close_groups()
             _answer("value", value)
         except BaseException as error:
@@ -157,10 +144,22 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
             os.environ.update(before)
 
 
-def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection, by_main_thread: bool) -> None:
-    """`serve_jobs` in a process of its own, where ranks cannot be forked."""
-    _die_with_parent(by_main_thread)
+def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection) -> None:
+    """`serve_jobs` in a process of its own, where ranks cannot be forked; it ends with its parent."""
+
+    def watch() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="paceline-parent-watch").start()
     serve_jobs(rank, link, stacks)
+
+
+def find_function(fn: Callable[..., Any] | str) -> Callable[..., Any]:
+    """The function itself, imported where it is given as "package.module:name"."""
+    found: Callable[..., Any] = pkgutil.resolve_name(fn) if isinstance(fn, str) else fn
+    return found
 
 
 def _close_groups() -> None:
@@ -175,33 +174,6 @@ def _close_groups() -> None:
     close_stores()
 
 
-def _set_death_signal() -> bool:
-    """Have the kernel kill this process when the thread that started it ends."""
-    try:
-        return bool(ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0) == 0)  # PR_SET_PDEATHSIG
-    except (OSError, AttributeError):
-        return False
-
-
-def _die_with_parent(by_main_thread: bool) -> None:
-    """End this process when its parent ends, however it ends (SIGKILL too).
-
-    The kernel's death signal follows the *thread* that started this process: it serves only if that was the main one.
-    """
-    parent = multiprocessing.parent_process()
-    if by_main_thread and _set_death_signal():
-        if parent is not None and not parent.is_alive():  # it died before the signal was set
-            os._exit(1)
-        return
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="paceline-parent-watch").start()
-
-
 # -- the fork server --------------------------------------------------------------------------------------------------
 #
 # One process imports torch and forks every rank, so that a rank costs milliseconds instead of an import. It has one
@@ -209,26 +181,23 @@ def _die_with_parent(by_main_thread: bool) -> None:
 # launcher, which it watches by a pidfd, and ranks end with it by the kernel's death signal. A rank's link brings what
 # `multiprocessing` would send to a spawned process.
 
-
 _JOB_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def serve_forks(control_fd: int, launcher_pid: int) -> None:
     """Fork a process for each request of the launcher, and report the exit code of each, until the launcher ends."""
     # A signal to all processes of a job is for the launcher and the ranks to handle: without this one they would die.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_JOB_SIGNALS})
+    control = socket.socket(fileno=control_fd)
     try:
         launcher_fd = os.pidfd_open(launcher_pid)
-    except OSError:  # it is gone; or the kernel has no such call, and it will spawn ranks instead
-        os._exit(1)
-    control = socket.socket(fileno=control_fd)
-    import paceline.runtime.world  # noqa: F401  and with it torch
+        import paceline.runtime.world  # noqa: F401  and with it torch
 
-    gc.collect()
-    gc.freeze()  # collections in ranks then write to fewer shared pages
-    try:
+        gc.collect()
+        gc.freeze()  # collections in ranks then write to fewer shared pages
         control.send(b"ready" if _has_one_thread() else b"threads")
-    except OSError:  # the launcher is gone
+    except OSError:  # the launcher is gone; or the kernel has no such call, and it will spawn ranks instead
         os._exit(1)
     poller = select.poll()
     poller.register(launcher_fd, select.POLLIN)
@@ -239,15 +208,16 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
             if fd in children:
                 poller.unregister(fd)
                 pid, status = children.pop(fd)
-                with contextlib.suppress(OSError):  # nobody is interested any more
+                with status, contextlib.suppress(OSError):  # nobody is interested any more
                     status.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                status.close()
                 os.close(fd)
                 continue
-            try:
-                kind, descriptors, _, _ = socket.recv_fds(control, 16, 8) if fd == control_fd else (b"", [], 0, "")
-            except OSError:  # closed by a launcher that was interrupted, before it had read everything
-                kind = b""
+            kind = b""
+            if fd == control_fd:
+                with contextlib.suppress(
+                    OSError
+                ):  # closed by a launcher that was interrupted before it read everything
+                    kind, descriptors, _, _ = socket.recv_fds(control, 16, 8)
             if not kind:  # the launcher is gone; the ranks follow
                 os._exit(0)
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
@@ -258,7 +228,7 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
                 for other, (_, other_status) in children.items():
                     os.close(other)
                     other_status.close()
-                _run_child(kind.decode(), link, descriptors[2:], launcher_fd, launcher_pid)
+                _run_child(kind, link, descriptors[2:], launcher_fd, launcher_pid)
             with contextlib.suppress(OSError):
                 status.send(pid)
             link.close()
@@ -284,15 +254,20 @@ def _has_one_thread() -> bool:
     return len(os.listdir("/proc/self/task")) == 1
 
 
-def _run_child(kind: str, link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> None:
+def _run_child(kind: bytes, link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> None:
     """The life of a forked process; does not return."""
     code, server = 1, os.getppid()
     try:
-        _set_death_signal()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server or select.select([launcher_fd], [], [], 0)[0]:
             os._exit(1)
-        if kind == "store":
-            _serve_store(link, descriptors[0])
+        if kind == b"store":  # here, so that the launcher need not import torch
+            from paceline.runtime.rendezvous import serve_local_store
+
+            store = serve_local_store(descriptors[0])
+            with contextlib.suppress(EOFError, OSError):
+                link.recv_bytes()  # until the launcher closes it
+            del store
             code = 0
         else:
             code = _run_rank(link, descriptors, launcher_fd, launcher_pid)
@@ -325,17 +300,7 @@ def _run_rank(link: Connection, descriptors: list[int], launcher_fd: int, launch
     multiprocessing.spawn.prepare(preparation)
     del current._inheriting
     name = preparation["name"]
-    ctypes.CDLL(None).prctl(15, name.encode()[:15])  # PR_SET_NAME, for `ps` and `top`
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])  # for `ps` and `top`
     process: Any = multiprocessing.get_context("spawn").Process(target=serve_jobs, args=(rank, link, stacks), name=name)
     process._parent_pid = launcher_pid
     return int(process._bootstrap(parent_sentinel=launcher_fd))
-
-
-def _serve_store(link: Connection, listener: int) -> None:
-    """Serve a store for ranks of this host until the launcher closes the link, so that it need not import torch."""
-    from paceline.runtime.rendezvous import serve_local_store
-
-    store = serve_local_store(listener)
-    with contextlib.suppress(EOFError, OSError):
-        link.recv_bytes()
-    del store

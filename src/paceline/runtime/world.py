@@ -1,7 +1,4 @@
-"""`init`: from a launcher's variables to a process group on the right device, closed on every way out.
-
-Starting processes does not belong here (`launch`).
-"""
+"""`init`: from a launcher's variables to a process group on the right device, closed on every way out."""
 
 from __future__ import annotations
 
@@ -11,9 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.runtime.environment import Place, read_place
 from paceline.runtime.rendezvous import agree_on_backend, await_ranks, find_host_id, open_store
 from paceline.transport import register, why_not
+from paceline.units import format_number_of
 
 # How long a failed rank waits for its groups to be destroyed.
 _DESTROY_S = 2.0
@@ -70,9 +67,7 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if _open is self:
             _destroy(error)
 
@@ -85,10 +80,6 @@ def current_world() -> World | None:
     return _open
 
 
-def _print_on_stderr(line: str) -> None:
-    print(f"paceline: {line}", file=sys.stderr, flush=True)
-
-
 def init(
     backend: str = "auto",
     device: str = "auto",
@@ -99,7 +90,7 @@ def init(
     threads: int | None = None,
     timeout_s: float = 600.0,
     rendezvous_timeout_s: float = 120.0,
-    announce: Callable[[str], None] | None = _print_on_stderr,
+    announce: Callable[[str], None] | None = lambda line: print(f"paceline: {line}", file=sys.stderr, flush=True),
 ) -> World:
     """Join the world and return it. Collective: every rank must call this.
 
@@ -115,28 +106,25 @@ def init(
     global _open
     if dist.is_initialized():
         raise ConfigError(
-            "a process group is already open in this process: close it first (`paceline.shutdown()`, "
-            "or `torch.distributed.destroy_process_group()` if torch opened it)"
+            "a process group is already open in this process: close it first (`paceline.shutdown()`, or "
+            "`torch.distributed.destroy_process_group()` if torch opened it)"
         )
     place = _settle_place(rank, world_size)
     register()
     backend = machine.canonical_backend(backend)
-    _check_backend_text(backend)
     if timeout_s <= 0 or rendezvous_timeout_s <= 0:
-        raise ConfigError(
-            f"timeout_s={timeout_s} and rendezvous_timeout_s={rendezvous_timeout_s}: both must be above 0"
-        )
+        raise ConfigError(f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}: both must be above 0")
     store = open_store(rendezvous, place, rendezvous_timeout_s)
+    limit = timedelta(seconds=timeout_s)
     try:
         hosts = await_ranks(store, place, rendezvous_timeout_s)
-        place = _fill_in_hosts(place, hosts)
-        assert place.local_rank is not None and place.local_world_size is not None
+        local_rank, local_size = _find_local(place, hosts)
         torch_device, chosen, reason, refusal = torch.device("cpu"), backend, "", ""
         try:
-            torch_device, reason = _choose_device(device, backend, place)
-            chosen = backend if backend != "auto" else _choose_backend(torch_device, place, hosts)
-            check_backend(chosen, torch_device.type, place.local_world_size)
-            num_threads, why = _choose_threads(threads, place)
+            torch_device, reason = _choose_device(device, backend, local_rank, local_size)
+            chosen = backend if backend != "auto" else _choose_backend(torch_device, local_size, hosts)
+            check_backend(chosen, torch_device.type, local_size)
+            num_threads, why = _choose_threads(threads, local_size)
         except PacelineError as error:
             refusal = str(error)
         agree_on_backend(store, place, chosen, refusal, rendezvous_timeout_s)
@@ -144,38 +132,22 @@ def init(
             # Before any collective: NCCL and object collectives use the current device, and hang on a wrong one.
             torch.cuda.set_device(torch_device)
         torch.set_num_threads(num_threads)
-        dist.init_process_group(
-            chosen,
-            store=dist.PrefixStore("default", store),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        default = dist.PrefixStore("default", store)
+        dist.init_process_group(chosen, store=default, rank=place.rank, world_size=place.world_size, timeout=limit)
         # Apart from the data's group, so that control traffic never queues behind gradients, and never needs a GPU.
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        control = dist.new_group(backend="gloo", timeout=limit)
     except BaseException:
         _destroy_groups(failed=True)
         raise
-    world = World(
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        device=torch_device,
-        backend=chosen,
-        launcher=place.launcher,
-        threads=num_threads,
-        hosts=tuple(hosts),
-        control=control,
-        departures=dist.PrefixStore("departures", store),
-    )
-    _open = world
+    _open = World(
+        place.rank, place.world_size, local_rank, local_size, torch_device, chosen, place.launcher, num_threads,
+        tuple(hosts), control, dist.PrefixStore("departures", store),
+    )  # fmt: skip
     atexit.register(shutdown)
     if announce is not None and place.rank == 0:
-        ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
-        per_rank = f"{num_threads} thread{'s' if num_threads > 1 else ''} per rank"
-        announce(f"{ranks} on {chosen} ({torch_device.type}{reason}), {per_rank} ({why})")
-    return world
+        ranks, per_rank = format_number_of(place.world_size, "rank"), format_number_of(num_threads, "thread")
+        announce(f"{ranks} on {chosen} ({torch_device.type}{reason}), {per_rank} per rank ({why})")
+    return _open
 
 
 @contextlib.contextmanager
@@ -199,8 +171,7 @@ def join_world(backend: str = "auto", device: str = "auto", threads: int | None 
             yield world
     else:
         register()
-        world = _adopt(device)
-        _open = world
+        _open = world = _adopt(device)
         try:
             yield world
         finally:
@@ -210,26 +181,16 @@ def join_world(backend: str = "auto", device: str = "auto", threads: int | None 
 
 def _adopt(device: str) -> World:
     """A world around torch's open default group, with a control group of its own."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    control = dist.new_group(backend="gloo")
+    rank, world_size, control = dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")
     hosts: list[Any] = [None] * world_size
     dist.all_gather_object(hosts, find_host_id(), group=control)
-    place = _fill_in_hosts(Place(rank, world_size, None, None, "torch"), hosts)
-    assert place.local_rank is not None and place.local_world_size is not None
+    local = _find_local(Place(rank, world_size, None, None, "torch"), hosts)
     backend = machine.canonical_backend(str(dist.get_backend()))
+    departures = dist.PrefixStore("paceline-adopted", dist.distributed_c10d._get_default_store())
     return World(
-        rank=rank,
-        world_size=world_size,
-        local_rank=place.local_rank,
-        local_world_size=place.local_world_size,
-        device=_choose_device(device, backend, place)[0],
-        backend=backend,
-        launcher=place.launcher,
-        threads=torch.get_num_threads(),
-        hosts=tuple(hosts),
-        control=control,
-        departures=dist.PrefixStore("paceline-adopted", dist.distributed_c10d._get_default_store()),
-    )
+        rank, world_size, *local, _choose_device(device, backend, *local)[0], backend, "torch",
+        torch.get_num_threads(), tuple(hosts), control, departures,
+    )  # fmt: skip
 
 
 def shutdown() -> None:
@@ -242,12 +203,10 @@ def find_departed_ranks() -> dict[int, str]:
     if _open is None:
         return {}
     departed = {}
-    try:
+    with contextlib.suppress(RuntimeError):  # the store is gone with the rank that served it
         for rank in range(_open.world_size):
             if rank != _open.rank and _open.departures.check([str(rank)]):
                 departed[rank] = _open.departures.get(str(rank)).decode()
-    except RuntimeError:  # the store is gone with the rank that served it
-        pass
     return departed
 
 
@@ -282,31 +241,26 @@ def _destroy_groups(failed: bool) -> None:
 def _settle_place(rank: int | None, world_size: int | None) -> Place:
     if rank is None and world_size is None:
         return read_place()
-    if rank is None or world_size is None:
-        raise ConfigError(f"init got rank={rank} and world_size={world_size}: give both, or neither")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"init got rank={rank} and world_size={world_size}: ranks count from 0 to world_size - 1")
-    master_addr, master_port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    port = int(master_port) if master_port.isdigit() else None
-    return Place(rank, world_size, None, None, "arguments", master_addr, port)
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise ConfigError(f"init got rank={rank} and world_size={world_size}: give both, with 0 <= rank < world_size")
+    master_addr, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    return Place(rank, world_size, None, None, "arguments", master_addr, int(port) if port.isdigit() else None)
 
 
-def _fill_in_hosts(place: Place, hosts: list[str]) -> Place:
-    """The rank among those on its host, where the launcher did not set it."""
+def _find_local(place: Place, hosts: list[str]) -> tuple[int, int]:
+    """The rank among those on its host, and their number, where the launcher did not set them."""
     here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
     local_rank = here.index(place.rank) if place.local_rank is None else place.local_rank
-    local_world_size = len(here) if place.local_world_size is None else place.local_world_size
-    return replace(place, local_rank=local_rank, local_world_size=local_world_size)
+    return local_rank, len(here) if place.local_world_size is None else place.local_world_size
 
 
-def _choose_device(device: str, backend: str, place: Place) -> tuple[torch.device, str]:
+def _choose_device(device: str, backend: str, local_rank: int, local_size: int) -> tuple[torch.device, str]:
     """The device, and what to add to the announcement."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    assert place.local_rank is not None and place.local_world_size is not None
     if device == "auto":
         wants_gpu = "nccl" in backend or "cuda" in backend
-        if not wants_gpu and (backend != "auto" or gpus < place.local_world_size):
-            few = f"; {gpus} GPU for {place.local_world_size} ranks: pass device='cuda' to share it" if gpus else ""
+        if not wants_gpu and (backend != "auto" or gpus < local_size):
+            few = f"; {gpus} GPU for {local_size} ranks: pass device='cuda' to share it" if gpus else ""
             return torch.device("cpu"), few if backend == "auto" else ""
         device = "cuda"
     if device == "cpu":
@@ -317,44 +271,32 @@ def _choose_device(device: str, backend: str, place: Place) -> tuple[torch.devic
     if gpus == 0:
         built = "" if torch.backends.cuda.is_built() else f" and torch {torch.__version__} is built without CUDA"
         raise ConfigError(f"device {device!r} needs a GPU, but none is visible{built}: use the device cpu")
-    number = int(index) if index else place.local_rank % gpus
+    number = int(index) if index else local_rank % gpus
     if number >= gpus:
         raise ConfigError(f"device {device!r} does not exist: GPUs count from 0 to {gpus - 1} here")
     return torch.device("cuda", number), ""
 
 
-def _choose_backend(device: torch.device, place: Place, hosts: list[str]) -> str:
-    assert place.local_world_size is not None
+def _choose_backend(device: torch.device, local_size: int, hosts: list[str]) -> str:
     if device.type == "cuda":
-        one_each = torch.cuda.device_count() >= place.local_world_size
-        return "nccl" if one_each and dist.is_nccl_available() else "gloo"
-    can_share = place.world_size > 1 and len(set(hosts)) == 1 and not why_not()
-    return "shm" if can_share else "gloo"
-
-
-def _split_backend(backend: str) -> list[tuple[str | None, str]]:
-    """`cpu:gloo,cuda:nccl` as [(device, name), ...]; a bare name stands for every device."""
-    parts = [part.strip().partition(":") for part in backend.split(",")]
-    return [(first, name) if colon else (None, first) for first, colon, name in parts]
-
-
-def _check_backend_text(backend: str) -> None:
-    if backend == "auto":
-        return
-    for device, name in _split_backend(backend):
-        listed = [known for known in dist.Backend.backend_list if known not in (dist.Backend.UNDEFINED, "fake")]
-        known = [known for known in listed if known == "nccl" or dist.is_backend_available(known)]
-        if name.lower() not in known:
-            raise ConfigError(f"backend {name!r} is unknown: torch knows {', '.join(known)} here")
-        if device is not None and device not in ("cpu", "cuda"):
-            raise ConfigError(f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda")
+        return "nccl" if torch.cuda.device_count() >= local_size and dist.is_nccl_available() else "gloo"
+    return "shm" if len(hosts) > 1 and len(set(hosts)) == 1 and not why_not() else "gloo"
 
 
 def check_backend(backend: str, device_type: str, local_world_size: int) -> None:
-    """Raise for a backend that cannot work with these devices, before torch fails later."""
+    """Raise for a backend that cannot work with these devices, before torch fails later.
+
+    `cpu:gloo,cuda:nccl` names one for each device; a bare name stands for every device.
+    """
     backend = machine.canonical_backend(backend)
-    _check_backend_text(backend)
-    for _, name in _split_backend(backend):
+    listed = [known for known in dist.Backend.backend_list if known not in (dist.Backend.UNDEFINED, "fake")]
+    known = [known for known in listed if known == "nccl" or dist.is_backend_available(known)]
+    for part in backend.split(","):
+        device, _, name = part.strip().rpartition(":")
+        if name.lower() not in known:
+            raise ConfigError(f"backend {name!r} is unknown: torch knows {', '.join(known)} here")
+        if device not in ("", "cpu", "cuda"):
+            raise ConfigError(f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda")
         if name == "nccl":
             if not torch.cuda.is_available() or not dist.is_nccl_available():
                 raise ConfigError("backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo")
@@ -371,7 +313,7 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
             raise LaunchError("this torch is built without gloo, which Paceline needs for its control traffic")
 
 
-def _choose_threads(threads: int | None, place: Place) -> tuple[int, str]:
+def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:
     if threads is not None:
         if threads < 1:
             raise ConfigError(f"threads={threads}: a rank needs at least 1")
@@ -381,5 +323,5 @@ def _choose_threads(threads: int | None, place: Place) -> tuple[int, str]:
     by_torchrun = requested == "1" and "TORCHELASTIC_RUN_ID" in os.environ
     if requested.isdigit() and int(requested) > 0 and not by_torchrun:
         return int(requested), "OMP_NUM_THREADS"
-    cores, ranks = machine.count_cores(), place.local_world_size or 1
-    return max(1, cores // ranks), f"{cores} core{'s' if cores > 1 else ''} / {ranks} local"
+    cores = machine.count_cores()
+    return max(1, cores // local_size), f"{format_number_of(cores, 'core')} / {local_size} local"

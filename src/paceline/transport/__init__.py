@@ -17,15 +17,20 @@ from paceline.transport.native import why_not as why_not
 def register() -> None:
     """Register `shm` and its alias `paceline` with torch.distributed; does nothing the second time. Loads no C yet.
 
-    torch calls this when it is imported (entry point `torch.backends`), which must not fail: if this does, torch
-    reports an unknown backend to a program that names it.
+    torch calls this when it is imported (entry point `torch.backends`), and must not fail because of it.
     """
     with contextlib.suppress(Exception):
         import torch.distributed as dist
 
         if dist.is_available() and "SHM" not in dist.Backend._plugins:
+
+            def make(options: Any, backend_options: Any) -> Any:
+                from paceline.transport.group import PacelineGroup
+
+                return PacelineGroup(options, backend_options)
+
             for name in ("shm", "paceline"):
-                dist.Backend.register_backend(name, _make_group, extended_api=True, devices=["cpu"])
+                dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
             _patch_monitored_barrier(dist)
 
 
@@ -33,12 +38,6 @@ def describe_kernels() -> str:
     """The name of the kernels that were chosen for this processor."""
     name: bytes = load_library().pln_cpu()
     return name.decode()
-
-
-def _make_group(options: Any, backend_options: Any) -> Any:
-    from paceline.transport.group import PacelineGroup
-
-    return PacelineGroup(options, backend_options)
 
 
 def _patch_monitored_barrier(dist: Any) -> None:

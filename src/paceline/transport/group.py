@@ -16,22 +16,10 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from paceline.transport import native
-from paceline.transport.hierarchy import TwoLevels
+from paceline.transport import native, works
+from paceline.transport.hierarchy import HostsWork, TwoLevels
 from paceline.transport.shared import HostGroup, exchange_places
-from paceline.transport.works import (
-    DTYPES,
-    FinishedWork,
-    Futures,
-    Lanes,
-    NativeWork,
-    as_run,
-    as_run_in_place,
-    choose_lanes,
-    is_movable,
-    is_reducible,
-    is_wrapper_subclass,
-)
+from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
 
 # Two per rank. In smaller ones the same lines go to and fro between cores; larger ones leave the caches.
 _SLOT_BYTES = 1 << 20
@@ -39,11 +27,10 @@ _SLOT_BYTES = 1 << 20
 _STOPPED_S = 1.2
 
 _RedOp: Any = dist.ReduceOp.RedOpType
-_OPS = {
-    _RedOp.SUM: native.SUM, _RedOp.AVG: native.AVG,
-    _RedOp.MIN: native.MIN, _RedOp.MAX: native.MAX,
-}  # fmt: skip
-
+_OPS = {_RedOp.SUM: native.SUM, _RedOp.AVG: native.AVG, _RedOp.MIN: native.MIN, _RedOp.MAX: native.MAX}
+# An operation of the core, with its tensors instead of their addresses.
+_Operation = tuple[int, int, int, int, torch.Tensor, torch.Tensor, int]
+_NOTHING = torch.empty(0, device="cpu")
 
 # torch describes the methods of a group with overloads that only its own class can have.
 _TorchGroup: Any = dist.ProcessGroup
@@ -61,19 +48,18 @@ class PacelineGroup(_TorchGroup):
         self._rank, self._size, self._timeout = rank, size, options.timeout
         self._store = options.store
         names = list(options.global_ranks_in_group) or list(range(size))
-        self._gloo: Any = c10d.ProcessGroupGloo(
-            dist.PrefixStore("gloo", self._store), rank, size, timeout=self._timeout
-        )
+        gloo_store = dist.PrefixStore("gloo", self._store)
+        self._gloo: Any = c10d.ProcessGroupGloo(gloo_store, rank, size, timeout=self._timeout)
         self._gloo._set_sequence_number_for_group()
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._plain = c10d.ProcessGroup(self._store, rank, size)
-        self._plain._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        for group in (self, self._plain):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._cuda: Any = None
-        self._futures, self._pending = Futures(), dict[int, NativeWork]()
+        self._futures, self._pending = works.Futures(), dict[int, works.NativeWork]()
         self._serial = self._num_started = 0
         self._open(names)
 
-    def _open(self, names: Sequence[int]) -> None:
+    def _open(self, names: list[int]) -> None:
         timeout_s = self._timeout.total_seconds()
         places = exchange_places(self._store, self._rank, self._size)
         hosts = [place["host"] for place in places]
@@ -82,15 +68,12 @@ class PacelineGroup(_TorchGroup):
         self._host = HostGroup(self._store, mine, pids, self._rank, timeout_s)
         index, here = mine.index(self._rank), [names[rank] for rank in mine]
         wanted = native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES)
-        lanes = []
-        for _ in range(choose_lanes([places[rank]["cores"] for rank in mine], places[mine[0]]["lanes"])):
-            segment, _ = self._host.share(-(-wanted // len(mine)))
-            lanes.append(native.NativeGroup(segment, _SLOT_BYTES, index, here, pids, timeout_s, _STOPPED_S))
-        self._native = Lanes(lanes)
-        leaders = sorted({hosts.index(host) for host in hosts})
+        lanes = native.choose_lanes([places[rank]["cores"] for rank in mine], places[mine[0]]["lanes"])
+        segments = [self._host.share(-(-wanted // len(mine)))[0] for _ in range(lanes)]
+        self._native = native.Lanes(segments, _SLOT_BYTES, index, here, pids, timeout_s, _STOPPED_S)
         self._levels = None
-        if len(leaders) > 1:
-            self._levels = TwoLevels(self._store, self._native, leaders, self._rank, mine, names, self._timeout)
+        if len(set(hosts)) > 1:
+            self._levels = TwoLevels(self._store, self._native, hosts, self._rank, names, self._timeout)
 
     # -- beside the collectives ----------------------------------------------------------------------------------------
 
@@ -127,13 +110,11 @@ class PacelineGroup(_TorchGroup):
         self._futures.close()
         self._pending.clear()
         self._host.close()
-        for backend in (self._gloo, self._cuda):
-            if backend is not None:
-                with contextlib.suppress(RuntimeError):
-                    backend.shutdown()
+        for backend in filter(None, (self._gloo, self._cuda)):
+            with contextlib.suppress(RuntimeError):
+                backend.shutdown()
 
-    def abort(self) -> None:
-        self.shutdown()
+    abort = shutdown
 
     def __del__(self) -> None:
         for name in ("_native", "_host"):  # those that exist, if the constructor failed half-way
@@ -148,7 +129,7 @@ class PacelineGroup(_TorchGroup):
             return self._backend(tensors[0]).allreduce(tensors, opts)
         if self._size == 1:
             self._num_started += 1
-            return FinishedWork(tensors)  # whatever the operation: there is one operand
+            return works.FinishedWork(tensors)  # whatever the operation: there is one operand
         return self._all_reduce(tensors[0], opts, tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -157,33 +138,30 @@ class PacelineGroup(_TorchGroup):
             return self._backend(_first_tensor(tensors)).allreduce_coalesced(tensors, opts)
         if self._levels is not None:
             return _last_of([self._all_reduce(tensor, opts, tensors) for tensor in tensors])
-        runs = [as_run_in_place(tensor) for tensor in tensors]
-        op = _OPS[opts.reduceOp.op]
-        operations = [
-            (native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run.data_ptr(), run.data_ptr(), run.numel())
-            for run, _ in runs
-        ]
-        return self._start(operations, opts, tensors, [after for _, after in runs], runs)
+        op, runs = _OPS[opts.reduceOp.op], [as_run_in_place(tensor) for tensor in tensors]
+        operations = [(native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run, run, run.numel()) for run, _ in runs]
+        return self._start(operations, opts, tensors, *(after for _, after in runs))
 
-    def _all_reduce(self, tensor: torch.Tensor, opts: Any, result: Sequence[torch.Tensor]) -> Any:
+    def _all_reduce(self, tensor: torch.Tensor, opts: Any, result: works.Tensors) -> Any:
         run, after = as_run_in_place(tensor)
-        dtype, op = DTYPES[tensor.dtype], _OPS[opts.reduceOp.op]
-        if self._levels is not None:
-            self._num_started += 1
-            work = self._levels.start_all_reduce(run, dtype, op, opts.timeout, result, self._futures, after)
-            if not _is_asynchronous(opts):
-                work.wait()
-            return work
-        operation = native.ALL_REDUCE, dtype, op, 0, run.data_ptr(), run.data_ptr(), run.numel()
-        return self._start([operation], opts, result, [after], run)
+        op = _OPS[opts.reduceOp.op]
+        if self._levels is None:
+            operation = native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run, run, run.numel()
+            return self._start([operation], opts, result, after)
+        self._num_started += 1
+        work = HostsWork(run, op, opts.timeout, result, self._futures, after)
+        self._levels.start(work)
+        if not _is_asynchronous(opts):
+            work.wait()
+        return work
 
     def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.BroadcastOptions, opts, timeout)
         if len(tensors) > 1 or self._levels is not None or not is_movable(tensors[0]):
             return self._backend(tensors[0]).broadcast(tensors, opts)
         run, after = as_run_in_place(tensors[0])
-        operation = native.BROADCAST, native.BYTES, 0, opts.rootRank, run.data_ptr(), run.data_ptr(), run.nbytes
-        return self._start([operation], opts, tensors, [after], run)
+        operation = native.BROADCAST, native.BYTES, 0, opts.rootRank, run, run, run.nbytes
+        return self._start([operation], opts, tensors, after)
 
     def allgather(self, outputs: list[Any], inputs: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
@@ -199,8 +177,7 @@ class PacelineGroup(_TorchGroup):
             for out, part in zip(into, everything, strict=True):
                 out.data.copy_(part.view(out.shape))
 
-        operation = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), everything.data_ptr(), run.nbytes
-        return self._start([operation], opts, into, [spread], run)
+        return self._start([(native.ALL_GATHER, native.BYTES, 0, 0, run, everything, run.nbytes)], opts, into, spread)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
@@ -208,8 +185,7 @@ class PacelineGroup(_TorchGroup):
         if self._levels is not None or not (fits and is_movable(output) and is_movable(tensor)):
             return self._backend(tensor)._allgather_base(output, tensor, opts)
         (into, after), run = as_run_in_place(output), as_run(tensor)
-        operation = native.ALL_GATHER, native.BYTES, 0, 0, run.data_ptr(), into.data_ptr(), run.nbytes
-        return self._start([operation], opts, [output], [after], (run, into))
+        return self._start([(native.ALL_GATHER, native.BYTES, 0, 0, run, into, run.nbytes)], opts, [output], after)
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
@@ -218,9 +194,8 @@ class PacelineGroup(_TorchGroup):
         if self._levels is not None or op is None or not (fits and is_reducible(output) and is_reducible(tensor)):
             return self._backend(tensor)._reduce_scatter_base(output, tensor, opts)
         (into, after), run = as_run_in_place(output), as_run(tensor)
-        addresses = run.data_ptr(), into.data_ptr()
-        operation = native.REDUCE_SCATTER, DTYPES[tensor.dtype], op, 0, *addresses, into.numel()
-        return self._start([operation], opts, [output], [after], (run, into))
+        operation = native.REDUCE_SCATTER, DTYPES[tensor.dtype], op, 0, run, into, into.numel()
+        return self._start([operation], opts, [output], after)
 
     def reduce_scatter(self, outputs: list[torch.Tensor] | torch.Tensor, inputs: list[Any], opts: Any = None) -> Any:
         opts = _as_options(c10d.ReduceScatterOptions, opts, None)
@@ -231,17 +206,11 @@ class PacelineGroup(_TorchGroup):
             return self._backend(output).reduce_scatter(outputs, inputs, opts)
         return self._reduce_scatter_base(output, torch.cat([part.reshape(-1) for part in parts]), opts)
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
-        pairs = zip(outputs, inputs, strict=True)
-        return _last_of([self._allgather_base(output, tensor, opts) for output, tensor in pairs])
+    def allgather_into_tensor_coalesced(self, outputs: works.Tensors, inputs: works.Tensors, opts: Any = None) -> Any:
+        return _last_of([self._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
-        pairs = zip(outputs, inputs, strict=True)
-        return _last_of([self._reduce_scatter_base(output, tensor, opts) for output, tensor in pairs])
+    def reduce_scatter_tensor_coalesced(self, outputs: works.Tensors, inputs: works.Tensors, opts: Any = None) -> Any:
+        return _last_of([self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     # Newer names of the same.
     all_gather_single = _allgather_base
@@ -251,14 +220,14 @@ class PacelineGroup(_TorchGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         opts = opts or c10d.BarrierOptions()
-        if self._levels is not None or self._is_on_cuda(opts):
-            return (self._cuda_backend() if self._is_on_cuda(opts) else self._gloo).barrier(opts)
-        if not _is_asynchronous(opts):
-            for work in list(
-                self._pending.values()
-            ):  # as with other backends, what was started before is there after it
+        if getattr(getattr(opts, "device", None), "type", "cpu") == "cuda":
+            return self._cuda_backend().barrier(opts)
+        if self._levels is not None:
+            return self._gloo.barrier(opts)
+        if not _is_asynchronous(opts):  # as with other backends, what was started before is there after it
+            for work in list(self._pending.values()):
                 work.exception() if work.is_finished() else work.wait()
-        return self._start([(native.BARRIER, 0, 0, 0, 0, 0, 0)], opts, [], [], None)
+        return self._start([(native.BARRIER, 0, 0, 0, _NOTHING, _NOTHING, 0)], opts, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self._gloo.monitored_barrier(timeout or self._timeout, wait_all_ranks)
@@ -267,15 +236,8 @@ class PacelineGroup(_TorchGroup):
         number: int = self._gloo._get_sequence_number_for_group()
         return number + self._num_started
 
-    def _start(
-        self,
-        operations: Sequence[native.Operation],
-        opts: Any,
-        result: Sequence[torch.Tensor],
-        after: Sequence[Callable[[], Any] | None],
-        memory: Any,
-    ) -> Any:
-        """Run or start operations, and then what comes `after`; `memory` is what they need besides the result."""
+    def _start(self, operations: Sequence[_Operation], opts: Any, result: works.Tensors, *after: works.After) -> Any:
+        """Run or start operations, and then what comes `after`."""
         self._num_started += len(operations)
         timeout_s = max(0.0, opts.timeout.total_seconds())  # below 0: the group's own
         actions = [action for action in after if action is not None]
@@ -283,19 +245,19 @@ class PacelineGroup(_TorchGroup):
             if not oldest.is_finished():
                 break
             oldest.exception()  # nobody need keep a Work, or wait for it
+        addressed = [(a, b, c, d, run.data_ptr(), into.data_ptr(), n) for a, b, c, d, run, into, n in operations]
         if not _is_asynchronous(opts):
-            for operation in operations:
+            for operation in addressed:
                 self._native.run(operation, timeout_s)
             for action in actions:
                 action()
-            return FinishedWork(result)
-        tickets = list[tuple[int, ...]]()
-        work = NativeWork(self._native, tickets, result, self._futures, actions, (memory, result), self._pending)
+            return works.FinishedWork(result)
+        work = works.NativeWork(self._native, result, self._futures, actions, operations, self._pending)
         try:
-            for operation in operations:
-                tickets.append(self._native.submit(operation, timeout_s))
+            for operation in addressed:
+                work.tickets.append(self._native.submit(operation, timeout_s))
         except native.TransportError:
-            if not tickets:
+            if not work.tickets:
                 self._pending.pop(id(work))
             raise
         return work
@@ -307,15 +269,10 @@ class PacelineGroup(_TorchGroup):
             return self._plain  # through torch's dispatcher, which knows what is inside
         return self._cuda_backend() if tensor.is_cuda else self._gloo
 
-    def _is_on_cuda(self, opts: Any) -> bool:
-        device = getattr(opts, "device", None)
-        return device is not None and device.type == "cuda"
-
     def _cuda_backend(self) -> Any:
         """What moves GPU tensors: NCCL if the group was asked for with `cuda:nccl`, else gloo. Made when first used."""
         if self._cuda is None:
-            kind = dist.ProcessGroup.BackendType.GLOO
-            self._cuda = self._gloo
+            kind, self._cuda = dist.ProcessGroup.BackendType.GLOO, self._gloo
             if "cuda:nccl" in dist.get_backend_config(self):
                 options = c10d.ProcessGroupNCCL.Options()
                 options._timeout = self._timeout
@@ -344,12 +301,12 @@ def _as_options(kind: Any, opts: Any, timeout: timedelta | None) -> Any:
     return made
 
 
-def _last_of(works: Sequence[Any]) -> Any:
+def _last_of(started: Sequence[Any]) -> Any:
     """What is to be waited for after several operations: ours are done in order, others are waited for here."""
-    if not all(isinstance(work, NativeWork | FinishedWork) for work in works):
-        for work in works[:-1]:
+    if not all(isinstance(work, works.NativeWork | works.FinishedWork) for work in started):
+        for work in started[:-1]:
             work.wait()
-    return works[-1]
+    return started[-1]
 
 
 def _is_asynchronous(opts: Any) -> bool:
@@ -362,7 +319,6 @@ def _delegate(name: str) -> Callable[..., Any]:
     def call(self: PacelineGroup, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._backend(_first_tensor([*args, *kwargs.values()])), name)(*args, **kwargs)
 
-    call.__name__ = name
     return call
 
 
@@ -372,7 +328,7 @@ def _first_tensor(values: Sequence[Any]) -> torch.Tensor:
             return value
         if isinstance(value, list | tuple) and value:
             return _first_tensor(value)
-    return torch.empty(0)
+    return _NOTHING
 
 
 for _name in ("reduce", "gather", "scatter", "alltoall", "alltoall_base", "send", "recv", "recv_anysource",

@@ -7,21 +7,20 @@ What is done inside a host does not belong here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import Work
 
 from paceline.transport import native
-from paceline.transport.works import Futures, Lanes, TensorWork
+from paceline.transport.works import DTYPES, After, Futures, Tensors, TensorWork
 
 _PIECE_BYTES = 1 << 20
 # How often a leader that waits for other hosts checks whether one of them has failed.
@@ -34,22 +33,14 @@ _REDUCE: dict[int, Any] = {
 }  # fmt: skip
 
 
-class _Job(TensorWork):
-    """An all-reduce for the thread below; `dtype` and `op` are the core's numbers."""
+class HostsWork(TensorWork):
+    """An all-reduce of a contiguous tensor in place; `op` is the core's number."""
 
     def __init__(
-        self,
-        flat: torch.Tensor,
-        dtype: int,
-        op: int,
-        timeout: timedelta,
-        result: Sequence[torch.Tensor],
-        futures: Futures,
-        after: Callable[[], Any] | None,
+        self, run: torch.Tensor, op: int, timeout: timedelta, result: Tensors, futures: Futures, after: After
     ) -> None:
-        super().__init__(result)
-        self.flat, self.dtype, self.op, self.timeout, self.after = flat, dtype, op, timeout, after
-        self._futures = futures
+        super().__init__(result, futures)
+        self.flat, self.op, self.timeout, self.after = run.view(-1), op, timeout, after
         self._is_finished = threading.Event()
         self._error: Exception | None = None
 
@@ -60,9 +51,8 @@ class _Job(TensorWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         limit_s = timeout.total_seconds() or None
         if not self._is_finished.wait(limit_s):
-            raise native.TransportError(
-                f"an all-reduce over several hosts took longer than {limit_s:g} s", code="timeout"
-            )
+            message = f"an all-reduce over several hosts took longer than {limit_s:g} s"
+            raise native.TransportError(message, code="timeout")
         if self._error is not None:
             raise self._error
         return True
@@ -73,114 +63,93 @@ class _Job(TensorWork):
     def exception(self) -> Exception | None:
         return self._error
 
-    def get_future(self) -> torch.futures.Future:
-        return self._futures.create(self, self._result)
-
 
 class TwoLevels:
-    """`leaders` are the first ranks of each host, `mine` the ranks of this one, which share memory in `inside`.
+    """Ranks whose `hosts` these are, in rank order; those of this host share memory in `inside`.
 
     `names` are the ranks in error messages. Operations run one after the other, on a thread that starts with the first.
     Collective: every rank must make one.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        inside: Lanes,
-        leaders: Sequence[int],
-        rank: int,
-        mine: Sequence[int],
-        names: Sequence[int],
-        timeout: timedelta,
+        self, store: Any, inside: native.Lanes, hosts: list[str], rank: int, names: list[int], timeout: timedelta
     ) -> None:
         self._inside, self._size = inside, len(names)
-        self._others = " or ".join(str(names[leader]) for leader in leaders if leader != mine[0])
+        leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]  # the first rank of each host
+        mine = hosts.index(hosts[rank])
+        self._others = " or ".join(str(names[leader]) for leader in leaders if leader != mine)
         # A connection of its own: another thread may be waiting on the group's.
-        apart: Any = store
-        self._reports = dist.PrefixStore("hosts", apart.clone())
+        self._reports = dist.PrefixStore("hosts", store.clone())
         self._between: Any = None
-        if rank == mine[0]:
+        if rank == mine:
             numbered = dist.PrefixStore("leaders", store)
-            self._between = c10d.ProcessGroupGloo(numbered, list(leaders).index(rank), len(leaders), timeout=timeout)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+            self._between = c10d.ProcessGroupGloo(numbered, leaders.index(rank), len(leaders), timeout=timeout)
+        self._works: queue.SimpleQueue[HostsWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._is_closing = False
 
-    def start_all_reduce(
-        self,
-        tensor: torch.Tensor,
-        dtype: int,
-        op: int,
-        timeout: timedelta,
-        result: Sequence[torch.Tensor],
-        futures: Futures,
-        after: Callable[[], Any] | None = None,
-    ) -> Work:
-        """Start to reduce a contiguous tensor in place, and then do what is to be done `after`."""
+    def start(self, work: HostsWork) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
             self._thread.start()
-        job = _Job(tensor.view(-1), dtype, op, timeout, result, futures, after)
         if self._is_closing:
-            job.conclude(_closed())
+            work.conclude(_closed())
         else:
-            self._jobs.put(job)
-        return job
+            self._works.put(work)
 
     def close(self) -> None:
         """Leave; what has not run fails."""
         self._is_closing = True
         self._inside.close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._jobs.put(None)
+            self._works.put(None)
             self._thread.join()
-            while not self._jobs.empty():  # put there meanwhile
-                if (job := self._jobs.get()) is not None:
-                    job.conclude(_closed())
+            while not self._works.empty():  # put there meanwhile
+                if (work := self._works.get()) is not None:
+                    work.conclude(_closed())
         self._between = None
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (work := self._works.get()) is not None:
             if self._failure is None:
                 try:
-                    self._all_reduce(job)
-                    if job.after is not None:
-                        job.after()
+                    self._all_reduce(work)
+                    if work.after is not None:
+                        work.after()
                 except Exception as error:
                     self._failure = self._report_failure(error)
-            job.conclude(self._failure)
+            work.conclude(self._failure)
 
     # -- one all-reduce -----------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, job: _Job) -> None:
+    def _all_reduce(self, work: HostsWork) -> None:
         """Inside, between, inside; every rank of a host goes through the same operations inside, in the same order."""
-        inside = native.SUM if job.op == native.AVG else job.op
+        inside = native.SUM if work.op == native.AVG else work.op
         opts = c10d.AllreduceOptions()
-        opts.reduceOp, opts.timeout = _REDUCE[job.op], job.timeout
+        opts.reduceOp, opts.timeout = _REDUCE[work.op], work.timeout
         before: tuple[torch.Tensor, Any] | None = None
-        for piece in job.flat.split(max(1, _PIECE_BYTES // job.flat.element_size())):
-            self._run_inside(native.ALL_REDUCE, job.dtype, inside, piece, piece.numel(), job.timeout)
-            work = None if self._between is None else self._between.allreduce([piece], opts)
+        for piece in work.flat.split(max(1, _PIECE_BYTES // work.flat.element_size())):
+            self._run_inside(work, piece, native.ALL_REDUCE, DTYPES[piece.dtype], inside, piece.numel())
+            between = None if self._between is None else self._between.allreduce([piece], opts)
             if before is not None:
-                self._spread(*before, job)
-            before = piece, work
+                self._spread(work, *before)
+            before = piece, between
         assert before is not None  # even of nothing there is one piece
-        self._spread(*before, job)
+        self._spread(work, *before)
 
-    def _spread(self, piece: torch.Tensor, between: Any, job: _Job) -> None:
+    def _spread(self, work: HostsWork, piece: torch.Tensor, between: Any) -> None:
         if between is not None:
             self._await(between)
-            if job.op == native.AVG:
+            if work.op == native.AVG:
                 piece.div_(self._size, rounding_mode=None if piece.is_floating_point() else "trunc")
-        self._run_inside(native.BROADCAST, native.BYTES, 0, piece, piece.nbytes, job.timeout)
+        self._run_inside(work, piece, native.BROADCAST, native.BYTES, 0, piece.nbytes)
 
-    def _run_inside(self, kind: int, dtype: int, op: int, piece: torch.Tensor, count: int, timeout: timedelta) -> None:
+    def _run_inside(self, work: HostsWork, piece: torch.Tensor, kind: int, dtype: int, op: int, count: int) -> None:
         if self._is_closing:
             raise _closed()
         operation = kind, dtype, op, 0, piece.data_ptr(), piece.data_ptr(), count
-        self._inside.run(operation, max(0.0, timeout.total_seconds()))
+        self._inside.run(operation, max(0.0, work.timeout.total_seconds()))
 
     def _await(self, work: Any) -> None:
         """Wait for the other hosts, as long as none of them has failed."""
@@ -210,22 +179,18 @@ class TwoLevels:
             return error
         reason = self._read_reason()
         if not reason:
-            try:
+            with contextlib.suppress(RuntimeError):  # the store is gone with the rank that served it
                 self._reports.set("reason", json.dumps([str(error), getattr(error, "code", "")]))
-            except RuntimeError:  # the store is gone with the rank that served it
-                pass
         self._inside.close()
         return reason or error
 
     def _read_reason(self) -> native.TransportError | None:
         """Why another rank failed; None if none has."""
-        try:
-            if not self._reports.check(["reason"]):
-                return None
-            text, code = json.loads(self._reports.get("reason"))
-        except RuntimeError:
-            return None
-        return native.TransportError(text, code=code)
+        with contextlib.suppress(RuntimeError):
+            if self._reports.check(["reason"]):
+                text, code = json.loads(self._reports.get("reason"))
+                return native.TransportError(text, code=code)
+        return None
 
 
 def _closed() -> native.TransportError:

@@ -13,9 +13,10 @@ import platform
 import shutil
 import subprocess
 import sysconfig
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.errors import CollectiveError, ConfigError
 
@@ -25,8 +26,13 @@ SUM, AVG, MIN, MAX = range(4)
 ITEM_BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, BYTES: 1}
 OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range(10)
 
+# Waking another thread costs tens of microseconds.
+_LANE_BYTES, _LINE_BYTES = 512 << 10, 128
+
 # An operation: kind, type, reduction, root, addresses of input and output, number of elements.
 Operation = tuple[int, int, int, int, int, int, int]
+# The lanes that an operation uses, and its number in each.
+Ticket = list[tuple[int, int]]
 
 SOURCES = Path(__file__).parent / "native"
 # No contraction of products and sums: every kind of processor must round alike.
@@ -35,8 +41,15 @@ COMPILE_FLAGS += ["-fvisibility=hidden"]  # only what the header declares is exp
 _VERSION = 3  # PLN_VERSION in the header
 
 
-_ERROR_CODES = {
-    DEAD: "peer-lost", STOPPED: "peer-lost", LEFT: "peer-lost", TIMEOUT: "timeout", MISMATCH: "mismatch",
+_FORKED = (
+    "this process was forked from a rank, and the rank's process group is not its own: start processes with `spawn`, "
+    "or open a group here"
+)
+# The code of each failure, and its text where the core has none.
+_ERRORS = {
+    DEAD: ("peer-lost", ""), STOPPED: ("peer-lost", ""), LEFT: ("peer-lost", ""), TIMEOUT: ("timeout", ""),
+    MISMATCH: ("mismatch", ""), CLOSED: ("closed", "the process group is closed"), FORKED: ("forked", _FORKED),
+    BAD: ("invalid", "the shared-memory transport does not support this operation"),
 }  # fmt: skip
 
 
@@ -121,91 +134,117 @@ def why_not() -> str:
     return ""
 
 
-class Segment(Protocol):
-    """Memory that stays mapped as long as this object."""
+def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
+    """The number of lanes for ranks of one host that have `cores` each: one where no core is spare.
 
-    address: int
+    `requested` is PACELINE_LANES on the first of them, which counts for all.
+    """
+    if not requested:
+        return max(1, min(4, min(cores) // len(cores)))
+    if requested not in map(str, range(1, 17)):
+        raise ConfigError(f"PACELINE_LANES={requested!r}: use a number from 1 to 16")
+    return int(requested)
 
 
-class NativeGroup:
-    """Ranks that share a segment, which must stay until `close`, and what operations are on until they are over.
+class Lanes:
+    """Ranks that share memory, in one group of the core or several side by side, each in a segment of its own.
 
-    The C side lives as long as this object and not only until `close`: another thread may be inside a call.
+    One core waits for memory most of the time. Where a host has more cores than ranks, a long vector is cut, and each
+    piece goes through a group and a thread of its own. The sums do not depend on it: every element is added up in rank
+    order. The C side lives as long as this object and not only until `close`: another thread may be inside a call.
     """
 
     def __init__(
-        self,
-        segment: Segment,
-        slot_bytes: int,
-        rank: int,
-        names: Sequence[int],
-        pids: Sequence[int],
-        timeout_s: float,
-        stopped_s: float,
+        self, segments: Sequence[Any], slot_bytes: int, rank: int, names: list[int], pids: list[int], *limits_s: float
     ) -> None:
-        self._handle: int | None = None
-        self._library, size = load_library(), len(names)
+        self._handles: list[int] = []
+        self._library, self._segments, size = load_library(), segments, len(names)
         c_names, c_pids = (ctypes.c_int32 * size)(*names), (ctypes.c_int64 * size)(*pids)
-        handle = self._library.pln_open(segment.address, slot_bytes, rank, size, c_names, c_pids, timeout_s, stopped_s)
-        if not handle:
-            raise ConfigError(f"{size} ranks cannot share one segment")
-        self._handle, self._segment = handle, segment
+        for segment in segments:
+            handle = self._library.pln_open(segment.address, slot_bytes, rank, size, c_names, c_pids, *limits_s)
+            if not handle:
+                raise ConfigError(f"{size} ranks cannot share one segment")
+            self._handles.append(handle)
+        self._first, *self._others = self._handles
         # Bound once: a small message takes a few microseconds.
         self._run, self._submit, self._wait = self._library.pln_run, self._library.pln_submit, self._library.pln_wait
 
     def run(self, operation: Operation, timeout_s: float = 0.0) -> None:
         """One operation, from its beginning to its end. A time limit of 0 is the group's."""
-        code = self._run(self._handle, *operation, timeout_s)
+        first, *others = self._cut(operation)
+        ticket = self._submit_all(self._others, others, timeout_s) if others else []
+        code = self._run(self._first, *first, timeout_s)
         if code:
-            raise self._explain(code)
+            raise self._fail(self._first, code, ticket)
+        if ticket:
+            self.wait(ticket)
 
-    def submit(self, operation: Operation, timeout_s: float = 0.0) -> int:
-        """Start an operation behind those before it; its ticket."""
-        ticket: int = self._submit(self._handle, *operation, timeout_s)
-        if ticket < 0:
-            raise self._explain(-ticket)
+    def submit(self, operation: Operation, timeout_s: float = 0.0) -> Ticket:
+        """Start an operation behind those before it."""
+        return self._submit_all(self._handles, self._cut(operation), timeout_s)
+
+    def _submit_all(self, handles: Sequence[int], pieces: Sequence[Operation], timeout_s: float) -> Ticket:
+        ticket: Ticket = []
+        for handle, piece in zip(handles, pieces, strict=False):
+            number = self._submit(handle, *piece, timeout_s)
+            if number < 0:
+                raise self._fail(handle, -number, ticket)
+            ticket.append((handle, number))
         return ticket
 
-    def wait(self, ticket: int, timeout_s: float | None = None) -> None:
-        """Wait for a ticket; `TransportError` if it failed, or if it takes longer than `timeout_s`."""
-        code = self._wait(self._handle, ticket, -1.0 if timeout_s is None else timeout_s)
-        if code:
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
+        """Wait for a ticket; unless it only takes longer, nothing of it runs any more after an error, in any lane."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for handle, number in ticket:
+            code = self._wait(handle, number, -1.0 if deadline is None else max(0.0, deadline - time.monotonic()))
             if code == RUNNING:
                 raise TransportError(f"an operation in shared memory took longer than {timeout_s:g} s", code="timeout")
-            raise self._explain(code)
+            if code:
+                raise self._fail(handle, code, ticket)
 
-    def is_done(self, ticket: int) -> bool:
-        return bool(self._library.pln_is_done(self._handle, ticket))
+    def is_done(self, ticket: Ticket) -> bool:
+        return all(self._library.pln_is_done(handle, number) for handle, number in ticket)
 
     def add_arena(self, serial: int, address: int, part_bytes: int) -> bool:
-        return bool(self._library.pln_add_arena(self._handle, serial, address, part_bytes) == OK)
+        return all([self._library.pln_add_arena(handle, serial, address, part_bytes) == OK for handle in self._handles])
 
     def remove_arena(self, serial: int) -> None:
-        self._library.pln_remove_arena(self._handle, serial)
-
-    def fail_like(self, other: NativeGroup) -> None:
-        """Fail this group for the reason for which another one failed, if it did."""
-        self._library.pln_break_too(self._handle, other._handle)
+        for handle in self._handles:
+            self._library.pln_remove_arena(handle, serial)
 
     def close(self) -> None:
         """Leave the group; what still runs or waits here, on any thread, ends with an error."""
-        self._library.pln_close(self._handle)
+        for handle in self._handles:
+            self._library.pln_close(handle)
 
     def __del__(self) -> None:
-        if self._handle:
-            self._library.pln_free(self._handle)
+        for handle in self._handles:
+            self._library.pln_free(handle)
 
-    def _explain(self, code: int) -> TransportError:
-        if code == FORKED:
-            return TransportError(
-                "this process was forked from a rank, and the rank's process group is not its own: "
-                "start processes with `spawn`, or open a group here",
-                code="forked",
-            )
-        if code == CLOSED:
-            return TransportError("the process group is closed", code="closed")
-        if code == BAD:
-            return TransportError("the shared-memory transport does not support this operation", code="invalid")
-        text = ctypes.create_string_buffer(512)
-        self._library.pln_explain(self._handle, text, len(text))
-        return TransportError(f"a collective in shared memory failed: {text.value.decode()}", code=_ERROR_CODES[code])
+    def _cut(self, operation: Operation) -> list[Operation]:
+        """A long all-reduce in as many pieces as there are lanes; anything else as it is."""
+        kind, dtype, op, root, source, target, count = operation
+        item = ITEM_BYTES[dtype]
+        if kind != ALL_REDUCE or not self._others or count * item < 2 * _LANE_BYTES:
+            return [operation]
+        number = min(len(self._handles), count * item // _LANE_BYTES)
+        line = _LINE_BYTES // item
+        each = -(-count // (number * line)) * line
+        return [
+            (kind, dtype, op, root, source + at * item, target + at * item, min(each, count - at))
+            for at in range(0, count, each)
+        ]
+
+    def _fail(self, handle: int, code: int, ticket: Ticket) -> TransportError:
+        """One lane has failed, and so must the others: none may write later to memory that the caller has freed."""
+        short, text = _ERRORS[code]
+        if not text:
+            buffer = ctypes.create_string_buffer(512)
+            self._library.pln_explain(handle, buffer, len(buffer))
+            text = f"a collective in shared memory failed: {buffer.value.decode()}"
+        for failed in self._handles:
+            for other in self._handles:
+                self._library.pln_break_too(other, failed)
+        for other, number in ticket:
+            self._wait(other, number, -1.0)
+        return TransportError(text, code=short)

@@ -13,12 +13,12 @@ import json
 import mmap
 import os
 import secrets
-import selectors
 import socket
 import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +42,8 @@ def identify_host() -> str:
 
 def exchange_places(store: dist.Store, rank: int, size: int) -> list[dict[str, Any]]:
     """Every rank's host, process, cores and requested lanes, in rank order. Collective: every rank must call this."""
-    store.set(
-        f"place/{rank}",
-        json.dumps(
-            {
-                "host": identify_host(),
-                "pid": os.getpid(),
-                "cores": machine.count_cores(),
-                "lanes": os.environ.get("PACELINE_LANES", ""),
-            }
-        ),
-    )
+    place = {"host": identify_host(), "pid": os.getpid(), "cores": machine.count_cores()}
+    store.set(f"place/{rank}", json.dumps(place | {"lanes": os.environ.get("PACELINE_LANES", "")}))
     return [json.loads(store.get(f"place/{other}")) for other in range(size)]
 
 
@@ -80,7 +71,7 @@ class HostGroup:
 
     def __init__(self, store: dist.Store, members: Sequence[int], pids: Sequence[int], rank: int, timeout_s: float):
         self.size, self.index, self.pids = len(members), list(members).index(rank), list(pids)
-        self._names, self._timeout_s, self._owner = list(members), timeout_s, os.getpid()
+        self._names, self._timeout_s = list(members), timeout_s
         self._peers: dict[int, socket.socket] = {}
         if self.size > 1:
             try:
@@ -91,12 +82,6 @@ class HostGroup:
 
     def share(self, part_bytes: int) -> tuple[Mapping, int]:
         """Memory with a part for each rank, all zero, and the bytes of a part, which are whole pages. Collective."""
-        if os.getpid() != self._owner:
-            raise CollectiveError(
-                "this process was forked from a rank, and the memory that the rank shares is not its own: "
-                "start processes with `spawn`, or open a group here",
-                code="forked",
-            )
         part_bytes = max(_PAGE, -(-part_bytes // _PAGE) * _PAGE)
         total = part_bytes * self.size
         mapping = Mapping(self._exchange(total), total)
@@ -120,8 +105,25 @@ class HostGroup:
     def _connect_all(self, store: dist.Store, key: str) -> None:
         """Connect every rank to the first. It accepts only the processes of its peers, and only with the secret."""
         if self.index:
-            address, secret = json.loads(_get(store, key, self._timeout_s, self._names[0]))
-            self._connect(address, secret)
+            first, seconds = self._names[0], f"{self._timeout_s:g} s"
+            try:
+                store.wait([key], timedelta(seconds=self._timeout_s))
+            except RuntimeError as error:
+                raise LaunchError(
+                    f"rank {first} did not open shared memory within {seconds}", code="timeout"
+                ) from error
+            address, secret = json.loads(store.get(key))
+            link = self._peers[0] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link.settimeout(self._timeout_s)
+            try:
+                link.connect("\0" + address)
+                link.sendall(json.dumps([secret, self.index]).encode())
+                answer = link.recv(64)
+            except OSError as error:
+                message = f"rank {first} left, or did not share its memory in time: {error}"
+                raise LaunchError(message, code="peer-lost") from error
+            if answer != _ACCEPTED:
+                raise LaunchError(f"rank {first} refused to share its memory with this process")
             return
         address, secret = f"paceline-{secrets.token_hex(16)}", secrets.token_hex(16)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -132,48 +134,27 @@ class HostGroup:
         for link in self._peers.values():
             link.sendall(_ACCEPTED)
 
-    def _connect(self, address: str, secret: str) -> None:
-        link = self._peers[0] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link.settimeout(self._timeout_s)
-        try:
-            link.connect("\0" + address)
-            link.sendall(json.dumps([secret, self.index]).encode())
-            answer = link.recv(64)
-        except OSError as error:
-            raise LaunchError(
-                f"rank {self._names[0]} left, or did not share its memory in time: {error}", code="peer-lost"
-            ) from error
-        if answer != _ACCEPTED:
-            raise LaunchError(f"rank {self._names[0]} refused to share its memory with this process")
-
     def _accept_all(self, listener: socket.socket, secret: str) -> None:
         """Accept all peers. Other processes, or connections that send nothing, do not hold them up."""
         deadline = time.monotonic() + self._timeout_s
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(listener, selectors.EVENT_READ)
-            try:
-                while len(self._peers) < self.size - 1:
-                    ready = waiting.select(min(1.0, max(0.0, deadline - time.monotonic())))
-                    if not ready and time.monotonic() > deadline:
-                        missing = next(i for i in range(1, self.size) if i not in self._peers)
-                        raise LaunchError(
-                            f"rank {self._names[missing]} did not connect to share memory within {self._timeout_s:g} s",
-                            code="timeout",
-                        )
-                    for key, _ in ready:
-                        if key.fileobj is listener:
-                            link, _ = listener.accept()
-                            if _pid_of(link) in self.pids:
-                                waiting.register(link, selectors.EVENT_READ)
-                            else:
-                                link.close()
-                        elif isinstance(key.fileobj, socket.socket):
-                            waiting.unregister(key.fileobj)
-                            self._admit(key.fileobj, secret)
-            finally:
-                for key in list(waiting.get_map().values()):
-                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not listener:
-                        key.fileobj.close()
+        pending: list[socket.socket] = []  # connected, and yet to send
+        try:
+            while len(self._peers) < self.size - 1:
+                ready = wait([listener, *pending], max(0.0, min(1.0, deadline - time.monotonic())))
+                if not ready and time.monotonic() > deadline:
+                    missing = self._names[next(i for i in range(1, self.size) if i not in self._peers)]
+                    message = f"rank {missing} did not connect to share memory within {self._timeout_s:g} s"
+                    raise LaunchError(message, code="timeout")
+                for link in [link for link in pending if link in ready]:
+                    pending.remove(link)
+                    self._admit(link, secret)
+                if listener in ready:
+                    pending.append(listener.accept()[0])
+                    if _pid_of(pending[-1]) not in self.pids:
+                        pending.pop().close()
+        finally:
+            for link in pending:
+                link.close()
 
     def _admit(self, link: socket.socket, secret: str) -> None:
         """Accept a process that has sent its index, if it is that peer."""
@@ -200,21 +181,17 @@ class HostGroup:
                     raise CollectiveError(f"rank {self._names[0]} left while memory was being shared", code="peer-lost")
                 if int(message) != total:
                     os.close(descriptors[0])
-                    raise CollectiveError(
-                        f"ranks share memory of different sizes: rank {self._names[0]} {int(message)} bytes, "
-                        f"rank {self._names[self.index]} {total}",
-                        code="mismatch",
-                    )
+                    sizes = f"rank {self._names[0]} {int(message)} bytes, rank {self._names[self.index]} {total}"
+                    raise CollectiveError(f"ranks share memory of different sizes: {sizes}", code="mismatch")
                 return descriptors[0]
             descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, total)
             for link in self._peers.values():
                 socket.send_fds(link, [str(total).encode()], [descriptor])
             return descriptor
-        except (BrokenPipeError, ConnectionError, TimeoutError) as error:
-            raise CollectiveError(
-                f"another rank left, or did not answer, while memory was being shared: {error}", code="peer-lost"
-            ) from error
+        except (ConnectionError, TimeoutError) as error:
+            text = f"another rank left, or did not answer, while memory was being shared: {error}"
+            raise CollectiveError(text, code="peer-lost") from error
 
 
 def _pid_of(link: socket.socket) -> int:
@@ -228,11 +205,3 @@ def _advise(mapping: Mapping, begin: int, num_bytes: int, advice: int) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return ctypes.get_errno() if libc.madvise(mapping.address + begin, num_bytes, advice) else 0
-
-
-def _get(store: dist.Store, key: str, timeout_s: float, rank: int) -> bytes:
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise LaunchError(f"rank {rank} did not open shared memory within {timeout_s:g} s", code="timeout") from error
-    return bytes(store.get(key))

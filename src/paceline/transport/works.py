@@ -1,15 +1,13 @@
-"""What the process group builds on: tensors as the core sees them, the lanes that reduce them, and torch's `Work`.
+"""What the process group builds on: tensors as the core sees them, and torch's `Work` and `Future`.
 
 Which operation goes where does not belong here (`group`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,8 +15,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
 from paceline.transport import native
+
+Tensors = Sequence[torch.Tensor]
+# What is left to do when an operation has finished.
+After = Callable[[], Any] | None
+Actions = Sequence[Callable[[], Any]]
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
@@ -50,7 +53,7 @@ def as_run(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.data)
 
 
-def as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], Any] | None]:
+def as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, After]:
     """The same for a tensor that is written, with the function that copies the result back if there is a copy."""
     run = as_run(tensor)
     if run is not tensor and torch._debug_has_internal_overlap(tensor) == 1:
@@ -61,125 +64,17 @@ def as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], An
     return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
 
 
-# -- lanes -------------------------------------------------------------------------------------------------------------
-
-_MOST, _ALLOWED = 4, 16
-# Waking another thread costs tens of microseconds.
-_LANE_BYTES = 512 << 10
-_LINE_BYTES = 128
-
-
-def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
-    """The number of lanes for ranks of one host that have `cores` each: one where no core is spare.
-
-    `requested` is PACELINE_LANES on the first of them, which counts for all.
-    """
-    if requested:
-        if requested not in map(str, range(1, _ALLOWED + 1)):
-            raise ConfigError(f"PACELINE_LANES={requested!r}: use a number from 1 to {_ALLOWED}")
-        return int(requested)
-    return max(1, min(_MOST, min(cores) // len(cores)))
-
-
-class Lanes:
-    """Several native groups side by side, so that several cores of each rank reduce one long vector.
-
-    One core waits for memory most of the time. Where a host has more cores than ranks, the vector is cut, and each
-    piece goes through a group of its own with a thread of its own. The sums do not depend on it: every element is added
-    up in rank order wherever the cuts are. A ticket is one number per lane that the operation uses, from the first on.
-    """
-
-    def __init__(self, groups: Sequence[native.NativeGroup]) -> None:
-        self._groups = list(groups)
-        self._first = self._groups[0]
-
-    def run(self, operation: native.Operation, timeout_s: float = 0.0) -> None:
-        """One operation, from its beginning to its end. A time limit of 0 is the group's."""
-        first, *others = self._cut(operation)
-        started = self._submit(self._groups[1:], others, timeout_s)
-        try:
-            self._first.run(first, timeout_s)
-            for group, number in started:
-                group.wait(number)
-        except native.TransportError:
-            self._fail_all(started)
-            raise
-
-    def submit(self, operation: native.Operation, timeout_s: float = 0.0) -> tuple[int, ...]:
-        """Start an operation behind those before it; its ticket."""
-        return tuple(number for _, number in self._submit(self._groups, self._cut(operation), timeout_s))
-
-    def wait(self, ticket: Sequence[int], timeout_s: float | None = None) -> None:
-        """Wait for a ticket; unless it only takes longer, nothing of it runs any more after an error, in any lane."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        started = list(zip(self._groups, ticket, strict=False))
-        try:
-            for group, number in started:
-                group.wait(number, None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except native.TransportError:
-            if deadline is None or time.monotonic() < deadline:
-                self._fail_all(started)
-            raise
-
-    def _submit(
-        self, groups: Sequence[native.NativeGroup], pieces: Sequence[native.Operation], timeout_s: float
-    ) -> list[tuple[native.NativeGroup, int]]:
-        started: list[tuple[native.NativeGroup, int]] = []
-        try:
-            for group, piece in zip(groups, pieces, strict=False):
-                started.append((group, group.submit(piece, timeout_s)))
-        except native.TransportError:
-            self._fail_all(started)
-            raise
-        return started
-
-    def _fail_all(self, started: Sequence[tuple[native.NativeGroup, int]]) -> None:
-        """One lane has failed, and so must the others: none may write later to memory that the caller has freed."""
-        for failed in self._groups:
-            for group in self._groups:
-                group.fail_like(failed)
-        for group, number in started:
-            with contextlib.suppress(native.TransportError):
-                group.wait(number)
-
-    def is_done(self, ticket: Sequence[int]) -> bool:
-        return all(group.is_done(number) for group, number in zip(self._groups, ticket, strict=False))
-
-    def add_arena(self, serial: int, address: int, part_bytes: int) -> bool:
-        return all([group.add_arena(serial, address, part_bytes) for group in self._groups])
-
-    def remove_arena(self, serial: int) -> None:
-        for group in self._groups:
-            group.remove_arena(serial)
-
-    def close(self) -> None:
-        for group in self._groups:
-            group.close()
-
-    def _cut(self, operation: native.Operation) -> list[native.Operation]:
-        """A long all-reduce in as many pieces as there are lanes; anything else as it is."""
-        kind, dtype, op, root, source, target, count = operation
-        item = native.ITEM_BYTES[dtype]
-        if kind != native.ALL_REDUCE or len(self._groups) == 1 or count * item < 2 * _LANE_BYTES:
-            return [operation]
-        number = min(len(self._groups), count * item // _LANE_BYTES)
-        line = _LINE_BYTES // item
-        each = -(-count // (number * line)) * line
-        return [
-            (kind, dtype, op, root, source + at * item, target + at * item, min(each, count - at))
-            for at in range(0, count, each)
-        ]
-
-
 # -- works and futures -------------------------------------------------------------------------------------------------
 
 
 class TensorWork(Work):
     """A Work whose result is tensors; subclasses have `wait`, `is_completed` and `exception`."""
 
-    def __init__(self, result: Sequence[torch.Tensor]) -> None:
+    future: torch.futures.Future | None = None  # made by `Futures` for the first caller that needs it
+
+    def __init__(self, result: Tensors, futures: Futures | None = None) -> None:
         super().__init__()
-        self._result = list(result)
+        self._result, self._futures = list(result), futures
 
     def synchronize(self) -> None:
         self.wait()
@@ -189,6 +84,18 @@ class TensorWork(Work):
 
     def result(self) -> list[torch.Tensor]:
         return self._result
+
+    def get_future(self) -> torch.futures.Future:
+        assert self._futures is not None
+        return self._futures.create(self)
+
+    def find_error(self) -> Exception | None:
+        """Wait for the end, and return the error if there is one."""
+        try:
+            self.wait()
+        except Exception as error:
+            return error
+        return None
 
 
 class FinishedWork(TensorWork):
@@ -210,79 +117,61 @@ class FinishedWork(TensorWork):
 
 
 class NativeWork(TensorWork):
-    """Tickets of operations that belong together. `after` is what is left to do here when they have finished; the first
-    caller that looks does it.
+    """Operations that belong together. The first caller that looks does what is left `after` them.
 
-    `kept` holds this Work, and with it all memory that the operations need, until then, whether or not the caller does.
+    `kept` holds this Work, and with it all `memory` that the operations need, until then.
     """
 
     def __init__(
         self,
-        native: Lanes,
-        tickets: Sequence[tuple[int, ...]],
-        result: Sequence[torch.Tensor],
+        lanes: native.Lanes,
+        result: Tensors,
         futures: Futures,
-        after: Sequence[Callable[[], Any]],
+        after: Actions,
         memory: Any,
         kept: dict[int, NativeWork],
     ) -> None:
-        super().__init__(result)
-        self._native, self._tickets, self._futures = native, tickets, futures
-        self._after, self._memory, self._kept = list(after), memory, kept
-        self._finishing, self._future_lock = threading.Lock(), threading.Lock()
+        super().__init__(result, futures)
+        self.tickets: list[native.Ticket] = []
+        self._lanes, self._after, self._memory, self._kept = lanes, after, memory, kept
+        self._finishing = threading.Lock()
         self._error: Exception | None = None
-        self._future: torch.futures.Future | None = None
         kept[id(self)] = self
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         limit_s = timeout.total_seconds() or None
         try:
-            for ticket in self._tickets:
-                self._native.wait(ticket, limit_s)
+            for ticket in self.tickets:
+                self._lanes.wait(ticket, limit_s)
         except RuntimeError:
             if self.is_finished():
                 self._kept.pop(id(self), None)
             raise
-        self._finish()
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_finished(self) -> bool:
-        """Whether the operations have finished or failed; what comes after them may be left to do."""
-        return all(self._native.is_done(ticket) for ticket in self._tickets)
-
-    def is_completed(self) -> bool:
-        if not self.is_finished():
-            return False
-        self.exception()
-        return True
-
-    def exception(self) -> Exception | None:
-        """The error, if the operations have finished with one."""
-        if self.is_finished():
-            try:
-                self.wait()
-            except Exception as error:
-                return error
-        return None
-
-    def get_future(self) -> torch.futures.Future:
-        with self._future_lock:
-            if self._future is None:
-                self._future = self._futures.create(self, self._result)
-        return self._future
-
-    def _finish(self) -> None:
-        """Do what is left, once; other callers wait for it."""
-        with self._finishing:
-            after, self._after, self._memory = self._after, [], None
+        with self._finishing:  # once; other callers wait for it
+            after, self._after, self._memory = self._after, (), None
             try:
                 for action in after:
                     action()
             except Exception as error:
                 self._error = error
         self._kept.pop(id(self), None)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_finished(self) -> bool:
+        """Whether the operations have finished or failed; what comes after them may be left to do."""
+        return all(map(self._lanes.is_done, self.tickets))
+
+    def is_completed(self) -> bool:
+        if self.is_finished():
+            self.find_error()
+            return True
+        return False
+
+    def exception(self) -> Exception | None:
+        """The error, if the operations have finished with one."""
+        return self.find_error() if self.is_finished() else None
 
 
 class Futures:
@@ -293,22 +182,24 @@ class Futures:
     """
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[Work, torch.futures.Future, list[torch.Tensor]] | None]
-        self._waiting = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[TensorWork | None] = queue.SimpleQueue()
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._threads: list[threading.Thread] = []
         self._num_free = 0  # threads that wait, or will when it is their turn
         self._is_closed = False
 
-    def create(self, work: Work, tensors: list[torch.Tensor]) -> torch.futures.Future:
-        future: torch.futures.Future = torch.futures.Future()
+    def create(self, work: TensorWork) -> torch.futures.Future:
+        """The Future of a Work, one for all callers."""
         with self._lock:
+            if work.future is not None:
+                return work.future
+            future = work.future = torch.futures.Future()
             is_late = self._is_closed
             if not is_late:
                 self._provide_thread()
-                self._waiting.put((work, future, tensors))
+                self._waiting.put(work)
         if is_late:  # so is the operation, one way or the other
-            _complete(future, tensors, _outcome(work))
+            _complete(future, work.result(), work.find_error())
         return future
 
     def close(self) -> None:
@@ -330,38 +221,27 @@ class Futures:
     def _run(self) -> None:
         while True:
             with self._turn:
-                entry = self._waiting.get()
-                if entry is None:
+                work = self._waiting.get()
+                if work is None:
                     self._waiting.put(None)  # for the next thread
                     return
-                work, future, tensors = entry
-                error = _outcome(work)
+                error = work.find_error()
             with self._lock:
                 self._num_free -= 1
                 self._provide_thread()
-            _complete(future, tensors, error)
+            assert work.future is not None
+            _complete(work.future, work.result(), error)
+            del work, error  # or they would live until the next operation
             with self._lock:
                 self._num_free += 1
 
 
-def _outcome(work: Work) -> Exception | None:
-    try:
-        work.wait()
-    except Exception as error:
-        return error
-    return None
-
-
 def _complete(future: torch.futures.Future, tensors: list[torch.Tensor], error: Exception | None) -> None:
+    """As `set_exception` where there is an error, but each caller gets one of its own: the frames in the traceback of a
+    shared one would hold this Future and the caller's group, and neither could ever be freed."""
     if error is None:
         future.set_result(tensors)
-    else:
-        _fail(future, error)
-
-
-def _fail(future: torch.futures.Future, error: Exception) -> None:
-    """As `set_exception`, but each caller gets an error of its own: the frames in the traceback of a shared one would
-    hold this Future and the caller's group, and neither could ever be freed."""
+        return
     kind: Any = type(error)
     text, options = str(error), {"code": error.code} if isinstance(error, PacelineError) else {}
 

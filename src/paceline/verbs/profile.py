@@ -144,7 +144,7 @@ def trace(
 
         def build(run: Run, folder: Path | None) -> TraceResult:
             from paceline.predict.advice import advise
-            from paceline.predict.overview import build_overview, find_lateness
+            from paceline.predict.traces import build_overview, find_lateness
             from paceline.report.profiles import TraceResult
 
             overviews = [build_overview(trace) for trace in traces]

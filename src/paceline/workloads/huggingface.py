@@ -1,7 +1,6 @@
 """Models of `transformers`: from a folder, from the hub, or from a configuration alone with random weights.
 
-Loads without torch and without transformers. Code from a model's repository is never run, and weights are read from
-safetensors only, never from a pickle. Tokenizers belong to the data.
+Loads without torch. Code of a model is never run, and weights are read from safetensors only, never from a pickle.
 """
 
 from __future__ import annotations

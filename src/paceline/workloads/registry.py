@@ -24,10 +24,7 @@ HF_PREFIX = "hf:"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What can be set of a model; None means the model's default.
-
-    `channels`: one convolution of `cnn` for each. `hidden`: the width of hidden linear layers.
-    """
+    """What can be set of a model: a convolution for each of `channels`, the width of hidden layers. None: default."""
 
     channels: tuple[int, ...] | None = None
     hidden: int | None = None
@@ -142,7 +139,7 @@ def describe_model(name: str) -> str:
 
 
 def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
-    """The module that learns data of this form. Parameters are float32, drawn from torch's generator unless loaded.
+    """The module that learns data of this form, with float32 parameters.
 
     It gives (batch, num_classes) for images and pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers;
     an `hf:` model returns an object that has this as `logits`.

@@ -176,10 +176,7 @@ def _load_parquet_images(files: Sequence[Path], channels: int, limit: int | None
 def _rows(
     files: Sequence[Path], wanted: Sequence[tuple[str, ...]], limit: int | None
 ) -> Iterator[tuple[Path, int, tuple[Any, ...]]]:
-    """File, row in it and cells of one row after the other; of the names of a wanted column, the first that is there.
-
-    Only the requested rows are read: a few samples of a large file load at once.
-    """
+    """File, row in it and cells of each requested row; of the names of a wanted column, the first that is there."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 

@@ -13,15 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import Batch, DataForm
-from paceline.workloads.data.formats import (
-    NUM_CLASSES,
-    ByteTokenizer,
-    load_images,
-    load_pairs,
-    load_text,
-    load_tokenizer,
-)  # fmt: skip
+from paceline.workloads.data import Batch, DataForm, formats
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.data.sources import SPLITS, DataRequest, Found, check_request, find_files, load_from_hub
 
@@ -113,10 +105,9 @@ _PARTS = 1 << 14
 @dataclass(frozen=True)
 class Augmentation:
     """A random crop of the image padded by `pad` pixels that mirror its edge, a horizontal flip where it may, and a
-    square of `cutout` pixels a side, anywhere and partly outside perhaps, in which nothing is seen.
+    square of `cutout` pixels a side, perhaps partly outside, in which nothing is seen.
 
-    What a sample gets follows from seed, epoch and its index alone: it is the same on any rank, for any number of
-    ranks, and after a resume.
+    It follows from seed, epoch and index alone: the same on any rank, for any number of ranks, and after a resume.
     """
 
     pad: int
@@ -192,8 +183,7 @@ def _select(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small host tensor on the device, without waiting: from pageable memory `to` would make the host wait for all
-    queued work of the GPU, a whole step, and the metrics would show it as time for data."""
+    """A small host tensor on the device. From pageable memory `to` would wait for all queued work of the GPU."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -323,8 +313,8 @@ def load_data(
 ) -> DataSet:  # fmt: skip
     """A split of a data set, `train` or `test`.
 
-    `form` is what suits the model: the kind and shape of a synthetic set, the context of text. `device` is where a
-    synthetic set is made; others stay on the host. `model_folder` may hold the model's own tokenizer.
+    `form` is what suits the model: the kind and shape of a synthetic set, which is made on `device`, or the context of
+    text. `model_folder` may hold the model's own tokenizer.
     """
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is unknown: known are {', '.join(SPLITS)}")
@@ -337,7 +327,7 @@ def load_data(
     labels: _Labels = {"name": request.name, "split": split, "source": f"from {found.layout} in {path}"}
     data = _load_images(request, split, found, labels, limit) if request.name in _LOOKS else None
     if data is None:
-        tokenizer = load_tokenizer(request.tokenizer, model_folder)
+        tokenizer = formats.load_tokenizer(request.tokenizer, model_folder)
         labels["source"] += f", tokens by {tokenizer.name}"
         if request.name == "mrpc":
             data = _load_pairs(found, labels, tokenizer, request.context or tokenizer.pair_context, limit)
@@ -351,10 +341,10 @@ def load_data(
 
 def _load_images(request: DataRequest, split: str, found: Found, labels: _Labels, limit: int | None) -> DataSet:
     mean, std, pad, flip = _LOOKS[request.name]
-    images, classes = load_images(found, split, len(mean), limit)
+    images, classes = formats.load_images(found, split, len(mean), limit)
     is_augmented = split == "train" and request.is_augmented
     return ImageData(
-        form=DataForm(kind="images", shape=images.shape[1:], num_classes=NUM_CLASSES),
+        form=DataForm(kind="images", shape=images.shape[1:], num_classes=formats.NUM_CLASSES),
         inputs=torch.from_numpy(images[:limit].copy()), targets=torch.from_numpy(classes[:limit].copy()),
         mean=mean, std=std,
         augmentation=Augmentation(pad, flip, request.seed, request.cutout) if is_augmented else None,
@@ -362,8 +352,10 @@ def _load_images(request: DataRequest, split: str, found: Found, labels: _Labels
     )  # fmt: skip
 
 
-def _load_pairs(found: Found, labels: _Labels, tokenizer: ByteTokenizer, context: int, limit: int | None) -> DataSet:
-    first, second, classes = load_pairs(found, limit)
+def _load_pairs(
+    found: Found, labels: _Labels, tokenizer: formats.ByteTokenizer, context: int, limit: int | None
+) -> DataSet:
+    first, second, classes = formats.load_pairs(found, limit)
     rows = tokenizer.encode_pairs(first[:limit], second[:limit], context)
     ids = np.full((len(rows), max(map(len, rows))), tokenizer.pad, np.int64)
     for number, row in enumerate(rows):
@@ -377,8 +369,8 @@ def _load_pairs(found: Found, labels: _Labels, tokenizer: ByteTokenizer, context
     )  # fmt: skip
 
 
-def _load_blocks(found: Found, labels: _Labels, tokenizer: ByteTokenizer, context: int) -> DataSet:
-    stream = torch.from_numpy(load_text(found.files, labels["split"], tokenizer, context))
+def _load_blocks(found: Found, labels: _Labels, tokenizer: formats.ByteTokenizer, context: int) -> DataSet:
+    stream = torch.from_numpy(formats.load_text(found.files, labels["split"], tokenizer, context))
     # A view: the last id of a block, a target there, is the first of the next, an input.
     blocks = stream.unfold(0, context + 1, context)
     count = tokenizer.vocabulary

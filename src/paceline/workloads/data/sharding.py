@@ -21,10 +21,9 @@ from paceline.workloads.data import TAILS
 class EpochOrder:
     """The samples of one epoch in the order of training, cut into windows: one window is one global batch.
 
-    The order follows from `seed` and `epoch` alone, so it is the same for every world size and after a resume. `tail`
-    says what becomes of a last window that is not full: it is kept short, dropped, or filled with the first samples
-    of the same order. `global_batch_size` is that of all windows, or a tuple of that of each; the last of them
-    takes what is left, so only it may be larger than that.
+    The order follows from `seed` and `epoch` alone. `tail` says what becomes of a last window that is not full: it is
+    kept short, dropped, or filled with the first samples of the same order. `global_batch_size` is that of all windows,
+    or a tuple of that of each, of which only the last may be larger than what is left.
     """
 
     num_samples: int
@@ -89,10 +88,8 @@ class MicroBatch(NamedTuple):
 
 
 def split_window(indices: torch.Tensor, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
-    """A rank's share of a global batch as micro-batches, of which every rank has equally many.
-
-    Shares are contiguous and differ by one sample at most, and so do the micro-batches of a rank.
-    """
+    """A rank's share of a global batch as micro-batches, of which every rank has equally many. Shares are contiguous
+    and differ by one sample at most, and so do the micro-batches of a rank."""
     if not 0 <= rank < world_size or micro_batch_size < 1 or len(indices) == 0:
         what = f"{len(indices)} samples for rank {rank} of {world_size} in micro-batches of {micro_batch_size}"
         raise ConfigError(f"{what}: needed are a sample, a rank below the world's size, and micro-batches of 1 or more")
@@ -113,9 +110,7 @@ def _cut(whole: range, number: int, count: int) -> range:
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """A seed for one purpose: equal for equal numbers, and unrelated to that of neighbouring ones.
-
-    torch's generator on the CPU uses the low 32 bits only, so sums such as seed + epoch would collide.
-    """
+    """A seed for one purpose, unrelated to that of neighbouring numbers: torch's generator on the CPU uses the low 32
+    bits only, so sums such as seed + epoch would collide."""
     text = ":".join([purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
