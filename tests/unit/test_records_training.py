@@ -282,11 +282,9 @@ def test_only_what_was_measured_is_written():
     [
         ((), 1.0, "at least 2"),
         ((1.0,), 1.0, "at least 2"),
-        (3.0, 1.0, "at least 2"),
         ((1.0, -1.0), 1.0, "squared norm -1.0"),
         ((1.0, math.nan), 1.0, "squared norm nan"),
         ((1.0, 2.0), math.inf, "squared norm inf"),
-        ((1.0, "2"), 1.0, "squared norm '2'"),
         ((1.0, 2.0), 1.6, "1.6"),
     ],
 )
@@ -302,7 +300,6 @@ def test_an_impossible_probe_is_refused(squares, big, reason):
         ({"world_size": 0}, "on 0 ranks"),
         ({"step": -1}, "after -1 steps"),
         ({"epoch": math.nan}, "the epoch is nan"),
-        ({"epoch": "5"}, "the epoch is '5'"),
         ({"probes": (NoiseProbe((1.0, 1.0), 1.0), NoiseProbe((1.0,) * 3, 1.0))}, r"probes of \[2, 3\] small"),
         ({"source": "guessed"}, "unknown source"),
     ],

@@ -178,7 +178,8 @@ class RecipeSummary:
 
     @property
     def first(self) -> LargeBatchRecord:
-        return self.runs[0]
+        """The run that stands for all seeds: the first that finished, or the first."""
+        return [*self.finished, *self.runs][0]
 
     @property
     def finished(self) -> list[LargeBatchRecord]:
@@ -197,19 +198,15 @@ class RecipeSummary:
 
 
 def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary]:
-    """A summary for each cell, in order of first appearance. The baseline of a budget is its smallest batch size
-    without a recipe."""
+    """A summary for each cell, in order. The baseline of a budget is its smallest batch size without a recipe."""
     cells: dict[tuple[str, int, str], list[LargeBatchRecord]] = {}
     for record in records:
         cells.setdefault(record.cell, []).append(record)
     found = {cell: RecipeSummary(tuple(runs)) for cell, runs in cells.items()}
     plain = sorted((cell for cell in found if cell[2] == "none"), key=lambda cell: cell[1], reverse=True)
     baselines = {cell[0]: found[cell] for cell in plain}  # the smallest is the last of its budget
-    summaries = []
-    for (budget, *_), summary in found.items():
-        base = baselines.get(budget)
-        summaries.append(summary if summary is base else RecipeSummary(summary.runs, base))
-    return summaries
+    pairs = [(summary, baselines.get(summary.first.budget)) for summary in found.values()]
+    return [summary if summary is base else RecipeSummary(summary.runs, base) for summary, base in pairs]
 
 
 # -- the gradient noise scale (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training") -------------------
@@ -224,12 +221,11 @@ class NoiseProbe:
     big_square: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.small_squares, list | tuple) or len(self.small_squares) < 2:
-            raise RecordError(f"a probe has the small gradients {self.small_squares!r:.60}; it needs at least 2")
-        object.__setattr__(self, "small_squares", tuple(self.small_squares))  # JSON has lists
+        if len(self.small_squares) < 2:
+            raise RecordError(f"a probe has the small gradients {self.small_squares}; it needs at least 2")
         for value in (*self.small_squares, self.big_square):
-            if type(value) not in (float, int) or not 0 <= value < math.inf:
-                raise RecordError(f"a probe has the squared norm {value!r}; it must be finite and not negative")
+            if not 0 <= value < math.inf:
+                raise RecordError(f"a probe has the squared norm {value}; it must be finite and not negative")
         small, big = self.mean_small_square, self.big_square
         if big > small * (1 + _ROUNDING):
             raise RecordError(f"the squared norm of a probe's mean gradient, {big:g}, is above its parts', {small:g}")
@@ -260,8 +256,8 @@ class NoiseEstimate:
 def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) -> NoiseEstimate:
     """The noise scale from probes whose small batches have this many samples.
 
-    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both. They are averaged over probes before
-    their ratio is taken, because the ratio of a single probe is noisy and biased.
+    On average |g_n|^2 = |G|^2 + tr(Sigma) / n, so two batch sizes determine both. They are averaged before their ratio
+    is taken: that of a single probe is noisy and biased.
     """
     b = small_batch_size
     if not probes or b < 1:
@@ -312,10 +308,9 @@ def _student_t95(freedom: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseRecord(Record):
-    """Probes of one training job after `step` steps. The probes do not change the parameters.
+    """Probes of one training job after `step` steps and `epoch` epochs, possibly a fraction.
 
-    `epoch` is the number of epochs trained so far, possibly a fraction. `seed` is the job's; it determines the samples
-    of the probes. `small_batch_size`, the noise scale and all batch sizes count samples (for tokens: blocks).
+    `seed` determines the samples of the probes. The noise scale and all batch sizes count samples (of tokens: blocks).
     """
 
     kind: ClassVar[str] = "noise_scale"
@@ -335,8 +330,8 @@ class NoiseRecord(Record):
         if min(self.world_size, self.small_batch_size) < 1 or self.step < 0:
             found = f"probes of batches of {self.small_batch_size} on {self.world_size} ranks after {self.step} steps"
             raise RecordError(f"{self.model}: {found} are not valid: all must be positive")
-        if type(self.epoch) not in (float, int) or not 0 <= self.epoch < math.inf:
-            raise RecordError(f"{self.model}: the epoch is {self.epoch!r}; it must be finite and not negative")
+        if not 0 <= self.epoch < math.inf:
+            raise RecordError(f"{self.model}: the epoch is {self.epoch}; it must be finite and not negative")
         sizes = sorted({len(probe.small_squares) for probe in self.probes})
         if len(sizes) != 1:
             found = f"{len(self.probes)} probes of {sizes} small gradients"
@@ -380,7 +375,6 @@ class EpochSummary:
 
     @property
     def exposed_share(self) -> float | None:
-        """Exposed communication as a share of the epoch's step time."""
         return None if self.exposed_comm_s is None or not self.seconds else self.exposed_comm_s / self.seconds
 
     @property
@@ -435,8 +429,7 @@ def load_config(folder: str | Path) -> dict[str, Any]:
 class MetricsLog:
     """A file of rows, one JSON object per line: `step`, an integer, and anything that JSON can write.
 
-    JSON has no nan and inf. Such a value is written as null, and its name goes into `not_finite`:
-    `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`. `load_metrics` restores it.
+    For nan and inf, which JSON lacks: `{"step": 7, "loss": null, "not_finite": {"loss": "nan"}}`.
     """
 
     def __init__(self, path: Path, after_step: float = math.inf) -> None:

@@ -12,18 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
+from paceline.records import training as records
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.store import Run, write_new
-from paceline.records.training import (
-    CONFIG_FILE,
-    CONFIG_FORMAT,
-    METRICS_FILE,
-    EpochSummary,
-    MetricsLog,
-    load_config,
-    load_metrics,
-    summarize_epochs,
-)
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table
@@ -68,13 +59,13 @@ class TrainRunResult(Result):
     def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:
         super().__init__(run, folder)
         if rows is None:
-            file = None if folder is None else folder / METRICS_FILE
-            rows = load_metrics(file) if file is not None and file.exists() else ()
+            file = None if folder is None else folder / records.METRICS_FILE
+            rows = records.load_metrics(file) if file is not None and file.exists() else ()
         self.rows = rows
 
     @property
-    def epochs(self) -> list[EpochSummary]:
-        return summarize_epochs(self.rows)
+    def epochs(self) -> list[records.EpochSummary]:
+        return records.summarize_epochs(self.rows)
 
     @property
     def outcome(self) -> dict[str, Any]:
@@ -167,17 +158,17 @@ class TrainRunResult(Result):
         """The files of a run that wrote none: it can be loaded from there, but not resumed."""
         if self.folder is not None and folder.resolve() == self.folder.resolve():
             return
-        if (folder / CONFIG_FILE).exists() or (folder / METRICS_FILE).exists():
+        if (folder / records.CONFIG_FILE).exists() or (folder / records.METRICS_FILE).exists():
             raise RecordError(f"{folder} holds another run, which is never overwritten: choose another", code="exists")
         settings = {name: value for name, value in self.config.items() if name != "outcome"}
-        write_new(folder / CONFIG_FILE, render_config(settings, self.run.environment, self.outcome))
-        with contextlib.closing(MetricsLog(folder / METRICS_FILE)) as log:
+        write_new(folder / records.CONFIG_FILE, render_config(settings, self.run.environment, self.outcome))
+        with contextlib.closing(records.MetricsLog(folder / records.METRICS_FILE)) as log:
             log.append(*self.rows)
 
 
 def render_config(settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None) -> str:
     """The text of `config.json`."""
-    document = dict(zip(("format", "version"), CONFIG_FORMAT, strict=True))
+    document = dict(zip(("format", "version"), records.CONFIG_FORMAT, strict=True))
     document |= {"settings": settings, "environment": dataclasses.asdict(environment)}
     return json.dumps(document | ({"outcome": outcome} if outcome else {}), indent=1) + "\n"
 
@@ -185,7 +176,7 @@ def render_config(settings: dict[str, Any], environment: Environment, outcome: d
 def load_training(folder: str | Path) -> TrainRunResult:
     """The result of a training run, finished or not, from its folder."""
     folder = Path(folder)
-    document = load_config(folder)
+    document = records.load_config(folder)
     fields = {field.name for field in dataclasses.fields(Environment)}
     found = {name: value for name, value in (document.get("environment") or {}).items() if name in fields}
     try:

@@ -182,10 +182,7 @@ class TensorBuffer:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, on the CPU, each with memory of its own.
-
-    RecordError where the header does not describe exactly the bytes that follow it; nothing large is allocated then.
-    """
+    """The tensors of a safetensors file, on the CPU; RecordError where its header does not describe its bytes."""
     try:
         with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
@@ -263,10 +260,8 @@ def check_fingerprint(found: Mapping[str, str], expected: Mapping[str, str], whe
 
 
 def export_weights(path: Path, model_state: Mapping[str, torch.Tensor]) -> None:
-    """Write the weights as one safetensors file under plain names; refuses to overwrite.
-
-    A tied tensor is stored once, its other names are in the file's metadata: `safetensors.torch.load_model` ties them.
-    """
+    """Write the weights as one safetensors file under plain names; refuses to overwrite. A tied tensor is stored once,
+    its other names are in the file's metadata: `safetensors.torch.load_model` ties them."""
     kept, aliases = _split_tied(model_state)
     buffer = TensorBuffer()
     content = buffer.fill(kept, {**aliases, "format": "pt"})
@@ -284,10 +279,7 @@ _SUM = b', "crc32": "'
 
 
 def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
-    """Write the files and their manifest as a new folder, which replaces one of that name when it is complete.
-
-    OSError where that fails; then nothing of it is left.
-    """
+    """Write the files and their manifest as a new folder, which replaces one of that name when it is complete."""
     temporary = path.with_name(_SAVING + path.name)
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -346,11 +338,8 @@ def _remove_folder(path: Path) -> None:
 
 
 def _write(path: Path, data: bytes | memoryview) -> str:
-    """Write and fsync a new file; returns its checksum.
-
-    Large files bypass the page cache where the file system supports it: copying 90 MB into it takes 30 to 120 ms of a
-    core, and writing them directly takes 6.
-    """
+    """Write and fsync a new file; returns its checksum. Large ones bypass the page cache where that is supported:
+    copying 90 MB into it takes 30 to 120 ms of a core, and writing them directly takes 6."""
     checksum, view, is_direct = 0, memoryview(data), False
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -472,8 +461,8 @@ class CheckpointStore:
     ) -> None:
         """Save a checkpoint of this step; returns when the tensors are copied, or their copies are queued on the GPU.
 
-        Waits for the previous save, and raises its error. `state` and `meta` are nested as `pack_state` takes them,
-        `meta` without tensors: the position in the data, the world size and what else a person may want to read.
+        Waits for the previous save, and raises its error. `state` and `meta`, which has no tensors, are nested as
+        `pack_state` takes them.
         """
         self.remove_leftovers()
         if step == self._current:
@@ -512,10 +501,7 @@ class CheckpointStore:
             raise error
 
     def load_latest(self) -> Loaded | None:
-        """The newest checkpoint that is intact; None where there are none.
-
-        RecordError where all are damaged: a run must not silently start from the beginning then.
-        """
+        """The newest checkpoint that is intact; None where there are none; RecordError where all are damaged."""
         self.wait()
         refused: list[RecordError] = []
         for step in self.find():

@@ -23,15 +23,8 @@ from paceline.records.training import METRICS_FILE, MetricsLog
 from paceline.runtime.ranks import set_seed
 from paceline.runtime.session import lock_folder
 from paceline.runtime.world import World
+from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
-from paceline.training.checkpoint_files import (
-    CheckpointStore,
-    Loaded,
-    check_fingerprint,
-    export_weights,
-    fingerprint,
-    load_checkpoint,
-)
 from paceline.training.journal import EventsLog
 from paceline.training.settings import SaveEvery, TrainSettings
 
@@ -58,9 +51,9 @@ class RunFiles:
         self._saved_s = time.monotonic()
         self._last: int | None = None
         self._folder = folder or Path()
-        self._store: CheckpointStore | None = None
+        self._store: disk.CheckpointStore | None = None
         if folder is not None and world.rank == 0:
-            self._store = CheckpointStore(folder / CHECKPOINTS, settings.keep)
+            self._store = disk.CheckpointStore(folder / CHECKPOINTS, settings.keep)
         self._logs: list[MetricsLog | EventsLog] = []
         self._lock: int | None = None
 
@@ -77,7 +70,7 @@ class RunFiles:
             os.close(self._lock)
             self._lock = None
 
-    def find_checkpoint(self) -> Loaded | None:
+    def find_checkpoint(self) -> disk.Loaded | None:
         """The newest intact checkpoint; None where the run ended before its first one. Collective: call on every rank.
 
         A problem of rank 0 is raised on all ranks.
@@ -95,9 +88,9 @@ class RunFiles:
         path, problem, code = self._world.share((loaded and loaded.path, problem, code))[0]
         if problem:
             raise ConfigError(problem, code=code)
-        return load_checkpoint(path) if path is not None and loaded is None else loaded
+        return disk.load_checkpoint(path) if path is not None and loaded is None else loaded
 
-    def restore(self, job: Job, loaded: Loaded) -> Position:
+    def restore(self, job: Job, loaded: disk.Loaded) -> Position:
         """Put the job into the state of the checkpoint; ConfigError where it is of another job."""
         meta, state, learner = loaded.meta, loaded.state, job.learner
         shape = (len(job.train), job.batches.global_batch_size)
@@ -115,8 +108,8 @@ class RunFiles:
             problem += " (synthetic data also differs between cpu and cuda)"
         if problem:
             raise ConfigError(f"{loaded.path} {problem}, or its place in the data would change", code="mismatch")
-        expected = fingerprint(learner.module.state_dict())
-        check_fingerprint(fingerprint(loaded.model), expected, f"checkpoint {loaded.path}")
+        expected = disk.fingerprint(learner.module.state_dict())
+        disk.check_fingerprint(disk.fingerprint(loaded.model), expected, f"checkpoint {loaded.path}")
         learner.module.load_state_dict(loaded.model)
         learner.optimizer.load_state_dict(state["optimizer"])
         learner.scaler.load_state_dict(state["scaler"])
@@ -179,7 +172,7 @@ class RunFiles:
         """Write the trained weights under the names of the bare model, for other programs to load."""
         if self._store is not None:
             (self._folder / WEIGHTS).unlink(missing_ok=True)  # of a finished run that was resumed for more epochs
-            export_weights(self._folder / WEIGHTS, job.learner.module.state_dict())
+            disk.export_weights(self._folder / WEIGHTS, job.learner.module.state_dict())
 
     def close(self) -> None:
         """Wait until everything is on disk; raises the error of a save that failed."""

@@ -111,8 +111,7 @@ class LARS(_LayerwiseOptimizer):
     biases and norms (`split_parameters`). With `nesterov`, w moves by momentum * u + ratio * (...).
 
     The rate is not in u, as it is in the paper's v = momentum * v + lr * ratio * (...). So a rate that changes applies
-    to all of u at once, and the momentum correction of Goyal 2017, which scales v by the new rate over the old, is not
-    needed. At a constant rate the two are the same.
+    to all of u at once, and needs no momentum correction (Goyal 2017). At a constant rate the two are the same.
     """
 
     def __init__(
@@ -186,8 +185,7 @@ class LAMB(_LayerwiseOptimizer):
 def split_parameters(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Groups for an optimizer: matrices and filters with decay and trust ratios, biases and norms with neither.
 
-    Frozen parameters are left out, and so is a group that has none. Only LARS and LAMB read `adapt`; the optimizers of
-    torch carry it along.
+    Frozen parameters and empty groups are left out. Only LARS and LAMB read `adapt`; torch's optimizers carry it along.
     """
     params = [param for param in module.parameters() if param.requires_grad]
     groups = [

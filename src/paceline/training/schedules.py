@@ -1,7 +1,4 @@
-"""Learning rates and global batches as pure functions of the step: nothing to save, so a resumed run cannot differ.
-
-Imports no torch. What applies them in `paceline train` is in `step` and `loop`.
-"""
+"""Learning rates and global batches as pure functions of the step: nothing to save, so a resumed run cannot differ."""
 
 from __future__ import annotations
 
@@ -141,8 +138,7 @@ def check_growths(growths: Growths) -> None:
 class BatchSchedule:
     """The global batches of a run of `epochs` over `num_samples` each.
 
-    The batch grows at the first step that begins at or after a share of all samples of all epochs, inside of an epoch
-    too. An epoch begins where the last one ended, in samples, whatever `tail` made of its last window.
+    The batch grows at the first step that begins at or after a share of all samples of all epochs, also in an epoch.
     """
 
     global_batch_size: int
@@ -152,9 +148,9 @@ class BatchSchedule:
     tail: str = "keep"
 
     def __post_init__(self) -> None:
-        if min(self.global_batch_size, self.num_samples, self.epochs) < 1:
-            found = f"{self.epochs} epochs of {self.num_samples} samples in global batches of {self.global_batch_size}"
-            raise ConfigError(f"{found}: at least 1 of each is needed")
+        numbers = (self.global_batch_size, self.num_samples, self.epochs)
+        if min(numbers) < 1:
+            raise ConfigError("batches of {} of {} samples, {} epochs: at least 1 of each is needed".format(*numbers))
         check_growths(self.growths)
 
     @cached_property

@@ -41,19 +41,15 @@ class PhaseTimes:
 class Phases(Protocol):
     """Receives the begin of each phase of a step (`forward`, `backward` with its waits, `optimizer`), and its end."""
 
-    def enter(self, phase: str) -> None: ...
-
-    def end(self) -> PhaseTimes: ...
-
-
-class NoPhases:
-    """Times nothing."""
-
     def enter(self, phase: str) -> None:
-        pass
+        return
 
     def end(self) -> PhaseTimes:
         return PhaseTimes()
+
+
+class NoPhases(Phases):
+    """Times nothing."""
 
 
 class PhaseClock:
@@ -76,22 +72,15 @@ class PhaseClock:
         return PhaseTimes(moments)
 
 
-@contextlib.contextmanager
-def settled_kernels(device: torch.device, precision: str) -> Iterator[None]:
+def settled_kernels(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
     """Turn oneDNN off where the CPU does not support this precision with it, and restore it afterwards.
 
     Else torch turns it off in the middle of the first step, which a resumed run would compute by other kernels.
     """
     supports = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
     if device.type != "cpu" or precision not in supports or getattr(torch.ops.mkldnn, supports[precision])():
-        yield
-        return
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
+        return contextlib.nullcontext()
+    return torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @dataclass
