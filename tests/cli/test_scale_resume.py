@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from paceline import load_run
-from paceline.measure.scale_settings import BatchSettings, LargeBatchSettings, ScaleSettings
 from paceline.records import LargeBatchRecord, Record
 from paceline.records.environment import Environment
 from paceline.records.store import Study
@@ -27,15 +26,6 @@ from tests.conftest import descendants, wait_until
 
 pytestmark = pytest.mark.usefixtures("sketched")
 
-STUDY = (
-    "scale", "large-batch", *TINY, "--samples", "40", "--test-samples", "16", "--base-batch-size", "4",
-    "--global-batch-size", "16", "--recipes", "lamb,grow", "--seeds", "1", "--epochs", "2", "--evaluations", "2",
-    "--updates", "3",
-)  # fmt: skip
-NAMES = {
-    "epochs-4-none-seed-1", "epochs-16-none-seed-1", "epochs-16-lamb-seed-1", "epochs-16-grow-seed-1",
-    "updates-4-none-seed-1", "updates-16-none-seed-1",
-}  # fmt: skip
 # Long enough that a signal comes in the middle of it, on one rank.
 LONG = (
     "scale", "large-batch", *TINY, "--samples", "160", "--test-samples", "16", "--base-batch-size", "2",
@@ -60,14 +50,10 @@ def list_cells(folder: Path) -> set[str]:
     return {path.stem for path in (folder / "cells").glob("*.json")}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+@pytest.fixture
+def whole(studies) -> Path:
     """The folder of the undisturbed study, one run after the other in this process."""
-    answer = type_alone(*STUDY, "--json", "--out", str(tmp_path_factory.mktemp("runs")))
-    assert answer.code == 0, answer.err
-    folder = read_run(answer.out)
-    assert list_cells(folder) == NAMES
-    return folder
+    return Path(studies["large-batch"]["run"])
 
 
 def break_off(whole: Path, folder: Path, lost: set[str]) -> Path:
@@ -86,16 +72,16 @@ def look_at(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def test_a_resumed_study_is_the_one_that_never_stopped(whole, tmp_path):
-    lost = {"epochs-4-none-seed-1", "epochs-16-grow-seed-1", "updates-4-none-seed-1"}
+    lost = {"epochs-4-none-seed-1", "epochs-16-none-seed-2", "updates-4-none-seed-1"}
     folder = break_off(whole, tmp_path / "broken", lost)
     (folder / "cells" / ".epochs-4-none-seed-1.json.1234").write_text("half of a fi")
     before = look_at(folder)
     answer = type_alone("scale", "large-batch", "--resume", str(folder))
     assert answer.code == 0, answer.err
-    assert "3 of 6 cells" in answer.err and "6 of 6 cells" in answer.err
+    assert "7 of 10 cells" in answer.err and "10 of 10 cells" in answer.err
     assert list_records(folder) == list_records(whole)
     kept = look_at(folder)
-    assert {name: kept[name] for name in before} == before and list_cells(folder) == NAMES
+    assert {name: kept[name] for name in before} == before and list_cells(folder) == list_cells(whole)
     wanted = {path.name for path in whole.iterdir()}
     assert {path.name for path in folder.iterdir()} == wanted
     assert (folder / "noise.csv").read_bytes() == (whole / "noise.csv").read_bytes()
@@ -103,7 +89,7 @@ def test_a_resumed_study_is_the_one_that_never_stopped(whole, tmp_path):
 
 @pytest.mark.slow
 def test_several_runs_at_once_find_the_same(whole, tmp_path):
-    answer = type_command(*STUDY, "--at-once", "2", "--json", "--out", str(tmp_path))
+    answer = type_command(*LARGE, "--at-once", "2", "--json", "--out", str(tmp_path))
     assert answer.code == 0, answer.err
     assert list_records(read_run(answer.out)) == list_records(whole)
 
@@ -119,7 +105,7 @@ def test_a_study_whose_cells_are_all_there_needs_no_run(whole, tmp_path):
 
 
 def test_a_damaged_cell_is_named_and_nothing_is_lost(whole, tmp_path):
-    folder = break_off(whole, tmp_path / "broken", {"epochs-16-grow-seed-1"})
+    folder = break_off(whole, tmp_path / "broken", {"epochs-16-none-seed-2"})
     damaged = folder / "cells" / "updates-16-none-seed-1.json"
     damaged.write_text(damaged.read_text()[:-40])
     before = look_at(folder)
@@ -256,13 +242,13 @@ def test_what_is_lost_is_measured_and_the_rest_is_not(studies, tmp_path, name, l
 
 def test_a_study_resumed_elsewhere_says_so(whole, monkeypatch, tmp_path):
     """Accuracy does not mind the machine, but a reader may."""
-    folder = break_off(whole, tmp_path / "broken", {"epochs-16-grow-seed-1"})
+    folder = break_off(whole, tmp_path / "broken", {"epochs-16-none-seed-2"})
     monkeypatch.setattr(Environment, "machine_and_torch", property(lambda environment: "a faster box"))
     answer = type_alone("scale", "large-batch", "--resume", str(folder), "--json")
     assert answer.code == 0, answer.err
     run = load_run(folder)
     (warning,) = (warning for warning in run.warnings if "more than one machine" in warning)
-    assert f"5 cells on {run.config['machine']}; 1 cell on a faster box" in warning
+    assert f"9 cells on {run.config['machine']}; 1 cell on a faster box" in warning
     assert warning in json.loads(answer.out)["warnings"]
     assert f"\n- {warning}\n" in (folder / "report.md").read_text().split("## Warnings")[1]
     answer = type_command("scale", "report", str(folder), "--json", "--out", str(tmp_path))
@@ -273,7 +259,7 @@ def test_a_study_resumed_elsewhere_says_so(whole, monkeypatch, tmp_path):
 def test_runs_at_once_in_a_launched_world_are_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert_refused(
-        type_alone(*STUDY, "--at-once", "2"), "--at-once 2 in a launched world of 1: its ranks run one task after the"
+        type_alone(*LARGE, "--at-once", "2"), "--at-once 2 in a launched world of 1: its ranks run one task after the"
     )
 
 
@@ -283,13 +269,9 @@ def test_runs_at_once_in_a_launched_world_are_refused(monkeypatch, tmp_path):
 @pytest.fixture
 def small(monkeypatch, studies) -> None:
     """The three parts of `scale report` are asked for as in the finished studies."""
-    for name, build, kind in (
-        ("batch", "build_batch", BatchSettings),
-        ("ranks", "build_ranks", ScaleSettings),
-        ("large-batch", "build_large_batch", LargeBatchSettings),
-    ):
+    for name, (kind, _, measure) in scale.STUDIES.items():
         settings = kind.from_json(load_run(studies[name]["run"]).config)
-        monkeypatch.setattr(scale, build, lambda *_, settings=settings: settings)
+        monkeypatch.setitem(scale.STUDIES, name, (kind, lambda settings=settings, **_: settings, measure))
 
 
 def assert_whole(folder: Path, studies: dict[str, dict], command_line: str) -> None:

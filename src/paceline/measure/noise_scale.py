@@ -48,7 +48,9 @@ def measure_noise_scale(
     # Gradients that fit half precision in training may overflow in smaller batches, whose losses weigh more.
     scale = job.learner.scaler.get_scale()
     probes: list[NoiseProbe] = []
-    with _restoring(job.learner.module), _uncompiled(job):
+    # Compiled, a second batch size would make blocks for dynamic sizes: training would use other kernels afterwards.
+    eager: Any = torch.compiler.set_stance("force_eager") if job.settings.compile else contextlib.nullcontext()
+    with _restoring(job.learner.module), eager:
         job.learner.module.train()
         while len(probes) < num_probes:
             purpose = job.settings.seed, step, len(probes)
@@ -139,11 +141,3 @@ def _restoring(module: nn.Module) -> Iterator[None]:
                     place[name] = buffer.copy_(value)  # a forward may have put another tensor there
             for part, mode in modes:
                 part.training = mode
-
-
-def _uncompiled(job: Job) -> contextlib.AbstractContextManager[Any]:
-    """A second batch size would recompile blocks for dynamic sizes: training would use other kernels afterwards."""
-    if not job.settings.compile:
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,7 +152,10 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
             # Where the kernel must end a process for memory, let it be this one and not somebody's desktop.
             Path("/proc/self/oom_score_adj").write_text("1000")
         job = build_job(dataclasses.replace(settings, ranks=world.world_size, epochs=epochs, steps=None), world)
-        _reset_peak(world.device)
+        if world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(world.device)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of this process so far
         times: list[tuple[float, float]] = []
         failure = ""
         if job.batches.global_batch_size > len(job.train):  # a short batch would appear in the table as the larger one
@@ -203,14 +207,6 @@ def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
             laps, begin_s = [], time.perf_counter()
 
 
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak of this process so far
-
-
 def _read_peak(device: torch.device) -> int:
     """The most bytes since the reset: of tensors on CUDA, of the whole process on the CPU; 0 where it is unknown."""
     if device.type == "cuda":
@@ -249,14 +245,19 @@ def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) ->
 
 
 def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
-    settings, num_steps, epoch_samples = job.settings, job.schedule.num_steps, len(job.train)
+    world, settings, num_steps, epoch_samples = job.world, job.settings, job.schedule.num_steps, len(job.train)
     due = [(number + 1) / evaluations for number in range(evaluations - 1)]
     probed = {max(1, round(num_steps * share)) for share in _PROBE_SHARES} if cell.probes else set()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=job.world.device)
+    size = min(_SMALL_BATCH_SIZE, job.batches.batch_size)
+    budget = _PROBE_COST * job.epochs * epoch_samples / len(_PROBE_SHARES)
+    num_small = max(_LEAST_SMALL, min(_MOST_SMALL, int(budget / (_NUM_PROBES * size * world.world_size))))
+    asked: dict[str, Any] = {"batch_size": size, "num_small": num_small, "num_probes": _NUM_PROBES}
+    asked["note"] = f"{cell.recipe} at {cell.global_batch_size}"
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     step = num_targets = num_samples = largest = 0
     curve: list[CurvePoint] = []
     noise: list[NoiseRecord] = []
-    report, failure, begin_s = _build_report(job.world, cell.name), "", time.perf_counter()
+    report, failure, begin_s = _build_report(world, cell.name), "", time.perf_counter()
     for taken in run_steps(job):
         step = taken.position.step
         loss_sum += taken.outcome.loss_sum.detach().double()
@@ -268,42 +269,27 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         passed = sum(share <= done + 1e-9 for share in due)
         due = due[passed:]
         if passed or taken.is_last:
-            point = _evaluate(job, loss_sum, num_targets, step, num_samples)
-            if not (math.isfinite(point.train_loss) and math.isfinite(point.test_loss)):
+            total = loss_sum.cpu()
+            if world.world_size > 1:
+                dist.all_reduce(total, group=world.control)
+            train_loss, test = float(total) / num_targets, evaluate(job.learner, job.test, world)
+            if not (math.isfinite(train_loss) and math.isfinite(test.loss)):
                 failure = f"the loss was no number after {step} updates"
                 break
-            curve.append(point)
+            curve.append(CurvePoint(step, num_samples, train_loss, test.loss, test.accuracy or 0.0))
             loss_sum.zero_()
             num_targets = 0
         if step in probed:
             # Gradients that are not finite have no noise scale; the next evaluation reports what is wrong with the run.
             with contextlib.suppress(MeasurementError):
-                noise.append(_probe(job, cell, step, num_samples / epoch_samples))
+                noise.append(measure_noise_scale(job, step=step, epoch=num_samples / epoch_samples, **asked))
         report(done)
     record = LargeBatchRecord(
-        model=settings.model, data=job.train.name, device=job.world.device.type, precision=settings.precision,
-        world_size=job.world.world_size, batch_size=job.batches.batch_size, global_batch_size=cell.global_batch_size,
+        model=settings.model, data=job.train.name, device=world.device.type, precision=settings.precision,
+        world_size=world.world_size, batch_size=job.batches.batch_size, global_batch_size=cell.global_batch_size,
         largest_batch_size=largest, recipe=cell.recipe, configuration=cell.configuration, budget=cell.budget,
         epochs=job.epochs if settings.steps is None else num_samples / epoch_samples, num_updates=step,
         num_samples=num_samples, seed=settings.seed, lr=settings.lr, seconds=time.perf_counter() - begin_s,
         curve=tuple(curve), failure=failure,
     )  # fmt: skip
     return [record, *noise]
-
-
-def _evaluate(job: Job, loss_sum: torch.Tensor, num_targets: int, step: int, num_samples: int) -> CurvePoint:
-    """The same on all ranks; `loss_sum` is this rank's part."""
-    total = loss_sum.cpu()
-    if job.world.world_size > 1:
-        dist.all_reduce(total, group=job.world.control)
-    found = evaluate(job.learner, job.test, job.world)
-    return CurvePoint(step, num_samples, float(total) / num_targets, found.loss, found.accuracy or 0.0)
-
-
-def _probe(job: Job, cell: TrainingCell, step: int, epoch: float) -> NoiseRecord:
-    size = min(_SMALL_BATCH_SIZE, job.batches.batch_size)
-    budget = _PROBE_COST * job.epochs * len(job.train) / len(_PROBE_SHARES)
-    num_small = int(budget / (_NUM_PROBES * size * job.world.world_size))
-    num_small, note = max(_LEAST_SMALL, min(_MOST_SMALL, num_small)), f"{cell.recipe} at {cell.global_batch_size}"
-    asked = {"batch_size": size, "num_small": num_small, "num_probes": _NUM_PROBES}
-    return measure_noise_scale(job, step=step, epoch=epoch, note=note, **asked)

@@ -119,10 +119,8 @@ class ScalingEvidence:
             raise RecordError(f"a scaling curve needs one cell with each number of ranks once, and one rank: {cells}")
         for record in self.shared:
             if (record.wrapper, record.backend) != (self.wrapper, self.backend) or record.no_comm is None:
-                raise RecordError(
-                    f"{record.variant} on {record.world_size} ranks cannot calibrate {self.wrapper} on "
-                    f"{self.backend}: its own steps, and those with communication off, are needed"
-                )
+                found = f"{record.variant} on {record.world_size} ranks cannot calibrate {self.variant}"
+                raise RecordError(f"{found}: its own steps, and those with communication off, are needed")
 
     @classmethod
     def sort(
@@ -177,10 +175,6 @@ class ScalingEvidence:
     @property
     def variant(self) -> str:
         return replace(self.alone, wrapper=self.wrapper, backend=self.backend).variant
-
-    @property
-    def accumulate(self) -> int:
-        return [self.alone, *self.shared][-1].accumulate
 
     @cached_property
     def most_on_host(self) -> int:
@@ -428,10 +422,10 @@ class _ScalingCurve:
 
     def _build_exposed(self, world_size: int, place: int = 0) -> Callable[[float], float]:
         """What a step exposes, in seconds, as a function of how many times as long as alone its messages take."""
-        evidence = self.evidence
-        samples = evidence.count_samples(world_size) / evidence.accumulate
+        evidence, accumulate = self.evidence, [self.evidence.alone, *self.evidence.shared][-1].accumulate
+        samples = evidence.count_samples(world_size) / accumulate
         sizes = [abs(math.log(profile.batch_size / samples)) for profile in evidence.profiles]
-        job = self.jobs[sizes.index(min(sizes))].accumulate(evidence.accumulate)
+        job = self.jobs[sizes.index(min(sizes))].accumulate(accumulate)
         # The profiled step is made as long as `compute_s`. The optimizer does not shrink with the batch.
         compute_s = self.compute_s(world_size)
         after_s = min(job.after_s * self.slowdown.estimate(min(world_size, evidence.most_on_host)), compute_s / 2)
@@ -481,8 +475,7 @@ class _ScalingCurve:
         if most == 1:
             return self.networks[place].build_curve(nodes)
         if self.fabric is None:
-            backend = self.evidence.backend
-            raise RecordError(f"no all-reduce on {backend} was measured: measure one with `bench allreduce`")
+            raise RecordError(f"no all-reduce on {self.evidence.backend} was measured: use `bench allreduce`")
         if here not in self._inside:
             self._inside[here] = self.fabric.build_continued_curve(here)
         inside = self._inside[here]

@@ -178,7 +178,8 @@ class RecipeSummary:
 
     @property
     def first(self) -> LargeBatchRecord:
-        return self.runs[0]
+        """The run that stands for all seeds: the first that finished, or the first."""
+        return [*self.finished, *self.runs][0]
 
     @property
     def finished(self) -> list[LargeBatchRecord]:

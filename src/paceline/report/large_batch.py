@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from paceline.records import LargeBatchRecord, NoiseRecord
 from paceline.records.training import RecipeSummary, summarize_recipes
 from paceline.report.plots import COLORS, new_figure
-from paceline.report.scaling import StudyResult, build_fields, only
+from paceline.report.scaling import StudyResult, only, text_columns
 from paceline.report.scaling_plots import build_panels, draw_line, join_legends, label_counts
-from paceline.report.table import Column, Table
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import format_number_of
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ _FAR = 10  # a batch that is far above the noise scale, as a multiple of it
 _LOG_FROM = 8  # a log axis where the longest run has this many times the updates of the shortest
 
 # -- large batches -----------------------------------------------------------------------------------------------------
-
-
-def pick_run(summary: RecipeSummary) -> LargeBatchRecord:
-    """The run that stands for all seeds: the first that finished, or the first."""
-    return (summary.finished or summary.runs)[0]
 
 
 def _spread_columns(name: str, of: str, key: str, render: Callable[[float], str], priority: int) -> list[Column]:
@@ -46,13 +41,14 @@ def _percent(value: float) -> str:
 
 # Accuracies and the gap are fractions of 1, deviations those of a sample; null is what no run finished.
 RECIPES = (
-    *build_fields("model data", pick_run, shown=True),
-    *build_fields("device precision world_size batch_size largest_batch_size configuration", pick_run),
+    *text_columns("first.model", "first.data"),
+    *raw_columns("first.device", "first.precision", "first.world_size", "first.batch_size", "first.largest_batch_size"),
+    *raw_columns("first.configuration"),
     Column("budget", lambda s: s.first.budget, key="budget", is_key=True),
     Column("global batch", lambda s: s.first.global_batch_size, "number", "global_batch_size", is_key=True),
     Column("recipe", lambda s: s.first.recipe, key="recipe", is_key=True),
-    Column("updates", lambda s: pick_run(s).num_updates, "number", "num_updates", priority=2),
-    Column("epochs", lambda s: pick_run(s).epochs, lambda v: f"{round(v, 2):g}", "epochs", priority=-1),
+    Column("updates", lambda s: s.first.num_updates, "number", "num_updates", priority=2),
+    Column("epochs", lambda s: s.first.epochs, lambda v: f"{round(v, 2):g}", "epochs", priority=-1),
     Column("lr", lambda s: s.first.lr, "{:g}".format, "lr", priority=-2),
     *_spread_columns("test accuracy (%)", "accuracy", "test_accuracy", _percent, 4),
     Column("gap (points)", lambda s: s.gap, _percent, "gap", priority=3),
@@ -95,7 +91,7 @@ def _describe(summary: RecipeSummary) -> str:
     text = f"{first.global_batch_size} {recipe}: {100 * spread.mean:.1f} % ({sure}{failed})"
     if base is None:
         return text
-    here, there = pick_run(summary), pick_run(base)
+    here, there = summary.first, base.first
     text += f", {_say_gap(summary)}" if summary.gap is not None else ""
     is_alike = (here.num_updates, here.epochs) == (there.num_updates, there.epochs)
     other = "" if is_alike else f" instead of {there.num_updates:,} in {round(there.epochs, 2):g}"
@@ -110,8 +106,8 @@ def _say_best(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
     gap, best = min(tried, key=lambda pair: pair[0])
     lost = math.inf if plain.gap is None else plain.gap
     effect = "repairs it" if gap <= max(0.0, lost / 2) else "helps a little" if gap < lost else "does not repair it"
-    grown = pick_run(best).num_updates != pick_run(plain).num_updates  # a batch that grows
-    updates = f" with {format_number_of(pick_run(best).num_updates, 'update')}" if grown else ""
+    grown = best.first.num_updates != plain.first.num_updates  # a batch that grows
+    updates = f" with {format_number_of(best.first.num_updates, 'update')}" if grown else ""
     return f"; the best recipe, {best.first.recipe}{updates}, {effect}: {_say_gap(best)}"
 
 
@@ -128,7 +124,7 @@ def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
             lines.append(f"{_describe(plain)}{_say_best(plain, others)}.")
             continue
         if plain is not None:
-            lines.append(f"Baseline (the same {budget}): {_describe(plain)}, after {_say_length(pick_run(plain))}.")
+            lines.append(f"Baseline (the same {budget}): {_describe(plain)}, after {_say_length(plain.first)}.")
         lines += [f"{_describe(s)}." for s in others]
     return lines
 
@@ -157,10 +153,10 @@ def _say_interval(record: NoiseRecord) -> str:
 
 # The noise scale is null where it is only bounded from below, and its upper end where it has none.
 NOISE = (
-    *build_fields("model data", shown=True),
+    *text_columns("model", "data"),
     Column("recipe", lambda r: r.note, key="note"),
-    *build_fields("device precision", shown=True),
-    *build_fields("seed small_batch_size big_batch_size noise_scale"),
+    *text_columns("device", "precision"),
+    *raw_columns("seed", "small_batch_size", "big_batch_size", "noise_scale"),
     Column("ranks", lambda r: r.world_size, "number", "world_size", priority=-1),
     Column("step", lambda r: r.step, "number", "step", is_key=True),
     Column("epoch", lambda r: r.epoch, "{:.3g}".format, "epoch", is_key=True),
@@ -172,7 +168,7 @@ NOISE = (
     Column("90 %", _say_interval, str, priority=1),
     Column(None, lambda r: (r.estimate.interval or (None, None))[0], key="noise_scale_low"),
     Column(None, lambda r: (r.estimate.interval or (None, None))[1], key="noise_scale_high"),
-    *build_fields("source", shown=True),
+    *text_columns("source"),
 )
 
 

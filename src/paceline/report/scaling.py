@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -33,7 +34,7 @@ from paceline.records.steps import (
 from paceline.records.store import Run
 from paceline.records.training import find_knee
 from paceline.report.result import Result, load_result
-from paceline.report.table import Column, Table
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_ms, format_number_of, format_rate, format_speed, parse_counts
 
 if TYPE_CHECKING:
@@ -52,12 +53,9 @@ def only(records: Sequence[Record], kind: type[R]) -> list[R]:
     return [record for record in records if isinstance(record, kind)]
 
 
-def build_fields(names: str, of: Callable[[Any], Any] = lambda row: row, shown: bool = False) -> list[Column]:
-    """Attributes under their own names, for programs alone or `shown` to people, too."""
-    return [
-        Column(name if shown else None, lambda row, name=name: getattr(of(row), name), key=name)  # type: ignore[misc]
-        for name in names.split()
-    ]
+def text_columns(*paths: str) -> list[Column]:
+    """The attribute at each dotted path, under its last name."""
+    return [Column(path.split(".")[-1], attrgetter(path), key=path.split(".")[-1]) for path in paths]
 
 
 # -- batch sizes on one rank -------------------------------------------------------------------------------------------
@@ -71,8 +69,8 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         return None if record.timing is None or record.timing.count < 2 else record.timing.noise
 
     columns = [
-        *build_fields("model data device precision", shown=True),
-        *build_fields("threads num_samples"),
+        *text_columns("model", "data", "device", "precision"),
+        *raw_columns("threads", "num_samples"),
         Column("batch size", lambda r: r.batch_size, "number", "batch_size", is_key=True),
         Column("steps per epoch", lambda r: r.num_steps, "number", "num_steps", priority=-1),
         Column("epoch (s)", lambda r: r.epoch_s, _three, "epoch_s", priority=1),
@@ -84,10 +82,10 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         Column("peak memory (MiB)", lambda r: r.peak_bytes or None, _say_mib, "peak_bytes", priority=2),
         Column("noise", noise, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
-        *build_fields("failure"),
+        *raw_columns("failure"),
         Column(None, lambda r: r is knee, key="is_knee"),
         Column(None, lambda r: r.timing.count if r.timing else 0, key="num_epochs"),
-        *build_fields("source", shown=True),
+        *text_columns("source"),
     ]
     return Table("batch", "batch sizes on one rank", columns, records)
 
@@ -175,9 +173,10 @@ def _ratio_columns(name: str, key: str, of: Callable[[ScaleLine], Ratio | None])
 
 # What says which step a row is about. `cell_size` counts samples per rank (weak) or over all ranks (strong).
 _FIRST = (
-    *build_fields("model device", lambda s: s.record, shown=True),
+    *text_columns("record.model", "record.device"),
     Column("mode", lambda s: s.record.mode, key="mode", priority=-2),
-    *build_fields("data precision threads accumulate batch_size cell_size wrapper backend", lambda s: s.record),
+    *raw_columns("record.data", "record.precision", "record.threads", "record.accumulate", "record.batch_size"),
+    *raw_columns("record.cell_size", "record.wrapper", "record.backend"),
     Column("samples", lambda s: _say_cell(s.record, ""), is_key=True),
     Column("global batch", lambda s: s.record.global_batch_size, "number", "global_batch_size", priority=-2),
     Column("ranks", lambda s: s.record.world_size, "number", "world_size", is_key=True),
@@ -254,7 +253,7 @@ PREDICTED = (
     Column("wrapper", lambda q: q.variant, key="variant", is_key=True),
     Column("network", lambda q: q.network, key="network", is_key=True),
     Column("samples", lambda q: _say_cell(q, ""), is_key=True),
-    *build_fields("mode cell_size alone_s"),
+    *raw_columns("mode", "cell_size", "alone_s"),
     Column("ranks", lambda q: q.world_size, "{:,}".format, "world_size", is_key=True),
     Column("predicted step", lambda q: q.step_s, "ms", "step_s", priority=2),
     Column("low", lambda q: q.low_s, "ms", "low_s", priority=-1),
@@ -268,7 +267,7 @@ PREDICTED = (
     Column("measured efficiency", lambda q: q.measured and q.measured.efficiency, _three, "measured_efficiency",
            priority=-1),
     Column(None, lambda q: q.measured and q.measured.record.source, key="measured_source"),
-    *build_fields("is_covered doubt source"),
+    *raw_columns("is_covered", "doubt", "source"),
     Column("source", _say_source, priority=-2),
 )  # fmt: skip
 
@@ -480,10 +479,7 @@ class StudyResult(Result):
     """What the results of all scaling studies share: sentences, of which the first is the answer, and their page."""
 
     topic: ClassVar[str] = ""
-
-    @property
-    def sentences(self) -> list[str]:
-        return []
+    sentences: Sequence[str] = ()
 
     @property
     def assumptions(self) -> list[str]:
@@ -506,7 +502,7 @@ class StudyResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        return self.sentences[1:]
+        return list(self.sentences[1:])
 
     @property
     def subtitle(self) -> str:
