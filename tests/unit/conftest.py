@@ -10,6 +10,17 @@ hypothesis.settings.register_profile("paceline", deadline=None)
 hypothesis.settings.load_profile("paceline")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Tensors of tests are small: threads of several test processes would only wait for each other's cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def build_samples():
     """Samples in which every rank takes the given time of each repetition."""

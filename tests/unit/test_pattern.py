@@ -29,7 +29,7 @@ def _reduce(vectors, op):
     return total / len(vectors) if op == "avg" else total.clone()
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}".removeprefix("torch."))
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}".removeprefix("torch."))
 def case(request):
     dtype, op = request.param
     return Pattern(3, dtype, op, "cpu"), dtype, op

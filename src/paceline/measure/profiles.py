@@ -76,13 +76,13 @@ class LayerClock:
     """
 
     def __init__(self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device) -> None:
-        self._params, self._blocks, self._device = params, blocks, device
+        self._params, self._blocks, self.device = params, blocks, device
         self._moments: list[Any] = []
         self._events: list[torch.cuda.Event] = []  # to be used again
         self._clear()
 
     def _clear(self) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             self._events += self._moments
         self._moments = []
         self.marks: list[tuple[str, int]] = []  # phases and when they begin
@@ -109,7 +109,7 @@ class LayerClock:
 
     def mark(self) -> int:
         """Note this moment, and return its number."""
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             self._moments.append(self._events.pop() if self._events else torch.cuda.Event(enable_timing=True))
             self._moments[-1].record()
         else:
@@ -128,9 +128,9 @@ class LayerClock:
 
     def read_s(self) -> list[float]:
         """Seconds of every moment since the first one; waits for the device."""
-        synchronize(self._device)
+        synchronize(self.device)
         first = self._moments[0]
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             return [first.elapsed_time(event) / 1e3 for event in self._moments]
         return [reading - first for reading in self._moments]
 
@@ -220,7 +220,7 @@ def measure_layers(
     the module's children. The steps train the module. No hook is left on it. `tell` gets the share that is done.
     """
     iters, warmup = 20 if iters is None else iters, 3 if warmup is None else warmup
-    module, model, device = replica.module, labels["model"], replica.device
+    module, model = replica.module, labels["model"]
     names: dict[nn.Parameter, list[str]] = {}  # of every trained parameter; a tied one has several
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -228,6 +228,7 @@ def measure_layers(
     if len(devices := {parameter.device for parameter in names}) != 1:
         found = ", ".join(sorted(map(str, devices))) or "no device, for nothing is trained"
         raise ConfigError(f"the trained parameters of {model} are on {found}: they must be on one device")
+    device = devices.pop()
     chosen = list(_find_children(module)) or [("model", module)] if blocks is None else list(blocks)
     block_of = _check_blocks(module, chosen)
     clocks = {"plain": LayerClock([], [], device)}
@@ -283,7 +284,7 @@ def measure_layers(
 
 def _take_step(replica: Replica, model: str, clock: LayerClock) -> Seen:
     given = replica.load()
-    synchronize(replica.device)
+    synchronize(clock.device)
     with clock.attached():
         replica.run(given, clock)
         clock.end()

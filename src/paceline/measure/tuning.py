@@ -268,21 +268,20 @@ class _Disturbance(Probe):
     ) -> None:
         self._world, self._channel, self._memory, self._variant, self._ready = world, channel, memory, variant, ready
         self._num_bytes: int = variant.labels["message_bytes"]
-        self.num_messages = 0
+        self._num_messages = 0
 
     def begin(self, kind: str) -> Phases | None:
         """Hooks that send a message at evenly spaced moments of backward; as many as do not run into each other."""
         self._is_timed = kind == "messages"
-        self._works: list[dist.Work] = []
-        self._spans: list[list[float]] = []
+        self._sent: list[tuple[dist.Work, list[float]]] = []  # from when to when
         ready_s, total_s = self._ready.ready[-1]
-        if not self.num_messages:
+        if not self._num_messages:
             # One gradient sends one message.
             mine = max(1, min(_MOST_MESSAGES, len(ready_s), int(total_s / (_SLOWEST * self._time_alone()))))
-            self.num_messages = self._variant.labels["num_messages"] = min(self._world.share(mine))
+            self._num_messages = self._variant.labels["num_messages"] = min(self._world.share(mine))
         places: list[int] = []
-        for number in range(min(self.num_messages, len(ready_s))):
-            wanted_s = total_s * (number + 0.5) / self.num_messages
+        for number in range(min(self._num_messages, len(ready_s))):
+            wanted_s = total_s * (number + 0.5) / self._num_messages
             left = (index for index in ready_s if index not in places)
             places.append(min(left, key=lambda index: abs(ready_s[index] - wanted_s)))
         places = self._world.share(places)[0]  # all ranks at the same gradients, by the times of rank 0
@@ -306,10 +305,9 @@ class _Disturbance(Probe):
     def _fire(self, *grads: Any) -> None:
         span = [time.perf_counter(), 0.0]
         elements = self._num_bytes // self._memory.element_size()
-        start = len(self._works) * elements % max(1, self._memory.numel() - elements + 1)
+        start = len(self._sent) * elements % max(1, self._memory.numel() - elements + 1)
         work = self._channel.start_sum(self._memory[start : start + elements])
-        self._works.append(work)
-        self._spans.append(span)
+        self._sent.append((work, span))
         if self._is_timed:
             work.get_future().add_done_callback(lambda _: _note_end(span))
 
@@ -319,14 +317,14 @@ class _Disturbance(Probe):
             handle.remove()
         self._handles = []
         backward_end_s = end_s - phases_s["optimizer"]
-        for work, span in zip(self._works, self._spans, strict=True):
+        for work, span in self._sent:
             work.wait()
             _note_end(span)
         if self._is_timed:
-            count = max(1, len(self._spans))
-            self._variant.note("under_way", sum(end - begin for begin, end in self._spans) / count)
-            before = [max(0.0, min(end, backward_end_s) - begin) for begin, end in self._spans]
-            self._variant.note("overlapped", sum(before) / count)
+            spans = [span for _, span in self._sent]
+            before = [max(0.0, min(end, backward_end_s) - begin) for begin, end in spans]
+            self._variant.note("under_way", sum(end - begin for begin, end in spans) / max(1, len(spans)))
+            self._variant.note("overlapped", sum(before) / max(1, len(spans)))
 
 
 def _note_end(span: list[float]) -> None:

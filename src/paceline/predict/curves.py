@@ -148,9 +148,12 @@ FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
 def check_algorithm(name: str) -> None:
     """Refuse a name that is none of `ALGORITHMS`, with the nearest one."""
     if name not in ALGORITHMS:
-        near = difflib.get_close_matches(name, ALGORITHMS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown algorithm {name!r}: {hint}known are {', '.join(ALGORITHMS)}")
+        raise ConfigError(f"unknown algorithm {name!r}: {suggest(name, ALGORITHMS)}known are {', '.join(ALGORITHMS)}")
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ The numbers of named networks are assumptions, each with its source. A measured 
 
 from __future__ import annotations
 
-import difflib
 import math
 import random
 import re
@@ -27,6 +26,7 @@ from paceline.predict.curves import (
     check_algorithm,
     fit_curve,
     fit_family,
+    suggest,
 )
 from paceline.predict.simulate import SERVERS
 from paceline.records import CollectiveRecord
@@ -90,11 +90,8 @@ def find_network(text: str) -> Network:
         rate, prefix, unit, latency, second = match.groups()
         bytes_per_s = float(rate) * _PREFIXES[prefix] / (1 if unit == "B" else 8)
         return Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as given")
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(
-        f"unknown network {text!r}: {hint}known are {', '.join(known)}, or write its rate and latency as 10Gb/s,50us"
-    )
+    listed = f"known are {', '.join(known)}, or write its rate and latency as 10Gb/s,50us"
+    raise ConfigError(f"unknown network {text!r}: {suggest(name, known)}{listed}")
 
 
 def find_networks(text: str) -> list[Network]:

@@ -20,6 +20,7 @@ from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulat
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.report.plots import COLORS, MARKERS, new_figure, place_legend
 from paceline.report.result import Result
+from paceline.report.scaling_plots import label_counts
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms
 
@@ -175,7 +176,6 @@ class PredictResult(Result):
 def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
     """Weak-scaling efficiency against ranks, with its interval: a line for each network, hollow where doubtful."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
-    ranks = sorted({row.world_size for row in rows})
     for number, network in enumerate(dict.fromkeys(row.network for row in rows)):
         line = sorted((row for row in rows if row.network == network), key=lambda row: row.world_size)
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
@@ -186,9 +186,7 @@ def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Fig
         for row in line:
             face = "white" if row.doubt else color
             axes.plot([row.world_size], [100 * row.efficiency], marker, color=color, markerfacecolor=face)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
-    axes.set_xticks([], minor=True)
+    label_counts(axes, [row.world_size for row in rows])
     axes.set_ylim(0, 105)
     axes.set_xlabel("ranks")
     axes.set_ylabel("weak-scaling efficiency (%)")

@@ -267,8 +267,7 @@ class TraceResult(Result):
 
     @property
     def samples_per_s(self) -> float:
-        facts = self.facts
-        return facts.batch_size * facts.accumulate * facts.world_size / self.overviews[0].step_s
+        return self.facts.batch_size * self.facts.accumulate * self.facts.world_size / self.overviews[0].step_s
 
     @property
     def answer(self) -> str:
