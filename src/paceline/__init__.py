@@ -51,9 +51,9 @@ _HOMES = {
     "paceline.runtime.world": ("World", "init", "shutdown"),
     "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
-    "paceline.verbs": ("bench", "scale"), "paceline.verbs.doctor": ("doctor",),
+    "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),
     "paceline.verbs.profile": ("comm_table", "compare", "profile", "trace"),
-    "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
+    "paceline.verbs.scale": ("scale",), "paceline.verbs.train": ("train",), "paceline.verbs.tune": ("tune",),
     "paceline.workloads.data.sharding": ("EpochOrder",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -70,7 +70,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         home = importlib.import_module(_HOME_OF[name])
-        value = home if name == "predict" else getattr(home, name)
+        value = home if name in ("bench", "predict", "scale") else getattr(home, name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")

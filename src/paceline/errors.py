@@ -1,4 +1,4 @@
-"""The errors that Paceline raises. Anything that is not an error type does not belong here.
+"""The errors that Paceline raises, and `refuse`. Anything else does not belong here.
 
 A message says what was found, what is needed and what to do, in one line.
 """
@@ -22,6 +22,13 @@ class PacelineError(Exception):
 
 class ConfigError(PacelineError, ValueError):
     """The request is contradictory, unknown or impossible on this machine."""
+
+
+def refuse(*cases: tuple[object, str], code: str = "") -> None:
+    """Raise the ConfigError of the first case (condition, message) whose condition holds."""
+    for condition, message in cases:
+        if condition:
+            raise ConfigError(message, code=code)
 
 
 class LaunchError(PacelineError, RuntimeError):

@@ -228,7 +228,7 @@ def test_a_run_of_another_kind_is_refused_with_the_command_that_makes_the_right_
         (("layers", "--wrapper", "torch"), "--wrapper torch"),
         (("trace", "--warmup", "0"), "--warmup 0"),
         (("trace", "--steps", "0"), "--steps 0: at least 1 is needed"),
-        (("trace", "--ranks", "1,2"), "--ranks 1,2: a trace is of one number of ranks"),
+        (("trace", "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),
         (("phases", "--model", "gpt3"), "gpt3"),
         (("comm-table", "--network", "token-ring"), "token-ring"),
     ],

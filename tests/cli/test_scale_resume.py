@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from paceline import load_run
-from paceline.measure.scale_settings import BatchSettings, LargeBatchSettings, ScaleSettings
 from paceline.records import LargeBatchRecord, Record
 from paceline.records.environment import Environment
 from paceline.records.store import Study
@@ -270,13 +269,9 @@ def test_runs_at_once_in_a_launched_world_are_refused(monkeypatch, tmp_path):
 @pytest.fixture
 def small(monkeypatch, studies) -> None:
     """The three parts of `scale report` are asked for as in the finished studies."""
-    for name, build, kind in (
-        ("batch", "build_batch", BatchSettings),
-        ("ranks", "build_ranks", ScaleSettings),
-        ("large-batch", "build_large_batch", LargeBatchSettings),
-    ):
+    for name, (kind, _, measure) in scale.STUDIES.items():
         settings = kind.from_json(load_run(studies[name]["run"]).config)
-        monkeypatch.setattr(scale, build, lambda *_, settings=settings: settings)
+        monkeypatch.setitem(scale.STUDIES, name, (kind, lambda settings=settings, **_: settings, measure))
 
 
 def assert_whole(folder: Path, studies: dict[str, dict], command_line: str) -> None:

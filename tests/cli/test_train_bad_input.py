@@ -98,7 +98,7 @@ def assert_refused(answer, words: str) -> None:
         ((*LAYERS, "--batch-size", "4,8"), "--batch-size 4,8: one number is needed here"),
         ((*TRACE, "--steps", "0"), "--steps 0: at least 1"),
         ((*TRACE, "--warmup", "0"), "--warmup 0: torch's profiler starts in a warm-up"),
-        ((*TRACE, "--ranks", "1,2"), "--ranks 1,2: a trace is of one number of ranks"),
+        ((*TRACE, "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),
         ((*TABLE, "--network", "nvlnk"), "unknown network 'nvlnk': did you mean nvlink?"),
         ((*TABLE, "--network", ","), "--network ',' names none: known are nvlink"),
         ((*TABLE, "--curve", "nowhere"), "nowhere does not exist"),

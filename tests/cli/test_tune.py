@@ -171,7 +171,7 @@ def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
     ("arguments", "words"),
     [
         (("--ranks", "1"), "tune 2 or more, or give a --network to emulate"),
-        (("--ranks", "2,4"), "--ranks 2,4: a job is tuned on one number of ranks"),
+        (("--ranks", "2,4"), "--ranks 2,4: one number is needed here"),
         (("--wrapper", "none", "--ranks", "1"), "--wrapper none has no buckets to tune: use paceline or torch"),
         (("--wrapper", "dp"), "--wrapper dp has no buckets to tune"),
         (("--network", "10gb"), "unknown network '10gb': did you mean 10gbe?"),

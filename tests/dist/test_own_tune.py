@@ -158,7 +158,7 @@ def test_a_wrong_factory_is_an_error_of_the_call_and_not_of_a_rank():
 def test_what_cannot_be_tuned_is_refused_before_a_rank_starts(monkeypatch, arguments, options, code):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("paceline.verbs.tune.open_session", lambda *_, **__: pytest.fail("a session was opened"))
+    monkeypatch.setattr("paceline.verbs.jobs.open_session", lambda *_, **__: pytest.fail("a session was opened"))
     with pytest.raises(PacelineError) as caught:
         paceline.tune(*arguments, **options)
     assert isinstance(caught.value, ConfigError) and caught.value.code == code

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.measure.scale_settings import BatchSettings, Cell, LargeBatchSettings, ScaleSettings, Setup, build_ranks
+from paceline.measure.scale_settings import BatchSettings, Cell, LargeBatchSettings, ScaleSettings, Setup
 from paceline.training.recipes import Recipe
 from paceline.training.settings import TrainSettings
 from paceline.units import MIB
+from paceline.verbs import scale
 
 JOB = TrainSettings(channels=(2, 4), hidden=8, threads=1, device="cpu", wrapper="none", lr_drops=())
 GLOO, OURS = Setup("torch", "gloo"), Setup("paceline", "paceline")
@@ -252,6 +253,14 @@ def test_studies_of_older_versions_are_read():
 
 
 @pytest.mark.parametrize(("ranks", "accumulate", "size"), [((1, 2), None, 64), ((1, 3), None, 66), ((2, 3, 4), 2, 72)])
-def test_the_default_global_batch_can_be_shared_by_all_ranks(ranks, accumulate, size):
-    settings = build_ranks(ranks=ranks, accumulate=accumulate, batch_size=(8, 32))
-    assert settings.global_batch_sizes == (size,)
+def test_the_default_global_batch_can_be_shared_by_all_ranks(monkeypatch, ranks, accumulate, size):
+    configs = []
+
+    def open_session(verb, config, **_):
+        configs.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scale, "open_session", open_session)
+    with pytest.raises(KeyboardInterrupt):
+        scale.ranks(ranks=ranks, accumulate=accumulate, batch_size=(8, 32))
+    assert configs[0]["global_batch_sizes"] == (size,)

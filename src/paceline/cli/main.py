@@ -1,15 +1,19 @@
-"""The `paceline` command: its verbs, and how errors become exit codes. What a verb does lives in its own module."""
+"""The `paceline` command: its verbs, and how errors become exit codes. What a verb does lives in `paceline.verbs`."""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from paceline.cli import bench, doctor, predict, profile, scale, train, tune
-from paceline.errors import PacelineError, TrainingError
+from paceline.cli.options import JOB_OPTIONS, OPTIONS, add_command, find_flag, print_result
+from paceline.errors import ConfigError, PacelineError, TrainingError
+from paceline.units import parse_size, size_range
 
 app = typer.Typer(
     name="paceline",
@@ -19,13 +23,178 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench.app, name="bench")
-app.command("doctor")(doctor.doctor)
-app.command("train")(train.train)
-app.add_typer(profile.app, name="profile")
-app.command("predict")(predict.predict)
-app.command("tune")(tune.tune)
-app.add_typer(scale.app, name="scale")
+bench = typer.Typer(help="Measure collectives and wrappers on this machine or cluster.", no_args_is_help=True)
+profile = typer.Typer(help="See where the time of training steps goes.", no_args_is_help=False)
+scale = typer.Typer(help="Does it scale? Batch sizes, ranks, large batches.", no_args_is_help=True)
+for group, name in ((bench, "bench"), (profile, "profile"), (scale, "scale")):
+    app.add_typer(group, name=name)
+
+
+# -- bench and doctor --------------------------------------------------------------------------------------------------
+
+
+def _allreduce(
+    min_size: str | None = None, max_size: str | None = None, factor: float | None = None, **given: Any
+) -> Any:
+    from paceline.records.kinds import ITEM_BYTES
+    from paceline.verbs import bench
+
+    if (min_size, max_size, factor) != (None, None, None):
+        if "sizes" in given:
+            raise ConfigError("--sizes contradicts --min-size, --max-size and --factor: give a list or a range")
+        if min_size is None or max_size is None:
+            raise ConfigError("a range of sizes needs --min-size (-b) and --max-size (-e)")
+        multiple = ITEM_BYTES.get(given.get("dtype", "float32"), 1)
+        ends = parse_size(min_size), parse_size(max_size)
+        given["sizes"] = size_range(*ends, 2.0 if factor is None else factor, multiple)
+    return bench.allreduce(**given)
+
+
+add_command(
+    bench, "allreduce", _allreduce,
+    "ranks:bench backend:bench sizes min_size max_size factor collective op dtype device memory iters warmup limit "
+    "compare strict",
+    "How fast is all-reduce here? Backends x ranks x sizes in one run, every element checked.",
+)  # fmt: skip
+add_command(
+    bench, "chunks", "bench:chunks", "ranks:bench backend:bench total chunks dtype device iters warmup strict",
+    "What does cutting one message into chunks cost? Total time by elements per all-reduce.",
+)  # fmt: skip
+add_command(
+    bench, "wrappers", "bench:wrappers",
+    "models wrappers backend:bench ranks:bench batch_size:wrappers dtype device threads:wrappers iters warmup strict",
+    "Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one per wrapper.",
+)  # fmt: skip
+add_command(
+    app, "doctor", "doctor:doctor", "-out",
+    "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.",
+)  # fmt: skip
+
+
+# -- train, profile, predict and tune ----------------------------------------------------------------------------------
+
+add_command(
+    app, "train", "train:train",
+    f"{JOB_OPTIONS} ranks:train epochs steps global_batch_size:train batch_growth grow tail clip lr momentum "
+    "trust_coefficient weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout "
+    "test_samples profile:train resume save_every keep tensorboard",
+    "Train a model on one rank or many, and see where the time goes.",
+)  # fmt: skip
+
+
+@profile.callback(invoke_without_command=True)
+def _profile(
+    context: typer.Context,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option("--compare", help="Compare two runs of one kind of profile.")
+    ] = None,
+    json: bool = OPTIONS["json"].build_info("json"),
+    wide: bool = OPTIONS["wide"].build_info("wide"),
+) -> None:
+    if (verb := context.invoked_subcommand) is not None:
+        if compare is not None:
+            raise ConfigError(f"--compare stands alone: leave out {verb}")
+        for flag in [name for name, given in (("--json", json), ("--wide", wide)) if given]:
+            raise ConfigError(f"{flag} before {verb} has no effect: write profile {verb} {flag}")
+        return
+    if compare is None:
+        print(context.get_help())
+        raise typer.Exit(2)
+    from paceline.verbs.profile import compare as run
+
+    raise typer.Exit(print_result(run(*compare), json, wide))
+
+
+add_command(
+    profile, "phases", "profile:phases", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup",
+    "Data wait, forward, backward, optimizer, and communication: exposed (compared with steps without) and busy.",
+    model="cnn",
+)  # fmt: skip
+add_command(
+    profile, "layers", "profile:layers", f"{JOB_OPTIONS} iters warmup",
+    "When each gradient is ready, and forward and backward of each block, on one rank.", model="cnn",
+)  # fmt: skip
+add_command(
+    profile, "trace", "profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot",
+    "Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.",
+    model="cnn", plot=False,
+)  # fmt: skip
+add_command(
+    profile, "comm-table", "profile:comm_table", f"{JOB_OPTIONS} ranks:table network:table curves iters warmup",
+    "What gradients cost on given networks, compared with the measured computation of a step.", model="cnn",
+)  # fmt: skip
+
+
+def _predict(*, csv: Path | None = None, profile: Path | None = None, progress: bool, out: Path, **given: Any) -> Any:
+    from paceline.verbs.predict import predict, predict_csv
+
+    if csv is not None and profile is not None:
+        raise ConfigError("--csv and --model-profile are two sources: give one of them")
+    if csv is not None and given:
+        flags = ", ".join(map(find_flag, given))
+        raise ConfigError(f"{flags} with --csv, which uses its tables only: give --model-profile")
+    if csv is not None:
+        return predict_csv(csv, out=out)
+    if profile is None:
+        raise ConfigError("nothing to predict from: give --model-profile RUN or --csv FOLDER")
+    return predict(profile, out=out, **given)
+
+
+add_command(
+    app, "predict", _predict,
+    "profile network ranks:bench csv allreduce backend:predict ranks_per_node inside algorithm accumulate gradients "
+    "straggler",
+    "What will a step cost: on other networks and ranks (--model-profile), or with other bucket sizes (--csv)?",
+)  # fmt: skip
+add_command(
+    app, "tune", "tune:tune",
+    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune quick confirm caps network:tune network_ranks iters",
+    "Find the best buckets: measure this machine and model, predict every plan, confirm, and save the plan.\n\n"
+    "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.",
+    model="cnn",
+)  # fmt: skip
+
+
+# -- scale -------------------------------------------------------------------------------------------------------------
+
+
+def _study(name: str) -> Callable[..., Any]:
+    def run(**given: Any) -> Any:
+        from paceline.verbs import scale
+
+        if "resume" in given:
+            scale.check_resume(n for n in given if n not in ("resume", "progress", "at_once", "runs"))
+        return getattr(scale, name)(**given)
+
+    return run
+
+
+add_command(
+    scale, "batch", _study("batch"),
+    f"{JOB_OPTIONS} -ranks -accumulate -wrapper -backend -sync_batchnorm -plan batch_size:batch epochs:batch resume",
+    "Which batch size keeps one rank busy? Whole epochs at each size: time, samples/s and memory.\n\n"
+    "The first epoch is a warm-up.",
+)  # fmt: skip
+add_command(
+    scale, "ranks", _study("ranks"),
+    f"{JOB_OPTIONS} -sync_batchnorm -plan ranks:scale batch_size:scale wrapper:scale backend:scale global_batch_size "
+    "network:scale predict_ranks iters resume",
+    "Do more ranks help? Weak and strong scaling of all wrappers: speed-up, communication, bandwidth, prediction.",
+)  # fmt: skip
+add_command(
+    scale, "large-batch", _study("large_batch"),
+    f"{JOB_OPTIONS} -accumulate model:small ranks:train batch_size:large base_batch_size global_batch_size recipes "
+    "seeds epochs:large updates lr:large momentum weight_decay schedule:large lr_drops tail augment cutout "
+    "test_samples evaluations at_once resume",
+    "What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.",
+)  # fmt: skip
+add_command(
+    scale, "report", _study("report"), "runs resume",
+    "The whole study on one page: tables, figures and findings, from finished runs or measured here with defaults.",
+)  # fmt: skip
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,16 +1,22 @@
-"""The options that several commands share, how what was typed is read, and how a result is printed."""
+"""The options of all commands, how what was typed becomes the arguments of a verb, and how a result is printed."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json as encoder
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.errors import ConfigError
+from paceline.training.schedules import parse_growths
 from paceline.units import parse_counts
 
 if TYPE_CHECKING:
@@ -19,101 +25,259 @@ if TYPE_CHECKING:
 # Panels of the help, in this order.
 PANELS = JOB, DATA, MODEL, LEARNING, MEASUREMENT, OUTPUT = "Job", "Data", "Model", "Learning", "Measurement", "Output"
 
-BACKEND_HELP = "gloo, shm (shared memory) or nccl; several are measured in turns: gloo,shm"
-NETWORK_HELP = "Networks: nvlink,pcie4,hdr,100gbe,10gbe,1gbe, or bandwidth and latency such as 10Gb/s,50us."
-MODEL_HELP = "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION"
 
-Backend = Annotated[str, typer.Option("--backend", help=BACKEND_HELP, rich_help_panel=JOB)]
-Ranks = Annotated[
-    str | None,
-    typer.Option(
-        "--ranks",
-        help="Numbers of ranks: 2,4,6. Default: the launched world's, else 2.",
-        rich_help_panel=JOB,
-    ),
-]
-Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, int64, ...", rich_help_panel=JOB)]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu or cuda", rich_help_panel=JOB)]
-BatchSize = Annotated[
-    str | None,
-    typer.Option(
-        "--batch-size",
-        help="Samples per rank. Default: the model's.",
-        rich_help_panel=JOB,
-    ),
-]
-Threads = Annotated[
-    int | None, typer.Option("--threads", help="Torch's threads per rank, on the CPU.", rich_help_panel=JOB)
-]
-Iters = Annotated[
-    int | None,
-    typer.Option(
-        "--iters",
-        "-n",
-        help="Timed repetitions. Default: as the time allows, up to 100.",
-        rich_help_panel=MEASUREMENT,
-    ),
-]
-Warmup = Annotated[
-    int | None,
-    typer.Option(
-        "--warmup",
-        "-w",
-        help="Repetitions before the timed ones. Default: as the time allows, up to 3.",
-        rich_help_panel=MEASUREMENT,
-    ),
-]
-Strict = Annotated[
-    bool,
-    typer.Option("--strict", help="Exit with 1 where a result is too noisy, and say why.", rich_help_panel=MEASUREMENT),
-]
-Out = Annotated[
-    Path, typer.Option("--out", help="Folder in which the run gets its own folder.", rich_help_panel=OUTPUT)
-]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON document and nothing else on stdout.", rich_help_panel=OUTPUT),
-]
-Wide = Annotated[
-    bool, typer.Option("--wide", help="Print every column of the tables, however wide.", rich_help_panel=OUTPUT)
-]
+def read_one(text: str, flag: str) -> int:
+    """The one number that was typed."""
+    counts = parse_counts(text, flag)
+    if len(counts) != 1:
+        raise ConfigError(f"{flag} {text}: one number is needed here")
+    return counts[0]
 
 
-def read_counts(ranks: str | None) -> tuple[int, ...] | None:
-    """The numbers of ranks that were typed, None where none were."""
-    return None if ranks is None else parse_counts(ranks, "--ranks")
+def _read_each(text: str, flag: str) -> tuple[int, ...]:
+    """One by one: a list of counts has no repeats, and two layers may well be alike."""
+    return tuple(read_one(part, flag) for part in text.split(","))
+
+
+def _read_drops(text: str, flag: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} is not understood: use shares of the run, such as 0.5,0.75") from None
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option. `value` is its type, or a default, which is shown and never passed on: the verb has it.
+
+    `flags`: where they are not the verb's keyword; "argument": it has none. `read`: from the value and flag to the
+    argument of the verb.
+    """
+
+    panel: str
+    help: str
+    value: Any = str
+    flags: str = ""
+    read: Callable[[Any, str], Any] | None = None
+
+    @property
+    def default(self) -> Any:
+        return None if isinstance(self.value, type | GenericAlias) else self.value
+
+    def build_info(self, name: str) -> Any:
+        if self.flags == "argument":
+            return typer.Argument(None, help=self.help)
+        flags = (self.flags or find_flag(name)).split()
+        return typer.Option(self.default, *flags, help=self.help, rich_help_panel=self.panel)
+
+
+def find_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+_NETWORKS = "Networks: nvlink,pcie4,hdr,100gbe,10gbe,1gbe, or bandwidth and latency such as 10Gb/s,50us."
+_BACKENDS = "gloo, shm (shared memory) or nccl; several are measured in turns: gloo,shm"
+
+# By the keyword of the verb; after a colon, what is other than usual in some command.
+OPTIONS = {
+    "model": Option(JOB, "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION", "cnn"),
+    "model:small": Option(JOB,
+        "cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION. Default: a small cnn.", "cnn"),
+    "data": Option(JOB,
+        "synthetic, or mnist, fashion-mnist, cifar10, mrpc, text with :PATH of the files.", "synthetic"),
+    "ranks": Option(JOB, "Number of ranks. Default: the launched world's, else 2.", read=read_one),
+    "ranks:train": Option(JOB, "Number of ranks. Default: the launched world's, else 1.", read=read_one),
+    "ranks:table": Option(JOB, "Number of ranks. Default: the launched world's, else 2.", read=parse_counts),
+    "ranks:bench": Option(JOB, "Numbers of ranks: 2,4,6. Default: the launched world's, else 2.", read=parse_counts),
+    "ranks:phases": Option(JOB, "Numbers of ranks: 1,2,4. Default: the launched world's, else 2.", read=parse_counts),
+    "ranks:scale": Option(JOB,
+        "Numbers of ranks: 1,2,4. Default: 1,2,4,... up to the cores or GPUs, or to the launched world.",
+        read=parse_counts),
+    "batch_size": Option(JOB, "Samples per rank in a micro-batch. Default: 32.", read=read_one),
+    "batch_size:phases": Option(JOB, "Samples per rank in a micro-batch: 32,128. Default: 32.", read=parse_counts),
+    "batch_size:wrappers": Option(JOB, "Samples per rank in a step. Default: the model's own.", read=read_one),
+    "batch_size:batch": Option(JOB, "Batch sizes: 32,128,512,2048 (the default)", read=parse_counts),
+    "batch_size:scale": Option(JOB, "Samples per rank (weak scaling): 8,32 (the default)", read=parse_counts),
+    "batch_size:large": Option(JOB,
+        "What a rank computes at once; larger batches accumulate. Default: 512.", read=read_one),
+    "batch_size:tune": Option(JOB,
+        "Samples per rank. Small by default: buckets matter where little arithmetic hides them.", "4", read=read_one),
+    "global_batch_size": Option(JOB, "Samples of one step over all ranks: 1024,8192", read=parse_counts),
+    "global_batch_size:train": Option(JOB, "Samples of one step over all ranks.", int),
+    "base_batch_size": Option(JOB, "The baseline: the global batch that --lr is right for.", 16),
+    "accumulate": Option(JOB, "Micro-batches per step; gradients travel with the last.", int),
+    "precision": Option(JOB, "fp32, bf16 or fp16 (autocast)", "fp32"),
+    "wrapper": Option(JOB, "paceline, torch, none or dp", "paceline"),
+    "wrapper:scale": Option(JOB, "paceline, torch or dp; several are compared in turns", "paceline,torch"),
+    "backend": Option(JOB, "auto, gloo, shm (shared memory) or nccl", "auto"),
+    "backend:bench": Option(JOB, _BACKENDS, "gloo"),
+    "backend:predict": Option(JOB, _BACKENDS),
+    "backend:scale": Option(JOB,
+        "auto, gloo, shm (shared memory) or nccl; several are compared in turns: gloo,shm", "auto"),
+    "device": Option(JOB, "auto, cpu or cuda", "auto"),
+    "threads": Option(JOB, "Torch's threads per rank, on the CPU.", int),
+    "threads:wrappers": Option(JOB, "Torch's threads per rank, on the CPU.", 1),
+    "compile": Option(JOB, "Compile the model, block by block.", False),
+    "sync_batchnorm": Option(JOB, "BatchNorm over the whole global batch.", False),
+    "plan": Option(JOB, "Buckets from this file, which `tune` writes.", Path, read=lambda path, _: str(path)),
+    "seed": Option(JOB, "Of the model, the order of the data, and dropout.", 1),
+    "sizes": Option(JOB, "Sizes to measure: 64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"),
+    "min_size": Option(JOB, "First size of a range: 8B", flags="--min-size -b"),
+    "max_size": Option(JOB, "Last size of a range: 128MiB", flags="--max-size -e"),
+    "factor": Option(JOB, "Factor of a range. Default: 2.", float, flags="--factor -f"),
+    "collective": Option(JOB, "all_reduce, all_gather, reduce_scatter or broadcast", "all_reduce"),
+    "op": Option(JOB, "sum, avg, min, max or prod", "sum"),
+    "dtype": Option(JOB, "float32, bfloat16, int64, ...", "float32"),
+    "memory": Option(JOB, "Where vectors are: ordinary, shared (backend shm alone), or both, in turns.", "ordinary"),
+    "memory:trace": Option(MEASUREMENT, "Record allocations, too.", False, flags="--memory-use"),
+    "total": Option(JOB, "Bytes reduced in all (240MB is 60 million floats).", "240MB"),
+    "chunks": Option(JOB, "Chunk sizes: 40kB,4MB,... Default: 10 thousand elements up to all."),
+    "models": Option(JOB,
+        "Built-in models: mlp,cnn,gpt2-tiny,... Default: five small ones.", list[str], flags="--model"),
+    "wrappers": Option(JOB,
+        "Wrappers: bare,torch,torch-tuned,paceline,paceline-flat,... Default: all.", list[str], flags="--wrapper"),
+    "profile": Option(JOB, "A run of `profile layers`: its folder.", Path, flags="--model-profile"),
+    "profile:train": Option(MEASUREMENT, "Time forward, backward and optimizer of each step.", False),
+    "runs": Option(JOB,
+        "Finished runs of scale batch, ranks or large-batch. Default: measure all three.", list[Path],
+        flags="argument"),
+    "network": Option(JOB, _NETWORKS),
+    "network:table": Option(JOB, _NETWORKS, "nvlink,pcie4,hdr,10gbe"),
+    "network:tune": Option(MEASUREMENT, _NETWORKS),
+    "network:scale": Option(MEASUREMENT, _NETWORKS, "10gbe,100gbe"),
+    "csv": Option(JOB, "Instead: a folder with layer-sizes, layer-times and allreduce-times.", Path),
+    "allreduce": Option(JOB, "A run of `bench allreduce`; beyond its ranks it is scaled.", Path),
+    "ranks_per_node": Option(JOB, "Ranks that share a node, and its link.", 1),
+    "inside": Option(JOB, "The network inside a node. Default: nvlink."),
+    "algorithm": Option(JOB, "auto, ring, tree, two-level, gloo or shared", "auto"),
+    "gradients": Option(JOB, "fp32 or bf16. Default: the profile's."),
+    "straggler": Option(JOB, "How much ranks differ: 3% (standard deviation), or profile.", "0%"),
+    "curves": Option(JOB, "A run of `bench allreduce` whose curve is used, too.", list[Path], flags="--curve"),
+    "samples": Option(DATA, "Use the first N samples; synthetic: make N.", int),
+    "context": Option(DATA, "Tokens per sequence.", int),
+    "tokenizer": Option(DATA, "auto (the model's own, or bytes), bytes, or a folder", "auto"),
+    "tail": Option(DATA, "The smaller last batch of an epoch: keep, drop, or pad with first samples.", "keep"),
+    "augment": Option(DATA, "Crop and flip images. Default: CIFAR-10 only.", bool, flags="--augment/--no-augment"),
+    "cutout": Option(DATA, "Side of the square hidden in augmented images, in pixels.", 0),
+    "test_samples": Option(DATA, "Evaluate on the first N samples. Default: all.", int),
+    "channels": Option(MODEL, "Channels of the cnn's convolutions: 32 64 128", read=_read_each),
+    "hidden": Option(MODEL, "Width of the hidden layer.", int),
+    "dropout": Option(MODEL, "Dropout rate, where a model has one.", float),
+    "ghost_batchnorm": Option(MODEL, "BatchNorm over N samples at a time.", int),
+    "optimizer": Option(LEARNING, "sgd, adamw, lars or lamb", "sgd"),
+    "epochs": Option(LEARNING, "How many times each sample is seen.", 1),
+    "epochs:batch": Option(LEARNING, "How many times each sample is seen.", 3),
+    "epochs:large": Option(LEARNING, "How many times each sample is seen.", 6),
+    "steps": Option(LEARNING, "Optimizer steps, instead of --epochs.", int),
+    "steps:trace": Option(MEASUREMENT, "Steps that are recorded.", 3),
+    "batch_growth": Option(LEARNING,
+        "SHARE:FACTOR,...: from that share of the run on, FACTOR times the batch.",
+        read=lambda text, _: parse_growths(text)),
+    "grow": Option(LEARNING, "What grows on a rank: accumulate (more micro-batches) or batch-size.", "accumulate"),
+    "clip": Option(LEARNING, "Largest norm of the gradients.", float),
+    "lr": Option(LEARNING, "Learning rate (its peak).", 0.05),
+    "lr:large": Option(LEARNING, "Learning rate (its peak).", 0.005),
+    "momentum": Option(LEARNING, "Momentum of sgd (Nesterov) or lars.", 0.9),
+    "trust_coefficient": Option(LEARNING, "Of lars: a layer's step, as a share of its weights.", float),
+    "weight_decay": Option(LEARNING, "Of matrices and filters, not of biases and norms.", 0.0),
+    "schedule": Option(LEARNING, "constant, cosine or linear (to 0 at the end), piecewise", "constant"),
+    "schedule:large": Option(LEARNING, "constant, cosine or linear (to 0 at the end), piecewise", "cosine"),
+    "lr_warmup": Option(LEARNING, "Steps in which the learning rate climbs.", 0),
+    "lr_drops": Option(LEARNING, "Where piecewise divides by 10, as shares of the run: 0.5,0.75", read=_read_drops),
+    "label_smoothing": Option(LEARNING, "Share of a target that is spread over all classes.", 0.0),
+    "recipes": Option(LEARNING, "none, or switches joined by +, each with a number if wanted: lars:0.2+warmup"),
+    "quick": Option(MEASUREMENT, "Fewer bucket sizes and rounds: about a minute.", False),
+    "confirm": Option(MEASUREMENT,
+        "Predict only: the job is never run under a plan.", False, flags="--no-confirm", read=lambda *_: False),
+    "caps": Option(MEASUREMENT, "Bucket sizes to run: 1MiB,4MiB,25MiB. Default: a range."),
+    "network_ranks": Option(MEASUREMENT, "Ranks on the network, this one included. Default: 8.", int),
+    "predict_ranks": Option(MEASUREMENT,
+        "Predict the curve for these numbers of ranks: 64,1024", "64,1024", read=parse_counts),
+    "seeds": Option(MEASUREMENT, "Runs of each recipe.", 3),
+    "updates": Option(MEASUREMENT,
+        "Also runs of this many updates. Default: twice those of the largest batch; 0: none.", int),
+    "evaluations": Option(MEASUREMENT, "Evaluations during a run.", 6),
+    "at_once": Option(MEASUREMENT, "Runs that share the machine; accuracy does not depend on it.", 1),
+    "iters": Option(MEASUREMENT, "Timed repetitions. Default: as the time allows, up to 100.", int, flags="--iters -n"),
+    "warmup": Option(MEASUREMENT,
+        "Repetitions before the timed ones. Default: as the time allows, up to 3.", int, flags="--warmup -w"),
+    "limit": Option(MEASUREMENT, "Measure what memory could do, too, and print each row's fraction of it.", False),
+    "compare": Option(MEASUREMENT, "Compare with another run, or with a table: CSV, Markdown.", Path),
+    "shapes": Option(MEASUREMENT, "Record the shapes of operators' inputs, too.", False),
+    "strict": Option(MEASUREMENT, "Exit with 1 where a result is too noisy, and say why.", False),
+    "plot": Option(OUTPUT, "Draw one step of all ranks.", False),
+    "resume": Option(OUTPUT, "Resume the interrupted run in this folder.", Path),
+    "save_every": Option(OUTPUT, "When a checkpoint is due: epoch, 10s, 5min or 100steps", "60s"),
+    "keep": Option(OUTPUT, "How many checkpoints are kept.", 3),
+    "tensorboard": Option(OUTPUT, "Write event files for TensorBoard, too.", False),
+    "out": Option(OUTPUT, "Folder in which the run gets its own folder.", Path("runs")),
+    "json": Option(OUTPUT, "Print one JSON document and nothing else on stdout.", False),
+    "wide": Option(OUTPUT, "Print every column of the tables, however wide.", False),
+}  # fmt: skip
+# A job, common ones first.
+JOB_OPTIONS = (
+    "model data ranks batch_size accumulate precision wrapper backend device threads compile sync_batchnorm plan seed "
+    "samples context tokenizer channels hidden dropout optimizer"
+)
+
+
+def add_command(
+    app: typer.Typer, name: str, verb: str | Callable[..., Any], names: str, help: str, **always: Any
+) -> None:
+    """Add a command with the options `names`, in this order in each panel; "-name" takes one away again.
+
+    `verb` ("module:function" of `paceline.verbs`, or a function) gets what was typed, and `always` unless it was typed;
+    the other defaults are its own.
+    """
+    options: dict[str, Option] = {}
+    for key in [*names.split(), "out", "json", "wide"]:
+        options |= {key.partition(":")[0]: OPTIONS[key.removeprefix("-")]}
+    options = {n: option for n, option in options.items() if f"-{n}" not in options and not n.startswith("-")}
+    parameters = [inspect.Parameter("context_", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for n, option in sorted(options.items(), key=lambda item: PANELS.index(item[1].panel)):
+        kind = option.value | None if option.default is None else type(option.default)
+        info = option.build_info(n)
+        parameters.append(inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind))
+
+    def run(context_: typer.Context, **values: Any) -> None:
+        given = dict(always)
+        for name, option in options.items():
+            source = context_.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                given[name] = option.read(values[name], find_flag(name)) if option.read else values[name]
+        json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
+        if "out" in options and "resume" not in given:
+            given.setdefault("out", values["out"])
+        if isinstance(verb, str):
+            module, _, function = verb.partition(":")
+            result = getattr(importlib.import_module(f"paceline.verbs.{module}"), function)(progress=True, **given)
+        else:
+            result = verb(progress=True, **given)
+        raise typer.Exit(print_result(result, json, wide, strict))
+
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    app.command(name, help=help)(run)
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def find_width() -> int | None:
-    """The columns of the terminal (or COLUMNS); None where the output goes elsewhere, and need not be cut."""
-    return shutil.get_terminal_size((0, 0)).columns or None
-
-
 def print_result(result: Result, json: bool, wide: bool = False, strict: bool = False) -> int:
-    """Print a result on the rank that leads, and return the exit code: 1 for a failure or, with `strict`, for noise."""
+    """Print a result on the rank that leads; the exit code is 1 for a failure or, with `strict`, for noise."""
     if is_leading():
         if json:
             print(encoder.dumps(result.to_json(), indent=1, allow_nan=False))
-        else:
-            print(result.text(None if wide else find_width()))
-    return find_exit_code(result, strict)
-
-
-def find_exit_code(result: Result, strict: bool = False) -> int:
-    """1 for a failure or, with `strict`, for noise, which stderr explains; else 0."""
+        else:  # as wide as the terminal, or COLUMNS; output that goes elsewhere is not cut
+            print(result.text(None if wide else shutil.get_terminal_size((0, 0)).columns or None))
     reasons: Sequence[str] = [result.failure] if result.failure else result.noise if strict else []
-    if is_leading():
-        for reason in reasons:
-            print(f"paceline: failed{'' if result.failure else ' (--strict)'}: {reason}", file=sys.stderr)
+    for reason in reasons if is_leading() else []:
+        print(f"paceline: failed{'' if result.failure else ' (--strict)'}: {reason}", file=sys.stderr)
     return 1 if reasons else 0
 
 
 def is_leading() -> bool:
     """Whether this process prints: every plain one, and rank 0 of a launched world."""
-    from paceline.errors import ConfigError
     from paceline.runtime.environment import is_launched, read_place
 
     try:

@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from paceline import machine
-from paceline.errors import ConfigError
-from paceline.measure.settings import BACKENDS, CollectiveSettings, check_name
-from paceline.runtime.environment import is_launched, read_place
+from paceline.errors import ConfigError, refuse
+from paceline.measure.settings import BACKENDS, CollectiveSettings, check_counts, check_names
 from paceline.training.recipes import NO_RECIPE, Recipe, share_batch
 from paceline.training.schedules import BatchSchedule
-from paceline.training.settings import TrainSettings, check_job
+from paceline.training.settings import TrainSettings
 from paceline.units import MIB
 
 SCALED_WRAPPERS = ("paceline", "torch", "dp")
-_RECIPES = ("none", "sqrt", "linear", "linear+warmup", "linear+warmup+smoothing", "lars+warmup", "lamb+warmup", "grow")
-
-Counts = int | Sequence[int]
-Names = str | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -60,16 +55,49 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleSettings:
-    """`scale ranks`: the job on each number of ranks, weak (`batch_sizes` per rank) and strong (`global_batch_sizes`),
-    all wrappers on all backends in turns, and one rank alone."""
+class StudySettings:
+    """What every study has. `is_timed`: its cells are times, which must not be mixed with those of another machine."""
+
+    is_timed: ClassVar[bool] = True
 
     job: TrainSettings
+
+    @property
+    def num_ranks(self) -> int:
+        """The most ranks that are used at once."""
+        return self.job.ranks
+
+    def check(self) -> None:
+        """Refuse what cannot be measured; the job itself is checked apart."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
+        return cls(**values | {"job": TrainSettings.from_json(values["job"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleSettings(StudySettings):
+    """`scale ranks`: the job on each number of ranks, weak (`batch_sizes` per rank) and strong (`global_batch_sizes`),
+    all wrappers on all backends in turns, and one rank alone. The curve is predicted for `network` and `predict_ranks`.
+    """
+
     ranks: tuple[int, ...]
     setups: tuple[Setup, ...]
     batch_sizes: tuple[int, ...]
     global_batch_sizes: tuple[int, ...] = ()
     iters: int | None = None
+    network: str = "10gbe,100gbe"
+    predict_ranks: str = "64,1024"
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.ranks)
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -81,32 +109,23 @@ class ScaleSettings:
         return tuple(dict.fromkeys(c.backend for c in self.setups if c.wrapper != "dp"))
 
     def check(self) -> None:
-        """Refuse what cannot be measured; the job itself is checked apart."""
-        if not self.setups:
-            raise ConfigError(f"no wrapper given: known are {', '.join(SCALED_WRAPPERS)}")
-        for setup in self.setups:
-            check_name("wrapper", setup.wrapper, SCALED_WRAPPERS)
-            check_name("backend", setup.backend, BACKENDS)
-        if min(self.ranks) < 1 or max(self.ranks) < 2:
-            raise ConfigError(f"--ranks {','.join(map(str, self.ranks))}: scaling compares one rank with two or more")
-        for size in self.global_batch_sizes:
-            parts = self.job.accumulate or 1
-            odd = [n for n in self.ranks if size % (n * parts)]
-            if odd:
-                how = f" in {parts} micro-batches" if parts > 1 else ""
-                raise ConfigError(
-                    f"--global-batch-size {size} cannot be shared equally by {odd[0]} ranks{how}: use a multiple of "
-                    f"{', '.join(str(n * parts) for n in self.ranks)}"
-                )
-        if not self.cells:
-            raise ConfigError("nothing to measure: give --batch-size (weak scaling) or --global-batch-size (strong)")
-        if self.iters is not None and self.iters < 2:
-            raise ConfigError(f"--iters {self.iters}: at least 2 are needed to know the noise")
-        gpus = machine.count_gpus()
-        if any(c.wrapper == "dp" for c in self.setups) and (gpus < max(self.ranks) or self.job.device == "cpu"):
-            raise ConfigError(
-                f"--wrapper dp puts {max(self.ranks)} GPUs into one process, and {gpus} can be used here: leave it out"
-            )
+        check_names("wrapper", [setup.wrapper for setup in self.setups], SCALED_WRAPPERS)
+        check_names("backend", [setup.backend for setup in self.setups], BACKENDS)
+        ranks, most, parts, gpus = self.ranks, max(self.ranks), self.job.accumulate or 1, machine.count_gpus()
+        how, shares = f" in {parts} micro-batches" if parts > 1 else "", ", ".join(str(n * parts) for n in ranks)
+        with_dp = any(setup.wrapper == "dp" for setup in self.setups)
+        if min(ranks) < 1 or most < 2:
+            raise ConfigError(f"--ranks {','.join(map(str, ranks))}: scaling compares one rank with two or more")
+        refuse(
+            *((size % (n * parts),
+               f"--global-batch-size {size} cannot be shared equally by {n} ranks{how}: use a multiple of {shares}")
+              for size in self.global_batch_sizes for n in ranks),
+            (not self.cells, "nothing to measure: give --batch-size (weak scaling) or --global-batch-size (strong)"),
+            (self.iters is not None and self.iters < 2,
+             f"--iters {self.iters}: at least 2 are needed to know the noise"),
+            (with_dp and (gpus < most or self.job.device == "cpu"),
+             f"--wrapper dp puts {most} GPUs into one process, and {gpus} can be used here: leave it out"),
+        )  # fmt: skip
 
     def sweep(self, num_bytes: int) -> CollectiveSettings:
         """All-reduces alone on these ranks and backends, up to the size of all gradients: the peak bandwidth, and what
@@ -125,49 +144,29 @@ class ScaleSettings:
             threads=self.job.threads or 1,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> ScaleSettings:
-        if "contestants" in values:  # the name of the key in older studies
-            values = values | {"setups": values["contestants"]}
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
-        values["job"] = TrainSettings.from_json(values["job"])
-        values["setups"] = tuple(Setup(**value) for value in values["setups"])
-        return cls(**values)
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        setups = values["contestants"] if "contestants" in values else values["setups"]  # the key of older studies
+        return super().from_json(values | {"setups": [Setup(**value) for value in setups]})
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchSettings:
+class BatchSettings(StudySettings):
     """`scale batch`: whole epochs of the job on one rank at each batch size, the first of them a warm-up."""
 
-    job: TrainSettings
     batch_sizes: tuple[int, ...]
     epochs: int = 2
 
     def check(self) -> None:
-        if self.epochs < 2:
-            raise ConfigError(f"--epochs {self.epochs}: the first is a warm-up, so at least 2 are needed")
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ConfigError("--batch-size: at least one size of at least 1 is needed")
-        if self.job.samples is not None and self.job.samples < max(self.batch_sizes):
-            raise ConfigError(
-                f"--batch-size {max(self.batch_sizes)} of --samples {self.job.samples}: leave it out, or give more"
-            )
-        if self.job.ranks != 1:
-            raise ConfigError(f"--ranks {self.job.ranks}: batch sizes are compared on one rank; see `scale ranks`")
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> BatchSettings:
-        return cls(
-            job=TrainSettings.from_json(values["job"]),
-            batch_sizes=tuple(values["batch_sizes"]),
-            epochs=values["epochs"],
+        most, samples, ranks = max(self.batch_sizes, default=0), self.job.samples, self.job.ranks
+        refuse(
+            (self.epochs < 2, f"--epochs {self.epochs}: the first is a warm-up, so at least 2 are needed"),
+            (min(self.batch_sizes, default=0) < 1, "--batch-size: at least one size of at least 1 is needed"),
+            (
+                samples is not None and samples < most,
+                f"--batch-size {most} of --samples {samples}: leave it out, or give more",
+            ),
+            (ranks != 1, f"--ranks {ranks}: batch sizes are compared on one rank; see `scale ranks`"),
         )
 
 
@@ -202,26 +201,25 @@ class TrainingCell:
         parts += [f"smoothing {s.label_smoothing:g}"] if s.label_smoothing else []
         return ", ".join(parts)
 
-
-def _check_length(cell: TrainingCell, num_samples: int) -> None:
-    """Refuse warm-ups and growths for which a run is too short before anything is trained."""
-    s, size = cell.settings, cell.settings.batches.global_batch_size
-    steps = BatchSchedule(
-        global_batch_size=size, num_samples=num_samples, epochs=s.epochs, growths=s.batch_growth, tail=s.tail
-    )
-    try:
-        steps.check()
-    except ConfigError as error:
-        raise ConfigError(f"recipe {cell.recipe!r} at {cell.global_batch_size}: {error}") from None
-    if s.lr_warmup >= steps.num_steps:
-        raise ConfigError(
-            f"recipe {cell.recipe!r} at {cell.global_batch_size}: a warm-up of {s.lr_warmup} updates in a run of "
-            f"{steps.num_steps}; use more --epochs, or a smaller share"
-        )
+    def check(self, num_samples: int) -> None:
+        """Refuse warm-ups and growths for which a run is too short before anything is trained."""
+        s, what = self.settings, f"recipe {self.recipe!r} at {self.global_batch_size}"
+        s.check()
+        steps = BatchSchedule(
+            global_batch_size=s.batches.global_batch_size, num_samples=num_samples, epochs=s.epochs,
+            growths=s.batch_growth, tail=s.tail,
+        )  # fmt: skip
+        try:
+            steps.check()
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error}") from None
+        if s.lr_warmup >= steps.num_steps:
+            found = f"a warm-up of {s.lr_warmup} updates in a run of {steps.num_steps}"
+            raise ConfigError(f"{what}: {found}; use more --epochs, or a smaller share")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargeBatchSettings:
+class LargeBatchSettings(StudySettings):
     """`scale large-batch`: the job at its base batch, and at larger ones by each recipe, with every seed.
 
     `job` has the settings that were found for `base_batch_size`. `updates` is how many the runs at a fixed number of
@@ -229,7 +227,8 @@ class LargeBatchSettings:
     computes at once; larger batches accumulate.
     """
 
-    job: TrainSettings
+    is_timed: ClassVar[bool] = False
+
     base_batch_size: int
     global_batch_sizes: tuple[int, ...]
     recipes: tuple[str, ...]
@@ -239,29 +238,26 @@ class LargeBatchSettings:
     evaluations: int = 10
 
     def check(self) -> None:
-        """Refuse invalid settings, before anything is trained."""
-        if not self.global_batch_sizes or min(self.global_batch_sizes) <= self.base_batch_size:
-            sizes = ",".join(map(str, self.global_batch_sizes)) or "nothing"
-            raise ConfigError(
-                f"--global-batch-size {sizes}: batches above the base of {self.base_batch_size} are needed"
-            )
-        if not self.recipes:
-            raise ConfigError("--recipes: at least one, such as none")
-        for flag, value, least in (
-            ("--base-batch-size", self.base_batch_size, 1), ("--evaluations", self.evaluations, 1),
-            ("--batch-size", self.most_at_once, 1), ("--updates", self.updates or 0, 0),
-            ("--seeds", len(self.seeds), 1),
-        ):  # fmt: skip
-            if value < least:
-                raise ConfigError(f"{flag} {value}: at least {least} is needed")
+        base, sizes = self.base_batch_size, self.global_batch_sizes
+        shown = ",".join(map(str, sizes)) or "nothing"
+        check_counts(
+            base_batch_size=base, evaluations=self.evaluations, batch_size=self.most_at_once, updates=self.updates,
+            seeds=len(self.seeds),
+        )  # fmt: skip
+        refuse(
+            (
+                min(sizes, default=0) <= base,
+                f"--global-batch-size {shown}: batches above the base of {base} are needed",
+            ),
+            (not self.recipes, "--recipes: at least one, such as none"),
+        )
+        odd = [size for size in sizes if size % base]
         for text in self.recipes:
-            recipe = Recipe.parse(text)
-            if "sync" in recipe.names and self.job.ranks == 1:
+            names = Recipe.parse(text).names
+            if "sync" in names and self.job.ranks == 1:
                 raise ConfigError(f"recipe {text!r}: sync needs several ranks, and there is one; use ghost, or --ranks")
-            if "grow" in recipe.names:
-                odd = [size for size in self.global_batch_sizes if size % self.base_batch_size]
-                if odd:
-                    raise ConfigError(f"recipe {text!r}: {odd[0]} is not a multiple of the base {self.base_batch_size}")
+            if "grow" in names and odd:
+                raise ConfigError(f"recipe {text!r}: {odd[0]} is not a multiple of the base {base}")
 
     def check_norms(self, has_norm: bool) -> None:
         """Refuse recipes for BatchNorm where the model has none."""
@@ -280,15 +276,13 @@ class LargeBatchSettings:
         updates = self.updates
         if updates is None:
             updates = 2 * self.count_updates(max(self.global_batch_sizes), num_samples)
-        if updates:
-            sizes = (self.base_batch_size, *self.global_batch_sizes)
-            settings = [self._share(replace(self.job, global_batch_size=size)) for size in sizes]
-            for size, of_size in zip(sizes, settings, strict=True):
-                limited = replace(of_size, epochs=1, steps=updates)
-                cells += [TrainingCell(replace(limited, seed=seed), "updates", NO_RECIPE, size) for seed in self.seeds]
+        for size in (self.base_batch_size, *self.global_batch_sizes) if updates else ():
+            limited = replace(
+                share_batch(replace(self.job, global_batch_size=size), self.most_at_once), epochs=1, steps=updates
+            )
+            cells += [TrainingCell(replace(limited, seed=seed), "updates", NO_RECIPE, size) for seed in self.seeds]
         for cell in cells:
-            cell.settings.check()
-            _check_length(cell, num_samples)
+            cell.check(num_samples)
         return cells
 
     def _list_epochs(self, num_samples: int) -> Iterator[TrainingCell]:
@@ -299,170 +293,7 @@ class LargeBatchSettings:
                 # A shorter batch would be recorded as this one.
                 raise ConfigError(f"{num_samples} samples are fewer than a batch of {size}: leave it out")
             updates = self.count_updates(size, num_samples)
-            settings = self._share(Recipe.parse(text).apply(self.job, size, base, updates))
+            settings = share_batch(Recipe.parse(text).apply(self.job, size, base, updates), self.most_at_once)
             for seed in self.seeds:
                 probes = size == base and seed == self.seeds[0]
                 yield TrainingCell(replace(settings, seed=seed), "epochs", text, size, probes)
-
-    def _share(self, settings: TrainSettings) -> TrainSettings:
-        return share_batch(settings, self.most_at_once)
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> LargeBatchSettings:
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
-        return cls(**(values | {"job": TrainSettings.from_json(values["job"])}))
-
-
-# -- settings from what was requested ----------------------------------------------------------------------------------
-
-
-def build_batch(
-    *, batch_size: Counts = (32, 128, 512, 2048), epochs: int = 3, device: str = "auto", **job: Any
-) -> BatchSettings:
-    _refuse(job, ("ranks", "wrapper", "backend", "plan", "sync_batchnorm", "accumulate"), "one rank computes alone")
-    sizes = list_counts(batch_size)
-    train = TrainSettings(ranks=1, batch_size=sizes[0], wrapper="none", device=_choose_device(device), **job)
-    settings = BatchSettings(job=train, batch_sizes=sizes, epochs=epochs)
-    settings.check()
-    for size in sizes:
-        check_job(dataclasses.replace(train, batch_size=size))
-    return settings
-
-
-def build_ranks(
-    *,
-    ranks: Counts | None = None,
-    batch_size: Counts = (8, 32),
-    global_batch_size: Counts | None = None,
-    wrapper: Names = ("paceline", "torch"),
-    backend: Names = "auto",
-    iters: int | None = None,
-    device: str = "auto",
-    **job: Any,
-) -> ScaleSettings:
-    _refuse(job, ("plan",), "wrappers are compared with their default buckets")
-    _refuse(job, ("sync_batchnorm",), "it would wait for ranks that do not take part in a turn")
-    counts, sizes, device = _choose_counts(ranks), list_counts(batch_size), _choose_device(device)
-    wrappers, backends = _split(wrapper), _split(backend)
-    if backends == ("auto",):
-        backends = _choose_backends(device, max(counts))
-    setups = [Setup(w, b) for b in backends for w in wrappers if w != "dp"]
-    setups += [Setup("dp", backends[0])] if "dp" in wrappers else []
-    accumulate = job.get("accumulate") or 1
-    if global_batch_size is not None:
-        strong = list_counts(global_batch_size)
-    else:  # the least from twice the largest batch on that all of them can share
-        shares = math.lcm(*counts) * accumulate
-        strong = (shares * -(-2 * max(sizes) // shares),)
-    # A rank has the same number of threads alone as among others: the study compares ranks, not machines.
-    threads = job.pop("threads", None) or max(1, machine.count_cores() // max(counts))
-    samples = job.pop("samples", None)
-    if samples is None and job.get("data", "synthetic").startswith("synthetic"):
-        samples = max(2048, max(max(sizes) * max(counts), *strong, 0) * accumulate)
-    train = TrainSettings(
-        ranks=1, batch_size=sizes[0], wrapper="none", backend="gloo", device=device, threads=threads, samples=samples,
-        **job,
-    )  # fmt: skip
-    settings = ScaleSettings(
-        job=train, ranks=counts, setups=tuple(setups), batch_sizes=sizes, global_batch_sizes=strong, iters=iters
-    )
-    settings.check()
-    check_job(train)
-    return settings
-
-
-def build_large_batch(
-    *,
-    model: str | None = None,
-    base_batch_size: int = 16,
-    global_batch_size: Counts | None = None,
-    recipes: Names | None = None,
-    seeds: int = 3,
-    epochs: int = 6,
-    updates: int | None = None,
-    batch_size: int = 512,
-    evaluations: int = 6,
-    ranks: int | None = None,
-    **job: Any,
-) -> LargeBatchSettings:
-    _refuse(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
-    if model is None and not {"channels", "hidden"} & set(job):
-        job |= {"channels": (8, 16), "hidden": 64}
-    if job.get("data", "synthetic") == "synthetic":
-        job.setdefault("samples", 1024)
-    if "backend" in job:
-        job["backend"] = machine.canonical_backend(job["backend"])
-    launched = read_place().world_size if is_launched() else 1
-    if ranks is not None and launched > 1 and ranks != launched:
-        raise ConfigError(f"{ranks} ranks in a launched world of {launched}: leave out --ranks", code="launched")
-    if seeds < 1:
-        raise ConfigError(f"--seeds {seeds}: at least 1 is needed")
-    values: dict[str, Any] = {"lr": 0.005, "schedule": "cosine"} | job
-    train = TrainSettings(
-        model=model or "cnn", ranks=ranks or launched, global_batch_size=base_batch_size, epochs=epochs, **values
-    )
-    texts = _split(recipes) if recipes is not None else _choose_recipes(train)
-    names = tuple(dict.fromkeys(Recipe.parse(text).text for text in texts))
-    settings = LargeBatchSettings(
-        job=train, base_batch_size=base_batch_size,
-        global_batch_sizes=(16 * base_batch_size,) if global_batch_size is None else list_counts(global_batch_size),
-        recipes=names if NO_RECIPE in names else (NO_RECIPE, *names),  # to compare the others with
-        seeds=tuple(train.seed + number for number in range(seeds)),
-        updates=updates, most_at_once=batch_size, evaluations=evaluations,
-    )  # fmt: skip
-    settings.check()
-    check_job(train)
-    return settings
-
-
-def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
-    """1, 2, 4, ... up to the cores (or GPUs), or to the launched world; one rank is always there to compare with."""
-    launched = read_place().world_size if is_launched() else 1
-    most = launched if launched > 1 else max(2, machine.count_gpus() or machine.count_cores())
-    counts = list_counts(ranks) if ranks is not None else tuple(2**k for k in range(most.bit_length()))
-    if launched > 1 and max(counts) > launched:
-        raise ConfigError(
-            f"{max(counts)} ranks in a launched world of {launched}: use at most that many", code="launched"
-        )
-    return tuple(sorted({1, *counts}))
-
-
-def _choose_device(device: str) -> str:
-    return device if device != "auto" else "cuda" if machine.count_gpus() else "cpu"
-
-
-def _choose_backends(device: str, most: int) -> tuple[str, ...]:
-    if device == "cuda":
-        return ("nccl",) if machine.count_gpus() >= most else ("gloo",)
-    return ("gloo", "shm")
-
-
-def _choose_recipes(train: TrainSettings) -> tuple[str, ...]:
-    """All that this job can have: what changes BatchNorm only where there is one, as far as is known here."""
-    if not train.model.startswith("resnet"):
-        return _RECIPES
-    return (*_RECIPES, "linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
-
-
-def _refuse(job: dict[str, Any], names: Sequence[str], why: str) -> None:
-    """An option that would change nothing is refused, not ignored."""
-    given = next((name for name in names if name in job), None)
-    if given is not None:
-        raise ConfigError(f"--{given.replace('_', '-')}: {why}; leave it out", code="unused")
-
-
-def list_counts(counts: Counts) -> tuple[int, ...]:
-    """One number or several, without repeats."""
-    found = (counts,) if isinstance(counts, int) else tuple(dict.fromkeys(counts))
-    if not found or min(found) < 1:
-        raise ConfigError(f"{counts}: at least one number of at least 1 is needed")
-    return found
-
-
-def _split(names: Names) -> tuple[str, ...]:
-    found = names.split(",") if isinstance(names, str) else names
-    return tuple(dict.fromkeys(name.strip() for name in found if name.strip()))

@@ -6,15 +6,15 @@ A command must refuse a bad request at once, and importing torch takes longer th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline import machine
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES, Record
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
-from paceline.units import format_bytes
+from paceline.units import format_bytes, parse_size, parse_sizes
 from paceline.workloads.registry import WORKLOADS
 
 BACKENDS = ("gloo", "nccl", "shm")
@@ -24,18 +24,16 @@ REDUCING = ("all_reduce", "reduce_scatter")
 SHARED_DTYPES = ("float32", "float64", "bfloat16", "float16", "int32", "int64")
 SHARED_OPS = ("sum", "avg", "min", "max")
 WRAPPERS = (
-    "bare",
-    "torch",
-    "torch-tuned",
-    "paceline",
-    "paceline-per_parameter",
-    "paceline-flat",
-    "paceline-overlap",
-)
+    "bare", "torch", "torch-tuned", "paceline", "paceline-per_parameter", "paceline-flat", "paceline-overlap",
+)  # fmt: skip
 # What two cores step through in minutes; the others are for GPUs and must be named.
 DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
 # Ways to run torch's wrapper that `torch-tuned` chooses from: its own caps, five others, one bucket, and our plan.
 MAX_CANDIDATES = 8
+
+Counts = int | Sequence[int]
+Names = str | Sequence[str]
+Sizes = str | Sequence[str | int]
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,51 @@ class Measured:
     details: dict[str, Any]
 
 
-def check_name(what: str, value: str, known: Iterable[str]) -> None:
-    """Refuse an unknown name, with the known one that is nearest to it."""
+# -- what a request may look like --------------------------------------------------------------------------------------
+
+
+def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
+    """One number or several, without repeats."""
+    found = (counts,) if isinstance(counts, int) else tuple(dict.fromkeys(counts))
+    if not found or min(found) < 1:
+        raise ConfigError(f"{name} {counts}: at least one number of at least 1 is needed")
+    return found
+
+
+def list_names(names: Names) -> tuple[str, ...]:
+    """The names of a comma-separated text, or of several, without repeats."""
+    found = (names if isinstance(names, str) else ",".join(names)).split(",")
+    return tuple(dict.fromkeys(name.strip() for name in found if name.strip()))
+
+
+def list_sizes(sizes: Sizes) -> tuple[int, ...]:
+    """Bytes of sizes that carry their unit, or are bytes already."""
+    if isinstance(sizes, str):
+        return parse_sizes(sizes)
+    return tuple(dict.fromkeys(parse_size(size) if isinstance(size, str) else size for size in sizes))
+
+
+def check_names(what: str, values: Sequence[str], known: Iterable[str]) -> None:
+    """Refuse no name at all, and an unknown one with the known one that is nearest to it."""
     known = list(known)
-    if value not in known:
-        near = difflib.get_close_matches(value, known, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"{what} {value!r} is unknown: {hint}known are {', '.join(known)}")
+    if not values:
+        raise ConfigError(f"no {what} given: known are {', '.join(known)}")
+    for value in values:
+        if value not in known:
+            near = difflib.get_close_matches(value, known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{what} {value!r} is unknown: {hint}known are {', '.join(known)}")
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuse impossible numbers of repetitions, by the names of their flags; None was not given."""
+    for name, count in counts.items():
+        least = 0 if name in ("warmup", "updates") else 1
+        if count is not None and count < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {count}: at least {least} is needed")
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,25 +113,20 @@ class GroupSettings:
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
+    def is_whole(self, num_bytes: int) -> bool:
+        """Whether so many bytes are a whole number of elements, and at least one."""
+        return num_bytes >= self.item_bytes and num_bytes % self.item_bytes == 0
+
     def device_of(self, backend: str) -> str:
         """`cpu` or `cuda`: where this backend's messages live."""
-        if self.device != "auto":
-            return self.device
-        return "cuda" if backend == "nccl" else "cpu"
+        return self.device if self.device != "auto" else "cuda" if backend == "nccl" else "cpu"
 
     def check(self) -> None:
         """Refuse what cannot be measured on any machine; `check_host` looks at this one."""
-        if not self.backends:
-            raise ConfigError(f"no backend given: known are {', '.join(BACKENDS)}")
-        for backend in self.backends:
-            check_name("backend", backend, BACKENDS)
-        check_name("dtype", self.dtype, ITEM_BYTES)
-        check_name("device", self.device, ("auto", "cpu", "cuda"))
-        if self.threads < 1:
-            raise ConfigError(f"--threads {self.threads}: a rank needs at least 1")
-        for name, value, least in (("iters", self.iters, 1), ("warmup", self.warmup, 0)):
-            if value is not None and value < least:
-                raise ConfigError(f"--{name} {value}: at least {least}, or leave it out to fit the time")
+        check_names("backend", self.backends, BACKENDS)
+        check_names("dtype", (self.dtype,), ITEM_BYTES)
+        check_names("device", (self.device,), ("auto", "cpu", "cuda"))
+        check_counts(threads=self.threads, iters=self.iters, warmup=self.warmup)
         if "nccl" in self.backends and self.device == "cpu":
             raise ConfigError("backend nccl works on GPUs only: leave out --device cpu, or use the backend gloo")
 
@@ -107,23 +138,18 @@ class GroupSettings:
     def check_host(self, local_ranks: int) -> None:
         """Refuse what this host's GPUs or memory cannot hold for this number of ranks, before anything is started."""
         on_gpu = {backend for backend in self.backends if self.device_of(backend) == "cuda"}
-        if on_gpu:
-            gpus, who = machine.count_gpus(), " and ".join(sorted(on_gpu))
-            if gpus == 0:
-                raise ConfigError(
-                    f"{who} on CUDA needs a GPU and none is visible here: use --backend gloo --device cpu"
-                )
-            if "nccl" in on_gpu and local_ranks > gpus:
-                raise ConfigError(
-                    f"backend nccl needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
-                    f"use --ranks {gpus}, or --backend gloo --device cuda, which can share one"
-                )
+        gpus, who = machine.count_gpus() if on_gpu else 0, " and ".join(sorted(on_gpu))
         # The GPU's memory is checked where torch can ask it.
         need = 0 if on_gpu == set(self.backends) else self.bytes_per_rank
-        have = machine.available_memory_bytes()
-        if need + RANK_BYTES > have:
-            takes, advice = self.memory_words
-            raise ConfigError(f"{takes} {format_bytes(need)} on each rank and {format_bytes(have)} are free: {advice}")
+        have, (takes, advice) = machine.available_memory_bytes(), self.memory_words
+        refuse(
+            (on_gpu and not gpus, f"{who} on CUDA needs a GPU and none is visible here: use gloo and --device cpu"),
+            ("nccl" in on_gpu and local_ranks > gpus,
+             f"backend nccl needs one GPU per rank: {local_ranks} ranks on this host, {gpus} GPU here; "
+             f"use --ranks {gpus}, or --backend gloo --device cuda, which can share one"),
+            (need + RANK_BYTES > have,
+             f"{takes} {format_bytes(need)} on each rank and {format_bytes(have)} are free: {advice}"),
+        )  # fmt: skip
         check_rank_count(local_ranks, need)
 
 
@@ -142,52 +168,36 @@ class CollectiveSettings(GroupSettings):
     limit: bool = False
 
     def check(self) -> None:
-        check_name("collective", self.collective, COLLECTIVES)
+        check_names("collective", (self.collective,), COLLECTIVES)
         super().check()
-        check_name("op", self.op, OPS)
-        if self.collective not in REDUCING and self.op != "sum":
-            raise ConfigError(f"--op {self.op} contradicts --collective {self.collective}, which reduces nothing")
-        if self.op == "avg" and "int" in self.dtype:
-            raise ConfigError(f"--op avg of {self.dtype} is not defined: use a floating-point dtype")
-        self._check_memories()
-        if self.limit and self.collective != "all_reduce":
-            raise ConfigError(f"--limit is the bound of an all_reduce: leave it out for --collective {self.collective}")
-        for size in self.sizes:
-            if size % self.item_bytes or size < self.item_bytes:
-                raise ConfigError(
-                    f"size {format_bytes(size)} ({size} bytes) is not a whole number of {self.dtype} elements "
-                    f"of {self.item_bytes} bytes"
-                )
-            if self.collective in ("all_gather", "reduce_scatter") and size < max(self.ranks) * self.item_bytes:
-                raise ConfigError(
-                    f"size {format_bytes(size)} is less than one element for each of {max(self.ranks)} ranks, "
-                    f"which {self.collective} needs"
-                )
+        check_names("op", (self.op,), OPS)
+        check_names("memory", self.memories, MEMORIES)
+        what, backends, item = self.collective, " and ".join(self.backends), self.item_bytes
+        others = " and ".join(backend for backend in self.backends if backend != "shm")
+        shared, moves, most = "shared" in self.memories, what != "all_reduce", max(self.ranks)
+        limits = (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS)) if shared else ()
+        sizes = [(size, f"size {format_bytes(size)} ({size} bytes) is") for size in self.sizes]
+        refuse(
+            (what not in REDUCING and self.op != "sum", f"--op {self.op} contradicts --collective {what}"),
+            (self.op == "avg" and "int" in self.dtype, f"--op avg of {self.dtype} is not defined: use floating point"),
+            (shared and "shm" not in self.backends, f"--memory shared: backend {backends} has none, only shm does"),
+            (self.memories == ("shared",) and others, f"--memory shared leaves nothing to measure on {others}"),
+            (shared and moves, f"--memory shared is for all_reduce: {what} copies its parts whatever their memory"),
+            (shared and self.device == "cuda", "--memory shared is memory of the host: leave out --device cuda"),
+            *((value not in known, f"--{name} {value} is not reduced in shared memory: known are {', '.join(known)}")
+              for name, value, known in limits),
+            (self.limit and moves, f"--limit is the bound of an all_reduce: leave it out for --collective {what}"),
+            *((not self.is_whole(size), f"{found} not a whole number of {self.dtype} elements of {item} bytes")
+              for size, found in sizes),
+            *((self.has_shares and size < most * item,
+               f"{found} less than one element for each of {most} ranks, which {what} needs")
+              for size, found in sizes),
+        )  # fmt: skip
 
-    def _check_memories(self) -> None:
-        if not self.memories:
-            raise ConfigError(f"no memory given: known are {', '.join(MEMORIES)}")
-        for memory in self.memories:
-            check_name("memory", memory, MEMORIES)
-        if "shared" not in self.memories:
-            return
-        if "shm" not in self.backends:
-            raise ConfigError(
-                f"--memory shared: backend {' and '.join(self.backends)} has none, only shm: "
-                "leave it out, or add shm to --backend"
-            )
-        if self.memories == ("shared",) and self.backends != ("shm",):
-            others = " and ".join(backend for backend in self.backends if backend != "shm")
-            raise ConfigError(f"--memory shared leaves nothing to measure on {others}: use --memory ordinary,shared")
-        if self.collective != "all_reduce":
-            raise ConfigError(
-                f"--memory shared is for all_reduce: {self.collective} copies its parts whatever memory they are in"
-            )
-        if self.device_of("shm") != "cpu":
-            raise ConfigError("--memory shared is memory of the host: leave out --device cuda")
-        for what, value, known in (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS)):
-            if value not in known:
-                raise ConfigError(f"--{what} {value} is not reduced in shared memory: known are {', '.join(known)}")
+    @property
+    def has_shares(self) -> bool:
+        """Whether every rank has its own share of the vector."""
+        return self.collective in ("all_gather", "reduce_scatter")
 
     def memories_of(self, backend: str) -> tuple[str, ...]:
         """The memories that are measured on this backend."""
@@ -196,19 +206,15 @@ class CollectiveSettings(GroupSettings):
     def num_elements(self, num_bytes: int, world_size: int) -> int:
         """Elements of the full vector; for all_gather and reduce_scatter cut to a multiple of the ranks."""
         elements = num_bytes // self.item_bytes
-        if self.collective in ("all_gather", "reduce_scatter"):
-            elements -= elements % world_size
-        return elements
+        return elements - elements % world_size if self.has_shares else elements
 
     @property
     def bytes_per_rank(self) -> int:
         """One vector in place for each memory, and another to copy to for the limit; for all_gather and reduce_scatter
         a share, and gloo's own copy of both."""
-        in_place = self.collective in ("all_reduce", "broadcast")
-        if in_place:
-            vectors = {*self.memories, "ordinary", "target"} if self.limit else set(self.memories)
-            return len(vectors) * max(self.sizes)
-        return 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
+        if self.has_shares:
+            return 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
+        return len({*self.memories, "ordinary", "target"} if self.limit else self.memories) * max(self.sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +226,12 @@ class ChunkSettings(GroupSettings):
 
     def check(self) -> None:
         super().check()
-        for what, size in (("total", self.total_bytes), *(("chunk", size) for size in self.chunks)):
-            if size % self.item_bytes or size < self.item_bytes:
-                raise ConfigError(f"{what} of {size} bytes is not a whole number of {self.dtype} elements")
-        if max(self.chunks) > self.total_bytes:
-            raise ConfigError(
-                f"a chunk of {format_bytes(max(self.chunks))} is larger than the total of "
-                f"{format_bytes(self.total_bytes)}"
-            )
+        largest, total = max(self.chunks), self.total_bytes
+        sizes, what = [("total", total), *(("chunk", size) for size in self.chunks)], f"{self.dtype} elements"
+        refuse(
+            *((not self.is_whole(n), f"{name} of {n} bytes is not a whole number of {what}") for name, n in sizes),
+            (largest > total, f"a chunk of {format_bytes(largest)} is larger than the total of {format_bytes(total)}"),
+        )
 
     @property
     def bytes_per_rank(self) -> int:
@@ -240,25 +244,20 @@ class WrapperSettings(GroupSettings):
     means the model's own."""
 
     memory_words: ClassVar[tuple[str, str]] = (
-        "the replicas of one model take",
-        "leave out a large --model or some of --wrapper",
-    )
+        "the replicas of one model take", "leave out a large --model or some of --wrapper",
+    )  # fmt: skip
 
     models: tuple[str, ...] = DEFAULT_MODELS
     wrappers: tuple[str, ...] = WRAPPERS
     batch_size: int | None = None
 
     def check(self) -> None:
-        for what, names, known in (("model", self.models, WORKLOADS), ("wrapper", self.wrappers, WRAPPERS)):
-            if not names:
-                raise ConfigError(f"no {what} given: known are {', '.join(known)}")
-            for name in names:
-                check_name(what, name, known)
+        check_names("model", self.models, WORKLOADS)
+        check_names("wrapper", self.wrappers, WRAPPERS)
         super().check()
+        check_counts(batch_size=self.batch_size)
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"--dtype {self.dtype}: wrappers are timed in float32 or bfloat16 (autocast)")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"--batch-size {self.batch_size}: at least 1, or leave it out for the model's own")
 
     def batch_of(self, model: str) -> int:
         """Samples per rank in one step of this model."""

@@ -1,4 +1,4 @@
-"""This process among the ranks: `get`, the typed `Ranks`, and seeds. Opening a world does not belong here."""
+"""This process among the ranks: `get`, the typed `Ranks`, and seeds."""
 
 from __future__ import annotations
 
@@ -60,12 +60,9 @@ def ranks(mesh: DeviceMesh | None = None) -> Ranks:
     if mesh is None:
         return Ranks(global_rank, dist.get_world_size(), global_rank, _local_rank())
     members = mesh.mesh.flatten().tolist()
-    if global_rank not in members:
-        rank = -1
-    elif (group := _find_group(mesh)) is not None:
+    rank = members.index(global_rank) if global_rank in members else -1
+    if rank >= 0 and (group := _find_group(mesh)) is not None:
         rank = dist.get_rank(group)  # as collectives count, whatever the order of the mesh
-    else:
-        rank = members.index(global_rank)
     return Ranks(rank, len(members), global_rank, _local_rank())
 
 

@@ -165,13 +165,12 @@ def find_function(fn: Callable[..., Any] | str) -> Callable[..., Any]:
 def _close_groups() -> None:
     import torch.distributed as dist
 
-    from paceline.runtime.rendezvous import close_stores
-    from paceline.runtime.world import shutdown
+    from paceline.runtime import rendezvous, world
 
-    shutdown()
+    world.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
-    close_stores()
+    rendezvous.close_stores()
 
 
 # -- the fork server --------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, refuse
+from paceline.machine import canonical_backend
 from paceline.plan import Plan
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_number_of
@@ -25,6 +26,18 @@ WRAPPERS = ("paceline", "torch", "none", "dp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("sgd", "adamw", "lars", "lamb")
 DEFAULT_BATCH_SIZE = 32
+
+# What each setting is: one of these names, at least this number, a finite number from 0 or above 0.
+_KNOWN = {
+    "wrapper": WRAPPERS, "precision": PRECISIONS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES, "tail": TAILS,
+    "grow": GROWS,
+}  # fmt: skip
+_LEAST = {
+    "ranks": 1, "epochs": 1, "steps": 1, "keep": 1, "lr_warmup": 0, "samples": 1, "test_samples": 1, "context": 2,
+    "threads": 1, "seed": 0, "cutout": 0, "ghost_batchnorm": 2,
+}  # fmt: skip
+_FROM_0 = ("lr", "momentum", "weight_decay", "label_smoothing")
+_ABOVE_0 = ("clip", "trust_coefficient")
 
 
 @dataclass(frozen=True)
@@ -45,34 +58,21 @@ def settle_batches(
 ) -> Batches:
     """Fill in what is None; refuse what does not add up."""
     named = (("--batch-size", batch_size), ("--global-batch-size", global_batch_size), ("--accumulate", accumulate))
-    for name, value in named:
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value}: at least 1 is needed")
+    refuse(*((n is not None and n < 1, f"{flag} {n}: at least 1 is needed") for flag, n in named))
     if global_batch_size is None:
         return Batches(world_size, batch_size or DEFAULT_BATCH_SIZE, accumulate or 1)
+    asked, words = f"--global-batch-size {global_batch_size}", format_number_of(world_size, "rank")
     if batch_size is None:
         parts = world_size * (accumulate or 1)
-        words = f"{format_number_of(world_size, 'rank')}" + (
-            f" x {accumulate} micro-batches" if (accumulate or 1) > 1 else ""
-        )
-        if global_batch_size % parts:
-            raise ConfigError(
-                f"--global-batch-size {global_batch_size} cannot be shared by {words}: use a multiple of {parts}"
-            )
+        words += f" x {accumulate} micro-batches" if (accumulate or 1) > 1 else ""
+        refuse((global_batch_size % parts, f"{asked} cannot be shared by {words}: use a multiple of {parts}"))
         return Batches(world_size, global_batch_size // parts, accumulate or 1)
-    parts = world_size * batch_size
-    if global_batch_size % parts:
-        raise ConfigError(
-            f"--global-batch-size {global_batch_size} is not a multiple of {parts} "
-            f"({format_number_of(world_size, 'rank')} x --batch-size {batch_size}): use one, or leave out --batch-size"
-        )
+    parts, words = world_size * batch_size, f"{words} x --batch-size {batch_size}"
     needed = global_batch_size // parts
-    if accumulate is not None and accumulate != needed:
-        raise ConfigError(
-            f"--global-batch-size {global_batch_size} needs --accumulate {needed} with "
-            f"{format_number_of(world_size, 'rank')} x --batch-size {batch_size}, and --accumulate {accumulate} "
-            "was given: leave one of them out"
-        )
+    refuse(
+        (global_batch_size % parts, f"{asked} is not a multiple of {parts} ({words}): use one, or no --batch-size"),
+        (accumulate not in (None, needed), f"{asked} needs --accumulate {needed} with {words}, not {accumulate}"),
+    )
     return Batches(world_size, batch_size, needed)
 
 
@@ -148,89 +148,55 @@ class TrainSettings:
     dropout: float | None = None
     tensorboard: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backend", canonical_backend(self.backend))
+
     @property
     def batches(self) -> Batches:
         return settle_batches(self.ranks, self.batch_size, self.global_batch_size, self.accumulate)
 
     def check(self) -> None:
         """Refuse invalid settings. What depends on the data or the model is checked by the ranks."""
-        for name, value, known in (
-            ("--wrapper", self.wrapper, WRAPPERS),
-            ("--precision", self.precision, PRECISIONS),
-            ("--optimizer", self.optimizer, OPTIMIZERS),
-            ("--schedule", self.schedule, SCHEDULES),
-            ("--tail", self.tail, TAILS),
-            ("--grow", self.grow, GROWS),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} {value!r} is unknown: known are {', '.join(known)}")
-        for flag, number, least in (
-            ("--ranks", self.ranks, 1),
-            ("--epochs", self.epochs, 1),
-            ("--steps", self.steps, 1),
-            ("--keep", self.keep, 1),
-            ("--lr-warmup", self.lr_warmup, 0),
-            ("--samples", self.samples, 1),
-            ("--test-samples", self.test_samples, 1),
-            ("--context", self.context, 2),
-            ("--threads", self.threads, 1),
-            ("--seed", self.seed, 0),
-            ("--cutout", self.cutout, 0),
-            ("--ghost-batchnorm", self.ghost_batchnorm, 2),
-        ):
-            if number is not None and number < least:
-                raise ConfigError(f"{flag} {number}: at least {least} is needed")
-        for flag, real, is_open in (
-            ("--lr", self.lr, False),
-            ("--clip", self.clip, True),
-            ("--momentum", self.momentum, False),
-            ("--trust-coefficient", self.trust_coefficient, True),
-            ("--weight-decay", self.weight_decay, False),
-            ("--label-smoothing", self.label_smoothing, False),
-        ):
+        for name, known in _KNOWN.items():
+            if (value := getattr(self, name)) not in known:
+                raise ConfigError(f"--{name} {value!r} is unknown: known are {', '.join(known)}")
+        for name, least in _LEAST.items():
+            if (number := getattr(self, name)) is not None and number < least:
+                raise ConfigError(f"--{name.replace('_', '-')} {number}: at least {least} is needed")
+        for name in (*_FROM_0, *_ABOVE_0):
+            real, is_open = getattr(self, name), name in _ABOVE_0
             if real is not None and (not math.isfinite(real) or real < 0 or (is_open and real == 0)):
-                raise ConfigError(f"{flag} {real}: a finite number {'above' if is_open else 'from'} 0 is needed")
-        if self.momentum >= 1:
-            raise ConfigError(f"--momentum {self.momentum}: below 1 is needed, or steps grow without end")
-        if self.label_smoothing >= 1:
-            raise ConfigError(
-                f"--label-smoothing {self.label_smoothing}: below 1 is needed, or nothing is left to learn"
-            )
+                flag, start = f"--{name.replace('_', '-')}", "above" if is_open else "from"
+                raise ConfigError(f"{flag} {real}: a finite number {start} 0 is needed")
         SaveEvery.parse(self.save_every)
         _ = self.batches
-        self._check_length()
-        if self.wrapper in ("none", "dp") and self.ranks > 1:
-            what = "trains one process" if self.wrapper == "none" else "serves the GPUs of one process"
-            raise ConfigError(f"--wrapper {self.wrapper} {what}, and --ranks is {self.ranks}: use --ranks 1")
-        if self.plan is not None and self.wrapper not in ("paceline", "torch"):
-            raise ConfigError(f"--plan needs --wrapper paceline or torch, not {self.wrapper}")
-        if self.sync_batchnorm and self.wrapper == "dp":
-            raise ConfigError("--sync-batchnorm does not work with --wrapper dp: use paceline or torch")
-        self._check_large_batch()
-
-    def _check_large_batch(self) -> None:
-        """Refuse options of another optimizer, schedule or norm, which would change nothing."""
-        if self.trust_coefficient is not None and self.optimizer != "lars":
-            found = f"--trust-coefficient {self.trust_coefficient} with --optimizer {self.optimizer}"
-            raise ConfigError(f"{found}: leave it out, or use lars")
-        check_drops(self.lr_drops, self.schedule)
-        if self.ghost_batchnorm is not None and self.sync_batchnorm:
-            raise ConfigError(
-                f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: one makes the batch of a norm "
-                "smaller, the other larger; leave one out"
-            )
-
-    def _check_length(self) -> None:
         check_growths(self.batch_growth)
-        if self.steps is not None and self.epochs != 1:
-            raise ConfigError(f"--steps {self.steps} with --epochs {self.epochs}: a run has one length; leave one out")
-        if self.steps is not None and self.batch_growth:
-            raise ConfigError(
-                f"--batch-growth {format_growths(self.batch_growth)} with --steps {self.steps}: its shares are of "
-                "all samples of the run, which --epochs fixes and --steps does not; use --epochs"
-            )
-        if self.grow != GROWS[0] and not self.batch_growth:
-            raise ConfigError(f"--grow {self.grow} without --batch-growth: nothing grows; leave it out, or give both")
+        what = "trains one process" if self.wrapper == "none" else "serves the GPUs of one process"
+        steps, growth, smoothing = f"--steps {self.steps}", format_growths(self.batch_growth), self.label_smoothing
+        trust = f"--trust-coefficient {self.trust_coefficient}"
+        refuse(
+            (self.momentum >= 1, f"--momentum {self.momentum}: below 1 is needed, or steps grow without end"),
+            (smoothing >= 1, f"--label-smoothing {smoothing}: below 1 is needed, or nothing is left to learn"),
+            (self.steps is not None and self.epochs != 1,
+             f"{steps} with --epochs {self.epochs}: a run has one length; leave one out"),
+            (self.steps is not None and self.batch_growth,
+             f"--batch-growth {growth} with {steps}: its shares are of all samples of the run; use --epochs"),
+            (self.grow != GROWS[0] and not self.batch_growth,
+             f"--grow {self.grow} without --batch-growth: nothing grows; leave it out, or give both"),
+            (self.wrapper in ("none", "dp") and self.ranks > 1,
+             f"--wrapper {self.wrapper} {what}, and --ranks is {self.ranks}: use --ranks 1"),
+            (self.plan is not None and self.wrapper not in ("paceline", "torch"),
+             f"--plan needs --wrapper paceline or torch, not {self.wrapper}"),
+            (self.sync_batchnorm and self.wrapper == "dp",
+             "--sync-batchnorm does not work with --wrapper dp: use paceline or torch"),
+            # Options of another optimizer, schedule or norm would change nothing.
+            (self.trust_coefficient is not None and self.optimizer != "lars",
+             f"{trust} with --optimizer {self.optimizer}: leave it out, or use lars"),
+            (self.ghost_batchnorm is not None and self.sync_batchnorm,
+             f"--ghost-batchnorm {self.ghost_batchnorm} with --sync-batchnorm: one makes the batch of a norm smaller, "
+             "the other larger; leave one out"),
+        )  # fmt: skip
+        check_drops(self.lr_drops, self.schedule)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -238,29 +204,19 @@ class TrainSettings:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainSettings:
         """The settings that `to_json` wrote; refuses unknown keys."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
+        if unknown := sorted(set(values) - set(NAMES)):
             raise ConfigError(f"the run's configuration has unknown settings: {', '.join(unknown)}")
-        values = dict(values)
-        for name in ("channels", "lr_drops"):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
-        values["batch_growth"] = tuple((share, factor) for share, factor in values.get("batch_growth", ()))
-        return cls(**values)
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**values | {"batch_growth": tuple(map(tuple, values.get("batch_growth", ())))})
+
+
+NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 
 
 def build_data_request(settings: TrainSettings) -> DataRequest:
     name, path = parse_data(settings.data)
-    return DataRequest(
-        name=name,
-        path=path,
-        context=settings.context,
-        tokenizer=settings.tokenizer,
-        samples=settings.samples,
-        seed=settings.seed,
-        augment=settings.augment,
-        cutout=settings.cutout,
-    )
+    shared = ("context", "tokenizer", "samples", "seed", "augment", "cutout")
+    return DataRequest(name=name, path=path, **{field: getattr(settings, field) for field in shared})
 
 
 def build_model_options(settings: TrainSettings) -> ModelOptions:

@@ -130,30 +130,26 @@ class PacelineGroup(_TorchGroup):
         if self._size == 1:
             self._num_started += 1
             return works.FinishedWork(tensors)  # whatever the operation: there is one operand
-        return self._all_reduce(tensors[0], opts, tensors)
+        return self._all_reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
         if not tensors or not all(map(is_reducible, tensors)) or opts.reduceOp.op not in _OPS:
             return self._backend(_first_tensor(tensors)).allreduce_coalesced(tensors, opts)
-        if self._levels is not None:
-            return _last_of([self._all_reduce(tensor, opts, tensors) for tensor in tensors])
-        op, runs = _OPS[opts.reduceOp.op], [as_run_in_place(tensor) for tensor in tensors]
-        operations = [(native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run, run, run.numel()) for run, _ in runs]
-        return self._start(operations, opts, tensors, *(after for _, after in runs))
+        return self._all_reduce(tensors, opts)
 
-    def _all_reduce(self, tensor: torch.Tensor, opts: Any, result: works.Tensors) -> Any:
-        run, after = as_run_in_place(tensor)
-        op = _OPS[opts.reduceOp.op]
+    def _all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        op, runs = _OPS[opts.reduceOp.op], [as_run_in_place(tensor) for tensor in tensors]
         if self._levels is None:
-            operation = native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run, run, run.numel()
-            return self._start([operation], opts, result, after)
-        self._num_started += 1
-        work = HostsWork(run, op, opts.timeout, result, self._futures, after)
-        self._levels.start(work)
+            operations = [(native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run, run, run.numel()) for run, _ in runs]
+            return self._start(operations, opts, tensors, *(after for _, after in runs))
+        self._num_started += len(runs)
+        for run, after in runs:
+            work = HostsWork(run, op, opts.timeout, tensors, self._futures, after)
+            self._levels.start(work)
         if not _is_asynchronous(opts):
             work.wait()
-        return work
+        return work  # of the last: they are done in order
 
     def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.BroadcastOptions, opts, timeout)

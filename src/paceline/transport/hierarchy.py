@@ -2,7 +2,6 @@
 
 While the leaders exchange one piece, the next is reduced inside the hosts; the result comes back by a broadcast inside.
 A rank that fails leaves the reason in the store and closes its group inside, so that none waits for it on any host.
-What is done inside a host does not belong here.
 """
 
 from __future__ import annotations

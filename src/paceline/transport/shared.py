@@ -1,8 +1,7 @@
 """The ranks of one host: who they are, and memory that only they share.
 
-Memory has no name in any file system: it is an anonymous file whose descriptor the first rank hands to the others over
-a Unix socket, and it goes when the last of them goes, however that happens. It does not count against /dev/shm.
-What is done in it does not belong here (`native`).
+It is an anonymous file whose descriptor the first rank hands to the others over a Unix socket. It goes when the last of
+them goes, however that happens, and does not count against /dev/shm. What is done in it belongs to `native`.
 """
 
 from __future__ import annotations

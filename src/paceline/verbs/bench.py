@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import ConfigError
 from paceline.measure.settings import (
@@ -14,30 +13,33 @@ from paceline.measure.settings import (
     WRAPPERS,
     ChunkSettings,
     CollectiveSettings,
+    Counts,
     GroupSettings,
+    Names,
+    Sizes,
     WrapperSettings,
+    list_counts,
+    list_names,
+    list_sizes,
 )
 from paceline.records.exchange import load_table
 from paceline.records.kinds import ITEM_BYTES, CollectiveRecord
 from paceline.records.store import Run, load_run
 from paceline.runtime.environment import read_place
-from paceline.runtime.session import Session, choose_ranks, joins_world, open_session
-from paceline.units import parse_size, parse_sizes
+from paceline.runtime.session import choose_ranks, joins_world, open_session
+from paceline.units import parse_size
+from paceline.verbs.jobs import Place, finish
 
 if TYPE_CHECKING:
     from paceline.report.collectives import ChunksResult, CollectiveResult
     from paceline.report.steps import WrappersResult
 
-SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB")
 _CHUNK_ELEMENTS = (10**4, 3 * 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7)
-
-Names = str | Sequence[str]
-Sizes = str | Sequence[str | int]
 
 
 def allreduce(
-    ranks: int | Sequence[int] | None = None,
-    sizes: Sizes = SIZES,
+    ranks: Counts | None = None,
+    sizes: Sizes = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB"),
     backend: Names = "gloo",
     *,
     collective: str = "all_reduce",
@@ -48,8 +50,8 @@ def allreduce(
     limit: bool = False,
     iters: int | None = None,
     warmup: int | None = None,
-    compare: str | Path | None = None,
-    out: str | Path | None = None,
+    compare: Place = None,
+    out: Place = None,
     progress: bool | None = None,
 ) -> CollectiveResult:
     """How fast is all-reduce here? Backends x ranks x sizes in turns, with every element checked.
@@ -61,38 +63,26 @@ def allreduce(
     `compare`: a run folder, or a table of others. `out`: save the run in a new folder there.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
-    requested, notes = choose_ranks(_read_counts(ranks))
-    names = _read_names(memory)
-    settings = CollectiveSettings(
-        sizes=_read_sizes(sizes),
-        collective=collective,
-        op=op,
-        memories=("ordinary", "shared") if "both" in names else tuple(sorted(names)),
-        limit=limit,
-        backends=_read_names(backend),
-        ranks=requested,
-        dtype=dtype,
-        device=device,
-        iters=iters,
-        warmup=warmup,
-    )
-    _check(settings)
+    names = list_names(memory)
+    memories = ("ordinary", "shared") if "both" in names else tuple(sorted(names))
     compared: Sequence[CollectiveRecord] = load_table(Path(compare)) if compare is not None else []
     if compared and not any(record.collective == collective for record in compared):
         raise ConfigError(f"{compare} holds {compared[0].collective} and no {collective}: nothing to compare")
-    with _open("bench allreduce", settings, out, progress) as session:
-        session.warnings += notes
-        measured = session.ask("paceline.measure.collectives:measure_collectives", (settings,))
-        run = session.save(measured.records, measured.details)
+
+    def build(run: Run, folder: Path | None) -> CollectiveResult:
         from paceline.report.collectives import CollectiveResult
 
-        result = CollectiveResult(run, session.folder, compared, _find_differences(run, compare))
-        session.write(result)
-        return result
+        # What makes the two runs incomparable; a table that is no run does not say.
+        is_run = compare is not None and (Path(compare).is_dir() or Path(compare).suffix == ".json")
+        differences = run.environment.differences(load_run(compare or "").environment) if is_run else []
+        return CollectiveResult(run, folder, compared, differences)
+
+    own, load = {"sizes": list_sizes(sizes), "memories": memories}, "collectives:measure_collectives"
+    return cast("CollectiveResult", _measure("bench allreduce", load, CollectiveSettings, locals(), own, build))
 
 
 def chunks(
-    ranks: int | Sequence[int] | None = None,
+    ranks: Counts | None = None,
     total: str | int = "240MB",
     chunks: Sizes | None = None,
     backend: Names = "gloo",
@@ -101,7 +91,7 @@ def chunks(
     device: str = "auto",
     iters: int | None = None,
     warmup: int | None = None,
-    out: str | Path | None = None,
+    out: Place = None,
     progress: bool | None = None,
 ) -> ChunksResult:
     """What does cutting one message into chunks cost? The time of a fixed total, by the size of its chunks.
@@ -110,39 +100,18 @@ def chunks(
     all of them. The other arguments are those of `allreduce`.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
-    requested, notes = choose_ranks(_read_counts(ranks))
     total_bytes = parse_size(total) if isinstance(total, str) else total
     if chunks is None:
         steps = [count * ITEM_BYTES.get(dtype, 4) for count in _CHUNK_ELEMENTS]
-        chunk_bytes: tuple[int, ...] = (*(step for step in steps if step < total_bytes), total_bytes)
-    else:
-        chunk_bytes = _read_sizes(chunks)
-    settings = ChunkSettings(
-        total_bytes=total_bytes,
-        chunks=chunk_bytes,
-        backends=_read_names(backend),
-        ranks=requested,
-        dtype=dtype,
-        device=device,
-        iters=iters,
-        warmup=warmup,
-    )
-    _check(settings)
-    with _open("bench chunks", settings, out, progress) as session:
-        session.warnings += notes
-        measured = session.ask("paceline.measure.collectives:measure_chunks", (settings,))
-        run = session.save(measured.records, measured.details)
-        from paceline.report.collectives import ChunksResult
-
-        result = ChunksResult(run, session.folder)
-        session.write(result)
-        return result
+        chunks = (*(step for step in steps if step < total_bytes), total_bytes)
+    own = {"chunks": list_sizes(chunks)}
+    return cast("ChunksResult", _measure("bench chunks", "collectives:measure_chunks", ChunkSettings, locals(), own))
 
 
 def wrappers(
     models: Names = DEFAULT_MODELS,
     wrappers: Names = WRAPPERS,
-    ranks: int | Sequence[int] | None = None,
+    ranks: Counts | None = None,
     backend: Names = "gloo",
     *,
     batch_size: int | None = None,
@@ -151,7 +120,7 @@ def wrappers(
     threads: int = 1,
     iters: int | None = None,
     warmup: int | None = None,
-    out: str | Path | None = None,
+    out: Place = None,
     progress: bool | None = None,
 ) -> WrappersResult:
     """Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one for each wrapper.
@@ -161,67 +130,25 @@ def wrappers(
     The other arguments are those of `allreduce`.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
-    requested, notes = choose_ranks(_read_counts(ranks))
-    settings = WrapperSettings(
-        models=_read_names(models),
-        wrappers=_read_names(wrappers),
-        batch_size=batch_size,
-        backends=_read_names(backend),
-        ranks=requested,
-        dtype=dtype,
-        device=device,
-        threads=threads,
-        iters=iters,
-        warmup=warmup,
+    own = {"models": list_names(models), "wrappers": list_names(wrappers)}
+    return cast(
+        "WrappersResult", _measure("bench wrappers", "wrappers:measure_wrappers", WrapperSettings, locals(), own)
     )
-    _check(settings)
-    with _open("bench wrappers", settings, out, progress) as session:
-        session.warnings += notes
-        measured = session.ask("paceline.measure.wrappers:measure_wrappers", (settings,))
-        run = session.save(measured.records, measured.details)
-        from paceline.report.steps import WrappersResult
-
-        result = WrappersResult(run, session.folder)
-        session.write(result)
-        return result
 
 
-def _open(
-    verb: str, settings: GroupSettings, out: str | Path | None, progress: bool | None
-) -> contextlib.AbstractContextManager[Session]:
-    config = dataclasses.asdict(settings)
-    return open_session(verb, config, ranks=max(settings.ranks), out=out, progress=progress)
-
-
-def _check(settings: GroupSettings) -> None:
-    """Refuse what cannot be measured anywhere, or not on this host, before any rank starts."""
+def _measure(
+    verb: str, load: str, kind: type[GroupSettings], given: Mapping[str, Any], own: dict[str, Any], build: Any = None
+) -> Any:
+    """The settings that a verb was `given`, with `own` in place of what it has read: refused at once, or measured."""
+    ranks, notes = choose_ranks(None if given["ranks"] is None else list_counts(given["ranks"]))
+    own |= {"ranks": ranks, "backends": list_names(given["backend"])}
+    same = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+    settings = kind(**same | own)
     settings.check()
-    most = max(settings.ranks)
+    most = max(ranks)
     settings.check_host((read_place().local_world_size or 1) if joins_world(most) else most)
-
-
-def _find_differences(run: Run, compare: str | Path | None) -> list[str]:
-    """What makes this run and the compared one incomparable; a table that is no run does not say."""
-    if compare is None or not (Path(compare).is_dir() or Path(compare).suffix == ".json"):
-        return []
-    return run.environment.differences(load_run(compare).environment)
-
-
-def _read_counts(ranks: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    counts = (ranks,) if isinstance(ranks, int) else None if ranks is None else tuple(dict.fromkeys(ranks))
-    if counts is not None and (not counts or min(counts) < 1):
-        raise ConfigError(f"ranks {ranks}: at least one number of at least 1 is needed")
-    return counts
-
-
-def _read_names(names: Names) -> tuple[str, ...]:
-    """The names of a list, or of a comma-separated text, without repeats."""
-    found = names.split(",") if isinstance(names, str) else names
-    return tuple(dict.fromkeys(name.strip() for name in found if name.strip()))
-
-
-def _read_sizes(sizes: Sizes) -> tuple[int, ...]:
-    """Bytes of sizes that carry their unit, or are bytes already."""
-    if isinstance(sizes, str):
-        return parse_sizes(sizes)
-    return tuple(dict.fromkeys(parse_size(size) if isinstance(size, str) else size for size in sizes))
+    config = dataclasses.asdict(settings)
+    with open_session(verb, config, ranks=most, out=given["out"], progress=given["progress"]) as session:
+        session.warnings += notes
+        measured = session.ask(f"paceline.measure.{load}", (settings,))
+        return finish(session, measured.records, measured.details, build)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from paceline.errors import ConfigError, RecordError
-from paceline.records import CollectiveRecord, LayerProfileRecord, Record
+from paceline.errors import ConfigError, RecordError, refuse
+from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import load_layer_sizes, load_layer_times, load_table
 from paceline.records.store import Run, RunFolder, load_run
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
     from paceline.report.result import Result
 
-RANKS = (8, 64, 1024, 16384)
+Place = str | Path | None
 R = TypeVar("R", bound="Result")
 
 
@@ -25,8 +25,8 @@ def predict(
     profile: Result | str | Path,
     *,
     network: str | None = None,
-    ranks: int | Sequence[int] = RANKS,
-    allreduce: Result | str | Path | None = None,
+    ranks: int | Sequence[int] = (8, 64, 1024, 16384),
+    allreduce: Result | Place = None,
     backend: str | None = None,
     ranks_per_node: int = 1,
     inside: str | None = None,
@@ -34,7 +34,7 @@ def predict(
     accumulate: int = 1,
     gradients: str | None = None,
     straggler: str = "0%",
-    out: str | Path | None = None,
+    out: Place = None,
 ) -> PredictResult:
     """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
 
@@ -48,37 +48,37 @@ def predict(
     from paceline.report.predictions import PredictResult
 
     check_algorithm(algorithm)
-    if network is None and allreduce is None:
-        raise ConfigError("no network to predict for: give --network NAMES, --allreduce RUN, or both")
-    if backend is not None and allreduce is None:
-        raise ConfigError(f"--backend {backend} chooses from an --allreduce run, and there is none")
-    if network is not None and inside is not None and ranks_per_node == 1:
-        raise ConfigError(f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too")
-    if network is None and (ranks_per_node != 1 or inside is not None):
-        raise ConfigError("--ranks-per-node and --inside shape a --network, and there is none")
     counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
-    if not counts or min(counts) < 1:
-        raise ConfigError(f"ranks {ranks}: at least one number of at least 1 is needed")
+    refuse(
+        (network is None and allreduce is None,
+         "no network to predict for: give --network NAMES, --allreduce RUN, or both"),
+        (backend is not None and allreduce is None,
+         f"--backend {backend} chooses from an --allreduce run, and there is none"),
+        (network is not None and inside is not None and ranks_per_node == 1,
+         f"--inside {inside} joins the ranks of a node: give --ranks-per-node, too"),
+        (network is None and (ranks_per_node != 1 or inside is not None),
+         "--ranks-per-node and --inside shape a --network, and there is none"),
+        (min(counts, default=0) < 1, f"ranks {ranks}: at least one number of at least 1 is needed"),
+    )  # fmt: skip
     run = _get_run(profile)
-    record = _find_profile(run)
-    sweep: list[Record] = []
-    if allreduce is not None:
-        sweep = [r for r in _get_run(allreduce).records if isinstance(r, CollectiveRecord)]
-        if not sweep:
-            raise RecordError(f"--allreduce {allreduce}: no all-reduce on two or more ranks is in this run")
+    found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
+    if len(found) != 1:
+        raise RecordError(
+            f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed: make one with "
+            "`paceline profile layers` or `paceline.profile`",
+            code="no-profile",
+        )
+    records = [] if allreduce is None else _get_run(allreduce).records
+    sweep = [record for record in records if isinstance(record, CollectiveRecord)]
+    if allreduce is not None and not sweep:
+        raise RecordError(f"--allreduce {allreduce}: no all-reduce on two or more ranks is in this run")
     config = {
-        "network": network,
-        "ranks": list(counts),
-        "backend": backend,
-        "ranks_per_node": ranks_per_node,
-        "inside": inside,
-        "algorithm": algorithm,
-        "accumulate": accumulate,
-        "gradients": gradients,
-        "spread": _read_spread(straggler, record),
-        "is_own": run.config.get("data") is None,  # the profile is of a user's own module
-    }
-    result = PredictResult(Run("predict", config, capture_environment(), (record, *sweep)))
+        "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
+        "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
+        "spread": _read_spread(straggler, found[0]),
+        "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
+    }  # fmt: skip
+    result = PredictResult(Run("predict", config, capture_environment(), (found[0], *sweep)))
     try:
         assert result.fabrics
     except (ConfigError, RecordError) as error:
@@ -87,7 +87,7 @@ def predict(
     return _save(result, out)
 
 
-def predict_csv(folder: str | Path, *, out: str | Path | None = None) -> CapsResult:
+def predict_csv(folder: str | Path, *, out: Place = None) -> CapsResult:
     """Backward time for every bucket size, from a folder with layer-sizes, layer-times and allreduce-times (CSV)."""
     from paceline.report.predictions import CapsResult
 
@@ -117,17 +117,6 @@ def _get_run(source: Result | str | Path) -> Run:
     return load_run(source) if isinstance(source, str | Path) else source.run
 
 
-def _find_profile(run: Run) -> LayerProfileRecord:
-    found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
-    if len(found) != 1:
-        raise RecordError(
-            f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed: make one with "
-            "`paceline profile layers` or `paceline.profile`",
-            code="no-profile",
-        )
-    return found[0]
-
-
 def _read_spread(straggler: str, record: LayerProfileRecord) -> float:
     from paceline.predict.scaling import estimate_spread
 
@@ -140,10 +129,10 @@ def _read_spread(straggler: str, record: LayerProfileRecord) -> float:
 
 
 def _find_file(folder: Path, stem: str) -> Path:
-    if not folder.is_dir():
-        raise ConfigError(f"--csv {folder}: no such folder")
     found = sorted(folder.glob(f"{stem}*.csv"))
-    if len(found) != 1:
-        what = "no file" if not found else f"{len(found)} files"
-        raise ConfigError(f"--csv {folder}: {what} named {stem}*.csv; one is needed")
+    what = "no file" if not found else f"{len(found)} files"
+    refuse(
+        (not folder.is_dir(), f"--csv {folder}: no such folder"),
+        (len(found) != 1, f"--csv {folder}: {what} named {stem}*.csv; one is needed"),
+    )
     return found[0]

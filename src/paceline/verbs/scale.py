@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from paceline.errors import ConfigError, LaunchError
-from paceline.measure.scale_settings import (
-    BatchSettings,
-    Counts,
-    LargeBatchSettings,
-    Names,
-    ScaleSettings,
-    build_batch,
-    build_large_batch,
-    build_ranks,
-    list_counts,
-)
+from paceline import machine
+from paceline.errors import LaunchError, refuse
+from paceline.measure.scale_settings import BatchSettings, LargeBatchSettings, ScaleSettings, Setup, StudySettings
+from paceline.measure.settings import Counts, Names, check_counts, list_counts, list_names
 from paceline.predict.networks import find_networks
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.store import STUDY_FILE, Run, Study, load_run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, Task, open_session
-from paceline.training.settings import TrainSettings
+from paceline.training.recipes import NO_RECIPE, Recipe
+from paceline.training.settings import TrainSettings, check_job
+from paceline.verbs.jobs import Place, choose_world, finish
 from paceline.workloads.data.sources import parse_data
 
 if TYPE_CHECKING:
@@ -33,11 +29,8 @@ if TYPE_CHECKING:
     from paceline.report.result import Result
     from paceline.report.scaling import BatchResult, RanksResult, ReportResult
 
-Place = str | Path | None
-Settings = BatchSettings | ScaleSettings | LargeBatchSettings
-
 _ROOM = "paceline.measure.scaling:"
-PARTS = ("batch", "ranks", "large-batch")
+_RECIPES = ("none", "sqrt", "linear", "linear+warmup", "linear+warmup+smoothing", "lars+warmup", "lamb+warmup", "grow")
 
 
 # -- batch sizes on one rank -------------------------------------------------------------------------------------------
@@ -60,19 +53,18 @@ def batch(
     ...). `out`: save the study in a new folder there, cell by cell. `resume`: the folder of an interrupted study, which
     has its own settings: other arguments must be left out.
     """
-    _check_resume(resume, out, job)
     _refuse_launched("batch sizes are compared on one rank")
-    if resume is not None:
-        settings = BatchSettings.from_json(Study.load(Path(resume), "scale batch").config)
-    else:
-        settings = build_batch(model=model, batch_size=batch_size, epochs=epochs, device=device, **job)
-    with open_session(
-        "scale batch", settings.to_json(), out=out, resume=resume, progress=progress, cells=True, same_machine=True
-    ) as session:
-        return cast("BatchResult", _finish(session, lambda: _measure_batch(session, settings)))
+    return cast("BatchResult", _run_study("batch", locals()))
 
 
-def _measure_batch(session: Session, settings: BatchSettings) -> list[Record]:
+def _build_batch(*, batch_size: Counts, epochs: int, device: str, **job: Any) -> BatchSettings:
+    _refuse(job, ("ranks", "wrapper", "backend", "plan", "sync_batchnorm", "accumulate"), "one rank computes alone")
+    sizes = list_counts(batch_size, "batch_size")
+    train = TrainSettings(batch_size=sizes[0], wrapper="none", device=_choose_device(device), **job)
+    return BatchSettings(job=train, batch_sizes=sizes, epochs=epochs)
+
+
+def _measure_batch(session: Session, settings: BatchSettings, at_once: int = 1) -> list[Record]:
     def describe(records: Sequence[Record]) -> str:
         record = next(record for record in records if isinstance(record, BatchRecord))
         return record.failure or f"{record.samples_per_s:.0f} samples/s"
@@ -126,35 +118,58 @@ def ranks(
     `network` and `predict_ranks`: for which networks and numbers of ranks the curve is predicted. `job`, `out` and
     `resume` as for `batch`. Inside a launched world this is collective: every rank must call it.
     """
-    _check_resume(resume, out, job)
-    if resume is not None:
-        config = Study.load(Path(resume), "scale ranks").config
-        settings = ScaleSettings.from_json(config)
-    else:
-        settings = build_ranks(
-            model=model, ranks=ranks, batch_size=batch_size, global_batch_size=global_batch_size, wrapper=wrapper,
-            backend=backend, iters=iters, device=device, **job,
-        )  # fmt: skip
-        config = _build_ranks_config(settings, network, predict_ranks)
-    with open_session(
-        "scale ranks", config, ranks=max(settings.ranks), out=out, resume=resume, progress=progress, cells=True,
-        same_machine=True,
-    ) as session:  # fmt: skip
-        return cast("RanksResult", _finish(session, lambda: _measure_ranks(session, settings)))
+    return cast("RanksResult", _run_study("ranks", locals()))
 
 
-def _build_ranks_config(settings: ScaleSettings, network: str, predict_ranks: Counts) -> dict[str, Any]:
+def _build_ranks(
+    *, ranks: Counts | None, batch_size: Counts, global_batch_size: Counts | None, wrapper: Names, backend: Names,
+    network: str, predict_ranks: Counts, iters: int | None, device: str, **job: Any,
+) -> ScaleSettings:  # fmt: skip
+    _refuse(job, ("plan",), "wrappers are compared with their default buckets")
+    _refuse(job, ("sync_batchnorm",), "it would wait for ranks that do not take part in a turn")
     find_networks(network)  # refuses an unknown one
-    return settings.to_json() | {"network": network, "predict_ranks": ",".join(map(str, list_counts(predict_ranks)))}
+    counts, sizes, device = _choose_counts(ranks), list_counts(batch_size, "batch_size"), _choose_device(device)
+    wrappers, backends, most = list_names(wrapper), list_names(backend), max(counts)
+    if backends == ("auto",) and device == "cuda":
+        backends = ("nccl",) if machine.count_gpus() >= most else ("gloo",)
+    elif backends == ("auto",):
+        backends = ("gloo", "shm")
+    setups = [Setup(w, b) for b in backends for w in wrappers if w != "dp"]
+    setups += [Setup("dp", backends[0])] if "dp" in wrappers else []
+    accumulate = job.get("accumulate") or 1
+    if global_batch_size is not None:
+        strong = list_counts(global_batch_size, "global_batch_size")
+    else:  # the least from twice the largest batch on that all of them can share
+        shares = math.lcm(*counts) * accumulate
+        strong = (shares * -(-2 * max(sizes) // shares),)
+    # A rank has the same number of threads alone as among others: the study compares ranks, not machines.
+    job["threads"] = job.get("threads") or max(1, machine.count_cores() // most)
+    if job.get("samples") is None and job.get("data", "synthetic").startswith("synthetic"):
+        job["samples"] = max(2048, max(max(sizes) * most, *strong, 0) * accumulate)
+    train = TrainSettings(batch_size=sizes[0], wrapper="none", backend="gloo", device=device, **job)
+    return ScaleSettings(
+        job=train, ranks=counts, setups=tuple(setups), batch_sizes=sizes, global_batch_sizes=strong, iters=iters,
+        network=network, predict_ranks=",".join(map(str, list_counts(predict_ranks, "predict_ranks"))),
+    )  # fmt: skip
 
 
-def _measure_ranks(session: Session, settings: ScaleSettings) -> list[Record]:
+def _choose_counts(ranks: Counts | None) -> tuple[int, ...]:
+    """1, 2, 4, ... up to the cores (or GPUs), or to the launched world; one rank is always there to compare with."""
+    launched = read_place().world_size if is_launched() else 1
+    most = launched if launched > 1 else max(2, machine.count_gpus() or machine.count_cores())
+    counts = list_counts(ranks) if ranks is not None else tuple(2**k for k in range(most.bit_length()))
+    asked = f"{max(counts)} ranks in a launched world of {launched}"
+    refuse((1 < launched < max(counts), f"{asked}: use at most that many"), code="launched")
+    return tuple(sorted({1, *counts}))
+
+
+def _measure_ranks(session: Session, settings: ScaleSettings, at_once: int = 1) -> list[Record]:
     """The cells of all ranks, the job's layers on one, and the all-reduces alone."""
 
     def sweep_up_to_all(records: Sequence[Record]) -> tuple[Any, ...]:
         return (settings.sweep(max(record.num_bytes for record in records if isinstance(record, StepRecord))),)
 
-    most = max(settings.ranks)
+    most = settings.num_ranks
     tasks = [Task(cell.name, _ROOM + "measure_scaling", (settings, cell), most, weight=4.0) for cell in settings.cells]
     if session.place is None:  # in a launched world the other ranks would compute at the same time
         sizes = sorted({cell.batch_size(1, settings.job.accumulate or 1) for cell in settings.cells})
@@ -194,22 +209,34 @@ def large_batch(
     for none. `batch_size`: what a rank computes at once. `at_once`: runs that share the machine. `job`, `out` and
     `resume` as for `batch`. Inside a launched world this is collective: every rank must call it.
     """
-    _check_resume(resume, out, job)
-    if at_once < 1:
-        raise ConfigError(f"--at-once {at_once}: at least 1 is needed")
-    if resume is not None:
-        settings = LargeBatchSettings.from_json(Study.load(Path(resume), "scale large-batch").config)
-    else:
-        settings = build_large_batch(
-            model=model, base_batch_size=base_batch_size, global_batch_size=global_batch_size, recipes=recipes,
-            seeds=seeds, epochs=epochs, updates=updates, batch_size=batch_size, evaluations=evaluations, ranks=ranks,
-            **job,
-        )  # fmt: skip
-    with open_session(
-        "scale large-batch", settings.to_json(), ranks=settings.job.ranks, out=out, resume=resume, progress=progress,
-        cells=True,
-    ) as session:  # fmt: skip
-        return cast("LargeBatchResult", _finish(session, lambda: _measure_large_batch(session, settings, at_once)))
+    return cast("LargeBatchResult", _run_study("large-batch", locals()))
+
+
+def _build_large_batch(
+    *, model: str | None, base_batch_size: int, global_batch_size: Counts | None, recipes: Names | None, seeds: int,
+    epochs: int, updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
+) -> LargeBatchSettings:  # fmt: skip
+    _refuse(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
+    if model is None and not {"channels", "hidden"} & set(job):
+        job |= {"channels": (8, 16), "hidden": 64}
+    defaults: dict[str, Any] = {"model": model or "cnn", "ranks": choose_world(ranks, 1), "epochs": epochs}
+    defaults |= {"lr": 0.005, "schedule": "cosine", "global_batch_size": base_batch_size}
+    if job.get("data", "synthetic") == "synthetic":
+        defaults["samples"] = 1024
+    train = TrainSettings(**defaults | job)
+    if recipes is not None:
+        texts = list_names(recipes)
+    else:  # all that this job can have: what changes BatchNorm only where there is one, as far as is known here
+        for_norms = ("linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
+        texts = (*_RECIPES, *for_norms) if train.model.startswith("resnet") else _RECIPES
+    names = tuple(dict.fromkeys(Recipe.parse(text).text for text in texts))
+    return LargeBatchSettings(
+        job=train, base_batch_size=base_batch_size,
+        global_batch_sizes=(16 * base_batch_size,) if global_batch_size is None else list_counts(global_batch_size),
+        recipes=names if NO_RECIPE in names else (NO_RECIPE, *names),  # to compare the others with
+        seeds=tuple(train.seed + number for number in range(seeds)),
+        updates=updates, most_at_once=batch_size, evaluations=evaluations,
+    )  # fmt: skip
 
 
 def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once: int = 1) -> list[Record]:
@@ -232,40 +259,38 @@ def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once
 
 
 def report(
-    runs: Sequence[str | Path] = (),
-    *,
-    out: Place = None,
-    resume: Place = None,
-    progress: bool | None = None,
+    runs: Sequence[str | Path] = (), *, out: Place = None, resume: Place = None, progress: bool | None = None
 ) -> ReportResult:
     """The whole study on one page, from finished runs of `batch`, `ranks` and `large_batch`, or measured here.
 
     Without `runs` the three studies are measured with their defaults, each in its own folder inside that of the report.
     """
     from paceline.report.result import load_result
-    from paceline.report.scaling import STUDIES, ReportResult
+    from paceline.report.scaling import STUDIES as REPORTED
+    from paceline.report.scaling import ReportResult
 
     _refuse_launched("a report starts the ranks of its studies itself")
-    if runs and resume is not None:
-        raise ConfigError(f"--resume {resume} with runs: a page of finished runs has nothing to resume", code="resume")
-    _check_resume(resume, out, {})
-    if resume is not None and not any((Path(resume) / name).is_dir() for name in PARTS):
-        raise ConfigError(
-            f"--resume {resume}: it holds none of {', '.join(PARTS)}; give the folder of a report", code="missing"
+    if resume is not None:
+        is_none = not any((Path(resume) / name).is_dir() for name in STUDIES)
+        refuse((runs, f"--resume {resume} with runs: a page of finished runs has nothing to resume"), code="resume")
+        check_resume(["out"] if out is not None else [])
+        refuse(
+            (is_none, f"--resume {resume}: it holds none of {', '.join(STUDIES)}; give a report's own"), code="missing"
         )
     parts: list[Result] = [load_result(path) for path in runs]
     for part in parts:
-        if part.run.verb not in STUDIES:
-            found = f"{part.folder} is a run of `{part.run.verb}`"
-            raise ConfigError(f"{found}: a report takes those of {', '.join(STUDIES)}", code="other-verb")
-    settings: list[Settings] = [] if runs else [build_batch(), build_ranks(), build_large_batch()]
-    most = max((max(each.ranks) for each in settings if isinstance(each, ScaleSettings)), default=1)
+        found, taken = f"{part.folder} is a run of `{part.run.verb}`", ", ".join(REPORTED)
+        refuse((part.run.verb not in REPORTED, f"{found}: a report takes those of {taken}"), code="other-verb")
+    verbs: dict[str, Callable[..., Any]]
+    verbs = {} if runs else {"batch": batch, "ranks": ranks, "large-batch": large_batch}
+    settings = {name: _build(name, **_get_defaults(verb)) for name, verb in verbs.items()}
+    most = max((each.num_ranks for each in settings.values()), default=1)
     with open_session(
         "scale report", {}, ranks=most, out=out, resume=resume, progress=progress, can_resume=True
     ) as session:
         if settings:
             _keep_command_line(session)
-            parts = [_make_part(session, name, each) for name, each in zip(PARTS, settings, strict=True)]
+            parts = [_make_part(session, name, each) for name, each in settings.items()]
         if session.is_finished and session.folder is not None:
             run = load_run(session.folder)
         else:
@@ -277,31 +302,25 @@ def report(
         return result
 
 
-def _make_part(session: Session, name: str, settings: Settings) -> Result:
+def _get_defaults(verb: Callable[..., Any]) -> dict[str, Any]:
+    leave_out = ("out", "resume", "progress", "at_once", "job")
+    return {n: p.default for n, p in inspect.signature(verb).parameters.items() if n not in leave_out}
+
+
+def _make_part(session: Session, name: str, settings: StudySettings) -> Any:
     """One of the studies, unless it is finished; one that is resumed has its own settings."""
-    config, verb = settings.to_json(), f"scale {name}"
-    if isinstance(settings, ScaleSettings):
-        config = _build_ranks_config(settings, "10gbe,100gbe", (64, 1024))
-    is_timed = not isinstance(settings, LargeBatchSettings)
+    verb, config = f"scale {name}", settings.to_json()
     if session.folder is None:
         opened = open_session(verb, config, ranks=session.ranks, progress=session.progress)
     else:
-        opened = session.open_part(name, verb, config, same_machine=is_timed)
+        opened = session.open_part(name, verb, config, same_machine=settings.is_timed)
     with opened as part:
-        settings = type(settings).from_json(part.config)
-        return _finish(part, lambda: _MEASURE[type(settings)](part, settings))
-
-
-_MEASURE: dict[type, Callable[[Session, Any], list[Record]]] = {
-    BatchSettings: _measure_batch,
-    ScaleSettings: _measure_ranks,
-    LargeBatchSettings: _measure_large_batch,
-}
+        return _finish(part, name, type(settings).from_json(part.config))
 
 
 def _keep_command_line(session: Session) -> None:
     """A part that a resumed report starts belongs to the command that started the report."""
-    folders = [] if session.folder is None else [session.folder / name for name in PARTS]
+    folders = [] if session.folder is None else [session.folder / name for name in STUDIES]
     begun = next((folder for folder in folders if (folder / STUDY_FILE).exists()), None)
     if begun is not None and (command_line := Study.load(begun, f"scale {begun.name}").command_line):
         session.environment = dataclasses.replace(session.environment, command_line=command_line)
@@ -309,32 +328,59 @@ def _keep_command_line(session: Session) -> None:
 
 # -- what they share ---------------------------------------------------------------------------------------------------
 
-
-def _finish(session: Session, measure: Callable[[], list[Record]]) -> Result:
-    """Measure what is missing, save the run, and write its tables, figures and page.
-
-    The records are saved first: a table may refuse them, and they must not be lost. A finished study has its records in
-    its run: no rank is started.
-    """
-    from paceline.report.result import build_result
-
-    run = session.save([] if session.is_finished else measure())
-    result = build_result(run, session.folder)
-    session.write(result)
-    return result
+# How each study is built from the arguments of its verb, and measured.
+STUDIES: dict[str, tuple[type[StudySettings], Callable[..., StudySettings], Callable[..., list[Record]]]] = {
+    "batch": (BatchSettings, _build_batch, _measure_batch),
+    "ranks": (ScaleSettings, _build_ranks, _measure_ranks),
+    "large-batch": (LargeBatchSettings, _build_large_batch, _measure_large_batch),
+}
 
 
-def _check_resume(resume: Place, out: Place, job: dict[str, Any]) -> None:
-    given = [*(["out"] if out is not None else []), *job]
-    if resume is not None and given:
-        raise ConfigError(
-            f"--{given[0].replace('_', '-')} with --resume: a study is resumed as it was started; leave it out",
-            code="resume",
-        )
+def _build(name: str, **given: Any) -> StudySettings:
+    """The settings of a study, with everything checked that can be refused before a rank starts."""
+    settings = STUDIES[name][1](**given)
+    settings.check()
+    check_job(settings.job)
+    return settings
+
+
+def _run_study(name: str, given: dict[str, Any]) -> Any:
+    """Run the study of a verb with these arguments, or what is missing of one that is resumed with its own settings."""
+    out, resume, progress, job = (given.pop(name) for name in ("out", "resume", "progress", "job"))
+    at_once, verb = given.pop("at_once", 1), f"scale {name}"
+    check_counts(at_once=at_once)
+    if resume is None:
+        settings = _build(name, **given, **job)
+    else:
+        check_resume([*(["out"] if out is not None else []), *job])
+        settings = STUDIES[name][0].from_json(Study.load(Path(resume), verb).config)
+    with open_session(
+        verb, settings.to_json(), ranks=settings.num_ranks, out=out, resume=resume, progress=progress, cells=True,
+        same_machine=settings.is_timed,
+    ) as session:  # fmt: skip
+        return _finish(session, name, settings, at_once)
+
+
+def _finish(session: Session, name: str, settings: StudySettings, at_once: int = 1) -> Any:
+    """A finished study has its records in its run: no rank is started."""
+    return finish(session, [] if session.is_finished else STUDIES[name][2](session, settings, at_once))
+
+
+def check_resume(given: Iterable[str]) -> None:
+    """Refuse options that are given with --resume."""
+    why = "with --resume: a study is resumed as it was started; leave it out"
+    refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in given), code="resume")
+
+
+def _refuse(job: dict[str, Any], names: Sequence[str], why: str) -> None:
+    """An option that would change nothing is refused, not ignored."""
+    refuse(*((name in job, f"--{name.replace('_', '-')}: {why}; leave it out") for name in names), code="unused")
+
+
+def _choose_device(device: str) -> str:
+    return device if device != "auto" else "cuda" if machine.count_gpus() else "cpu"
 
 
 def _refuse_launched(why: str) -> None:
-    if is_launched() and read_place().world_size > 1:
-        raise ConfigError(
-            f"in a launched world of {read_place().world_size}: {why}; start it without the launcher", code="launched"
-        )
+    size = read_place().world_size if is_launched() else 1
+    refuse((size > 1, f"in a launched world of {size}: {why}; start it without the launcher"), code="launched")

@@ -10,8 +10,7 @@ import difflib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 def is_own(name: str) -> bool:
     """Whether the name of a model is that of a user's file, with or without a function in it."""
-    file, _, _ = name.rpartition(":")
-    return file.endswith(".py") or name.endswith(".py")
+    return name.rpartition(":")[0].endswith(".py") or name.endswith(".py")
 
 
 def check_own(name: str) -> None:
@@ -77,31 +75,21 @@ def build_own(name: str, form: DataForm) -> nn.Module:
     from torch import nn
 
     path, function = _split(name)
-    with _importing_next_to(path):
-        found = _load_function(path, function)
-        try:
-            module = _call(name, found, form)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"model {name} raised {type(error).__name__}: {error}") from error
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"model {name} returned a value of type {type(module).__name__}: it must return a torch.nn.Module"
-        )
-    return module
-
-
-@contextmanager
-def _importing_next_to(path: Path) -> Iterator[None]:
-    """The file may import its neighbours, also from inside the function."""
     folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
+    sys.path.insert(0, folder)  # the file may import its neighbours, also from inside the function
     try:
-        yield
+        module = _call(name, _load_function(path, function), form)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"model {name} raised {type(error).__name__}: {error}") from error
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
+    if not isinstance(module, nn.Module):
+        found = f"a value of type {type(module).__name__}"
+        raise ConfigError(f"model {name} returned {found}: it must return a torch.nn.Module")
+    return module
 
 
 def _load_function(path: Path, function: str) -> Callable[..., Any]:
@@ -123,13 +111,14 @@ def _load_function(path: Path, function: str) -> Callable[..., Any]:
 
 def _call(name: str, function: Callable[..., Any], form: DataForm) -> Any:
     """Hand over the form as the one argument that must be given, or as the one called `form`."""
-    parameters = inspect.signature(function).parameters
-    needed = [
-        p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    found = inspect.signature(function).parameters
+    needed = {
+        n: p for n, p in found.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
     if len(needed) > 1:
-        names = ", ".join(p.name for p in needed)
-        raise ConfigError(f"model {name} needs {names}: it is called with the form of the data, or with nothing")
+        what = f"needs {', '.join(needed)}"
+        raise ConfigError(f"model {name} {what}: it is called with the form of the data, or with nothing")
     if not needed:
-        return function(form=form) if "form" in parameters else function()
-    return function(**{needed[0].name: form}) if needed[0].kind is needed[0].KEYWORD_ONLY else function(form)
+        return function(form=form) if "form" in found else function()
+    ((argument, parameter),) = needed.items()
+    return function(**{argument: form}) if parameter.kind is parameter.KEYWORD_ONLY else function(form)
