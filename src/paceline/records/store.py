@@ -251,7 +251,7 @@ class Study:
 
     def count(self) -> int:
         """How many cells are finished."""
-        return len(list(self._cells.glob("*.json")))
+        return len(list((self.path / _CELLS).glob("*.json")))  # none where the study was discarded
 
     def discard(self) -> None:
         """Remove what a study without a finished cell left in its folder."""

@@ -48,8 +48,6 @@ class Result:
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run, self.folder = run, folder
 
-    # -- what a subclass says --
-
     @property
     def answer(self) -> str:
         """The answer in one or two sentences: the first thing that is printed."""
@@ -86,8 +84,6 @@ class Result:
     def failure(self) -> str:
         """Why the result is a failure, for which a command exits with 1; empty where it is none."""
         return next((doubt.text for doubt in self.doubts if doubt.kind == "wrong"), "")
-
-    # -- what all results share ----------------------------------------------------------------------------------------
 
     @property
     def records(self) -> tuple[Record, ...]:
