@@ -109,8 +109,6 @@ class GradientSync:
         self._hook(())
         self.reducer.stop()
 
-    # -- forward ------------------------------------------------------------------------------------------------------
-
     def before_forward(self, change: str) -> None:
         """Finish what the last step left open. `change` of the model is reported to every rank in the next step."""
         if self._unusable:
@@ -118,8 +116,7 @@ class GradientSync:
             raise CollectiveError(text, code="unusable")
         self._read_deferred()
         if self._task is not None and torch._C._current_graph_task_id() == -1:
-            was_interrupted = self._syncing
-            self._task, self._syncing = None, False
+            self._task, was_interrupted, self._syncing = None, self._syncing, False
             if was_interrupted:
                 text = "the backward before this forward ended with an error"
                 self.fail(CollectiveError(text, code="unfinished-backward"))
@@ -166,8 +163,6 @@ class GradientSync:
         finally:
             self.channel.timeout_s = None
 
-    # -- backward begins, and ends ------------------------------------------------------------------------------------
-
     def _on_backward(self, is_certain: bool = False) -> None:
         """A backward reaches this model: decide now whether it is synchronised, and get notice when it is over."""
         task = torch._C._current_graph_task_id()
@@ -182,9 +177,8 @@ class GradientSync:
             text = "the backward before this one ended with an error: run a forward, which reports it to all ranks"
             raise CollectiveError(text, code="unfinished-backward")
         if is_certain and _is_nested():
-            what = "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen"
-            how = "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields"
-            raise ConfigError(f"{what}; {how}", code="reentrant-checkpoint")
+            text = "re-entrant checkpointing, and an output that hides its tensors: use checkpoint(use_reentrant=False)"
+            raise ConfigError(text, code="reentrant-checkpoint")
         syncing = self.do_sync and not self.options.manual
         if syncing:
             self._announce_step()
@@ -227,8 +221,6 @@ class GradientSync:
         """The factor for this rank's gradients, with which the sum is the average if the total is as expected."""
         return self._weight / self._expected_total
 
-    # -- ranks without data (`join`) ----------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def joining(self, how: Joining) -> Iterator[None]:
         self.join, self._last_active = how, []
@@ -257,8 +249,6 @@ class GradientSync:
             self.join.announce()
             self._is_announced = True
 
-    # -- one step: gradients and control words are exchanged, then every rank acts on what all ranks reported ---------
-
     def _run_step(self, status: Status, take_part: bool, failure: Failure | None = None) -> None:
         """Send what is left, with this rank's report, wait, and act on the reports. Collective.
 
@@ -270,11 +260,10 @@ class GradientSync:
             digest = digest_replica(self.replica) if has_data and every and self.num_steps % every == 0 else 0
             words, missing, found = self.reducer.collect(self._factor, take_part)
             failure = failure or found
-            report = RankReport(status, samples=0)
             if has_data:
                 report = RankReport(self._find_status(missing), self._weight, digest)
             else:
-                missing = []
+                report, missing = RankReport(status, samples=0), []
             if failure is not None:
                 report, take_part = report._replace(status=report.status | Status.FAILED), False
             absent = missing if has_data and failure is None else list(range(len(self.replica.params)))
@@ -299,7 +288,10 @@ class GradientSync:
                 with torch.no_grad():
                     self._complete(reports, words, absent, take_part)
             else:
-                self._read_later(slots, missing)
+                kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                self._unread = kept, event, missing
                 is_turn = buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
                 if control.num_statistics and is_turn:
                     with torch.no_grad():
@@ -328,12 +320,6 @@ class GradientSync:
         has_option = options.average == "samples" or options.allow_missing or self.buffers.need_message
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
         return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.join)
-
-    def _read_later(self, slots: torch.Tensor, missing: list[int]) -> None:
-        kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._unread = kept, event, missing
 
     def _read_deferred(self) -> None:
         if self._unread is not None:
@@ -402,9 +388,6 @@ class GradientSync:
             self._expected_total = total
 
 
-# -- what is known of an output and of the backward that is running ---------------------------------------------------
-
-
 def find_tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts and objects with fields."""
     found: list[torch.Tensor] = []
@@ -448,9 +431,6 @@ def _is_nested() -> bool:
     return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
 
 
-# -- the gradients travel ---------------------------------------------------------------------------------------------
-
-
 class BucketedReducer(Reducer):
     """The default reducer: gradients travel in buckets, each sent in plan order as soon as it is complete.
 
@@ -483,10 +463,7 @@ class BucketedReducer(Reducer):
 
     @property
     def _places(self) -> dict[int, int]:
-        """Of each parameter that arrived, when it was complete, as a place in the order."""
         return {index: place for place, index in enumerate(self._arrived)}
-
-    # -- backward begins ----------------------------------------------------------------------------------------------
 
     def begin(self, factor: float) -> None:
         self._active, self._next, self._failure = True, 0, None
@@ -535,8 +512,6 @@ class BucketedReducer(Reducer):
         except Exception as error:
             self._fail(error)
 
-    # -- a gradient is ready ------------------------------------------------------------------------------------------
-
     def _on_large(self, index: int, param: torch.Tensor) -> None:
         """A large gradient: copy it into its view now."""
         if self._active and self._failure is None and index not in self._taken:
@@ -581,8 +556,6 @@ class BucketedReducer(Reducer):
             error = reason
         self._failure = Failure(error)
 
-    # -- a bucket is sent ---------------------------------------------------------------------------------------------
-
     def _fill(
         self, bucket: _LiveBucket, zeros: FlatGradients | None = None
     ) -> tuple[FlatGradients, list[torch.Tensor], bool]:
@@ -602,7 +575,8 @@ class BucketedReducer(Reducer):
             try:
                 if zeros is None and self._failure is None:
                     self._gather(bucket, factor)
-                    uncopied = [self._take_uncopied(index, factor) for index in bucket.uncopied]
+                    if bucket.uncopied:
+                        uncopied = [self._take_uncopied(index, factor) for index in bucket.uncopied]
             except Exception as error:
                 self._fail(error)
             if zeros is not None or self._failure is not None:
@@ -677,8 +651,6 @@ class BucketedReducer(Reducer):
             self._taken[index] = grad, grad._version
         return self._taken[index][0]
 
-    # -- backward is over ---------------------------------------------------------------------------------------------
-
     def collect(self, factor: float, take_part: bool) -> Collected:
         missing = self._find_missing()
         if not self.is_planned:
@@ -714,8 +686,7 @@ class BucketedReducer(Reducer):
         return sorted(set(missing))
 
     def _find_late(self) -> list[int]:
-        """The parameters whose gradient changed after it was sent or taken."""
-        late: list[int] = []
+        late: list[int] = []  # the parameters whose gradient changed after it was sent or taken
         for bucket in self._buckets[: self._next]:
             replaced = any(map(operator.is_not, map(_get_grad, bucket.params), bucket.views))
             if replaced or bucket.range._version != bucket.version:
@@ -736,7 +707,6 @@ class BucketedReducer(Reducer):
         self.timeline.over()
 
     def _finish(self, take_part: bool) -> None:
-        """Wait for the messages of all buckets."""
         for bucket in self._buckets:
             self.timeline.waiting(bucket.number)
             work, bucket.work = bucket.work, None
@@ -752,8 +722,6 @@ class BucketedReducer(Reducer):
             if (grad := self.replica.params[index].grad) is not None:
                 grad.mul_(factor)
 
-    # -- the ready order becomes known, and with it the plan ----------------------------------------------------------
-
     def learn(self) -> None:
         """Make the plan after the first step, which is collective; later record the ready order again if it changed."""
         if self._is_recording:
@@ -767,8 +735,8 @@ class BucketedReducer(Reducer):
             self._is_recording = True
 
     def _agree_on_plan(self) -> None:
-        """Every rank uses rank 0's plan, made from the ready order there."""
         gradients = self.replica.gradients
+        # Every rank uses rank 0's plan, made from the ready order there.
         mine = self._make_plan(gradients, self.ready_order).to_json() if self.channel.rank == 0 else ""
         plan = Plan.from_json(self.channel.share(mine)[0])
         self.is_planned = True

@@ -69,9 +69,6 @@ class _AnyInputBatchNorm(_BatchNorm):
         return replaced.get(module, module)
 
 
-# -- over the batches of all ranks ------------------------------------------------------------------------------------
-
-
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     """The C values in a shape that broadcasts over a (N, C, ...) tensor."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
@@ -207,7 +204,8 @@ class SyncBatchNorm(_AnyInputBatchNorm):
 SYNC_LAYERS = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
-# -- over parts of a batch --------------------------------------------------------------------------------------------
+def syncs_in_forward(module: nn.Module) -> bool:
+    return any(isinstance(layer, SYNC_LAYERS) for layer in module.modules())
 
 
 def _fold(x: Tensor, parts: int, back: bool = False) -> Tensor:

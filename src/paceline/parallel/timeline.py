@@ -62,23 +62,25 @@ class Timeline:
         self.num_steps, self.sample_next = 0, False
         self.last: StepTimes | None = None
         self._exposed_s: float | None = None
-        self._now = StepTimes([])
+        self._now, self._marks = StepTimes([]), False
 
     def begin(self) -> None:
         sampled = self.sample_next or self.num_steps < _FIRST or self.num_steps % _EVERY == 0
         self.sample_next = False
         self._now = StepTimes([BucketTimes(num_bytes) for num_bytes in self._bytes], is_sampled=sampled)
+        self._marks = self._on_gpu and sampled
         self._now.begin_s = time.perf_counter()
         self._mark("begin")
 
     def _mark(self, name: str, number: int = 0) -> None:
-        if self._on_gpu and self._now.is_sampled:
+        if self._marks:
             event = self._now.events[f"{name} {number}"] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
 
     def ready(self, number: int) -> None:
         self._now.buckets[number].ready_s = time.perf_counter() - self._now.begin_s
-        self._mark("ready", number)
+        if self._marks:
+            self._mark("ready", number)
 
     def leaving(self, number: int) -> None:
         """Before the message is started: after that it may be half done, where cores are few."""
@@ -104,7 +106,8 @@ class Timeline:
     def done(self, number: int) -> None:
         times, now_s = self._now.buckets[number], time.perf_counter()
         times.waited_s += now_s
-        self._mark("done", number)
+        if self._marks:
+            self._mark("done", number)
         if self._now.is_sampled:
             # The waiting thread may know it before the thread that completes Futures.
             times.done_s = times.done_s or now_s - self._now.begin_s
