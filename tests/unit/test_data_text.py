@@ -80,7 +80,7 @@ def test_copies_by_a_spreadsheet_are_unquoted(tmp_path):
     [
         (["1\t7\t8\ta\tb", "1\t7\t8\ta"], "line 3: 4 fields: needed are 5"),
         (["1\t7\t8\ta\tb\tc"], "line 2: 6 fields: needed are 5"),
-        (["1\t7\t8\ta\tb", "", "1\t7\t8\ta\tb"], "line 3: 1 fields"),
+        (["1\t7\t8\ta\tb", "", "1\t7\t8\ta\tb"], "line 3: 0 fields"),
         (["yes\t7\t8\ta\tb"], "line 2: the label is 'yes': needed is 0 or 1"),
         (["1\t7\t8\ta\tb", "2\t7\t8\ta\tb"], "label 2 of row 1 (from 0): needed is 0 to 1"),
     ],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import DataForm
+from paceline.workloads.data import DataForm, shorten_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,11 +82,7 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
         module = maker.from_pretrained(source.folder, use_safetensors=True, local_files_only=True, **options)
         return module.train()  # type: ignore[no-any-return]
     except Exception as error:
-        raise ConfigError(f"model hf:{name} cannot be built for {form.kind}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"model hf:{name} cannot be built for {form.kind}: {shorten_error(error)}") from error
 
 
 @lru_cache
@@ -102,7 +98,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> _Source:
             folder = Path(hub.snapshot_download(name, allow_patterns=files, **options))
         except Exception as error:
             # The hub's errors have no common parent in all of its versions; the text below names it.
-            reason = _first_line(error)
+            reason = shorten_error(error)
             continue
         if (folder / _CONFIG).is_file():
             if not wants_weights or not _missing_weights(folder):
@@ -126,8 +122,7 @@ def _inspect_folder(folder: Path) -> _Source:
         return _Source(folder)
     if missing != [_WEIGHTS]:
         raise ConfigError(f"model folder {folder} lacks {', '.join(missing)}, named in {_INDEX}: copy them there")
-    pickles = [pickle for pickle in _PICKLES if (folder / pickle).exists()]
-    if pickles:
+    if pickles := [pickle for pickle in _PICKLES if (folder / pickle).exists()]:
         text = f"has its weights in a pickle ({pickles[0]}), which can run code: save safetensors"
         raise ConfigError(f"model folder {folder} {text}")
     return _Source(folder, f"because {folder} holds only a configuration")
@@ -140,7 +135,7 @@ def _missing_weights(folder: Path) -> list[str]:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index} is damaged: {_first_line(error)}") from error
+            raise ConfigError(f"{index} is damaged: {shorten_error(error)}") from error
     return sorted(name for name in names if not (folder / name).is_file())
 
 
@@ -149,7 +144,7 @@ def _load_config(folder: Path) -> Any:
         loader = importlib.import_module("transformers").AutoConfig
         return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(f"{folder / _CONFIG} cannot be used: {_first_line(error)}") from error
+        raise ConfigError(f"{folder / _CONFIG} cannot be used: {shorten_error(error)}") from error
 
 
 def _limits(name: str, config: Any) -> tuple[int, int]:

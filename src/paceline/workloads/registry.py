@@ -6,14 +6,13 @@ Loads without torch, so that a command can refuse a request before any rank star
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.workloads import huggingface, own
-from paceline.workloads.data import Batch, DataForm
+from paceline.workloads.data import Batch, DataForm, suggest
 
 if TYPE_CHECKING:
     import torch
@@ -64,12 +63,8 @@ GPT2_SIZES = {
 }
 
 
-def _numbers_form(num_features: int, num_classes: int = 0) -> DataForm:
-    return DataForm(kind="numbers", shape=(num_features,), num_classes=num_classes)
-
-
-def _images_form(channels: int, side: int, num_classes: int) -> DataForm:
-    return DataForm(kind="images", shape=(channels, side, side), num_classes=num_classes)
+def _form(kind: str, *shape: int, num_classes: int = 0) -> DataForm:
+    return DataForm(kind=kind, shape=shape, num_classes=num_classes)
 
 
 def _tokens_form(vocabulary: int, context: int) -> DataForm:
@@ -78,13 +73,13 @@ def _tokens_form(vocabulary: int, context: int) -> DataForm:
 
 _HF_KINDS = ("tokens", "pairs")
 MODELS = {
-    "linear": Model(("numbers", "images"), (), _numbers_form(64)),
-    "mlp": Model(("numbers", "images"), ("hidden", "dropout"), _numbers_form(64)),
-    "cnn": Model(("images",), ("channels", "hidden", "dropout"), _images_form(1, 28, 10)),
-    "resnet18": Model(("images",), (), _images_form(3, 32, 10)),
-    "resnet18-imagenet": Model(("images",), (), _images_form(3, 224, 1000)),
+    "linear": Model(("numbers", "images"), (), _form("numbers", 64)),
+    "mlp": Model(("numbers", "images"), ("hidden", "dropout"), _form("numbers", 64)),
+    "cnn": Model(("images",), ("channels", "hidden", "dropout"), _form("images", 1, 28, 28, num_classes=10)),
+    "resnet18": Model(("images",), (), _form("images", 3, 32, 32, num_classes=10)),
+    "resnet18-imagenet": Model(("images",), (), _form("images", 3, 224, 224, num_classes=1000)),
     **{name: Model(_HF_KINDS, ("dropout",), _tokens_form(*size[-2:])) for name, size in GPT2_SIZES.items()},
-    "tiny": Model((), (), _numbers_form(8, 8)),  # learns no data: for benchmarks alone
+    "tiny": Model((), (), _form("numbers", 8, num_classes=8)),  # learns no data: for benchmarks alone
 }
 NAMES = tuple(name for name, model in MODELS.items() if model.kinds)
 _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
@@ -100,9 +95,8 @@ def check_model(name: str, options: ModelOptions) -> None:
     elif name in NAMES:
         taken = MODELS[name].options
     else:
-        near = difflib.get_close_matches(name, NAMES, 3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"model {name!r} is unknown: {hint}known are {', '.join((*NAMES, *_OTHERS))}")
+        known = f"known are {', '.join((*NAMES, *_OTHERS))}"
+        raise ConfigError(f"model {name!r} is unknown: {suggest(name, NAMES)}{known}")
     for option, value in options.given.items():
         if option not in taken:
             takes = f"it takes {', '.join(taken)}" if taken else "it takes no options"
@@ -124,8 +118,7 @@ def default_form(name: str, options: ModelOptions) -> DataForm:
     """The form of the synthetic data that this model is trained on where no data is named. Imports no torch."""
     check_model(name, options)
     if own.is_own(name):
-        text = "does not say what data it takes: name a data set, or a kind such as synthetic:images"
-        raise ConfigError(f"model {name} {text}")
+        raise ConfigError(f"model {name} does not say what data it takes: name it, such as synthetic:images")
     if name.startswith(HF_PREFIX):
         vocabulary, context = huggingface.read_limits(name.removeprefix(HF_PREFIX))
         return _tokens_form(vocabulary, min(128, context))
@@ -134,8 +127,7 @@ def default_form(name: str, options: ModelOptions) -> DataForm:
 
 def describe_model(name: str) -> str:
     """What a person should know before training this model, such as that its weights are random; mostly empty."""
-    is_hf = name.startswith(HF_PREFIX)
-    return huggingface.describe_weights(name.removeprefix(HF_PREFIX)) if is_hf else ""
+    return huggingface.describe_weights(name.removeprefix(HF_PREFIX)) if name.startswith(HF_PREFIX) else ""
 
 
 def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
@@ -224,7 +216,7 @@ WORKLOADS = {
     workload.model: workload
     for workload in (
         # wide layers and a small batch: communication takes longer than arithmetic on a CPU
-        Workload("mlp", 8, 16_785_408, 2, _numbers_form(2048, 2048), ModelOptions(hidden=2048)),
+        Workload("mlp", 8, 16_785_408, 2, _form("numbers", 2048, num_classes=2048), ModelOptions(hidden=2048)),
         # a small network for images of digits
         Workload("cnn", 8, 1_199_882, 16),
         # BatchNorm, and 32 x 32 images: arithmetic takes longer than communication
