@@ -42,9 +42,8 @@ _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _BUILT_IN_HOOKS: dict[str, Callable[..., Any]] = {
-    "ALLREDUCE": default_hooks.allreduce_hook,
-    "FP16_COMPRESS": default_hooks.fp16_compress_hook,
-}
+    "ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+}  # fmt: skip
 _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 
 

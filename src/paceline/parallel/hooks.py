@@ -54,11 +54,12 @@ def check_hook(hook: object) -> None:
     """Refuse what torch refuses: a hook that is not callable, or that does not take (state, bucket)."""
     if not callable(hook):
         raise TypeError(f"a communication hook must be callable, not {hook!r}")
-    parameters = list(inspect.signature(hook).parameters.values())
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(needed) > 2 or (len(parameters) < 2 and not takes_any):
-        raise ConfigError(f"a communication hook must take (state, bucket), not {inspect.signature(hook)}")
+    signature = inspect.signature(hook)
+    parameters = list(signature.parameters.values())
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ConfigError(f"a communication hook must take (state, bucket), not {signature}") from None
     annotation = parameters[1].annotation if len(parameters) > 1 else Any
     if annotation not in (inspect.Parameter.empty, Any, "Any") and "Bucket" not in str(annotation):
         raise ConfigError(f"a communication hook must take a GradBucket, not {annotation!r}")

@@ -133,8 +133,7 @@ def describe_model(name: str) -> str:
 def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
     """The module that learns data of this form, with float32 parameters.
 
-    It gives (batch, num_classes) for images and pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers;
-    an `hf:` model returns an object that has this as `logits`.
+    It gives (batch, num_classes) for images and pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers.
     """
     check_model(name, options)
     if own.is_own(name):
@@ -171,11 +170,8 @@ def _build(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model at the size at which benchmarks step through it, with its synthetic batches.
-
-    `num_parameters` counts tensors, as a wrapper sees them; `num_elements` their elements. A tied tensor counts once.
-    `form` None means the model's default.
-    """
+    """A model at the size at which benchmarks step through it, with its synthetic batches. `num_parameters` counts
+    tensors, as a wrapper sees them; `num_elements` their elements. `form` None means the model's default."""
 
     model: str
     num_parameters: int

@@ -35,12 +35,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DataForm:
-    """What a model must take and give to be trained on a data set.
-
-    `images`: inputs (batch, channels, height, width), a class each. `numbers`: inputs (batch, features), one number to
-    be predicted. `tokens`: inputs (batch, context) of ids, the next id for each. `pairs`: the same inputs with a mask,
-    padded at the end to the longest of the batch, and a class for each pair. `num_classes` is 0 for numbers.
-    """
+    """What a model must take and give. `images`: inputs (batch, channels, height, width), a class each. `numbers`: inputs
+    (batch, features), one number each, and 0 classes. `tokens`: inputs (batch, context) of ids, the next id for each.
+    `pairs`: the same inputs with a mask, padded at the end to the longest of the batch, and a class for each pair."""
 
     kind: str
     shape: tuple[int, ...]
@@ -60,10 +57,7 @@ class DataForm:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one rank: inputs, targets and, where sequences are padded, a mask that is 1 on tokens.
-
-    A model is called as `model(inputs)`, or `model(inputs, attention_mask=mask)` where there is a mask.
-    """
+    """Samples of one rank: inputs, targets and, where sequences are padded, a mask that is 1 on tokens."""
 
     inputs: torch.Tensor
     targets: torch.Tensor

@@ -224,9 +224,9 @@ def _read_paraphrases(path: Path) -> list[list[str]]:
     marked = [line for line in lines if '"' in line]
     is_copy = any('""' in line for line in marked)
     is_copy = is_copy and all(re.fullmatch(f"{_QUOTED}(?:\t{_QUOTED})*", line) for line in marked)
-    quoting = csv.QUOTE_MINIMAL if is_copy else csv.QUOTE_NONE
+    table = csv.reader(lines[1:], delimiter="\t", quoting=csv.QUOTE_MINIMAL if is_copy else csv.QUOTE_NONE)
     rows = []
-    for number, fields in enumerate(csv.reader(lines[1:], delimiter="\t", quoting=quoting), start=2):
+    for number, fields in enumerate(table, start=2):
         if len(fields) != len(_HEADER):
             raise ConfigError(f"{path}, line {number}: {len(fields)} fields: needed are {len(_HEADER)}")
         if not re.fullmatch(r"-?\d+", fields[0]):
