@@ -8,7 +8,6 @@ step logic calls the reducer, and the reducer returns what it found, failures in
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import math
 import operator
@@ -16,7 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -78,7 +77,7 @@ class GradientSync:
         self.is_pending = False  # gradients were accumulated that no step has synchronised
         self.join: Joining | None = None
         self._is_announced, self._all_finished = False, False
-        self._last_active: list[int] = []
+        self._last_active = 0  # the first of the ranks that had data last
         self._weight, self._expected_total = 1, self.channel.world_size  # of all ranks: that of the step before
         self._task: int | None = None  # autograd's number of the backward that is running
         self._syncing, self._warned, self._is_stopped = False, False, False
@@ -221,14 +220,6 @@ class GradientSync:
         """The factor for this rank's gradients, with which the sum is the average if the total is as expected."""
         return self._weight / self._expected_total
 
-    @contextlib.contextmanager
-    def joining(self, how: Joining) -> Iterator[None]:
-        self.join, self._last_active = how, []
-        try:
-            yield
-        finally:
-            self.join = None
-
     def step_without_data(self, keep_gradients: bool = False) -> bool:
         """Take part in a step with zeros; True when no rank has data any more. Collective.
 
@@ -242,7 +233,7 @@ class GradientSync:
 
     def broadcast_final(self) -> None:
         """Give all ranks the values of one that had data to the end. Collective: every rank must call this."""
-        self.channel.broadcast(self.replica.tensors().values(), self._last_active[0] if self._last_active else 0)
+        self.channel.broadcast(self.replica.tensors().values(), self._last_active)
 
     def _announce_step(self) -> None:
         if self.join and self.join.announce and not self._is_announced:
@@ -332,7 +323,7 @@ class GradientSync:
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
         self._all_finished = not active
-        self._last_active = active or self._last_active
+        self._last_active = active[0] if active else self._last_active
         if together & ERRORS:
             self._raise_for_all(missing, failure)
             return False
@@ -513,7 +504,6 @@ class BucketedReducer(Reducer):
             self._fail(error)
 
     def _on_large(self, index: int, param: torch.Tensor) -> None:
-        """A large gradient: copy it into its view now."""
         if self._active and self._failure is None and index not in self._taken:
             try:
                 with torch.no_grad():
@@ -559,10 +549,8 @@ class BucketedReducer(Reducer):
     def _fill(
         self, bucket: _LiveBucket, zeros: FlatGradients | None = None
     ) -> tuple[FlatGradients, list[torch.Tensor], bool]:
-        """Gather one bucket; or take it from `zeros`, where `.grad` must not change.
-
-        Returns the memory it is in, the gradients that are sent from elsewhere, and whether to average.
-        """
+        """Gather one bucket; or take it from `zeros`, where `.grad` must not change. Returns the memory it is in, the
+        gradients that are sent from elsewhere, and whether to average."""
         self._next = bucket.number + 1
         self.timeline.ready(bucket.number)
         flat = zeros or self._flat
@@ -586,7 +574,6 @@ class BucketedReducer(Reducer):
         return flat, uncopied, averages and self.channel.world_size > 1
 
     def _start(self, bucket: _LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
-        """Start the message of a bucket that was filled."""
         number = bucket.number
         self.timeline.leaving(number)
         if self._hook_calls is not None:

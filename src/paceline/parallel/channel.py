@@ -183,7 +183,5 @@ def _explain(error: RuntimeError, what: str) -> CollectiveError:
 
 
 def _build_options(options: Any, average: bool) -> Any:
-    options.asyncOp = True
-    if average:
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.asyncOp, options.reduceOp = True, dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     return options

@@ -65,8 +65,7 @@ class DDP(Joinable, nn.Module):
     Collective: every rank must call this, and every method that says so.
     """
 
-    logger = None
-    mixed_precision = None
+    logger = mixed_precision = None
     is_multi_device_module = False
     require_forward_param_sync = True
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
@@ -88,9 +87,7 @@ class DDP(Joinable, nn.Module):
         statistics_every: int | None = None, ignore: Iterable[str] = (),
     ) -> None:  # fmt: skip
         super().__init__()
-        if any(
-            value is not None for value in (delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision)
-        ):
+        if (delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision) != (None, None, None):
             names = "delay_all_reduce_named_params, param_to_hook_all_reduce and mixed_precision"
             raise ConfigError(f"{names} are not supported: leave them out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
@@ -106,8 +103,7 @@ class DDP(Joinable, nn.Module):
         if unknown := set(ignore) - known:
             raise ConfigError(f"ignore={sorted(unknown)}: the module has no parameter or buffer of this name")
         # As in torch, its attribute may hold names that the module does not have.
-        torchs = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore = set(ignore) | known & torchs
+        self.parameters_to_ignore = set(ignore) | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._samples_of = samples_of or _count_samples
         self._comm_hook: CommHook | None = None
         self._options = Options(
@@ -264,11 +260,14 @@ class DDP(Joinable, nn.Module):
             yield
             return
         sync = self._ready
-        with sync.joining(Joining(divide_by_initial_world_size, throw_on_early_termination)):
+        sync.join = Joining(divide_by_initial_world_size, throw_on_early_termination)
+        try:
             yield
             while not sync.step_without_data():
                 pass
             sync.broadcast_final()
+        finally:
+            sync.join = None
 
     @property
     def _planned(self) -> BucketedReducer | None:
@@ -404,22 +403,17 @@ class DDP(Joinable, nn.Module):
         gradients = sync.replica.gradients
         flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "is_multi_device_module")
         data: dict[str, str | int] = {
-            "module_name": type(self.module).__name__,
-            "backend_name": sync.channel.backend,
-            "device_ids": _join(self.device_ids or ()),
-            "dtypes": _join(dict.fromkeys(_CPP_DTYPES.get(gradient.dtype, gradient.dtype) for gradient in gradients)),
-            "bucket_sizes": _join(plan_torch_start(gradients).bucket_bytes),
-            "rank": sync.channel.rank,
-            "world_size": sync.channel.world_size,
-            "iteration": sync.num_steps,
+            "module_name": type(self.module).__name__, "device_ids": _join(self.device_ids or ()),
             "output_device": -1 if self.output_device is None else self.output_device,
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "num_parameter_tensors": len(gradients),
+            "backend_name": sync.channel.backend, "rank": sync.channel.rank, "world_size": sync.channel.world_size,
+            "dtypes": _join(dict.fromkeys(_CPP_DTYPES.get(gradient.dtype, gradient.dtype) for gradient in gradients)),
+            "bucket_sizes": _join(plan_torch_start(gradients).bucket_bytes), "bucket_cap_bytes": self.bucket_bytes_cap,
+            "iteration": sync.num_steps, "num_parameter_tensors": len(gradients),
             "total_parameter_size_bytes": sum(gradient.num_bytes for gradient in gradients),
             "has_sync_bn": int(syncs_in_forward(self.module)),
             **{name: int(getattr(self, name)) for name in flags},
             **({"static_graph": 1} if self.static_graph else {}),
-        }
+        }  # fmt: skip
         if planned is not None:
             data["has_rebuilt_buckets"] = 1
             data["rebuilt_bucket_sizes"] = _join(planned.plan.bucket_bytes)
@@ -438,16 +432,14 @@ class _TorchJoinHook(JoinHook):
     def __init__(self, model: DDP, divide_by_world: bool) -> None:
         self._model, self._sync = model, model._ready
         # torch announces a step in forward. Here it is known when backward begins that ranks without data are needed.
-        how = Joining(divide_by_world, announce=lambda: Join.notify_join_context(model))
-        self._context = self._sync.joining(how)
-        self._context.__enter__()
+        self._sync.join = Joining(divide_by_world, announce=lambda: Join.notify_join_context(model))
 
     def main_hook(self) -> None:
         self._sync.step_without_data(keep_gradients=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._sync.broadcast_final()
-        self._context.__exit__(None, None, None)
+        self._sync.join = None
         self._model._join_config = _JoinConfig.construct_disabled_join_config()
 
 

@@ -86,30 +86,25 @@ class _BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He 2016) behind a stem that makes 64 channels of an image."""
+    """ResNet-18 (He 2016) with a 3 x 3 stem that keeps the size of 32 x 32 images; or for those of ImageNet, 224 x 224,
+    a 7 x 7 stem and a pooling that divide their sides by 4."""
 
-    def __init__(self, stem: list[nn.Module], num_classes: int) -> None:
+    def __init__(self, channels: int = 3, num_classes: int = 10, for_imagenet: bool = False) -> None:
         super().__init__()
-        self.stem = nn.Sequential(*stem)
+        size, stride = (7, 2) if for_imagenet else (3, 1)
+        conv = nn.Conv2d(channels, 64, size, stride=stride, padding=size // 2, bias=False)
+        pool = [nn.MaxPool2d(3, stride=2, padding=1)] if for_imagenet else []
+        self.stem = nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU(), *pool)
         blocks: list[nn.Module] = []
         channels_in = 64
-        for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-            blocks += [_BasicBlock(channels_in, channels, stride), _BasicBlock(channels, channels, 1)]
-            channels_in = channels
+        for channels_out, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            blocks += [_BasicBlock(channels_in, channels_out, stride), _BasicBlock(channels_out, channels_out, 1)]
+            channels_in = channels_out
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels_in, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))  # type: ignore[no-any-return]
-
-
-def build_resnet18(channels: int = 3, num_classes: int = 10, for_imagenet: bool = False) -> nn.Module:
-    """A 3 x 3 stem that keeps the size of 32 x 32 images; or for those of ImageNet, 224 x 224, a 7 x 7 stem and a
-    pooling that divide their sides by 4."""
-    size, stride = (7, 2) if for_imagenet else (3, 1)
-    conv = nn.Conv2d(channels, 64, size, stride=stride, padding=size // 2, bias=False)
-    pool = [nn.MaxPool2d(3, stride=2, padding=1)] if for_imagenet else []
-    return ResNet18([conv, nn.BatchNorm2d(64), nn.ReLU(), *pool], num_classes)
 
 
 class _Attention(nn.Module):
@@ -148,9 +143,15 @@ class GPT2(nn.Module):
     the last token of each sequence replaces the tied head."""
 
     def __init__(
-        self, *, layers: int, width: int, heads: int, vocabulary: int = 50257, context: int = 1024,
-        num_classes: int = 0, dropout: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        vocabulary: int,
+        context: int,
+        num_classes: int = 0,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)

@@ -43,23 +43,15 @@ class Model(NamedTuple):
     form: DataForm
 
 
-class _GPT2Size(NamedTuple):
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int = 50257
-    context: int = 1024
-
-
-# The published sizes and two small ones; `gpt2-tiny` reads bytes and three marks. With other data, the vocabulary and
-# the number of positions are those of the data.
-GPT2_SIZES = {
-    "gpt2-tiny": _GPT2Size(4, 128, 4, vocabulary=259, context=128),
-    "gpt2-mini": _GPT2Size(4, 256, 4, vocabulary=4096, context=64),
-    "gpt2": _GPT2Size(12, 768, 12),
-    "gpt2-medium": _GPT2Size(24, 1024, 16),
-    "gpt2-large": _GPT2Size(36, 1280, 20),
-    "gpt2-xl": _GPT2Size(48, 1600, 25),
+# Layers, width, heads, and of the default data vocabulary and context: the published sizes and two small ones, of which
+# `gpt2-tiny` reads bytes and three marks.
+_GPT2_SIZES = {
+    "gpt2-tiny": (4, 128, 4, 259, 128),
+    "gpt2-mini": (4, 256, 4, 4096, 64),
+    "gpt2": (12, 768, 12, 50257, 1024),
+    "gpt2-medium": (24, 1024, 16, 50257, 1024),
+    "gpt2-large": (36, 1280, 20, 50257, 1024),
+    "gpt2-xl": (48, 1600, 25, 50257, 1024),
 }
 
 
@@ -78,7 +70,7 @@ MODELS = {
     "cnn": Model(("images",), ("channels", "hidden", "dropout"), _form("images", 1, 28, 28, num_classes=10)),
     "resnet18": Model(("images",), (), _form("images", 3, 32, 32, num_classes=10)),
     "resnet18-imagenet": Model(("images",), (), _form("images", 3, 224, 224, num_classes=1000)),
-    **{name: Model(_HF_KINDS, ("dropout",), _tokens_form(*size[-2:])) for name, size in GPT2_SIZES.items()},
+    **{name: Model(_HF_KINDS, ("dropout",), _tokens_form(*size[-2:])) for name, size in _GPT2_SIZES.items()},
     "tiny": Model((), (), _form("numbers", 8, num_classes=8)),  # learns no data: for benchmarks alone
 }
 NAMES = tuple(name for name, model in MODELS.items() if model.kinds)
@@ -99,8 +91,8 @@ def check_model(name: str, options: ModelOptions) -> None:
         raise ConfigError(f"model {name!r} is unknown: {suggest(name, NAMES)}{known}")
     for option, value in options.given.items():
         if option not in taken:
-            takes = f"it takes {', '.join(taken)}" if taken else "it takes no options"
-            raise ConfigError(f"model {name} has no {option} (given: {_show(value)}): {takes}")
+            takes = ", ".join(taken) or "no options"
+            raise ConfigError(f"model {name} has no {option} (given: {_show(value)}): it takes {takes}")
     channels, hidden, dropout = options.channels, options.hidden, options.dropout
     if channels is not None and (not channels or min(channels) < 1):
         raise ConfigError(f"channels ({_show(channels)}): give one number of at least 1 for each convolution")
@@ -160,12 +152,12 @@ def _build(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
     if name == "cnn":
         return models.build_cnn(shape, options.channels or (32, 64), hidden or 128, num_outputs, dropout)
     if name.startswith("resnet18"):
-        return models.build_resnet18(shape[0], num_outputs, for_imagenet=name == "resnet18-imagenet")
+        return models.ResNet18(shape[0], num_outputs, for_imagenet=name == "resnet18-imagenet")
     if name == "tiny":
         return models.build_tiny(num_parameters=1000, width=shape[0])
-    sizes = dict(zip(("layers", "width", "heads"), GPT2_SIZES[name], strict=False))
+    layers, width, heads, *_ = _GPT2_SIZES[name]
     num_classes = form.num_classes if form.kind == "pairs" else 0
-    return models.GPT2(**sizes, vocabulary=form.vocabulary, context=shape[0], num_classes=num_classes, dropout=dropout)
+    return models.GPT2(layers, width, heads, form.vocabulary, shape[0], num_classes, dropout)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 @dataclass(frozen=True, kw_only=True)
 class DataForm:
     """What a model must take and give. `images`: inputs (batch, channels, height, width), a class each. `numbers`:
-    inputs (batch, features), one number each, 0 classes. `tokens`: inputs (batch, context) of ids, the next id for each.
+    inputs (batch, features), a number each, 0 classes. `tokens`: inputs (batch, context) of ids, the next id for each.
     `pairs`: the same inputs with a mask, padded at the end to the longest of the batch, and a class for each pair."""
 
     kind: str
