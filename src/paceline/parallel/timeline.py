@@ -150,7 +150,10 @@ class Timeline:
 _COLUMNS = (
     Column("bucket", lambda row: row[0], "number"),
     Column("size", lambda row: row[1].num_bytes, "bytes"),
-    *(Column(at, lambda row, at=at: vars(row[1])[f"{at}_s"], "ms") for at in ("ready", "launch", "done", "waited")),
+    Column("ready", lambda row: row[1].ready_s, "ms"),
+    Column("launch", lambda row: row[1].launch_s, "ms"),
+    Column("done", lambda row: row[1].done_s, "ms"),
+    Column("waited", lambda row: row[1].waited_s, "ms"),
 )
 
 
