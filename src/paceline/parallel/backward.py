@@ -145,10 +145,8 @@ class GradientSync:
                 self._hook([param for param in self.replica.params if param.requires_grad])
 
     def fail(self, error: Exception) -> None:
-        """This rank's forward raised: take part in the step that the others are in, so that none waits for it.
-
-        Raises one error on all ranks where only some failed. Returns where all did, or the others are out of reach.
-        """
+        """This rank's forward raised: take part in the step that the others are in, so that none waits for it. Raises
+        one error on all ranks where only some failed. Returns where all did, or the others are out of reach."""
         if self.channel.world_size == 1:
             return
         self.channel.timeout_s = _SHORT_REPORT_S if self.syncs_in_forward else _REPORT_S
@@ -221,10 +219,8 @@ class GradientSync:
         return self._weight / self._expected_total
 
     def step_without_data(self, keep_gradients: bool = False) -> bool:
-        """Take part in a step with zeros; True when no rank has data any more. Collective.
-
-        `keep_gradients` leaves the averaged gradients here, too: in torch's Join others may step with them.
-        """
+        """Take part in a step with zeros; True when no rank has data any more. Collective. `keep_gradients` leaves the
+        averaged gradients here, too: in torch's Join others may step with them."""
         if keep_gradients:
             for param in self.replica.params:
                 param.grad = None
@@ -241,10 +237,8 @@ class GradientSync:
             self._is_announced = True
 
     def _run_step(self, status: Status, take_part: bool, failure: Failure | None = None) -> None:
-        """Send what is left, with this rank's report, wait, and act on the reports. Collective.
-
-        A `status` of FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` alone.
-        """
+        """Send what is left, with this rank's report, wait, and act on the reports. Collective. A `status` of FAILED or
+        FINISHED means that this rank has no data. `take_part=False` leaves `.grad` alone."""
         has_data, every = status == Status.OK, self.options.check_every
         try:
             self._read_deferred()
@@ -423,11 +417,9 @@ def _is_nested() -> bool:
 
 
 class BucketedReducer(Reducer):
-    """The default reducer: gradients travel in buckets, each sent in plan order as soon as it is complete.
-
-    With a plan only one hook per bucket runs: on the parameter that arrives last by the recorded ready order. Whether
-    the others have arrived is checked when it runs, and that nothing arrived later, at the end.
-    """
+    """The default reducer: gradients travel in buckets, each sent in plan order as soon as it is complete. With a plan
+    only one hook per bucket runs: on the parameter that arrives last by the recorded ready order. Whether the others
+    have arrived is checked when it runs, and that nothing arrived later, at the end."""
 
     def __init__(
         self, replica: Replica, channel: Channel, num_words: int, make_plan: MakePlan, comm_hook: CommHook | None = None

@@ -77,10 +77,8 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and sum of squared deviations per channel of the global batch, and its values per channel, in float64.
-
-    Every rank computes the same from the same gathered messages. Collective, also with an empty batch.
-    """
+    """Mean and sum of squared deviations per channel of the global batch, and its values per channel, in float64. Every
+    rank computes the same from the same gathered messages. Collective, also with an empty batch."""
     channels, axes = x.shape[1], [0, *range(2, x.dim())]
     message = x.new_zeros(2 * channels + 1, dtype=_statistics_dtype(x))
     if x.numel():  # the mean of nothing is nan; a count of 0 takes these zeros out of the sums below
@@ -175,9 +173,7 @@ class SyncBatchNorm(_AnyInputBatchNorm):
     @classmethod
     def convert(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm).
-
-        Layers that have a group (torch's SyncBatchNorm) keep it unless one is given.
-        """
+        Layers that have a group (torch's SyncBatchNorm) keep it unless one is given."""
 
         def set_group(layer: SyncBatchNorm) -> None:
             if process_group is not None or "process_group" not in layer.__dict__:

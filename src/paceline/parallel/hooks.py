@@ -66,10 +66,8 @@ def check_hook(hook: object) -> None:
 
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
-    """Before the first message: check that every rank has a hook, or none. Collective.
-
-    With hooks, the control words use their own group, because nobody knows what the hooks send in the other one.
-    """
+    """Before the first message: check that every rank has a hook, or none. Collective. With hooks, the control words
+    use their own group, because nobody knows what the hooks send in the other one."""
     if channel.world_size == 1:
         return
     marks = torch.zeros(channel.world_size, device=channel.device)
@@ -87,10 +85,8 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
 
 
 class HookCalls:
-    """Calls the hook for each bucket of a step and waits for its results; `failure` is that of this rank, if any.
-
-    A hook that fails may not have sent what others wait for: it is reported in the store, which they then check.
-    """
+    """Calls the hook for each bucket of a step and waits for its results; `failure` is that of this rank, if any. A
+    hook that fails may not have sent what others wait for: it is reported in the store, which they then check."""
 
     def __init__(self, hook: CommHook, channel: Channel) -> None:
         self._hook, self._channel, self._step = hook, channel, 0

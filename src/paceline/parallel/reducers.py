@@ -39,10 +39,8 @@ def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> to
 
 
 class Reducer:
-    """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`.
-
-    Every rank sends the same messages in the same order, whatever happened: a missing gradient is sent as zeros.
-    """
+    """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`. Every rank sends
+    the same messages in the same order, whatever happened: a missing gradient is sent as zeros."""
 
     def __init__(self, replica: Replica, channel: Channel, num_words: int) -> None:
         self.replica, self.channel, self.num_words = replica, channel, num_words
@@ -53,10 +51,8 @@ class Reducer:
         """A backward starts. Each rank multiplies its gradients by `factor`, and the results are summed."""
 
     def collect(self, factor: float, take_part: bool) -> Collected:
-        """Backward is over: send everything except the message that carries the control words. Collective.
-
-        `factor` counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` is unchanged.
-        """
+        """Backward is over: send everything except the message that carries the control words. Collective. `factor`
+        counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` is unchanged."""
         raise NotImplementedError
 
     def exchange(self) -> None:
@@ -141,11 +137,9 @@ class FlatReducer(Reducer):
 
 
 class OverlapReducer(Reducer):
-    """One all-reduce per parameter, started as soon as its gradient is ready, while backward continues.
-
-    Messages leave in the reverse of the module's order: a gradient waits until all later parameters have sent theirs.
-    The first step only counts: a gradient that arrives in several parts waits for the end of backward from then on.
-    """
+    """One all-reduce per parameter, started as soon as its gradient is ready, while backward continues. Messages leave
+    in the reverse of the module's order: a gradient waits until all later parameters have sent theirs. The first step
+    only counts: a gradient that arrives in several parts waits for the end of backward from then on."""
 
     def __init__(self, replica: Replica, channel: Channel, num_words: int) -> None:
         super().__init__(replica, channel, num_words)
@@ -206,10 +200,8 @@ class OverlapReducer(Reducer):
 
 class FlatGradients:
     """One vector per dtype and device, in the order of a plan: a view per parameter, a range per bucket, control words.
-
     `messages` are the ranges, the last one with the words; `extra_bytes` of each are not gradients. A view shares its
-    version counter with its range, except for those in `separate` and split ones. Those in `uncopied` have no place.
-    """
+    version counter with its range, except for those in `separate` and split ones. Those in `uncopied` have no place."""
 
     def __init__(
         self, replica: Replica, plan: Plan, num_words: int,

@@ -149,9 +149,7 @@ def _has_spare_cores(world_size: int) -> bool:
 @dataclass(frozen=True)
 class Replica:
     """What is kept equal on all ranks. A tied parameter is one entry with several names, the first name first.
-
-    `layouts` are the trained parameters as they were when the model was wrapped.
-    """
+    `layouts` are the trained parameters as they were when the model was wrapped."""
 
     params: tuple[nn.Parameter, ...]
     names: tuple[tuple[str, ...], ...]
@@ -311,10 +309,8 @@ def _count_registrations() -> list[int]:
 
 
 class StructureWatch:
-    """Notices parameters that are added to, or set to be trained in, a module after it was wrapped.
-
-    Only a changed count of registrations, or of `requires_grad`, leads to a walk of the model, which takes long.
-    """
+    """Notices parameters that are added to, or set to be trained in, a module after it was wrapped. Only a changed
+    count of registrations, or of `requires_grad`, leads to a walk of the model, which takes long."""
 
     def __init__(self, replica: Replica, ignored: Collection[str]) -> None:
         self._replica, self._ignored, self._frozen = replica, ignored, list(replica.frozen.values())

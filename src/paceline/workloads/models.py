@@ -168,10 +168,8 @@ class GPT2(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits: of every next token, or of the classes.
-
-        The mask is 1 on tokens and 0 on padding, which must come after them: no token looks ahead, so none sees it.
-        """
+        """Logits: of every next token, or of the classes. The mask is 1 on tokens and 0 on padding, which must come
+        after them: no token looks ahead, so none sees it."""
         length, context = ids.shape[1], self.positions.num_embeddings
         if length > context:
             # On a GPU the lookup would fail without saying where or why.
@@ -224,11 +222,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks in the order of definition, by name; each can be called, holds parameters, and is there once.
-
-    A module that holds a stack (several layers that have parts of their own, in a list or in sequence) is taken apart;
-    the layers of a stack are blocks.
-    """
+    """The blocks in the order of definition, by name; each can be called, holds parameters, and is there once. A module
+    that holds a stack (several layers that have parts of their own, in a list or in sequence) is taken apart; the
+    layers of a stack are blocks."""
     prefix = ""
     # A module that only holds another, as a wrapper does, says nothing about its blocks.
     while len(inner := _trained_children(module)) == 1 and next(module.parameters(recurse=False), None) is None:

@@ -123,10 +123,8 @@ def describe_model(name: str) -> str:
 
 
 def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
-    """The module that learns data of this form, with float32 parameters.
-
-    It gives (batch, num_classes) for images and pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers.
-    """
+    """The module that learns data of this form, with float32 parameters. It gives (batch, num_classes) for images and
+    pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers."""
     check_model(name, options)
     if own.is_own(name):
         return own.build_own(name, form)

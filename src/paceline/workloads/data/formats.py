@@ -209,11 +209,9 @@ def load_pairs(found: Found, limit: int | None) -> tuple[list[str], list[str], L
 
 
 def _read_paraphrases(path: Path) -> list[list[str]]:
-    """The fields of MRPC's lines.
-
-    In the files as given out a quote is a quote. Copies go around that a spreadsheet has rewritten: there a field with
-    quotes is in quotes itself and its own are doubled. A copy is known by its lines, of which all obey that rule.
-    """
+    """The fields of MRPC's lines. In the files as given out a quote is a quote. Copies go around that a spreadsheet has
+    rewritten: there a field with quotes is in quotes itself and its own are doubled. A copy is known by its lines, of
+    which all obey that rule."""
     with _refuse_unreadable(path, "text", UnicodeDecodeError):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     while lines and not lines[-1]:
@@ -296,10 +294,8 @@ def load_tokenizer(choice: str, model_folder: str | None) -> ByteTokenizer:
 
 
 def load_text(files: Sequence[Path], split: str, tokenizer: ByteTokenizer, context: int) -> Ids:
-    """The concatenated ids of a split, with the end id after each file; at least context + 1 of them.
-
-    The last tenth of each file, by bytes, is the test split: a folder's files may differ, and both splits see all.
-    """
+    """The concatenated ids of a split, with the end id after each file; at least context + 1 of them. The last tenth of
+    each file, by bytes, is the test split: a folder's files may differ, and both splits see all."""
     parts: list[Ids] = []
     for file in files:
         with _refuse_unreadable(file, "UTF-8 text", UnicodeDecodeError):

@@ -209,9 +209,7 @@ def build_synthetic(
     request: DataRequest, split: str, form: DataForm | None = None, device: torch.device | str = "cpu"
 ) -> DataSet:
     """`synthetic:KIND`, or `synthetic` for the kind of `form`, which also gives shape, classes and vocabulary.
-
-    `request.samples` is the size of the training split; the test split has a fixed one.
-    """
+    `request.samples` is the size of the training split; the test split has a fixed one."""
     kind = request.name.partition(":")[2] or (form.kind if form else "")
     if not kind:
         raise ConfigError(f"synthetic data of which kind? give synthetic:KIND, one of {', '.join(_FORMS)}")
@@ -300,11 +298,8 @@ def load_data(
     request: DataRequest, split: str, form: DataForm | None = None,
     device: torch.device | str = "cpu", model_folder: str | None = None,
 ) -> DataSet:  # fmt: skip
-    """A split of a data set, `train` or `test`.
-
-    `form` is what suits the model: the kind and shape of a synthetic set, which is made on `device`, or the context of
-    text. `model_folder` may hold the model's own tokenizer.
-    """
+    """A split of a data set, `train` or `test`. `form` is what suits the model: the kind and shape of a synthetic set,
+    which is made on `device`, or the context of text. `model_folder` may hold the model's own tokenizer."""
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is unknown: known are {', '.join(SPLITS)}")
     check_request(request)

@@ -19,11 +19,9 @@ from paceline.workloads.data import TAILS
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The samples of one epoch in the order of training, cut into windows: one window is one global batch.
-
-    `tail` says what becomes of a last window that is not full: it is kept short, dropped, or filled with the first
-    samples of the same order. `global_batch_size` is that of all windows, or a tuple of that of each.
-    """
+    """The samples of one epoch in the order of training, cut into windows: one window is one global batch. `tail` says
+    what becomes of a last window that is not full: it is kept short, dropped, or filled with the first samples of the
+    same order. `global_batch_size` is that of all windows, or a tuple of that of each."""
 
     num_samples: int
     global_batch_size: int | tuple[int, ...]
