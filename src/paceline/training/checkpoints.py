@@ -172,7 +172,8 @@ class RunFiles:
         """Write the trained weights under the names of the bare model, for other programs to load."""
         if self._store is not None:
             (self._folder / WEIGHTS).unlink(missing_ok=True)  # of a finished run that was resumed for more epochs
-            disk.export_weights(self._folder / WEIGHTS, job.learner.module.state_dict())
+            module = job.learner.module
+            disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
 
     def close(self) -> None:
         """Wait until everything is on disk; raises the error of a save that failed."""
