@@ -144,8 +144,9 @@ def _name(record: _Timed) -> str:
         return f"{record.model} in {record.wrapper}{f', {record.label}' if record.label else ''}"
     if isinstance(record, ChunksRecord):
         return format_bytes(record.chunk_bytes)
-    detail = f" ({record.operation})" if isinstance(record, MemoryRecord) else ""
-    return format_bytes(record.num_bytes) + (detail or " in shared memory" * (record.memory == "shared"))
+    if isinstance(record, MemoryRecord):
+        return f"{format_bytes(record.num_bytes)} ({record.operation})"
+    return format_bytes(record.num_bytes) + (" in shared memory" if record.memory == "shared" else "")
 
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:

@@ -149,14 +149,15 @@ class MemoryBounds:
 
     def __init__(self, records: Sequence[Record]) -> None:
         passes = sorted((r for r in records if isinstance(r, MemoryRecord)), key=lambda r: r.time_s, reverse=True)
-        self._least_s = {(r.device, r.world_size, r.num_bytes, r.dtype): r.time_s for r in passes}
+        self._fastest = {(r.device, r.world_size, r.num_bytes, r.dtype): r for r in passes}
+        self.records = tuple(self._fastest.values())
 
     def bound_s(self, record: CollectiveRecord) -> float | None:
         """The least time for this all-reduce. None where it was not measured, for the other collectives, and for one
         rank, which need not touch its vector."""
-        if record.collective != "all_reduce" or record.world_size == 1:
-            return None
-        return self._least_s.get((record.device, record.world_size, record.num_bytes, record.dtype))
+        found = self._fastest.get((record.device, record.world_size, record.num_bytes, record.dtype))
+        is_bound = record.collective == "all_reduce" and record.world_size > 1
+        return found.time_s if is_bound and found is not None else None
 
     def fraction_of(self, record: CollectiveRecord) -> float | None:
         """The bound over this record's time: 1 is as fast as memory."""

@@ -73,8 +73,8 @@ class PhaseClock:
 
 
 def settled_kernels(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Turn oneDNN off for now where the CPU does not support this precision with it. Else torch turns it off in the middle
-    of the first step, which a resumed run would compute by other kernels."""
+    """Turn oneDNN off where the CPU does not support this precision with it, and restore it afterwards. Else torch does
+    so in the middle of the first step, which a resumed run would compute by other kernels."""
     supports = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
     if device.type != "cpu" or precision not in supports or getattr(torch.ops.mkldnn, supports[precision])():
         return contextlib.nullcontext()
