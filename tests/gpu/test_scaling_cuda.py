@@ -56,7 +56,7 @@ def test_the_command_shows_what_does_not_fit(little_memory, tmp_path):
     assert [(row["batch_size"], row["failure"]) for row in document["batch"]] == [
         (16, ""), (4096, "out of memory in epoch 1")
     ]  # fmt: skip
-    assert any("batch size 4096 does not fit: out of memory" in line for line in document["findings"])
+    assert any("Batch size 4096 does not fit: out of memory" in line for line in document["findings"])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
