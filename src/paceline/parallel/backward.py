@@ -117,8 +117,7 @@ class GradientSync:
         if self._task is not None and torch._C._current_graph_task_id() == -1:
             self._task, was_interrupted, self._syncing = None, self._syncing, False
             if was_interrupted:
-                text = "the backward before this forward ended with an error"
-                self.fail(CollectiveError(text, code="unfinished-backward"))
+                self.fail(CollectiveError("the backward before this forward failed", code="unfinished-backward"))
         self._change = change
 
     def after_forward(self, output: Any, samples: int, is_training: bool) -> None:

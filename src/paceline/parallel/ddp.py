@@ -151,15 +151,10 @@ class DDP(Joinable, nn.Module):
         """Build everything that this rank needs for its steps. Sends nothing: one rank can load or copy a model."""
         do_sync = self._sync is None or self._sync.do_sync
         self.stop()
-        replica, channel, options = (
-            read_replica(self.module, self.parameters_to_ignore),
-            self._open_channel(),
-            self._options,
-        )
+        channel, options, ignored = self._open_channel(), self._options, self.parameters_to_ignore
+        replica = read_replica(self.module, ignored)
         is_precise = options.reducer in ("per_parameter", "overlap") or all(p.dtype in _PRECISE for p in replica.params)
-        buffers = SharedBuffers(
-            self.module, self.parameters_to_ignore, channel.device, options.statistics_every, is_precise
-        )
+        buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
         reducer: Reducer
@@ -172,7 +167,7 @@ class DDP(Joinable, nn.Module):
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module))
         self._sync.do_sync = do_sync
-        self._watch = StructureWatch(replica, self.parameters_to_ignore)
+        self._watch = StructureWatch(replica, ignored)
         # Hooks on the parameters must not outlive the wrapper: the module may be wrapped again.
         self._finalizer = weakref.finalize(self, self._sync.stop)
         return self._sync
