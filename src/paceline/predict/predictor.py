@@ -16,12 +16,12 @@ from functools import cached_property
 
 from paceline.errors import MeasurementError
 from paceline.plan import Gradient, Plan, plan_by_cuts
-from paceline.predict.curves import CostCurve, Resample, fit_curve
+from paceline.predict.curves import CostCurve, Resample, fit_curve, median_noise
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps, find_best_cuts
 from paceline.predict.simulate import SERVERS, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
-from paceline.records.samples import Ratio, Samples, compare_times
+from paceline.records.samples import Ratio, compare_times
 from paceline.units import format_bytes
 
 _SLOWEST = 0.02
@@ -30,8 +30,6 @@ _SEED = 11
 # The standard deviation of what the model leaves out, as a share of what communication adds.
 _MODEL_ERROR = 0.10
 _Z90, _Z95 = 1.645, 1.96
-# The standard deviation of a median, in those of a mean.
-_MEDIAN_NOISE = 1.25
 # A free plan that is not this much better than one cap is not worth its length.
 _WORTH = 0.002
 
@@ -169,7 +167,7 @@ class Predictor:
         self._draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
         self.plain_s = evidence.plain.timing.median_s
         # A measured point has the noise of its median, too: that of as many steps as calibrated it.
-        self.noise = _estimate_noise(evidence.plain.timing)
+        self.noise = median_noise(evidence.plain.timing)
 
     def estimate(self, cuts: Sequence[int]) -> Estimate:
         step = simulate(self.job, cuts, self.costs)
@@ -234,13 +232,6 @@ class Predictor:
         # What never had a gradient is sent last, with the rest of the last bucket.
         missing = [index for index in range(len(gradients)) if index not in set(order)]
         return plan_by_cuts(gradients, [*order, *missing], [*cuts[:-1], len(gradients)], rule)
-
-
-def _estimate_noise(timing: Samples) -> float:
-    """The standard deviation of the median of repeated times, as a share of it."""
-    if timing.count < 2:
-        return 0.0
-    return _MEDIAN_NOISE * timing.stdev_s / math.sqrt(timing.count) / timing.median_s
 
 
 # -- judged by measured steps ------------------------------------------------------------------------------------------
@@ -325,7 +316,7 @@ class Judgement:
     def noise(self) -> float:
         """The half-width of the 95 % interval of a median here."""
         timings = [point.measured.timing for point in self.points if point.measured is not None]
-        return _Z95 * statistics.median(map(_estimate_noise, timings)) if timings else 0.0
+        return _Z95 * statistics.median(map(median_noise, timings)) if timings else 0.0
 
     @property
     def spread(self) -> float:
