@@ -103,7 +103,7 @@ class AssumedFabric:
         curves.check_algorithm(self.algorithm)
         refuse(
             (self.ranks_per_node < 1, f"{self.ranks_per_node} ranks per node: at least 1"),
-            (self.algorithm == "shared", "algorithm shared is no network's: give the --allreduce run of a host"),
+            (self.algorithm == "shared", "shared memory is no network: give the --allreduce run of a host"),
             (self.algorithm == "two-level" and self.ranks_per_node == 1,
              "algorithm two-level with 1 rank per node has one level: give --ranks-per-node"),
         )  # fmt: skip
