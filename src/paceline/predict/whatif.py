@@ -156,27 +156,17 @@ def describe_scenario(job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, 
     bases: dict[str, list[str]] = {}
     for fabric in fabrics:
         bases.setdefault(_assume_contention(job, fabric).basis, []).append(fabric.name)
-    lines = [f"contention on {', '.join(names)}: {basis}" for basis, names in bases.items()]
-    lines.append("copies and launches cost nothing")
-    if any(fabric.servers > 1 for fabric in fabrics):
-        lines.append("messages go in the order of the buckets; on gloo two at a time, which share the link")
-    else:
-        lines.append("messages go one at a time, in the order of the buckets")
-    if spread:
-        varies = f"varies by {spread:.1%} (lognormal, independent)"
-        lines.append(f"a rank's computing {varies}, and a step waits for the slowest")
-    else:
-        lines.append("all ranks are equally fast")
-    if accumulate > 1:
-        lines.append(f"{accumulate} micro-batches in a step; gradients are sent behind the last backward")
-    lines.append(
+    queue = "on gloo two at a time, which share the link" if any(f.servers > 1 for f in fabrics) else "one at a time"
+    varies = f"a rank's computing varies by {spread:.1%} (lognormal, independent), and a step waits for the slowest"
+    return [
+        *(f"contention on {', '.join(names)}: {basis}" for basis, names in bases.items()),
+        "copies and launches cost nothing",
+        f"messages go in the order of the buckets, {queue}",
+        varies if spread else "all ranks are equally fast",
+        *([f"{accumulate} micro-batches in a step; gradients are sent behind the last backward"] * (accumulate > 1)),
         f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs, with {ASSUMED_ERROR:.0%} (one sd) for a "
-        f"network that is only named, and {ERROR_PER_DOUBLING:.0%} for each doubling away from measured ranks"
-    )
-    return lines
-
-
-# -- the table of communication against computation --------------------------------------------------------------------
+        f"network that is only named, and {ERROR_PER_DOUBLING:.0%} for each doubling away from measured ranks",
+    ]
 
 
 @dataclass(frozen=True)
