@@ -6,6 +6,7 @@ A `CostCurve` holds for a fixed number of ranks. Which curve serves a network on
 from __future__ import annotations
 
 import bisect
+import contextlib
 import difflib
 import math
 import random
@@ -255,10 +256,8 @@ def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[Collectiv
         curves.setdefault(record.key, []).append(record)
     fits = []
     for curve in curves.values():
-        try:
+        with contextlib.suppress(MeasurementError):
             fits.append((curve[0], fit_line((record.num_bytes, record.time_s) for record in curve)))
-        except MeasurementError:
-            continue
     return fits
 
 

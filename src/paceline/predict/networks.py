@@ -5,6 +5,7 @@ The numbers of named networks are assumptions, each with its source. A measured 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import re
@@ -283,15 +284,12 @@ def build_measured_fabric(
 def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:
     """A fabric for each backend, device and dtype that has a curve."""
     kinds: dict[tuple[str, str, str], list[CollectiveRecord]] = {}
-    for record in records:
-        if record.collective == "all_reduce":
-            kinds.setdefault((record.backend, record.device, record.dtype), []).append(record)
+    for record in (record for record in records if record.collective == "all_reduce"):
+        kinds.setdefault((record.backend, record.device, record.dtype), []).append(record)
     fabrics = []
     for kind in kinds.values():
-        try:
+        with contextlib.suppress(RecordError):  # one size, or times that do not grow: no curve
             fabrics.append(build_measured_fabric(kind, None))
-        except RecordError:  # one size, or times that do not grow: no curve
-            continue
     return fabrics
 
 

@@ -121,25 +121,18 @@ class ScalingEvidence:
         steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
         alone = [record for record in steps if record.world_size == 1]
         own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend, r.cell) == (wrapper, backend, cell)]
-        return cls(
-            wrapper,
-            backend,
-            (*(r for r in alone if r.cell == cell), *(_join_no_comm(record, steps) for record in own)),
-            tuple(record for record in records if isinstance(record, LayerProfileRecord)),
-            tuple(record for record in records if isinstance(record, CollectiveRecord)),
-            ranks_at_hand,
-            one_rank_s={record.global_batch_size: record.timing.median_s for record in alone},
-            layouts={record.world_size: record.bucket_bytes for record in own if record.bucket_bytes},
-        )
+        cells = (*(r for r in alone if r.cell == cell), *(_join_no_comm(record, steps) for record in own))
+        profiles = tuple(record for record in records if isinstance(record, LayerProfileRecord))
+        collectives = tuple(record for record in records if isinstance(record, CollectiveRecord))
+        one_rank_s = {record.global_batch_size: record.timing.median_s for record in alone}
+        layouts = {record.world_size: record.bucket_bytes for record in own if record.bucket_bytes}
+        return cls(wrapper, backend, cells, profiles, collectives, ranks_at_hand, one_rank_s, layouts)
 
     def calibrated_up_to(self, world_size: int) -> ScalingEvidence:
         """The evidence of at most this many ranks. One rank sends nothing, so the smallest sweep stays with it."""
         most = max(world_size, min((r.world_size for r in self.collectives), default=0))
-        return replace(
-            self,
-            records=tuple(r for r in self.records if r.world_size <= world_size),
-            collectives=tuple(r for r in self.collectives if r.world_size <= most),
-        )
+        records = tuple(r for r in self.records if r.world_size <= world_size)
+        return replace(self, records=records, collectives=tuple(r for r in self.collectives if r.world_size <= most))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -444,16 +437,13 @@ class _ScalingCurve:
     def describe_doubt(self, world_size: int, place: int) -> str:
         if world_size == 1:
             return ""
-        doubts = []
-        most = max(self.corrections, default=1)
+        most, doubts = max(self.corrections, default=1), []
         if not self.corrections:
             doubts.append("no step on several ranks calibrates it: they are taken not to slow each other")
         elif world_size > 2 * most:
             doubts.append(f"{world_size:,} ranks are beyond twice the most whose steps calibrate it, {most}")
-        doubts += [
-            f"rank {straggler.rank} was disturbed in steps on {straggler.record.world_size} ranks"
-            for straggler in filter(None, map(find_straggler, self.evidence.shared))
-        ]
+        late = filter(None, map(find_straggler, self.evidence.shared))
+        doubts += [f"rank {one.rank} was disturbed in steps on {one.record.world_size} ranks" for one in late]
         doubts.append(self._build_curve(world_size, place).explain(max(self.evidence.list_buckets(world_size)))[1])
         return "; ".join(filter(None, doubts))
 

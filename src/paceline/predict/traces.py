@@ -306,9 +306,9 @@ def _build_lane(trace: RankTrace, begin: float, end: float, later_s: float) -> S
     own = [e for e in trace.events if begin <= e.get("ts", -1.0) < end]
     spans = _find_phases(trace.events, [(begin, end)])
     # When the last backward was over: by the wrapper, else by autograd, else by the annotation.
-    backward = "autograd::engine::evaluate_function"
     marked = [e["ts"] for e in own if e["name"] == BACKWARD_OVER]
-    nodes = [e["ts"] + e["dur"] for e in own if e.get("cat") == "cpu_op" and e["name"].startswith(backward)]
+    operators = (e for e in own if e.get("cat") == "cpu_op")
+    nodes = [e["ts"] + e["dur"] for e in operators if e["name"].startswith("autograd::engine::evaluate_function")]
     over = max(marked or nodes or [last for name, _, last in spans if name == "backward"], default=None)
     # A call of backward() also waits for the last messages: that is no work, and drawn as what it is.
     spans = [(name, first, min(last, over) if over and name == "backward" else last) for name, first, last in spans]
@@ -329,7 +329,6 @@ _FRAME = re.compile(r"autograd::engine::|torch::autograd::AccumulateGrad|c10d::|
 _DATA = re.compile(r"enumerate\(DataLoader\)|data$")
 # Calls in which the host waits for the device; the host has time there.
 _WAITING = re.compile(r"(cuda|hip|cu)\w*Synchronize")
-_LAUNCH = re.compile(r"(cuda|hip|cu)\w*LaunchKernel")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _MAX_ROWS = 200
 
@@ -501,18 +500,17 @@ def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:
 
 def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
     """Of each operator: calls, time without the operators inside it, and total time, in µs."""
-    sums: dict[str, list[float]] = {}
-    threads: dict[Any, list[Event]] = {}
-    for event in events:
-        if event.get("cat") == "cpu_op":
-            threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    threads: defaultdict[Any, list[Event]] = defaultdict(list)
+    for event in (event for event in events if event.get("cat") == "cpu_op"):
+        threads[event.get("pid"), event.get("tid")].append(event)
     for own in threads.values():
         stack: list[tuple[float, Event, list[float]]] = []  # end of an operator, the operator, times of those inside
         last: Event = {"ts": math.inf, "dur": 0.0}
         for event in [*sorted(own, key=lambda e: (e["ts"], -e["dur"])), last]:
             while stack and stack[-1][0] <= event["ts"]:
                 _, done, inner = stack.pop()
-                row = sums.setdefault(done["name"], [0, 0.0, 0.0])
+                row = sums[done["name"]]
                 row[:] = row[0] + 1, row[1] + max(0.0, done["dur"] - sum(inner)), row[2] + done["dur"]
             if stack:
                 stack[-1][2].append(event["dur"])
@@ -536,10 +534,9 @@ def _operators(events: Sequence[Event], num_steps: int) -> tuple[OperatorRow, ..
 
 
 def _kernels(events: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
-    found: dict[str, list[Event]] = {}
-    for event in events:
-        if event.get("cat") == "kernel":
-            found.setdefault(event["name"], []).append(event)
+    found: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in (event for event in events if event.get("cat") == "kernel"):
+        found[event["name"]].append(event)
     rows = []
     for name, same in found.items():
         kind = "communication" if is_collective(same[0]) else "matmul" if is_matmul(name) else "other"
@@ -565,27 +562,27 @@ def _mean_occupancy(kernels: Sequence[Event]) -> float | None:
     return sum(time_us * share for time_us, share in pairs) / total if total else None
 
 
-def _blocks_per_sm(event: Event, num_sms: int) -> float | None:
-    blocks, grid = _argument(event, "blocks per SM"), (event.get("args") or {}).get("grid")
-    if blocks is None and isinstance(grid, list) and num_sms:
-        return math.prod(grid) / num_sms
-    return blocks
-
-
 def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], windows: Floats) -> GpuUse | None:
     kernels = [event for event in begun if event.get("cat") == "kernel"]
     total_us, wall_us, scale = _sum_us(kernels), float(np.diff(windows).sum()), 1e-6 / len(windows)
     if not total_us:
         return None
     properties = trace.properties[0] if trace.properties else {}
-    filled = [(e, _blocks_per_sm(e, int(properties.get("numSms", 0)))) for e in kernels]
-    known = [(event, min(1.0, blocks)) for event, blocks in filled if blocks is not None]
+    known, num_sms = [], int(properties.get("numSms", 0))
+    for event in kernels:
+        blocks, grid = _argument(event, "blocks per SM"), (event.get("args") or {}).get("grid")
+        if blocks is None and isinstance(grid, list) and num_sms:
+            blocks = math.prod(grid) / num_sms
+        if blocks is not None:
+            known.append((event, min(1.0, blocks)))
     weights = np.array([share for _, share in known])
     computing = [event for event in kernels if not is_collective(event)]
     matmuls = [event for event in computing if is_matmul(event["name"])]
     matmul_us = _sum_us(matmuls)
     tensor_us = _sum_us(event for event in matmuls if uses_tensor_cores(event["name"]))
-    launches = [e for e in events if e.get("cat") == "cuda_runtime" and _LAUNCH.match(e["name"])]
+    launches = [
+        e for e in events if e.get("cat") == "cuda_runtime" and re.match(r"(cuda|hip|cu)\w*LaunchKernel", e["name"])
+    ]
     return GpuUse(
         name=str(properties.get("name", "")),
         busy=union_time(*_edges(kernels), windows) / wall_us,
@@ -604,8 +601,8 @@ def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], 
 def _peak_bytes(events: Sequence[Event]) -> int | None:
     """The most that was allocated while the trace ran, on the GPU if it has one; None if memory was not recorded."""
     found = [(_argument(e, "Device Type"), _argument(e, "Total Allocated")) for e in events if e["name"] == "[memory]"]
-    peak = max(((kind, total) for kind, total in found if kind is not None and total is not None), default=None)
-    return None if peak is None else int(peak[1])
+    known = [(kind, total) for kind, total in found if kind is not None and total is not None]
+    return int(max(known)[1]) if known else None
 
 
 _FORMAT = {"format": "paceline-overview", "version": 1}
