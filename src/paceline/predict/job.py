@@ -197,10 +197,8 @@ def _median(record: LayerTimeRecord) -> float:
 
 
 def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:
-    """(name, parameters, share of the layer's backward) for each tensor; weights and biases of one layer go together.
-
-    A block of width w has 12 w^2 + 13 w parameters.
-    """
+    """(name, parameters, share of the layer's backward) for each tensor; weights and biases go together."""
+    # A block of width w has 12 w^2 + 13 w parameters.
     near = round(math.sqrt(record.num_params / 12))
     widths = [w for w in (near - 1, near, near + 1) if w > 0 and 12 * w**2 + 13 * w == record.num_params]
     if not widths or "block" not in record.layer.lower():

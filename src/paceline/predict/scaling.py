@@ -36,26 +36,18 @@ from paceline.records.steps import ScalePoint, find_straggler
 from paceline.units import format_ms
 
 _DRAWS, _SEED = 40, 17
-# Messages of a step take at most this many times what they take alone, or as small a part of it.
-_MOST_FACTOR, _HALVINGS = 3.0, 20
-# Less than this share of a step is no difference.
-_NOTHING = 1e-3
 # The standard deviation of a continued slow-down for each doubling of the ranks, on top of half of what it grew by;
 # and of one rank alone, which says nothing of its neighbours: they only ever slow it.
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
-_STRATA = 1000
 
 
 def estimate_maximum(inverse: Callable[[float], float], count: int) -> float:
-    """The expected largest of `count` independent values whose inverse distribution function is given.
-
-    F^-1(U^(1/count)) has the distribution of the largest. U goes through the middles of equal strata: the same answer
-    every time, and no noise.
-    """
+    """The expected largest of `count` independent values whose inverse distribution function is given."""
     if count < 1:
         raise ConfigError(f"the largest of {count} values: at least 1 is needed")
-    moments = ((place + 0.5) / _STRATA for place in range(_STRATA))
-    return math.fsum(inverse(math.exp(math.log(u) / count)) for u in moments) / _STRATA
+    # F^-1(U^(1/count)) has its distribution. U goes through the middles of equal strata: no noise.
+    moments = ((place + 0.5) / 1000 for place in range(1000))
+    return math.fsum(inverse(math.exp(math.log(u) / count)) for u in moments) / 1000
 
 
 @lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
@@ -191,15 +183,12 @@ class ScalingEvidence:
 
 
 def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord:
-    """The record with the steps without communication of all wrappers of its cell and ranks.
-
-    Of each repetition the median of the slowest ranks, and the others as far behind it as in the median.
-    """
+    """The record with the steps without communication of all wrappers of its cell and ranks."""
     alike = [r for r in steps if (r.job, r.cell, r.world_size) == (record.job, record.cell, record.world_size)]
     found = [r.no_comm for r in alike if r.no_comm is not None and r.no_comm.count == record.timing.count]
     if record.no_comm is None or len(found) < 2:
         return record
-    joined = []
+    joined = []  # of each repetition the median of the slowest ranks, and the others as far behind it as in the median
     for number in range(record.timing.count):
         slowest_s = statistics.median(samples.reduced_s[number] for samples in found)
         row = [statistics.median(times) for times in zip(*(samples.seconds[number] for samples in found), strict=True)]
@@ -401,19 +390,17 @@ class _ScalingCurve:
         return expose
 
     def _fit_correction(self, world_size: int, exposed_s: float) -> tuple[float, float]:
-        """The factor on messages with which the simulated step exposes what the measured one did, and what is left.
-
-        Where even the largest explains less than half of it the messages are hidden, and all of the difference is left.
-        """
+        """The factor on messages with which the simulated step exposes what the measured one did, and what is left."""
         expose = self._build_exposed(world_size)
-        low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
+        low, high = 1 / 3.0, 3.0  # times what they take alone
         as_alone_s, most_s = expose(1.0), expose(high)
-        if abs(as_alone_s - exposed_s) < _NOTHING * self.compute_s(world_size) or most_s < exposed_s / 2:
+        # Where even the largest explains less than half of it, the messages are hidden and all of it is left.
+        if abs(as_alone_s - exposed_s) < 1e-3 * self.compute_s(world_size) or most_s < exposed_s / 2:
             return 1.0, exposed_s - as_alone_s
         if most_s <= exposed_s or expose(low) > exposed_s:
             factor = high if most_s <= exposed_s else low
             return factor, exposed_s - expose(factor)
-        for _ in range(_HALVINGS):
+        for _ in range(20):
             middle = math.sqrt(low * high)
             low, high = (middle, high) if expose(middle) <= exposed_s else (low, middle)
         return low, exposed_s - expose(low)
