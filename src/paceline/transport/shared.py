@@ -99,18 +99,15 @@ class HostGroup:
             peer.close()
         self._peers.clear()
 
-    # -- connecting ---------------------------------------------------------------------------------------------------
-
     def _connect_all(self, store: dist.Store, key: str) -> None:
         """Connect every rank to the first. It accepts only the processes of its peers, and only with the secret."""
         if self.index:
-            first, seconds = self._names[0], f"{self._timeout_s:g} s"
+            first = self._names[0]
             try:
                 store.wait([key], timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise LaunchError(
-                    f"rank {first} did not open shared memory within {seconds}", code="timeout"
-                ) from error
+                message = f"rank {first} did not open shared memory within {self._timeout_s:g} s"
+                raise LaunchError(message, code="timeout") from error
             address, secret = json.loads(store.get(key))
             link = self._peers[0] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             link.settimeout(self._timeout_s)
@@ -168,8 +165,6 @@ class HostGroup:
             self._peers[index] = link
         else:
             link.close()
-
-    # -- memory -------------------------------------------------------------------------------------------------------
 
     def _exchange(self, total: int) -> int:
         """The first rank's new anonymous file, as a descriptor of this process."""
