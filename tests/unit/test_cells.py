@@ -50,6 +50,15 @@ def test_a_study_from_before_commands_were_kept_goes_on(tmp_path):
     assert Study.load(tmp_path, "scale ranks").command_line == ""
 
 
+def test_only_a_study_without_a_finished_cell_is_discarded(study):
+    study.keep(CELL, [make_run()])
+    study.discard()
+    assert Study.load(study.path, "scale ranks").find(CELL) == [make_run()]
+    study._file(CELL).unlink()
+    study.discard()
+    assert list(study.path.iterdir()) == []
+
+
 def test_a_cell_is_never_made_twice(study):
     study.keep(CELL, [make_run()])
     with pytest.raises(RecordError) as caught:

@@ -243,6 +243,14 @@ def test_a_result_is_saved_with_its_tables_and_figures_and_is_the_same_again(bui
     assert caught.value.code == "exists"
 
 
+@pytest.mark.parametrize("verb", ["bench allreduce", "bench chunks", "bench wrappers"])
+def test_a_run_that_was_interrupted_at_once_says_so(verb, build, build_collective, tmp_path):
+    run = Run(verb, {}, build(build_collective()).run.environment, ())
+    result = load_result(build_result(run).save(tmp_path / "run"))
+    assert str(result).startswith(f"Nothing was measured: the run of `paceline {verb}` has no records.")
+    assert result._repr_html_() and result.to_json()["answer"] == result.answer
+
+
 def test_a_notebook_shows_answer_table_and_figures(build, build_collective):
     html = build(build_collective())._repr_html_()
     assert "<table>" in html and html.count("data:image/png;base64,") == 2 and "1 MiB" in html

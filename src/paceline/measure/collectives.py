@@ -54,9 +54,6 @@ def measure_chunks(settings: ChunkSettings) -> Measured:
     return measure_cells(settings, settings.chunks, build)
 
 
-# -- collectives -------------------------------------------------------------------------------------------------------
-
-
 class _Vector(Timed):
     """A vector of known data, one on every rank. `record` is told what the group knows."""
 
@@ -75,7 +72,10 @@ class _Vector(Timed):
         self.group, self.rank, self.op, self.num_elements = group.data, rank, _OPS[op], elements
         self.pattern = Pattern(group.world_size, self.dtype, op, group.device)
         if memory == "shared":
-            self.vector = _allocate_shared(group, elements, self.dtype)
+            assert isinstance(group.data, PacelineGroup)
+            if not group.data.shares_memory:
+                raise ConfigError("--memory shared needs all ranks on one host: use --memory ordinary")
+            self.vector = group.data.allocate(elements * self.dtype.itemsize).view(self.dtype)
         else:
             self.vector = allocate("vector", elements, self.dtype, group.device)
         self.record = partial(record, device=group.device.type, world_size=group.world_size, dtype=settings.dtype)
@@ -178,15 +178,6 @@ COLLECTIVES: dict[str, type[AllReduce]] = {
 }
 
 
-def _allocate_shared(group: Group, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """A vector in memory that the ranks share. Collective: every rank of the group must call this."""
-    assert isinstance(group.data, PacelineGroup)
-    if not group.data.shares_memory:
-        raise ConfigError("--memory shared needs all ranks on one host: use --memory ordinary")
-    vector: torch.Tensor = group.data.allocate(elements * dtype.itemsize).view(dtype)
-    return vector
-
-
 class ChunkedAllReduce(_Vector):
     """One total in many messages, all launched before the first is waited for, as a wrapper launches its buckets."""
 
@@ -200,9 +191,6 @@ class ChunkedAllReduce(_Vector):
         works: list[Any] = [dist.all_reduce(chunk, group=self.group, async_op=True) for chunk in self.chunks]
         for work in works:
             work.wait()
-
-
-# -- passes over memory ------------------------------------------------------------------------------------------------
 
 
 class MemoryAdd(_Vector):
@@ -245,8 +233,6 @@ class MemoryCopy(MemoryAdd):
     def check(self, repetition: int) -> int:
         return self.pattern.count_wrong(self.target, repetition, rank=self.rank)
 
-
-# -- data that can be checked ------------------------------------------------------------------------------------------
 
 _PERIOD = 4093  # a prime: no power-of-two shift of the data looks like the data
 _BLOCK = 64 * _PERIOD  # elements written or compared at once: no temporary of the size of the message

@@ -11,7 +11,7 @@ import platform
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,37 +161,36 @@ def _name(record: _Timed) -> str:
     return format_bytes(record.num_bytes) + (" in shared memory" if record.memory == "shared" else "")
 
 
+def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterator[tuple[str, str]]:
+    """The kinds of doubt that a record gives, each with its details."""
+    if r.num_wrong:
+        kind, what = ("parameters",) * 2 if isinstance(r, StepRecord) else ("wrong", "elements")
+        yield kind, f"{r.num_wrong} of {r.num_checked} {what}"
+    if fraction is not None and fraction > _MAX_FRACTION:
+        yield "above", f"{fraction:.2f} of memory"
+    if timing.count < _FEW:
+        yield "few", ""
+    elif timing.noise > _MAX_NOISE:
+        yield "unstable", f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
+    elif abs(timing.drift) > _MAX_DRIFT:
+        yield "drifting", f"{timing.drift:+.0%}"
+    # A pass over memory waits for nobody.
+    if not isinstance(r, MemoryRecord) and (timing.skew_s or 0.0) > _MAX_SKEW * timing.median_s:
+        yield "skewed", ""
+
+
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
     """Every reason to doubt the measured records, the gravest first."""
-    bounds = MemoryBounds.of(records)
+    bounds, on_cpu = MemoryBounds.of(records), set()
     found: dict[tuple[str, str, int], list[str]] = defaultdict(list)
-    on_cpu = set()
     for r in records:
-        if not isinstance(r, _Timed) or not isinstance(r.timing, Samples):
-            continue
-        timing, is_pass = r.timing, isinstance(r, MemoryRecord)
-        if r.device == "cpu":
-            on_cpu.add(r.world_size)
-
-        def note(kind: str, details: str = "", r: _Timed = r) -> None:
+        if isinstance(r, _Timed) and isinstance(r.timing, Samples):
+            fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
             backend = "memory" if isinstance(r, MemoryRecord) else r.backend
-            found[kind, backend, r.world_size].append(_name(r) + (f" ({details})" if details else ""))
-
-        if r.num_wrong:
-            kind, what = ("parameters",) * 2 if isinstance(r, StepRecord) else ("wrong", "elements")
-            note(kind, f"{r.num_wrong} of {r.num_checked} {what}")
-        fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
-        if fraction is not None and fraction > _MAX_FRACTION:
-            note("above", f"{fraction:.2f} of memory")
-        if timing.count < _FEW:
-            note("few")
-        elif timing.noise > _MAX_NOISE:
-            note("unstable", f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}")
-        elif abs(timing.drift) > _MAX_DRIFT:
-            note("drifting", f"{timing.drift:+.0%}")
-        # A pass over memory waits for nobody.
-        if not is_pass and timing.skew_s is not None and timing.skew_s > _MAX_SKEW * timing.median_s:
-            note("skewed")
+            for kind, details in _find_reasons(r, r.timing, fraction):
+                found[kind, backend, r.world_size].append(_name(r) + (f" ({details})" if details else ""))
+            if r.device == "cpu":
+                on_cpu.add(r.world_size)
     doubts = [
         Doubt(
             "wrong" if kind == "parameters" else kind,

@@ -72,9 +72,6 @@ def _number(cell: str) -> float | None:
     return float(cell) if cell.strip() else None
 
 
-# -- tables of collectives ---------------------------------------------------------------------------------------------
-
-
 def _parse_allreduce_time(row: Row) -> CollectiveRecord:
     num_bytes, elements, backend = int(row["total_bytes"]), int(row["total_elements"]), row["backend"].strip()
     types = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
@@ -192,9 +189,6 @@ def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:
     return found
 
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
-
 def _load_layers(path: str | Path, header: list[str], parse: Callable[[Row], Any]) -> list[Any]:
     lines = _read_csv(Path(path))
     if lines[0][1][-len(header) :] != header:
@@ -220,9 +214,6 @@ def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
         return LayerTimeRecord(layer=row["Name"], timing=timing, source="imported")
 
     return _load_layers(path, LAYER_TIMES_HEADER, parse)
-
-
-# -- export ------------------------------------------------------------------------------------------------------------
 
 
 def _to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

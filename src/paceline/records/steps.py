@@ -125,8 +125,6 @@ class StepRecord(Record):
             if found is not None and (found.count, found.num_ranks) != (self.timing.count, self.timing.num_ranks):
                 raise RecordError(f"{self.place}: {name} has other repetitions or ranks than the steps")
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
-
     @property
     def variant(self) -> str:
         """The wrapper and the backend that carries its messages."""
@@ -155,8 +153,6 @@ class StepRecord(Record):
     @property
     def global_batch_size(self) -> int:
         return self.world_size * self.batch_size * self.accumulate
-
-    # -- computing and communication ---
 
     @property
     def samples_per_s(self) -> float:
@@ -204,8 +200,6 @@ class StepRecord(Record):
             return None
         return self.num_bytes / self.busy_s * bus_factor("all_reduce", self.world_size)
 
-    # -- phases -------------------------------------------------------------------------------------------------------
-
     def phase(self, name: str) -> Samples:
         """The samples of a phase or kind of steps that must have been measured."""
         found: Samples | None = getattr(self, name)
@@ -238,9 +232,6 @@ UPGRADES |= {
     "scale": ("step", {"silent": "no_comm"}, {}),
     "tune_step": ("step", {}, {"role": {"plan": "job"}}),
 }
-
-
-# -- variants compared with each other --------------------------------------------------------------------------------
 
 
 def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
@@ -299,9 +290,6 @@ def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
         ratios = [None if other is None else compare_steps(r, other) for other in others]
         standings.append(Standing(r, others[0], others[2], *ratios))
     return standings
-
-
-# -- scaling ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

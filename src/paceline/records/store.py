@@ -254,6 +254,7 @@ class Study:
         return len(list((self.path / _CELLS).glob("*.json")))  # none where the study was discarded
 
     def discard(self) -> None:
-        """Remove what a study without a finished cell left in its folder."""
-        shutil.rmtree(self._cells)
-        (self.path / STUDY_FILE).unlink()
+        """Remove what a study left in its folder, unless a cell is finished."""
+        if not self.count():
+            shutil.rmtree(self._cells)
+            (self.path / STUDY_FILE).unlink()

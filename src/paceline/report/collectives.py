@@ -177,9 +177,6 @@ def _note_alone(rows: Sequence[CollectiveRecord | ChunksRecord]) -> list[str]:
     return [note] if any(record.world_size == 1 for record in rows) else []
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-
 def _name_backend(record: CollectiveRecord) -> str:
     return record.backend if record.memory == "ordinary" else f"{record.backend} ({record.memory})"
 
@@ -269,9 +266,6 @@ def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
     same_type = here.dtype == there.dtype or "unknown" in (here.dtype, there.dtype)
     exact = ("collective", "backend", "memory", "device", "world_size", "num_bytes", "op")
     return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
 
 
 def _choose_drawn(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:

@@ -48,11 +48,11 @@ class Result:
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run, self.folder = run, folder
 
-    # -- what a subclass says --
-
     @property
     def answer(self) -> str:
         """The answer in one or two sentences: the first thing that is printed."""
+        if not self.records:
+            return f"Nothing was measured: the run of `paceline {self.run.verb}` has no records."
         return f"{len(self.records)} records of `paceline {self.run.verb}`."
 
     @property
@@ -86,8 +86,6 @@ class Result:
     def failure(self) -> str:
         """Why the result is a failure, for which a command exits with 1; empty where it is none."""
         return next((doubt.text for doubt in self.doubts if doubt.kind == "wrong"), "")
-
-    # -- what all results share ----------------------------------------------------------------------------------------
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -249,7 +247,8 @@ def build_result(run: Run, folder: Path | None = None) -> Result:
     module = next((module for module, verbs in _MODULES.items() if run.verb in verbs), None)
     if run.verb not in _CLASSES and module is not None:
         importlib.import_module(f"paceline.report.{module}")
-    return _CLASSES.get(run.verb, Result)(run, folder)
+    is_empty = run.verb.startswith("bench ") and not run.records  # interrupted before its first cell
+    return (Result if is_empty else _CLASSES.get(run.verb, Result))(run, folder)
 
 
 def load_result(path: str | Path) -> Result:

@@ -146,7 +146,7 @@ class WrappersResult(StepResult):
         ours = [s for s in self.standings if s.record.wrapper == "paceline" and s.torch is not None]
         if not ours:
             count = format_number_of(len(self.steps), "row")
-            return f"{count}: torch's wrapper and Paceline's were not measured together." if self.steps else "No step."
+            return f"{count}: torch's wrapper and Paceline's were not measured together."
         if len(ours) == 1:
             one, verdict = ours[0].record, _describe_verdict(ours[0])
             where = f"{one.model} on {format_number_of(one.world_size, 'rank')} ({one.backend})"
