@@ -188,6 +188,9 @@ class Session:
                 if records is None:
                     raise
                 return records
+            finally:
+                if self._is_closed:  # by another thread, just before ranks were started here
+                    pool.close()
 
     def _get_pool(self, ranks: int) -> RankPool:
         with self._lock:

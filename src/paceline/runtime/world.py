@@ -19,7 +19,7 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.rendezvous import Gathering, agree_on_backend, await_ranks, find_host_id, open_store
+from paceline.runtime.rendezvous import agree_on_backend, await_ranks, find_host_id, gather, open_gathering, open_store
 from paceline.transport import register, why_not
 from paceline.units import format_number_of
 
@@ -174,7 +174,7 @@ def share_first(place: Place, value: Any) -> Any:
     if dist.is_initialized():
         with join_world() as world:
             return world.share(value)[0]
-    return pickle.loads(Gathering(place).gather(pickle.dumps(value), 120.0)[0][0])
+    return pickle.loads(gather(open_gathering(place), place, pickle.dumps(value), 120.0)[0][0])
 
 
 def _adopt(device: str) -> World:
