@@ -358,15 +358,12 @@ def _describe_death(rank: int, code: int, was_heard: bool) -> Failure:
 
 def _make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
     """The error of the rank that failed first; one that only lost its peer may have lost a rank that `returned`."""
-    has_lost_returned = failure.is_secondary and bool(returned)
-    if failure.error is not None and not has_lost_returned:
+    lost = f" (rank {', '.join(map(str, returned))} had already returned)" if failure.is_secondary and returned else ""
+    if failure.error is not None and not lost:
         failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
         return failure.error
-    message = f"rank {failure.rank} of {num_ranks} {failure.summary}"
-    if has_lost_returned:
-        message += f" (rank {', '.join(map(str, returned))} had already returned)"
-    if failure.trace:
-        message += f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}"
+    trace = f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}" if failure.trace else ""
+    message = f"rank {failure.rank} of {num_ranks} {failure.summary}{lost}{trace}"
     return LaunchError(message, failure.rank, failure.trace, failure.code)
 
 

@@ -27,7 +27,7 @@ _DESTROY_S = 2.0  # how long a failed rank waits for its groups to be destroyed
 
 
 @dataclass(frozen=True)
-class World:
+class World(contextlib.AbstractContextManager["World"]):
     """This rank's world, open. Leaving the `with` block, `close()` and the end of the process all destroy it."""
 
     rank: int
@@ -63,9 +63,6 @@ class World:
         """Destroy the process groups; does nothing the second time."""
         self.__exit__(None, None, None)
 
-    def __enter__(self) -> World:
-        return self
-
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if _open is self:
             _destroy(error)
@@ -97,15 +94,13 @@ def init(
     `timeout_s` bounds each collective, `rendezvous_timeout_s` the wait for the other ranks.
     """
     global _open
-    if dist.is_initialized():
-        raise ConfigError(
-            "a process group is already open in this process: close it first, as with paceline.shutdown()"
-        )
-    place = _settle_place(rank, world_size)
+    limits = f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}"
+    refuse(
+        (dist.is_initialized(), "a process group is already open in this process: close it, as by paceline.shutdown()"),
+        (timeout_s <= 0 or rendezvous_timeout_s <= 0, f"{limits}: both must be above 0"),
+    )
+    place, backend = _settle_place(rank, world_size), machine.canonical_backend(backend)
     register()
-    backend = machine.canonical_backend(backend)
-    if timeout_s <= 0 or rendezvous_timeout_s <= 0:
-        raise ConfigError(f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}: both must be above 0")
     store = open_store(rendezvous, place, rendezvous_timeout_s)
     limit = timedelta(seconds=timeout_s)
     try:
