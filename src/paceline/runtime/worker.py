@@ -198,7 +198,12 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
 
         gc.collect()
         gc.freeze()  # collections in ranks then write to fewer shared pages
-        control.send(b"ready" if _has_one_thread() else b"threads")
+        # Python warns of other threads, but numpy's BLAS stops its own before a fork; so they are counted after one.
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        if not (pid := os.fork()):
+            os._exit(0)
+        os.waitpid(pid, 0)
+        control.send(b"ready" if len(os.listdir("/proc/self/task")) == 1 else b"threads")
     except OSError:  # the launcher is gone; or the kernel has no such call, and it will spawn ranks instead
         os._exit(1)
     poller = select.poll()
@@ -221,8 +226,7 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
             if not kind:  # the launcher is gone; the ranks follow
                 os._exit(0)
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
-            pid = _fork()
-            if pid == 0:
+            if not (pid := os.fork()):
                 control.close()
                 status.close()
                 for other, (_, other_status) in children.items():
@@ -237,21 +241,6 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
             child_fd = os.pidfd_open(pid)
             children[child_fd] = pid, status
             poller.register(child_fd, select.POLLIN)
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():  # Python warns of other threads: numpy's BLAS stops its own before a fork
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
-
-
-def _has_one_thread() -> bool:
-    """Whether this process has no other thread once the libraries that handle forks have handled one."""
-    pid = _fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return len(os.listdir("/proc/self/task")) == 1
 
 
 def _run_child(kind: bytes, link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> None:

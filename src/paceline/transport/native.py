@@ -38,7 +38,7 @@ _ERRORS = {
 }  # fmt: skip
 
 
-class TransportError(CollectiveError, RuntimeError):
+class TransportError(CollectiveError):
     """A group in shared memory that can be used no more; a `RuntimeError` too, as torch's own backends raise."""
 
 

@@ -32,16 +32,12 @@ _POPULATE_WRITE, _HUGE_PAGES = 23, 14
 _ACCEPTED = b"accepted"
 
 
-def identify_host() -> str:
-    """What ranks must have in common to share memory: kernel, user, and namespaces in which they find each other."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")]
-    return " ".join([boot, str(os.geteuid()), *spaces])
-
-
 def exchange_places(store: dist.Store, rank: int, size: int) -> list[dict[str, Any]]:
     """Every rank's host, process, cores and requested lanes, in rank order. Collective: every rank must call this."""
-    place = {"host": identify_host(), "pid": os.getpid(), "cores": machine.count_cores()}
+    # To share memory, ranks need one kernel, one user, and namespaces in which they find each other.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    host = " ".join([boot, str(os.geteuid()), *(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))])
+    place = {"host": host, "pid": os.getpid(), "cores": machine.count_cores()}
     store.set(f"place/{rank}", json.dumps(place | {"lanes": os.environ.get("PACELINE_LANES", "")}))
     return [json.loads(store.get(f"place/{other}")) for other in range(size)]
 
