@@ -461,9 +461,8 @@ class ProgressDisplay:
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=20),
                 progress.TaskProgressColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
-                console=rich.console.Console(stderr=True, highlight=False), transient=True,
-                redirect_stdout=False,  # stdout is for the result alone
-                speed_estimate_period=3600.0,
+                progress.TextColumn("left"), console=rich.console.Console(stderr=True, highlight=False), transient=True,
+                redirect_stdout=False, speed_estimate_period=3600.0,  # stdout is for the result alone
             )  # fmt: skip
             self._bar.start()
             self._bar.add_task("", total=None)
