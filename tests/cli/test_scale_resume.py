@@ -139,9 +139,7 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_resume(start, tmp_path):
     before = look_at(folder)
     assert 2 <= len(before) < 10 and not [name for name in before if name.startswith(".")]
     place = Path("out") / folder.name
-    words = (
-        f"interrupted: {len(before)} of 10 cells saved; resume with: paceline scale large-batch --resume {place}"
-    )
+    words = f"interrupted: {len(before)} of 10 cells saved; resume with: paceline scale large-batch --resume {place}"
     assert words in err
     # How many run at once may be another number now; a launched world can have one.
     answer = type_alone("scale", "large-batch", "--resume", str(folder), "--at-once", "1", "--json")
