@@ -14,7 +14,6 @@ from hypothesis import given, settings
 
 from paceline.errors import MeasurementError
 from paceline.records import CollectiveRecord, Samples
-from paceline.records.samples import Ratio
 from paceline.records.steps import list_points
 from paceline.records.store import Run, load_run
 from paceline.records.training import summarize_recipes
@@ -148,9 +147,6 @@ def test_rows_of_ranks_follow_from_the_steps(rng):
 
 
 def test_the_printed_ranks_say_when_torch_is_inside_the_noise():
-    assert scaling.say_ratio(Ratio(1.01, 0.02)) == "1.010 ± 0.020 (within the noise)"
-    assert scaling.say_ratio(Ratio(1.21, 0.02)) == "1.210 ± 0.020"
-    assert scaling.say_ratio(Ratio(1.21, None)) == "1.210 (one repetition)"
     rng = make_rng()
     noisy = make_samples(rng, 1.2e-2, 2, spread=0.5)
     records = [
@@ -158,7 +154,7 @@ def test_the_printed_ranks_say_when_torch_is_inside_the_noise():
         make_scale(rng, 2, 6e-3, backend="paceline"),
     ]  # fmt: skip
     rows = cells(scaling.SCALING, list_lines(list_points(records)))
-    assert [row["/ torch"][-18:] for row in rows] == ["", "1", "(within the noise)", ""]
+    assert [row["/ torch"][-1:] for row in rows] == ["", "1", "=", ""]
     assert rows[3]["/ torch on gloo"].startswith(("1.9", "2.0"))
     assert [row["wrapper"] for row in rows] == ["none", "torch on gloo", "paceline on gloo", "paceline on paceline"]
     assert rows[1]["global batch"] == "64" and rows[0]["efficiency"] == "1.000"

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.errors import RecordError
 from paceline.records.steps import list_points
 from paceline.records.training import summarize_recipes
 from paceline.report import large_batch, plots, scaling_plots
@@ -56,7 +55,7 @@ def svgs():
         ("strong", ["torch on gloo (measured)", "this host (simulated)", ">ideal<", "256 samples over all ranks"]),
         ("communication", ["compute (measured)", "exposed communication (measured)", "torch on gloo, weak (measured)"]),
         ("accuracy", ["no recipe (measured)", "lars (measured)", ">1,024<", "the same epochs"]),
-        ("curves", ["no recipe (measured, 3 seeds)", ">epochs<", ">updates<", "global batch size 1,024"]),
+        ("curves", ["no recipe at 1,024, same epochs (measured, 3 seeds)", ">epochs<", ">updates<"]),
     ],
 )  # fmt: skip
 def test_a_picture_tells_its_machine_its_lines_and_their_source(svgs, name, texts):
@@ -126,7 +125,7 @@ def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
 
 def test_bars_of_a_step_are_compute_and_exposed_on_top():
     panel = scaling_plots.plot_communication(SCALES, "box").axes[0]
-    compute, exposed = (list(bars) for bars in panel.containers[:2])
+    compute, exposed = (list(bars) for bars in panel.containers if hasattr(bars, "patches"))
     records = [r for r in SCALES if r.variant == "torch on gloo" and r.mode == "weak"]
     assert len(compute) == len(exposed) == len(records) == 4
     for low, high, record in zip(compute, exposed, records, strict=True):
@@ -152,23 +151,9 @@ def test_curves_are_means_over_seeds_against_epochs_and_updates():
     failed = make_run(512, "lars", 2, failure="nan", curve=())
     by_epochs, by_updates = large_batch.plot_curves([*runs, failed], "box").axes
     means = [100 * (a.test_accuracy + b.test_accuracy) / 2 for a, b in zip(*(r.curve for r in runs), strict=True)]
-    label = "lars (measured, 2 seeds)"
+    label = "lars at 512, same epochs (measured, 2 seeds)"
     assert _lines(by_epochs)[label] == (pytest.approx([1, 2, 3, 4]), pytest.approx(means))
     assert _lines(by_updates)[label] == (pytest.approx([2, 4, 6, 8]), pytest.approx(means))
-
-
-@pytest.mark.parametrize(
-    "plot",
-    [
-        lambda: scaling_plots.plot_ranks("weak", [], "box"),
-        lambda: scaling_plots.plot_ranks("strong", [p for p in POINTS if p.record.mode == "weak"], "box"),
-        lambda: scaling_plots.plot_communication([r for r in SCALES if r.world_size == 1], "box"),
-        lambda: large_batch.plot_accuracy([], "box"),
-    ],
-)
-def test_nothing_to_draw_is_refused_in_words(plot):
-    with pytest.raises(RecordError, match="no record to draw"):
-        plot()
 
 
 def test_the_legend_hides_no_line():

@@ -18,10 +18,9 @@ from paceline.predict.search import CapCurve, CapPoint, Change, estimate_caps, e
 from paceline.predict.simulate import MachineCosts, SimulatedStep
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
-from paceline.report.plots import COLORS, MARKERS, new_figure, place_legend
+from paceline.report.plots import COLORS, MARKERS, label_values, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.scaling_plots import label_counts
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -43,26 +42,24 @@ def _join(low_bytes: int, high_bytes: int) -> str:
 
 
 WHAT_IF = (
-    Column("network", lambda r: r.network, "text", "network", is_key=True),
-    Column("ranks", lambda r: r.world_size, "{:,}".format, "world_size", is_key=True),
-    Column("algorithm", lambda r: r.algorithm, "text", "algorithm", priority=1),
-    Column("step", lambda r: r.step_s, "ms", "step_s", priority=9),
+    *text_columns("network", is_key=True),
+    Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
+    *text_columns("algorithm", priority=1),
+    Column("step", "step_s", "ms", "step_s", priority=9),
     Column("90 % (ms)", lambda r: f"{format_ms(r.low_s)} to {format_ms(r.high_s)}", str, priority=8),
-    *raw_columns("low_s", "high_s"),
-    Column(None, lambda r: r.local_s, "s", "local_step_s"),
-    Column("efficiency", lambda r: r.efficiency, "percent.1", "efficiency", priority=7),
-    *raw_columns("efficiency_low", "efficiency_high"),
-    Column("exposed", lambda r: r.exposed_s, "ms", "exposed_s", priority=5),
-    Column("of step", lambda r: r.exposed_share, "percent.1", "exposed_share"),
+    Column("efficiency", "efficiency", "percent.1", "efficiency", priority=7),
+    Column("exposed", "exposed_s", "ms", "exposed_s", priority=5),
+    Column("of step", "exposed_share", "percent.1", "exposed_share"),
     Column("slowest rank", lambda r: r.straggler_s or None, "ms"),
-    *raw_columns("straggler_s", "best_cap_bytes", "plateau_low_bytes", "plateau_high_bytes"),
     Column("bucket size", _advise, str, priority=4),
-    Column("buckets", lambda r: r.num_buckets, "count", "num_buckets"),
-    *raw_columns("default_step_s"),
+    Column("buckets", "num_buckets", "count", "num_buckets"),
     Column("saves", lambda r: max(0.0, r.gain), "percent.1", priority=3),
-    *raw_columns("gain", "keeps_default"),
-    Column("bound by", lambda r: r.bound, str, "bound", priority=2),
-    *raw_columns("doubt", "source"),
+    Column("bound by", "bound", str, "bound", priority=2),
+    *raw_columns("low_s", "high_s", "efficiency_low", "efficiency_high", "straggler_s", "best_cap_bytes"),
+    *raw_columns(
+        "plateau_low_bytes", "plateau_high_bytes", "default_step_s", "gain", "keeps_default", "doubt", "source"
+    ),
+    *raw_columns(local_step_s="local_s"),
     Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", "text"),
 )
 
@@ -74,7 +71,7 @@ class PredictResult(Result):
 
     @cached_property
     def profile(self) -> LayerProfileRecord:
-        return next(record for record in self.records if isinstance(record, LayerProfileRecord))
+        return self.only(LayerProfileRecord)[0]
 
     @cached_property
     def fabrics(self) -> list[Fabric]:
@@ -86,8 +83,7 @@ class PredictResult(Result):
                 AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"])
                 for network in find_networks(config["network"])
             ]
-        sweep = [record for record in self.records if isinstance(record, CollectiveRecord)]
-        if sweep:
+        if sweep := self.only(CollectiveRecord):
             fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
         return fabrics
 
@@ -186,10 +182,8 @@ def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Fig
         for row in line:
             face = "white" if row.doubt else color
             axes.plot([row.world_size], [100 * row.efficiency], marker, color=color, markerfacecolor=face)
-    label_counts(axes, [row.world_size for row in rows])
-    axes.set_ylim(0, 105)
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("weak-scaling efficiency (%)")
+    label_values(axes, [row.world_size for row in rows])
+    axes.set(ylim=(0, 105), xlabel="ranks", ylabel="weak-scaling efficiency (%)")
     place_legend(figure, axes)
     return figure
 
@@ -201,20 +195,20 @@ POINTS = (
     Column("bucket size", lambda p: _join(p.low_bytes, p.high_bytes), "text", is_key=True),
     *raw_columns("low_bytes", "high_bytes"),
     Column("buckets", lambda p: len(p.cuts), "count", "num_buckets", priority=2),
-    Column("backward", lambda p: p.backward_s, "ms", "backward_s", priority=3),
-    Column("exposed", lambda p: p.step.exposed_s, "ms", "exposed_s", priority=1),
-    Column(None, lambda p: "simulated", "text", "source"),
+    Column("backward", "backward_s", "ms", "backward_s", priority=3),
+    Column("exposed", "step.exposed_s", "ms", "exposed_s", priority=1),
+    Column(None, lambda p: "simulated", key="source"),
 )
 CHANGES = (
-    Column("changed", lambda c: c.what, "text", "changed", is_key=True),
-    Column("by", lambda c: c.factor, lambda factor: f"x {factor:g}", "factor", is_key=True),
-    Column("best bucket size", lambda c: _join(*c.curve.plateau), "text", priority=3),
-    Column(None, lambda c: c.curve.plateau[0], "bytes", "plateau_low_bytes"),
-    Column(None, lambda c: c.curve.plateau[1], "bytes", "plateau_high_bytes"),
+    Column("changed", "what", key="changed", is_key=True),
+    Column("by", "factor", "x {:g}".format, "factor", is_key=True),
+    Column("best bucket size", lambda c: _join(*c.curve.plateau), priority=3),
+    Column(None, lambda c: c.curve.plateau[0], key="plateau_low_bytes"),
+    Column(None, lambda c: c.curve.plateau[1], key="plateau_high_bytes"),
     Column("buckets", lambda c: len(c.curve.best.cuts), "count", priority=1),
-    Column("backward", lambda c: c.curve.best.backward_s, "ms", priority=2),
-    Column("exposed", lambda c: c.curve.best.step.exposed_s, "ms"),
-    Column(None, lambda c: _to_json(c.curve.best), "text", "best"),
+    Column("backward", "curve.best.backward_s", "ms", priority=2),
+    Column("exposed", "curve.best.step.exposed_s", "ms"),
+    Column(None, lambda c: _to_json(c.curve.best), key="best"),
 )
 
 
@@ -229,13 +223,11 @@ class CapsResult(Result):
 
     @cached_property
     def job(self) -> Job:
-        sizes = [record for record in self.records if isinstance(record, LayerSizeRecord)]
-        return build_job_from_tables(sizes, [r for r in self.records if isinstance(r, LayerTimeRecord)])
+        return build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
 
     @cached_property
     def cost(self) -> MeasuredCurve:
-        sweep = [record for record in self.records if isinstance(record, CollectiveRecord)]
-        return fit_curve((record.num_bytes, record.time_s) for record in sweep)
+        return fit_curve((record.num_bytes, record.time_s) for record in self.only(CollectiveRecord))
 
     @cached_property
     def caps(self) -> CapCurve:

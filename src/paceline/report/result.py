@@ -7,18 +7,19 @@ import html
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from paceline.errors import RecordError
 from paceline.records.environment import NOISY, Doubt, find_doubts
 from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import RUN_FILE, Run, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
-from paceline.report.table import Column, Table, wrap
+from paceline.report.table import Column, Table, raw_columns, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+R = TypeVar("R", bound=Record)
 # The modules with the results of verbs. Each is imported when a run of one of its verbs is shown.
 _MODULES = {
     "collectives": ("bench allreduce", "bench chunks"),
@@ -90,6 +91,10 @@ class Result:
     @property
     def records(self) -> tuple[Record, ...]:
         return self.run.records
+
+    def only(self, kind: type[R]) -> list[R]:
+        """The records of one kind."""
+        return [record for record in self.records if isinstance(record, kind)]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -194,12 +199,8 @@ class DoctorResult(Result):
 
     verbs = ("doctor",)
 
-    @property
-    def checks(self) -> list[CheckRecord]:
-        return [record for record in self.records if isinstance(record, CheckRecord)]
-
     def _list(self, status: str) -> str:
-        return ", ".join(check.name for check in self.checks if check.status == status)
+        return ", ".join(check.name for check in self.only(CheckRecord) if check.status == status)
 
     @property
     def failure(self) -> str:
@@ -216,13 +217,12 @@ class DoctorResult(Result):
 
     def tables(self) -> list[Table]:
         columns = (
-            Column("", lambda check: check.status, str, "status", is_key=True),
-            Column("check", lambda check: check.name, "text", "name", is_key=True),
-            Column(None, lambda check: check.found, "text", "found"),
-            Column(None, lambda check: check.advice, "text", "advice"),
+            Column("", "status", str, "status", is_key=True),
+            Column("check", "name", key="name", is_key=True),
+            *raw_columns("found", "advice"),
             Column("found", lambda check: check.found + (f" -> {check.advice}" if check.advice else ""), "words"),
         )
-        return [Table("checks", "", columns, self.checks)]
+        return [Table("checks", "", columns, self.only(CheckRecord))]
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -230,6 +230,19 @@ class DoctorResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         return {"ok": not self.failure} | super().to_json()
+
+
+_JOB_DEFAULTS = {
+    "model": None, "wrapper": "paceline", "data": "synthetic", "batch_size": None, "precision": "fp32",
+    "backend": "auto", "channels": None, "hidden": None, "context": None,
+}  # fmt: skip
+
+
+def describe_job(config: dict[str, Any]) -> str:
+    """The options of a command that describe the job of this configuration."""
+    given = {name: value for name in _JOB_DEFAULTS if (value := config.get(name)) not in (None, _JOB_DEFAULTS[name])}
+    words = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
+    return " ".join(f"--{name.replace('_', '-')} {' '.join(map(str, value))}" for name, value in words.items())
 
 
 def _pick(named: dict[str, Any], name: str | None, what: str) -> Any:

@@ -11,14 +11,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.errors import MeasurementError, PacelineError
 from paceline.predict.networks import find_networks
 from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_assumptions, simulate_scaling
-from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, Record, StepRecord
+from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, StepRecord
 from paceline.records.environment import Environment
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import Ratio
@@ -34,7 +33,7 @@ from paceline.records.steps import (
 from paceline.records.store import Run
 from paceline.records.training import find_knee
 from paceline.report.result import Result, load_result
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import MIB, format_ms, format_number_of, format_rate, format_speed, parse_counts
 
 if TYPE_CHECKING:
@@ -45,17 +44,7 @@ NO_PREDICTION = "No prediction for"
 STUDIES = ("scale batch", "scale ranks", "scale large-batch")
 _NEAR = 0.1  # a prediction that is called good
 
-R = TypeVar("R", bound=Record)
 _three = "{:.3f}".format
-
-
-def only(records: Sequence[Record], kind: type[R]) -> list[R]:
-    return [record for record in records if isinstance(record, kind)]
-
-
-def text_columns(*paths: str) -> list[Column]:
-    """The attribute at each dotted path, under its last name."""
-    return [Column(path.split(".")[-1], attrgetter(path), key=path.split(".")[-1]) for path in paths]
 
 
 # -- batch sizes on one rank -------------------------------------------------------------------------------------------
@@ -70,19 +59,16 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
 
     columns = [
         *text_columns("model", "data", "device", "precision"),
-        *raw_columns("threads", "num_samples"),
-        Column("batch size", lambda r: r.batch_size, "number", "batch_size", is_key=True),
-        Column("steps per epoch", lambda r: r.num_steps, "number", "num_steps", priority=-1),
-        Column("epoch (s)", lambda r: r.epoch_s, _three, "epoch_s", priority=1),
-        Column(None, lambda r: r.timing and r.timing.p10_s, key="epoch_p10_s"),
-        Column(None, lambda r: r.timing and r.timing.p90_s, key="epoch_p90_s"),
-        Column("step", lambda r: r.step_s, "ms", "step_s", priority=2),
-        Column("samples/s", lambda r: r.samples_per_s, format_speed, "samples_per_s", priority=3),
-        Column("data wait (s)", lambda r: r.data_wait_s, _three, "data_wait_s", priority=-1),
+        Column("batch size", "batch_size", "number", "batch_size", is_key=True),
+        Column("steps per epoch", "num_steps", "number", "num_steps", priority=-1),
+        Column("epoch (s)", "epoch_s", _three, "epoch_s", priority=1),
+        Column("step", "step_s", "ms", "step_s", priority=2),
+        Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
+        Column("data wait (s)", "data_wait_s", _three, "data_wait_s", priority=-1),
         Column("peak memory (MiB)", lambda r: r.peak_bytes or None, _say_mib, "peak_bytes", priority=2),
         Column("noise", noise, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
-        *raw_columns("failure"),
+        *raw_columns("threads", "num_samples", "failure", epoch_p10_s="timing.p10_s", epoch_p90_s="timing.p90_s"),
         Column(None, lambda r: r is knee, key="is_knee"),
         Column(None, lambda r: r.timing.count if r.timing else 0, key="num_epochs"),
         *text_columns("source"),
@@ -103,14 +89,13 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     rates = {record.batch_size: record.samples_per_s for record in records if record.samples_per_s}
     best, here = max(rates, key=lambda size: rates[size]), knee.batch_size
     reached = f"{rates[here] / rates[best]:.0%} of the best {format_speed(rates[best])} samples/s (at {best})"
+    text = f"Throughput grows up to batch size {here} (the knee), which reaches {reached}."
     if len(rates) == 1:
         text = f"Batch size {here}, the only one measured, reaches {format_speed(rates[here])} samples/s."
     elif here == max(rates):
         text = f"Throughput grows up to batch size {here}, the largest measured: try larger ones."
     elif here == min(rates):
         text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
-    else:
-        text = f"Throughput grows up to batch size {here} (the knee), which reaches {reached}."
     memory = f" and the process peaks at {_say_mib(knee.peak_bytes)} MiB" if knee.peak_bytes else ""
     return [text, f"At batch size {here} a step takes {format_ms(knee.step_s or 0.0)} ms{memory}.", *failed]
 
@@ -137,6 +122,10 @@ class ScaleLine:
     def record(self) -> StepRecord:
         return self.point.record
 
+    @property
+    def split(self) -> StepRecord | None:
+        return self.record if is_split(self.record) else None
+
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
     """Each point in the given order, with what it is compared with; MeasurementError where one is above the peak."""
@@ -146,62 +135,44 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
         torch = known.get((point.record.cell, point.record.world_size, "torch", backend))
         return None if torch is None or point.record.world_size == 1 else compare_points(point, torch)
 
+    uses = [find_use(point.record, collectives) for point in points]
     return [
-        ScaleLine(p, compare(p, p.record.backend), compare(p, "gloo"), find_use(p.record, collectives)) for p in points
+        ScaleLine(p, compare(p, p.record.backend), compare(p, "gloo"), u) for p, u in zip(points, uses, strict=True)
     ]
-
-
-def say_ratio(ratio: Ratio) -> str:
-    """The ratio with its noise, and whether it is 1 within that."""
-    if ratio.noise is None:
-        return f"{ratio.value:.3f} (one repetition)"
-    verdict = "" if ratio.is_clear else " (within the noise)"
-    return "1" if ratio == Ratio(1.0, 0.0) else f"{ratio.value:.3f} ± {ratio.noise:.3f}{verdict}"
 
 
 def _say_cell(record: StepRecord | PredictedPoint, unit: str = " samples") -> str:
     return f"{record.cell_size}{unit} {'per rank' if record.mode == 'weak' else 'in all'}"
 
 
-def _ratio_columns(name: str, key: str, of: Callable[[ScaleLine], Ratio | None]) -> list[Column]:
-    return [
-        Column(name, of, say_ratio, priority=-1),
-        Column(None, lambda line: (ratio := of(line)) and ratio.value, key=key),
-        Column(None, lambda line: (ratio := of(line)) and ratio.noise, key=f"{key}_noise"),
-    ]
-
-
 # What says which step a row is about. `cell_size` counts samples per rank (weak) or over all ranks (strong).
 _FIRST = (
     *text_columns("record.model", "record.device"),
-    Column("mode", lambda s: s.record.mode, key="mode", priority=-2),
-    *raw_columns("record.data", "record.precision", "record.threads", "record.accumulate", "record.batch_size"),
-    *raw_columns("record.cell_size", "record.wrapper", "record.backend"),
+    *text_columns("record.mode", priority=-2),
     Column("samples", lambda s: _say_cell(s.record, ""), is_key=True),
-    Column("global batch", lambda s: s.record.global_batch_size, "number", "global_batch_size", priority=-2),
-    Column("ranks", lambda s: s.record.world_size, "number", "world_size", is_key=True),
-    Column("wrapper", lambda s: s.record.variant, is_key=True),
+    Column("global batch", "record.global_batch_size", "number", "global_batch_size", priority=-2),
+    Column("ranks", "record.world_size", "number", "world_size", is_key=True),
+    Column("wrapper", "record.variant", is_key=True),
+    *raw_columns("record.data", "record.precision", "record.threads", "record.accumulate", "record.batch_size"),
+    *raw_columns("record.cell_size", "record.wrapper", "record.backend", num_repetitions="record.timing.count"),
 )
-_LAST = (
-    Column(None, lambda s: s.record.timing.count, key="num_repetitions"),
-    Column("source", lambda s: s.record.source, key="source", priority=-2),
-)
+_LAST = text_columns("record.source", priority=-2)
 
 # Efficiencies are fractions of 1, `alone_s` is one rank's step in the same cell.
 SCALING = (
     *_FIRST,
-    Column("step", lambda s: s.record.timing.median_s, "ms", "step_s", priority=2),
-    Column("p10", lambda s: s.record.timing.p10_s, "ms", "step_p10_s", priority=-2),
-    Column("p90", lambda s: s.record.timing.p90_s, "ms", "step_p90_s", priority=-2),
-    Column(None, lambda s: s.point.alone.timing.median_s, key="alone_s"),
-    Column("samples/s", lambda s: s.record.samples_per_s, format_speed, "samples_per_s", priority=0),
-    Column("speed-up", lambda s: s.point.speedup, "ratio", "speedup", priority=3),
-    Column("ideal", lambda s: s.record.world_size, "number", "ideal_speedup", priority=-2),
-    Column("efficiency", lambda s: s.point.efficiency, _three, "efficiency", priority=4),
-    Column("±", lambda s: s.point.efficiency_noise, _three, "efficiency_noise", priority=1),
-    Column(None, lambda s: s.point.slowdown if is_split(s.record) else None, key="compute_slowdown"),
-    *_ratio_columns("/ torch", "efficiency_over_torch", lambda line: line.to_torch),
-    *_ratio_columns("/ torch on gloo", "efficiency_over_torch_on_gloo", lambda line: line.to_torch_on_gloo),
+    Column("step", "record.timing.median_s", "ms", "step_s", priority=2),
+    Column("p10", "record.timing.p10_s", "ms", "step_p10_s", priority=-2),
+    Column("p90", "record.timing.p90_s", "ms", "step_p90_s", priority=-2),
+    Column("samples/s", "record.samples_per_s", format_speed, "samples_per_s", priority=0),
+    Column("speed-up", "point.speedup", "ratio", "speedup", priority=3),
+    Column("ideal", "record.world_size", "number", "ideal_speedup", priority=-2),
+    Column("efficiency", "point.efficiency", _three, "efficiency", priority=4),
+    Column("±", "point.efficiency_noise", _three, "efficiency_noise", priority=1),
+    Column(None, lambda s: s.point.slowdown if s.split else None, key="compute_slowdown"),
+    *raw_columns(alone_s="point.alone.timing.median_s"),
+    *ratio_columns("/ torch", "to_torch", "efficiency_over_torch"),
+    *ratio_columns("/ torch on gloo", "to_torch_on_gloo", "efficiency_over_torch_on_gloo"),
     *_LAST,
 )
 
@@ -214,25 +185,24 @@ def _say_overlap(overlap: float) -> str:
 # Null where no steps without communication were timed.
 COMMUNICATION = (
     *_FIRST,
-    Column("step", lambda s: s.record.timing.median_s, "ms", "step_s", priority=0),
-    Column("compute", lambda s: s.record.compute_s if is_split(s.record) else None, "ms", "compute_s", priority=2),
-    Column("exposed", lambda s: s.record.exposed_s if is_split(s.record) else None, "ms", "exposed_s", priority=3),
-    Column("±", lambda s: s.record.exposed_noise_s, "ms", "exposed_noise_s", priority=-1),
-    Column("of step", lambda s: s.record.overhead if is_split(s.record) else None, "percent.1", "exposed_share",
-           priority=4),
-    Column("busy", lambda s: s.record.busy_s, "ms", "busy_s", priority=-1),
-    Column("overlap", lambda s: s.record.overlap if is_split(s.record) else None, _say_overlap, "overlap", priority=1),
+    Column("step", "record.timing.median_s", "ms", "step_s", priority=0),
+    Column("compute", "split.compute_s", "ms", "compute_s", priority=2),
+    Column("exposed", "split.exposed_s", "ms", "exposed_s", priority=3),
+    Column("±", "record.exposed_noise_s", "ms", "exposed_noise_s", priority=-1),
+    Column("of step", "split.overhead", "percent.1", "exposed_share", priority=4),
+    Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
+    Column("overlap", "split.overlap", _say_overlap, "overlap", priority=1),
     *_LAST,
-)  # fmt: skip
+)
 
 BANDWIDTH = (
     *_FIRST,
-    Column("sent per step", lambda s: s.record.num_bytes, "bytes", "num_bytes", priority=0),
-    Column("messages", lambda s: s.record.num_messages, "number", "num_messages", priority=-1),
-    Column("busy", lambda s: s.record.busy_s, "ms", "busy_s", priority=-1),
-    Column("busbw (GB/s)", lambda s: s.record.busbw_bytes_per_s, format_rate, "busbw_bytes_per_s", priority=3),
-    Column("peak (GB/s)", lambda s: s.use and s.use.peak_bytes_per_s, format_rate, "peak_bytes_per_s", priority=1),
-    Column("of peak", lambda s: s.use and s.use.share, "percent.1", "peak_share", priority=2),
+    Column("sent per step", "record.num_bytes", "bytes", "num_bytes", priority=0),
+    Column("messages", "record.num_messages", "number", "num_messages", priority=-1),
+    Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
+    Column("busbw (GB/s)", "record.busbw_bytes_per_s", format_rate, "busbw_bytes_per_s", priority=3),
+    Column("peak (GB/s)", "use.peak_bytes_per_s", format_rate, "peak_bytes_per_s", priority=1),
+    Column("of peak", "use.share", "percent.1", "peak_share", priority=2),
     *_LAST,
 )
 
@@ -250,26 +220,24 @@ def _say_source(point: PredictedPoint) -> str:
 
 # `source` is that of the prediction.
 PREDICTED = (
-    Column("wrapper", lambda q: q.variant, key="variant", is_key=True),
-    Column("network", lambda q: q.network, key="network", is_key=True),
+    Column("wrapper", "variant", key="variant", is_key=True),
+    *text_columns("network", is_key=True),
     Column("samples", lambda q: _say_cell(q, ""), is_key=True),
-    *raw_columns("mode", "cell_size", "alone_s"),
-    Column("ranks", lambda q: q.world_size, "{:,}".format, "world_size", is_key=True),
-    Column("predicted step", lambda q: q.step_s, "ms", "step_s", priority=2),
-    Column("low", lambda q: q.low_s, "ms", "low_s", priority=-1),
-    Column("high", lambda q: q.high_s, "ms", "high_s", priority=-1),
-    Column("measured step", lambda q: q.measured_s, "ms", "measured_step_s", priority=1),
-    Column("error", lambda q: q.error, "{:+.1%}".format, "error", priority=3),
-    Column("predicted speed-up", lambda q: q.speedup, "ratio", "speedup", priority=-2),
-    Column("predicted efficiency", lambda q: q.efficiency, _three, "efficiency", priority=0),
+    Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
+    Column("predicted step", "step_s", "ms", "step_s", priority=2),
+    Column("low", "low_s", "ms", "low_s", priority=-1),
+    Column("high", "high_s", "ms", "high_s", priority=-1),
+    Column("measured step", "measured_s", "ms", "measured_step_s", priority=1),
+    Column("error", "error", "{:+.1%}".format, "error", priority=3),
+    Column("predicted speed-up", "speedup", "ratio", "speedup", priority=-2),
+    Column("predicted efficiency", "efficiency", _three, "efficiency", priority=0),
     Column(None, lambda q: q.band(q.efficiency)[0], key="efficiency_low"),
     Column(None, lambda q: q.band(q.efficiency)[1], key="efficiency_high"),
-    Column("measured efficiency", lambda q: q.measured and q.measured.efficiency, _three, "measured_efficiency",
-           priority=-1),
-    Column(None, lambda q: q.measured and q.measured.record.source, key="measured_source"),
-    *raw_columns("is_covered", "doubt", "source"),
+    Column("measured efficiency", "measured.efficiency", _three, "measured_efficiency", priority=-1),
+    *raw_columns("mode", "cell_size", "alone_s", "is_covered", "doubt", "source"),
+    *raw_columns(measured_source="measured.record.source"),
     Column("source", _say_source, priority=-2),
-)  # fmt: skip
+)
 
 
 def _say_place(record: StepRecord) -> str:
@@ -531,7 +499,7 @@ class BatchResult(StudyResult):
 
     @cached_property
     def rows(self) -> list[BatchRecord]:
-        return only(self.records, BatchRecord)
+        return self.only(BatchRecord)
 
     def tables(self) -> list[Table]:
         return [build_batch_table(self.rows)]
@@ -560,7 +528,7 @@ class RanksResult(StudyResult):
 
     @cached_property
     def steps(self) -> list[StepRecord]:
-        return only(self.records, StepRecord)
+        return self.only(StepRecord)
 
     @cached_property
     def several(self) -> list[StepRecord]:
@@ -574,7 +542,7 @@ class RanksResult(StudyResult):
     def _lines(self) -> tuple[list[ScaleLine], str]:
         """The lines of all tables, and why the bandwidths among them are not shown."""
         try:
-            return list_lines(self.points, only(self.records, CollectiveRecord)), ""
+            return list_lines(self.points, self.only(CollectiveRecord)), ""
         except MeasurementError as error:
             return list_lines(self.points), str(error)
 
@@ -586,7 +554,7 @@ class RanksResult(StudyResult):
     def _predicted(self) -> tuple[list[PredictedPoint], list[str]]:
         """More ranks, from all that was measured; and the largest measured number from half as many, to compare it with
         its measurement. Nothing where no layers were profiled. With the assumptions, or why there is no prediction."""
-        if not self.several or not only(self.records, LayerProfileRecord):
+        if not self.several or not self.only(LayerProfileRecord):
             return [], []
         networks = find_networks(self.config["network"])
         most = max(record.world_size for record in self.several)
@@ -621,14 +589,10 @@ class RanksResult(StudyResult):
     def tables(self) -> list[Table]:
         (lines, failure), predicted = self._lines, self._predicted[0]
         rates = [] if failure else [line for line in lines if line.record.busbw_bytes_per_s is not None]
+        several = [line for line in lines if line.record.world_size > 1]
         tables = [
             Table("scaling", "ranks", SCALING, lines),
-            Table(
-                "communication",
-                "compute and communication",
-                COMMUNICATION,
-                [line for line in lines if line.record.world_size > 1],
-            ),
+            Table("communication", "compute and communication", COMMUNICATION, several),
             Table("bandwidth", "bandwidth and its measured peak", BANDWIDTH, rates),
             # A terminal shows the predictions that can be compared; the findings have the others.
             Table("predicted", "predicted", PREDICTED, predicted, shown=[q for q in predicted if q.measured]),
