@@ -31,8 +31,6 @@ class CollectiveResult(Result):
     `compared` are rows of another run or table to compare with, and `differences` what makes them incomparable.
     """
 
-    verbs = ("bench allreduce",)
-
     def __init__(
         self,
         run: Run,
@@ -60,7 +58,8 @@ class CollectiveResult(Result):
         most, size = max((record.world_size, record.num_bytes) for record in self.rows)
         last = [record for record in self.rows if (record.world_size, record.num_bytes) == (most, size)]
         parts = [
-            f"{format_duration(r.time_s)} on {_name_backend(r)} (busbw {format_rate(r.busbw_bytes_per_s)} GB/s)"
+            f"{format_duration(r.time_s)} on {_name_backend(r)}"
+            + (f" (busbw {format_rate(r.busbw_bytes_per_s)} GB/s)" if most > 1 else "")
             for r in sorted(last, key=lambda record: record.time_s)
         ]
         where = f"{format_bytes(size)} on {format_number_of(most, 'rank')}"
@@ -134,8 +133,6 @@ class CollectiveResult(Result):
 
 class ChunksResult(Result):
     """`bench chunks`: the total time of one size, cut into messages of many sizes."""
-
-    verbs = ("bench chunks",)
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         super().__init__(run, folder)
@@ -231,17 +228,13 @@ CHUNKS = (
 )
 
 
-def _find_ratio(pair: Pair) -> float | None:
-    return pair[0].time_s / pair[1].time_s if pair[0] and pair[1] else None
-
-
 COMPARISON = (
     Column("backend", lambda p: _name_backend(p[0] or p[1]), key="backend", is_key=True),
     Column("ranks", lambda p: (p[0] or p[1]).world_size, "number", "world_size", is_key=True),
     Column("size", lambda p: (p[0] or p[1]).num_bytes, "bytes", "num_bytes", is_key=True),
     Column("here", lambda p: p[0] and p[0].time_s, "ms", "here_s", priority=2),
     Column("there", lambda p: p[1] and p[1].time_s, "ms", "there_s", priority=2),
-    Column("here / there", _find_ratio, "ratio", "ratio", priority=3),
+    Column("here / there", lambda p: p[0] and p[1] and p[0].time_s / p[1].time_s, "ratio", "ratio", priority=3),
     Column("here busbw", lambda p: p[0] and p[0].busbw_bytes_per_s, "GB/s", "here_busbw_gbps"),
     Column("there busbw", lambda p: p[1] and p[1].busbw_bytes_per_s, "GB/s", "there_busbw_gbps"),
     Column("there is", lambda p: f"{p[1].source}, {p[1].timing.statistic}" if p[1] else None, key="there_is"),
@@ -303,13 +296,11 @@ def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequen
     """Time against size, both on log axes, grouped by backend, memory and ranks; `bounds` are what memory allows."""
     figure, axes = new_figure(f"{records[0].collective}: time", subtitle)
     _draw(axes, records, lambda r: r.num_bytes, lambda r, seconds: seconds * 1e3)
-    counts, places = sorted({r.world_size for r in records}), sorted({(r.device, r.world_size) for r in bounds})
-    for device, n in places:
+    counts = sorted({r.world_size for r in records})
+    for device, n in sorted({(r.device, r.world_size) for r in bounds}):
         rows = sorted((r for r in bounds if (r.device, r.world_size) == (device, n)), key=lambda r: r.num_bytes)
-        where = f" {device}" if len({device for device, _ in places}) > 1 else ""
-        label = f"memory bound{where}, {format_number_of(n, 'rank')} ({rows[0].source})"
+        label, marker = f"memory bound, {format_number_of(n, 'rank')} ({rows[0].source})", MARKERS[counts.index(n) % 7]
         xs, ys = [r.num_bytes for r in rows], [r.time_s * 1e3 for r in rows]
-        marker = MARKERS[counts.index(n) % len(MARKERS)]
         axes.plot(xs, ys, ":", color="#000000", marker=marker, ms=3.5, lw=1.4, label=label)
     times = [r.time_s for r in (*records, *bounds)]
     place_legend(figure, axes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,7 @@ from paceline.records import LargeBatchRecord, NoiseRecord
 from paceline.records.store import Run
 from paceline.records.training import RecipeSummary, summarize_recipes
 from paceline.report.plots import COLORS, build_panels, label_values, new_figure, place_legend
-from paceline.report.scaling import StudyResult
-from paceline.report.scaling_plots import draw_line
+from paceline.report.scaling import StudyResult, draw_line
 from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.units import format_number_of
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 _FAR = 10  # a batch that is far above the noise scale, as a multiple of it
 _LOG_FROM = 8  # a log axis where the longest run has this many times the updates of the shortest
-
-# -- large batches -----------------------------------------------------------------------------------------------------
 
 
 def _spread_columns(name: str, of: str, key: str, render: Callable[[float], str], priority: int) -> list[Column]:
@@ -63,74 +60,42 @@ RECIPES = (
 )
 
 
-def _say_length(run: LargeBatchRecord) -> str:
-    epochs = f"{round(run.epochs, 2):g} epoch{'' if run.epochs == 1 else 's'}"
-    return f"{format_number_of(run.num_updates, 'update')} in {epochs}"
-
-
-def _is_inside(summary: RecipeSummary) -> bool:
-    """Whether the gap is less than the spread over seeds here or at the baseline."""
-    spreads = [summary.accuracy, summary.baseline.accuracy if summary.baseline else None]
-    known = [spread.deviation for spread in spreads if spread and spread.deviation is not None]
-    return bool(known) and summary.gap is not None and abs(summary.gap) <= max(known)
-
-
 def _say_gap(summary: RecipeSummary) -> str:
-    gap = summary.gap or 0.0
-    inside = " (less than the spread over seeds)" if _is_inside(summary) else ""
+    """How far its accuracy is from the baseline's, and whether that is less than the spread over seeds of either."""
+    gap, spreads = summary.gap or 0.0, (summary.accuracy, summary.baseline and summary.baseline.accuracy)
+    known = [spread.deviation for spread in spreads if spread and spread.deviation is not None]
+    inside = " (less than the spread over seeds)" if known and abs(gap) <= max(known) else ""
     return f"{100 * abs(gap):.1f} points {'below' if gap >= 0 else 'above'} the baseline{inside}"
 
 
 def _describe(summary: RecipeSummary) -> str:
-    """Its accuracy, and how far that is from the baseline's."""
-    first, spread, base = summary.first, summary.accuracy, summary.baseline
-    recipe = "without a recipe" if first.recipe == "none" else f"with {first.recipe}"
+    first, spread = summary.first, summary.accuracy
+    what = f"{first.global_batch_size} {'without a recipe' if first.recipe == 'none' else f'with {first.recipe}'}"
     if spread is None:
-        return f"{first.global_batch_size} {recipe}: no seed finished ({first.failure})"
+        return f"{what}: no seed finished ({first.failure})"
     sure = "one seed" if spread.deviation is None else f"± {100 * spread.deviation:.1f}, {len(summary.finished)} seeds"
     failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
-    text = f"{first.global_batch_size} {recipe}: {100 * spread.mean:.1f} % ({sure}{failed})"
-    if base is None:
-        return text
-    here, there = summary.first, base.first
-    text += f", {_say_gap(summary)}" if summary.gap is not None else ""
-    is_alike = (here.num_updates, here.epochs) == (there.num_updates, there.epochs)
-    other = "" if is_alike else f" instead of {there.num_updates:,} in {round(there.epochs, 2):g}"
-    return f"{text}, after {_say_length(here)}{other}"
-
-
-def _say_best(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
-    """What the best recipe does for a batch size that has lost accuracy; empty where nothing was lost or tried."""
-    tried = [(s.gap, s) for s in others if s.gap is not None]
-    if not tried or not (plain.gap is None or (plain.gap > 0 and not _is_inside(plain))):
-        return ""
-    gap, best = min(tried, key=lambda pair: pair[0])
-    lost = math.inf if plain.gap is None else plain.gap
-    effect = "repairs it" if gap <= max(0.0, lost / 2) else "helps a little" if gap < lost else "does not repair it"
-    grown = best.first.num_updates != plain.first.num_updates  # a batch that grows
-    updates = f" with {format_number_of(best.first.num_updates, 'update')}" if grown else ""
-    return f"; the best recipe, {best.first.recipe}{updates}, {effect}: {_say_gap(best)}"
+    gap = "" if summary.gap is None else f", {_say_gap(summary)}"
+    length = f"{format_number_of(first.num_updates, 'update')} in {round(first.epochs, 2):g} epochs"
+    return f"{what}: {100 * spread.mean:.1f} % ({sure}{failed}){gap}, after {length}"
 
 
 def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
-    """What each batch size costs in test accuracy without a recipe, and what the best recipe does for it."""
+    """What each batch size costs in test accuracy without a recipe, and the recipe that does best for it."""
     groups: dict[tuple[str, int], list[RecipeSummary]] = {}
     for summary in summaries:
         groups.setdefault((summary.first.budget, summary.first.global_batch_size), []).append(summary)
     lines = []
     for (budget, _), group in groups.items():
-        plain = next((s for s in group if s.first.recipe == "none"), None)
-        others = [s for s in group if s is not plain]
-        if plain is not None and plain.baseline is not None:
-            lines.append(f"{_describe(plain)}{_say_best(plain, others)}.")
+        plain = [s for s in group if s.first.recipe == "none"]
+        tried = [(s.gap, s) for s in group if s not in plain and s.gap is not None]
+        if not plain or plain[0].baseline is None:
+            lines += [f"{f'Baseline (the same {budget}): ' if s in plain else ''}{_describe(s)}." for s in group]
             continue
-        if plain is not None:
-            lines.append(f"Baseline (the same {budget}): {_describe(plain)}, after {_say_length(plain.first)}.")
-        lines += [f"{_describe(s)}." for s in others]
+        best = min(tried, key=lambda pair: pair[0])[1] if tried else None
+        repair = f"; the best recipe, {best.first.recipe}: {_say_gap(best)}" if best else ""
+        lines.append(f"{_describe(plain[0])}{repair}.")
     return lines
-
-
-# -- the gradient noise scale ------------------------------------------------------------------------------------------
 
 
 def _say_number(value: float) -> str:
@@ -183,27 +148,23 @@ def group_noise(records: Sequence[NoiseRecord]) -> list[list[NoiseRecord]]:
 
 def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None) -> list[str]:
     """For each job its first and last noise scales, and what a global batch of `batch_size` would cost by it."""
-    return [_describe_series(series, batch_size) for series in group_noise(records)]
-
-
-def _describe_series(series: Sequence[NoiseRecord], batch_size: int | None) -> str:
-    last = [record for record in series if record.noise_scale is not None or record is series[0]][-1]
-    found = []
-    for record in (record for record in series if record in (series[0], last, series[-1])):
-        sure = f" (90 %: {_say_interval(record)})" if record.estimate.interval else ""
-        lost = "" if record.noise_scale is not None else ", where the gradient is lost in the noise"
-        found.append(f"{_say_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
-    text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}"
-    scale, interval = last.noise_scale, last.estimate.interval
-    if not scale or (interval is not None and interval[1] == math.inf):
-        return f"{text}."
-    size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
-    why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
-    cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
-    return f"{text}. Batches {why}: at {size}, {cost}."
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
+    lines = []
+    for series in group_noise(records):
+        last = [record for record in series if record.noise_scale is not None or record is series[0]][-1]
+        found = []
+        for record in (record for record in series if record in (series[0], last, series[-1])):
+            sure = f" (90 %: {_say_interval(record)})" if record.estimate.interval else ""
+            lost = "" if record.noise_scale is not None else ", where the gradient is lost in the noise"
+            found.append(f"{_say_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
+        text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
+        scale, interval = last.noise_scale, last.estimate.interval
+        if scale and (interval is None or interval[1] < math.inf):
+            size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
+            why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
+            cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
+            text += f" Batches {why}: at {size}, {cost}."
+        lines.append(text)
+    return lines
 
 
 def _name_recipe(recipe: str) -> str:
@@ -286,13 +247,9 @@ def plot_noise(records: Sequence[NoiseRecord], title: str, machine: str) -> Figu
     return figure
 
 
-# -- the result --------------------------------------------------------------------------------------------------------
-
-
 class LargeBatchResult(StudyResult):
     """`scale large-batch`: test accuracy by global batch size and recipe, and the gradient noise scale."""
 
-    verbs = ("scale large-batch",)
     topic = "Large batches"
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
@@ -309,12 +266,13 @@ class LargeBatchResult(StudyResult):
         ends = [record for record in self.runs if record.global_batch_size in (min(sizes), max(sizes))]
         drawn: dict[str, Callable[[], Figure]] = {}
         if any(summary.accuracy for summary in self.summaries):
-            drawn["accuracy"] = lambda: plot_accuracy(self.summaries, self.subtitle)
+            drawn["accuracy"] = partial(plot_accuracy, self.summaries, self.subtitle)
         if any(record.curve and not record.failure for record in ends):
-            drawn["curves"] = lambda: plot_curves(ends, self.subtitle)
+            drawn["curves"] = partial(plot_curves, ends, self.subtitle)
         if self.noise_records:
-            title = "Gradient noise scale of the baseline"
-            drawn["noise"] = lambda: plot_noise(self.noise_records, title, self.subtitle)
+            drawn["noise"] = partial(
+                plot_noise, self.noise_records, "Gradient noise scale of the baseline", self.subtitle
+            )
         return drawn
 
     @cached_property

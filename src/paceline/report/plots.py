@@ -86,7 +86,7 @@ def place_legend(figure: Figure, *axes: Axes) -> None:
             found.setdefault(label, handle)
     style: dict[str, Any] = {"fontsize": 8.5, "frameon": False}
     longest = max(map(len, found), default=0)
-    if len(found) <= 4:
+    if len(found) <= 4 and not figure.get_supxlabel():
         columns = 2 if longest < 45 else 1
         figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns, **style)
         return

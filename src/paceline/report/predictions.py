@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
-from paceline.predict.curves import MeasuredCurve, fit_curve
+from paceline.predict.curves import fit_curve
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
-from paceline.predict.search import CapCurve, CapPoint, Change, estimate_caps, estimate_sensitivity, find_best_cuts
-from paceline.predict.simulate import MachineCosts, SimulatedStep
+from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_sensitivity, find_best_cuts
+from paceline.predict.simulate import MachineCosts
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
+from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS, label_values, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, raw_columns, text_columns
@@ -67,8 +69,6 @@ WHAT_IF = (
 class PredictResult(Result):
     """`predict`: rows of networks x ranks. For one row, `step_s`, `interval` and `exposed_s` are its numbers."""
 
-    verbs = ("predict",)
-
     @cached_property
     def profile(self) -> LayerProfileRecord:
         return self.only(LayerProfileRecord)[0]
@@ -77,12 +77,9 @@ class PredictResult(Result):
     def fabrics(self) -> list[Fabric]:
         config = self.config
         fabrics: list[Fabric] = []
-        if config["network"] is not None:
+        for network in find_networks(config["network"]) if config["network"] is not None else ():
             inside = find_network(config["inside"] or INSIDE)
-            fabrics += [
-                AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"])
-                for network in find_networks(config["network"])
-            ]
+            fabrics.append(AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"]))
         if sweep := self.only(CollectiveRecord):
             fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
         return fabrics
@@ -157,16 +154,11 @@ class PredictResult(Result):
         network, ranks = "10gbe" if named is None else find_networks(named)[0].name, most if most > 1 else 8
         if self.config.get("is_own", True):
             return (f"paceline.tune(model, step, network={network!r}, network_ranks={ranks})",)
-        model = f"--model {self.profile.model}"
-        return (
-            f"paceline tune {model} --network {network} --network-ranks {ranks}",
-            f"paceline scale ranks {model} --ranks 1,2",
-        )
+        return (f"paceline tune --model {self.profile.model} --network {network} --network-ranks {ranks}",)
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {
-            "model": self.profile.model, "assumptions": list(self.findings), "source": "simulated"
-        }  # fmt: skip
+        more = {"model": self.profile.model, "assumptions": list(self.findings), "source": "simulated"}
+        return super().to_json() | more
 
 
 def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
@@ -186,9 +178,6 @@ def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Fig
     axes.set(ylim=(0, 105), xlabel="ranks", ylabel="weak-scaling efficiency (%)")
     place_legend(figure, axes)
     return figure
-
-
-# -- bucket sizes, from tables of layers ------------------------------------------------------------------------------
 
 
 POINTS = (
@@ -219,27 +208,13 @@ def _to_json(point: CapPoint) -> dict[str, Any]:
 class CapsResult(Result):
     """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce."""
 
-    verbs = ("predict csv",)
-
-    @cached_property
-    def job(self) -> Job:
-        return build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
-
-    @cached_property
-    def cost(self) -> MeasuredCurve:
-        return fit_curve((record.num_bytes, record.time_s) for record in self.only(CollectiveRecord))
-
-    @cached_property
-    def caps(self) -> CapCurve:
-        return estimate_caps(self.job, MachineCosts(curve=self.cost))
-
-    @cached_property
-    def changes(self) -> list[Change]:
-        return estimate_sensitivity(self.job, MachineCosts(curve=self.cost), self.cost)
-
-    @cached_property
-    def free_plan(self) -> tuple[tuple[int, ...], SimulatedStep]:
-        return find_best_cuts(self.job, MachineCosts(curve=self.cost))
+    def __init__(self, run: Run, folder: Path | None = None) -> None:
+        super().__init__(run, folder)
+        self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
+        self.cost = fit_curve((record.num_bytes, record.time_s) for record in self.only(CollectiveRecord))
+        costs = MachineCosts(curve=self.cost)
+        self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
+        self.free_plan = find_best_cuts(self.job, costs)
 
     @property
     def answer(self) -> str:
@@ -300,14 +275,11 @@ def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     least = max(curve.points[0].high_bytes, 1) / MIB
     draw_caps(axes, curve.points, [point.backward_s for point in curve.points], "predicted")
-    low, high = curve.plateau
+    low, high, best = *curve.plateau, curve.best
     axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, label="within 1 % of the best")
-    best = curve.best
     axes.plot([best.high_bytes / MIB], [best.backward_s * 1e3], "o", color=COLORS[2], label="best predicted")
     axes.axhline(curve.local_s * 1e3, color=COLORS[6], linestyle=":", linewidth=1, label="one rank alone")
-    axes.set_xlim(left=least)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("backward with communication (ms)")
+    axes.set(xlim=(least, None), ylim=(0, None), ylabel="backward with communication (ms)")
     place_legend(figure, axes)
     return figure
 
@@ -316,5 +288,4 @@ def draw_caps(axes: Axes, points: Sequence[CapPoint], seconds: Sequence[float], 
     """A line of times against bucket sizes, flat over each interval of caps."""
     xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
     axes.plot(xs, [second * 1e3 for second in seconds for _ in range(2)], color=COLORS[0], label=label)
-    axes.set_xscale("log")
-    axes.set_xlabel("bucket size (MiB)")
+    axes.set(xscale="log", xlabel="bucket size (MiB)")

@@ -12,20 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
+from paceline.predict import traces as tracing
 from paceline.predict.advice import Advice, StepFacts
 from paceline.predict.networks import MeasuredFabric, find_networks
-from paceline.predict.traces import (
-    CATEGORIES,
-    Overview,
-    RankTrace,
-    StepLane,
-    build_lanes,
-    find_lanes,
-    merge_traces,
-    overview_from_json,
-    overview_to_json,
-    render_trace,
-)
+from paceline.predict.traces import CATEGORIES, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
 from paceline.records import LayerProfileRecord
 from paceline.records.environment import Environment
@@ -47,16 +37,12 @@ MAX_RANKS = 8  # in one timeline
 _MAX_ROWS = 12  # of operators or kernels on a terminal
 _PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
 
 class ProfileResult(PhasesResult):
     """`paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its steps.
 
     `profile` is the record of the layers, None where they were not measured, `steps` the records of the phases.
     """
-
-    verbs = ("profile", "profile layers")
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         super().__init__(run, folder)
@@ -102,7 +88,7 @@ class ProfileResult(PhasesResult):
         return [f"paceline predict --model-profile {self.folder} --network 10gbe --ranks 2,8,64"]
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"notes": list(self.findings)}
+        return super().to_json() | {"notes": self.findings}
 
 
 class _Part(NamedTuple):
@@ -205,9 +191,6 @@ def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tu
     return [(x, y, name + (f" +{len(others)}" if others else "")) for *others, (x, y, name) in groups]
 
 
-# -- traces ------------------------------------------------------------------------------------------------------------
-
-
 class TraceResult(Result):
     """`profile trace`: what each rank did in a step, what takes the time, and what would make steps faster.
 
@@ -215,13 +198,11 @@ class TraceResult(Result):
     folder. `traces` are those of the ranks, None of a saved run; `plot` draws one step of them.
     """
 
-    verbs = ("profile trace",)
-
     def __init__(
         self,
         run: Run,
         folder: Path | None = None,
-        document: dict[str, Any] | None = None,
+        document: Any = None,
         traces: Sequence[RankTrace] = (),
         plot: bool = True,
     ) -> None:
@@ -230,7 +211,7 @@ class TraceResult(Result):
         path = (folder or Path()) / OVERVIEW
         try:
             self.document: dict[str, Any] = json.loads(path.read_text()) if document is None else document
-            self.overviews = [overview_from_json(one) for one in self.document["overviews"]]
+            self.overviews = [tracing.overview_from_json(one) for one in self.document["overviews"]]
             self.facts = StepFacts(**self.document["facts"])
             self.advice: list[dict[str, Any]] = self.document["advice"]
         except (OSError, KeyError, TypeError, ValueError) as error:
@@ -243,7 +224,7 @@ class TraceResult(Result):
         """What `overview.json` holds."""
         names = ("kind", "gain_s", "factor", "certainty", "text")
         return {
-            "overviews": [overview_to_json(overview) for overview in overviews],
+            "overviews": [tracing.overview_to_json(overview) for overview in overviews],
             "facts": asdict(facts),
             "advice": [{name: getattr(one, name) for name in names} for one in advice],
         }
@@ -289,11 +270,15 @@ class TraceResult(Result):
             return {}
         wrapper = self.config.get("wrapper", "unknown wrapper")
         title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
-        return {"timeline": lambda: plot_timeline(build_lanes(self.traces), title, self.run.environment.machine)}
+        return {
+            "timeline": lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.run.environment.machine)
+        }
 
     def files(self) -> dict[str, str | bytes]:
         files: dict[str, str | bytes] = {OVERVIEW: json.dumps(self.document, indent=1) + "\n"}
-        return files | ({"trace.json.gz": render_trace(merge_traces(self.traces))} if self.traces else {})
+        return files | (
+            {"trace.json.gz": tracing.render_trace(tracing.merge_traces(self.traces))} if self.traces else {}
+        )
 
     @property
     def next_steps(self) -> list[str]:
@@ -393,7 +378,7 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
                 axes.text(*place, words, ha="center", va="center", fontsize=7.5, color=color)
         # Neither a bucket nor its label is drawn over another.
         label_s = 0.065 * end_ms / 1e3 if len(lane.buckets) <= _MAX_LABELS else 0.0
-        rows = find_lanes((bucket.ready_s, bucket.done_s + label_s) for bucket in lane.buckets)
+        rows = tracing.find_lanes((bucket.ready_s, bucket.done_s + label_s) for bucket in lane.buckets)
         bottom = top + 0.65 + _ROW * (max(rows, default=-1) + 1)
         free_s = float("inf") if lane.backward_end_s is None else lane.backward_end_s
         for bucket, row in zip(lane.buckets, rows, strict=True):
@@ -422,16 +407,11 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
     return figure
 
 
-# -- networks ----------------------------------------------------------------------------------------------------------
-
-
 class CommTableResult(StepResult):
     """`profile comm-table`: the measured step of one rank, and its gradients on assumed and measured networks.
 
     `sweeps` are networks that were measured; those of a saved run are in the runs that `--curve` named.
     """
-
-    verbs = ("profile comm-table",)
 
     def __init__(self, run: Run, folder: Path | None = None, sweeps: Sequence[MeasuredFabric] = ()) -> None:
         super().__init__(run, folder)
@@ -488,8 +468,6 @@ COMM = (
 )
 
 
-# -- two profiles ------------------------------------------------------------------------------------------------------
-
 # The settings in which two runs of phases may differ without a remark: only cells that both have are compared.
 _MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
 # What is compared, by the keys of JSON rows, and its unit. Steps of different batches are compared by what they get
@@ -524,8 +502,6 @@ class ComparedRow:
 
 class ComparisonResult(Result):
     """`profile --compare`: two traces, or the phases of two runs, and the ratio of each quantity."""
-
-    verbs = (COMPARE,)
 
     @classmethod
     def of(cls, first: Result, second: Result, environment: Environment) -> ComparisonResult:

@@ -7,7 +7,7 @@ import html
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import RecordError
 from paceline.records.environment import NOISY, Doubt, find_doubts
@@ -20,31 +20,35 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 R = TypeVar("R", bound=Record)
-# The modules with the results of verbs. Each is imported when a run of one of its verbs is shown.
-_MODULES = {
-    "collectives": ("bench allreduce", "bench chunks"),
-    "large_batch": ("scale large-batch",),
-    "predictions": ("predict", "predict csv"),
-    "profiles": ("profile", "profile layers", "profile trace", "profile comm-table", "profile --compare"),
-    "scaling": ("scale batch", "scale ranks", "scale report"),
-    "steps": ("bench wrappers", "profile phases"),
-    "training": ("train",),
-    "tuning": ("tune",),
+# The class of the result of each verb, by its module, which is imported when such a run is shown.
+_CLASSES = {
+    "bench allreduce": "collectives.CollectiveResult",
+    "bench chunks": "collectives.ChunksResult",
+    "bench wrappers": "steps.WrappersResult",
+    "doctor": "result.DoctorResult",
+    "predict": "predictions.PredictResult",
+    "predict csv": "predictions.CapsResult",
+    "profile": "profiles.ProfileResult",
+    "profile --compare": "profiles.ComparisonResult",
+    "profile comm-table": "profiles.CommTableResult",
+    "profile layers": "profiles.ProfileResult",
+    "profile phases": "steps.PhasesResult",
+    "profile trace": "profiles.TraceResult",
+    "scale batch": "scaling.BatchResult",
+    "scale large-batch": "large_batch.LargeBatchResult",
+    "scale ranks": "scaling.RanksResult",
+    "scale report": "scaling.ReportResult",
+    "train": "training.TrainRunResult",
+    "tune": "tuning.TuneResult",
 }
-_CLASSES: dict[str, type[Result]] = {}
 
 
 class Result:
-    """What a verb returns. A subclass names its verbs and says what its records mean.
+    """What a verb returns. A subclass says what the records of its verb mean.
 
     Everything is derived from `run`, so a run folder, however old, gives the same result again (`load_result`).
     `folder` is where the run was saved, None where it was not.
     """
-
-    verbs: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls) -> None:
-        _CLASSES.update(dict.fromkeys(cls.verbs, cls))
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run, self.folder = run, folder
@@ -197,8 +201,6 @@ class Result:
 class DoctorResult(Result):
     """`paceline doctor`: one record for each check."""
 
-    verbs = ("doctor",)
-
     def _list(self, status: str) -> str:
         return ", ".join(check.name for check in self.only(CheckRecord) if check.status == status)
 
@@ -257,11 +259,11 @@ def _pick(named: dict[str, Any], name: str | None, what: str) -> Any:
 
 def build_result(run: Run, folder: Path | None = None) -> Result:
     """The result of a run, of the class of its verb."""
-    module = next((module for module, verbs in _MODULES.items() if run.verb in verbs), None)
-    if run.verb not in _CLASSES and module is not None:
-        importlib.import_module(f"paceline.report.{module}")
     is_empty = run.verb.startswith("bench ") and not run.records  # interrupted before its first cell
-    return (Result if is_empty else _CLASSES.get(run.verb, Result))(run, folder)
+    module, _, name = ("" if is_empty else _CLASSES.get(run.verb, "")).partition(".")
+    kind = getattr(importlib.import_module(f"paceline.report.{module}"), name) if module else Result
+    result: Result = kind(run, folder)
+    return result
 
 
 def load_result(path: str | Path) -> Result:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from paceline.records.samples import Ratio
 from paceline.records.steps import PRECISIONS, Standing, StepRecord, compare_wrappers
@@ -31,13 +31,8 @@ class StepResult(Result):
         return tuple(text for text in self.run.warnings if not text.startswith(known))
 
 
-# -- phases ------------------------------------------------------------------------------------------------------------
-
-
 class PhasesResult(StepResult):
     """`profile phases`: one row per number of ranks and batch size."""
-
-    verbs: ClassVar[tuple[str, ...]] = ("profile phases",)
 
     @property
     def answer(self) -> str:
@@ -107,13 +102,9 @@ def describe_phases(record: StepRecord) -> list[str]:
     if record.world_size == 1:
         return [cost]
     sure = "" if record.exposed_noise_s is None else f" ± {format_ms(record.exposed_noise_s)}"
-    messages = format_number_of(record.num_messages, "message")
-    return [
-        f"{place}: each rank sends {format_bytes(record.num_bytes)} in {messages} per step; "
-        f"communication overhead {record.overhead:.1%} ({format_ms(record.exposed_s)}{sure} ms of "
-        f"{format_ms(record.timing.median_s)})",
-        cost,
-    ]
+    sent = f"{format_bytes(record.num_bytes)} in {format_number_of(record.num_messages, 'message')} per step"
+    took = f"{format_ms(record.exposed_s)}{sure} ms of {format_ms(record.timing.median_s)}"
+    return [f"{place}: each rank sends {sent}; communication overhead {record.overhead:.1%} ({took})", cost]
 
 
 def describe_cost(ratio: Ratio, of: str) -> str:
@@ -122,13 +113,8 @@ def describe_cost(ratio: Ratio, of: str) -> str:
     return f"{ratio.value - 1:+.1%}{noise} of {of}{'' if ratio.is_clear else ', within the noise'}"
 
 
-# -- wrappers ----------------------------------------------------------------------------------------------------------
-
-
 class WrappersResult(StepResult):
     """`bench wrappers`: one row per wrapper, backend, number of ranks and model, compared with torch's wrapper."""
-
-    verbs = ("bench wrappers",)
 
     @property
     def standings(self) -> list[Standing]:
@@ -141,10 +127,10 @@ class WrappersResult(StepResult):
         if not ratios:
             return "torch's wrapper and Paceline's were not measured together."
         if len(ours) == 1:
-            one, verdict = ours[0].record, _describe_verdict(ours[0])
+            one, cost = ours[0].record, describe_cost(ratios[0], "torch's step")
             where = f"{one.model} on {format_number_of(one.world_size, 'rank')} ({one.backend})"
             took = format_duration(one.timing.median_s)
-            return f"A step of {where} in Paceline's wrapper takes {took}; compared with torch's: {verdict}."
+            return f"A step of {where} in Paceline's wrapper takes {took}; the difference is {cost}."
         faster, slower = (sum(r.is_clear and (r.value < 1) is side for r in ratios) for side in (True, False))
         return (
             f"Paceline's wrapper is faster than torch's in {faster} of {len(ratios)} cells, slower in {slower}, and "
@@ -176,23 +162,6 @@ class WrappersResult(StepResult):
         return [f"paceline profile phases --model {r.model} --ranks {r.world_size}" for r in self.steps[-1:]]
 
 
-def _describe_verdict(standing: Standing) -> str | None:
-    """The step compared with torch's wrapper, in words."""
-    ratio = standing.to_torch
-    if ratio is None or standing.torch is standing.record:
-        return None
-    if ratio.noise is None:
-        return "one repetition"
-    if not ratio.is_clear:
-        return "within the noise"
-    return f"{abs(ratio.value - 1):.1%} {'slower' if ratio.value > 1 else 'faster'}"
-
-
-def _find_host_us(standing: Standing) -> float | None:
-    host_s = standing.host_s_per_parameter
-    return None if host_s is None else host_s * 1e6
-
-
 # JSON rows name the element type as torch does, as they always have.
 _DTYPES = {precision: dtype for dtype, precision in PRECISIONS.items()}
 
@@ -222,8 +191,8 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
         ),
         *ratio_columns("/ tuned", "to_tuned", "ratio_to_torch_tuned", "noise_to_torch_tuned", 2),
         *ratio_columns("/ bare", "to_bare", "ratio_to_bare", "noise_to_bare", 1),
-        Column("than torch", _describe_verdict, priority=3),
-        Column("host µs/param", _find_host_us, "{:.2f}".format, "host_us_per_parameter", priority=-1),
+        Column("host µs/param", lambda s: (host_s := s.host_s_per_parameter) and host_s * 1e6, "{:.2f}".format,
+               "host_us_per_parameter", priority=-1),
         Column(None, lambda s: s.record.held_bytes or None, key="held_bytes"),
         Column(None, lambda s: s.record.peak_step_bytes or None, key="peak_step_bytes"),
         Column("memory added", "added_bytes", "bytes", "added_bytes", priority=-1),

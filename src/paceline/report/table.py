@@ -156,17 +156,17 @@ class Table:
     def html(self) -> str:
         """All columns for people, for a notebook."""
         shown = self._show(self.rows)
-
-        def build_row(cells: Sequence[str], tag: str) -> str:
-            sides = ("right" if one.column.is_number else "left" for one in shown)
-            parts = zip(cells, sides, strict=True)
-            return "".join(f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>' for cell, side in parts)
-
-        head = build_row([one.column.header for one in shown], "th")
-        rows = zip(*(one.cells for one in shown), strict=True)
-        body = "".join(f"<tr>{build_row(row, 'td')}</tr>" for row in rows)
+        sides = ["right" if one.column.is_number else "left" for one in shown]
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        rows = [("th", [one.column.header for one in shown])]
+        rows += [("td", list(cells)) for cells in zip(*(one.cells for one in shown), strict=True)]
+        lines = []
+        for tag, cells in rows:
+            parts = [
+                f'<{tag} style="text-align:{s}">{html.escape(c)}</{tag}>' for c, s in zip(cells, sides, strict=True)
+            ]
+            lines.append(f"<tr>{''.join(parts)}</tr>")
+        return f"<table>{caption}{''.join(lines)}</table>"
 
     def terminal(self, width: int | None = 80) -> str:
         """The table for a terminal of this width; None shows every column, however wide.

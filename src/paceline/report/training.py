@@ -48,8 +48,6 @@ class TrainRunResult(Result):
     `run.config` has the settings, and in `outcome` its `steps`, `world_size`, `backend`, `device`, `num_parameters`.
     """
 
-    verbs = ("train",)
-
     def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:
         super().__init__(run, folder)
         if rows is None:

@@ -61,8 +61,6 @@ class TuneResult(Result):
     """`tune`: `plan` is the answer, `gain` the measured ratio of its step to the default's (None if not confirmed),
     `verdict` is "use" or "keep", `candidates` are the bucket sizes with what was predicted and measured."""
 
-    verbs = ("tune",)
-
     @cached_property
     def tuning(self) -> Tuning:
         file = None if self.folder is None else self.folder / "plan.json"
@@ -193,24 +191,21 @@ def describe_answer(tuning: Tuning) -> str:
     choice, judgement = tuning.choice, tuning.judgement
     count, gain = format_number_of(choice.estimate.num_buckets, "bucket"), judgement.gain
     if choice.is_default or (gain is None and tuning.keeps_default):
-        sizes = f"all bucket sizes lie within {judgement.spread:.1%}"
+        sizes = f"all bucket sizes lie within {judgement.spread:.1%}, the noise being {judgement.noise or 0:.1%}"
         if judgement.is_flat:
-            noise = f"the noise being {judgement.noise:.1%}" if judgement.noise else "predicted"
-            return f"flat: keep the default, {count}: {sizes}, {noise}"
+            return f"flat: keep the default, {count}: {sizes}"
         regret = "" if judgement.regret is None else f" (regret {judgement.regret:.1%})"
         return f"keep the default, {count}: no plan is predicted to gain more than the noise; {sizes}{regret}"
     cap = f"bucket size {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "the plan"
+    predicted = f"predicted {choice.gain:.1%} less than the default"
     if gain is None:
-        return f"use {cap}, {count}: predicted {choice.gain:.1%} less than the default"
+        return f"use {cap}, {count}: {predicted}"
     noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
-    took = f"{abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}"
+    took = f"took {abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}, measured in turns"
     if gain.is_clear and gain.value <= 1:
-        return (
-            f"use {cap}, {count}: it takes {took} than the default, measured in turns; predicted {choice.gain:.1%}, "
-            f"regret {judgement.regret:.1%}"
-        )
-    why = ": a wrong prediction" if gain.is_clear else ", within the noise"
-    return f"keep the default: {cap}, {count}, was predicted to take {choice.gain:.1%} less, and took {took}{why}"
+        return f"use {cap}, {count}: {predicted}, and {took}; regret {judgement.regret:.1%}"
+    why = "a wrong prediction" if gain.is_clear else "within the noise"
+    return f"keep the default: {cap}, {count}, was {predicted}, and {took}: {why}"
 
 
 def describe_torch(tuning: Tuning) -> str:
