@@ -196,7 +196,7 @@ def make_line(**changes):
 
 def test_a_bandwidth_above_the_peak_gets_no_table():
     line = make_line(busy_s=1e-3)
-    assert line(make_collectives(make_rng(), 1e-3)).use is not None
+    assert line(make_collectives(make_rng(), 1e-3)).peak is not None
     with pytest.raises(MeasurementError) as caught:
         line(make_collectives(make_rng(), 1e-2))
     assert caught.value.code == "above-peak"
@@ -517,7 +517,7 @@ def test_failures_are_told():
 
 def test_recipes_without_a_baseline_stand_alone():
     assert large_batch.describe_recipes(summarize_recipes([make_run(512, "lars")])) == [
-        "512 with lars: 90.0 % (one seed), after 20 updates in 10 epochs."
+        "512 with lars: 90.0 % (one seed), after 8 updates in 4 epochs."
     ]
 
 

@@ -40,7 +40,7 @@ class CollectiveResult(Result):
     ) -> None:
         super().__init__(run, folder)
         self.compared, self._differences = compared, differences
-        self.bounds = MemoryBounds.of(run.records)
+        self.bounds = MemoryBounds(run.records)
         self.rows = self.only(CollectiveRecord)
         self._columns = build_columns(self.rows, self.bounds)
 

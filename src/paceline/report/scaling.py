@@ -22,15 +22,7 @@ from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, St
 from paceline.records.environment import Environment
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import Ratio
-from paceline.records.steps import (
-    ScalePoint,
-    Straggler,
-    Utilisation,
-    compare_points,
-    find_straggler,
-    find_use,
-    list_points,
-)
+from paceline.records.steps import ScalePoint, Straggler, compare_points, find_peak_of, find_straggler, list_points
 from paceline.records.store import Run
 from paceline.records.training import find_knee
 from paceline.report.plots import COLORS, MARKERS, build_panels, label_values, new_figure, place_legend
@@ -106,12 +98,12 @@ def is_split(record: StepRecord) -> bool:
 @dataclass(frozen=True)
 class ScaleLine:
     """A point; its efficiency over that of torch's wrapper on the same backend and on gloo, above 1 where it is better;
-    and what its messages used of the measured peak. None where that was not measured."""
+    and the measured peak for its messages. None where that was not measured."""
 
     point: ScalePoint
     to_torch: Ratio | None = None
     to_torch_on_gloo: Ratio | None = None
-    use: Utilisation | None = None
+    peak: float | None = None
 
     @property
     def record(self) -> StepRecord:
@@ -130,9 +122,9 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
         torch = known.get((point.record.cell, point.record.world_size, "torch", backend))
         return None if torch is None or point.record.world_size == 1 else compare_points(point, torch)
 
-    uses = [find_use(point.record, collectives) for point in points]
     return [
-        ScaleLine(p, compare(p, p.record.backend), compare(p, "gloo"), u) for p, u in zip(points, uses, strict=True)
+        ScaleLine(p, compare(p, p.record.backend), compare(p, "gloo"), find_peak_of(p.record, collectives))
+        for p in points
     ]
 
 
@@ -196,8 +188,8 @@ BANDWIDTH = (
     Column("messages", "record.num_messages", "number", "num_messages", priority=-1),
     Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
     Column("busbw (GB/s)", "record.busbw_bytes_per_s", format_rate, "busbw_bytes_per_s", priority=3),
-    Column("peak (GB/s)", "use.peak_bytes_per_s", format_rate, "peak_bytes_per_s", priority=1),
-    Column("of peak", "use.share", "percent.1", "peak_share", priority=2),
+    Column("peak (GB/s)", "peak", format_rate, "peak_bytes_per_s", priority=1),
+    Column("of peak", lambda s: s.peak and s.record.busbw_bytes_per_s / s.peak, "percent.1", "peak_share", priority=2),
     *_LAST,
 )
 
@@ -243,8 +235,7 @@ def _say_cause(point: ScalePoint) -> str:
     if not is_split(record):
         return ""
     exposed, is_weak = f"exposed communication is {record.overhead:.0%} of the step", record.mode == "weak"
-    ideal_s = point.alone.timing.median_s / (1 if is_weak else record.world_size)
-    if record.exposed_s >= record.compute_s - ideal_s:
+    if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
         return f" The cause: {exposed}." if record.exposed_s > 0 else ""
     why = "ranks slow each other down, computing" if is_weak else "a rank's share of the batch"
     than = "as long as on one rank" if is_weak else "its share of one rank's time"
@@ -254,7 +245,7 @@ def _say_cause(point: ScalePoint) -> str:
 def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
     """How well each leader does, the larger cause of what is lost, where strong scaling ends, and the bandwidth."""
     texts = []
-    for point, record, use in ((line.point, line.record, line.use) for line in leaders):
+    for point, record, peak in ((line.point, line.record, line.peak) for line in leaders):
         noise = point.efficiency_noise
         speed = "" if record.mode == "weak" else f"speed-up {point.speedup:.2f} of {record.world_size}, "
         sure = " (one repetition)" if noise is None else f" ± {noise:.2f}"
@@ -268,9 +259,9 @@ def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> 
             if record.busy_s:
                 limit = point.alone.timing.median_s / record.busy_s
                 text += f" While messages take {format_ms(record.busy_s)} ms of a step, it stays below {limit:.1f}."
-        if use is not None:
-            rate, peak = format_rate(use.busbw_bytes_per_s), format_rate(use.peak_bytes_per_s)
-            text += f" Messages reach {rate} GB/s, {use.share:.0%} of the measured peak of {peak} GB/s."
+        if peak is not None and (rate := record.busbw_bytes_per_s) is not None:
+            of_peak = f"{rate / peak:.0%} of the measured peak of {format_rate(peak)} GB/s"
+            text += f" Messages reach {format_rate(rate)} GB/s, {of_peak}."
         texts.append(text)
     return texts
 
