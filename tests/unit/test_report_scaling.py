@@ -103,8 +103,8 @@ def test_the_printed_sweep_marks_the_knee_and_tells_what_does_not_fit():
     records = make_batches(make_rng())
     rows = cells(scaling.build_batch_table(records), None)
     assert [row["mark"] for row in rows] == ["", "", "knee", "", "", "out of memory"]
-    assert rows[-1]["epoch (s)"] == rows[-1]["samples/s"] == rows[-1]["peak memory (MiB)"] == ""
-    assert rows[0]["peak memory (MiB)"] == "160" and rows[0]["steps per epoch"] == "128"
+    assert rows[-1]["epoch (s)"] == rows[-1]["samples/s"] == rows[-1]["peak memory"] == ""
+    assert rows[0]["peak memory"] == "160 MiB" and rows[0]["steps per epoch"] == "128"
     assert rows[0]["epoch (s)"] == f"{median(records[0].timing):.3f}"
 
 

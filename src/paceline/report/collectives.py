@@ -108,8 +108,6 @@ class CollectiveResult(Result):
     @property
     def next_steps(self) -> list[str]:
         n = max(record.world_size for record in self.rows)
-        if {record.device for record in self.rows} == {"cpu"} and len({r.backend for r in self.rows}) == 1 and n > 1:
-            return [f"paceline bench allreduce --backend gloo,shm --ranks {n}"]
         return [f"paceline bench chunks --ranks {n}", f"paceline tune --ranks {n}"]
 
     def to_json(self) -> dict[str, Any]:

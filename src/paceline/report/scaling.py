@@ -28,7 +28,7 @@ from paceline.records.training import find_knee
 from paceline.report.plots import COLORS, MARKERS, build_panels, label_values, new_figure, place_legend
 from paceline.report.result import Result, load_result
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
-from paceline.units import MIB, format_ms, format_number_of, format_rate, format_speed, parse_counts
+from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate, format_speed, parse_counts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         Column("step", "step_s", "ms", "step_s", priority=2),
         Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
         Column("data wait (s)", "data_wait_s", _three, "data_wait_s", priority=-1),
-        Column("peak memory (MiB)", lambda r: r.peak_bytes or None, _say_mib, "peak_bytes", priority=2),
+        Column("peak memory", lambda r: r.peak_bytes or None, "bytes", "peak_bytes", priority=2),
         Column("noise", noise, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
         *raw_columns("threads", "num_samples", "failure", epoch_p10_s="timing.p10_s", epoch_p90_s="timing.p90_s"),
@@ -64,10 +64,6 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         *text_columns("source"),
     ]
     return Table("batch", "batch sizes on one rank", columns, records)
-
-
-def _say_mib(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:,.0f}"
 
 
 def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
@@ -86,7 +82,7 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
         text = f"Throughput grows up to batch size {here}, the largest measured: try larger ones."
     elif here == min(rates):
         text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
-    memory = f" and the process peaks at {_say_mib(knee.peak_bytes)} MiB" if knee.peak_bytes else ""
+    memory = f" and the process peaks at {format_bytes(knee.peak_bytes)}" if knee.peak_bytes else ""
     return [text, f"At batch size {here} a step takes {format_ms(knee.step_s or 0.0)} ms{memory}.", *failed]
 
 
@@ -164,11 +160,6 @@ SCALING = (
 )
 
 
-def _say_overlap(overlap: float) -> str:
-    """A rank also waits for others to arrive, so a step may expose more than its messages take: nothing is hidden."""
-    return f"{overlap:.1%}" if overlap > 0 else "none"
-
-
 # Null where no steps without communication were timed.
 COMMUNICATION = (
     *_FIRST,
@@ -178,7 +169,8 @@ COMMUNICATION = (
     Column("±", "record.exposed_noise_s", "ms", "exposed_noise_s", priority=-1),
     Column("of step", "split.overhead", "percent.1", "exposed_share", priority=4),
     Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
-    Column("overlap", "split.overlap", _say_overlap, "overlap", priority=1),
+    # A rank also waits for others to arrive, so a step may expose more than its messages take: nothing is hidden.
+    Column("overlap", "split.overlap", lambda overlap: f"{max(0.0, overlap):.1%}", "overlap", priority=1),
     *_LAST,
 )
 
@@ -702,6 +694,7 @@ class ReportResult(StudyResult):
         if parts is None:
             parts = [load_result((folder or Path()) / path) for path in run.config["runs"]]
         self.parts = [part for part in parts if isinstance(part, StudyResult)]
+        self.assumptions = [line for part in self.parts for line in part.assumptions]
 
     @property
     def answer(self) -> str:
@@ -712,10 +705,6 @@ class ReportResult(StudyResult):
         return [line for part in self.parts for line in part.findings]
 
     @property
-    def assumptions(self) -> list[str]:  # type: ignore[override]
-        return [line for part in self.parts for line in part.assumptions]
-
-    @property
     def warnings(self) -> tuple[str, ...]:
         return tuple(f"`{part.run.verb}`: {line}" for part in self.parts for line in part.warnings)
 
@@ -724,14 +713,10 @@ class ReportResult(StudyResult):
         return next((part.failure for part in self.parts if part.failure), "")
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {
-            "page": None if self.folder is None else str(self.folder / PAGE),
-            "runs": [None if part.folder is None else str(part.folder) for part in self.parts],
-            "tables": {
-                str(part.folder or part.run.verb): {table.name: table.rows_json() for table in part.tables()}
-                for part in self.parts
-            },
-        }
+        tables = {str(p.folder or p.run.verb): {t.name: t.rows_json() for t in p.tables()} for p in self.parts}
+        runs = [None if part.folder is None else str(part.folder) for part in self.parts]
+        page = None if self.folder is None else str(self.folder / PAGE)
+        return super().to_json() | {"page": page, "runs": runs, "tables": tables}
 
     def files(self) -> dict[str, str | bytes]:
         page = render_page("Does it scale?", self.parts, self.folder, self.warnings)

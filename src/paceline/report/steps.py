@@ -57,12 +57,10 @@ class PhasesResult(StepResult):
 def describe_step(record: StepRecord) -> str:
     """Where the time of a step goes, in one sentence."""
     step_s, wait_s = record.timing.median_s, record.data_wait.median_s if record.data_wait else 0.0
+    names = {"forward": "forward", "backward": "no_comm_backward", "optimizer": "optimizer"}
     parts_s = {"waiting for data": wait_s} if wait_s > 0.005 * step_s else {}
-    parts_s["forward"] = record.phase("forward").median_s
-    parts_s["backward"] = record.phase("no_comm_backward").median_s
-    parts_s["optimizer"] = record.phase("optimizer").median_s
-    if record.world_size > 1:
-        parts_s["exposed communication"] = record.exposed_s
+    parts_s |= {name: record.phase(phase).median_s for name, phase in names.items()}
+    parts_s |= {"exposed communication": record.exposed_s} if record.world_size > 1 else {}
     parts = ", ".join(f"{seconds / step_s:.0%} {name}" for name, seconds in parts_s.items())
     where = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
     return f"A step of {record.model} takes {format_duration(step_s)} ({where}): {parts}."

@@ -21,20 +21,16 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "number": lambda value: str(value) if isinstance(value, int) else f"{value:.4g}",
     "count": units.format_count,
     "bytes": units.format_bytes,
-    "memory": units.format_memory,
     "ms": units.format_ms,
     "s": lambda value: f"{value:.1f}",
-    "duration": units.format_duration,
     "GB/s": units.format_rate,
-    "samples/s": units.format_speed,
     "ratio": lambda value: f"{value:.2f}",
     "factor": lambda value: f"{value:.2f}x",
     "percent": lambda value: f"{value:.0%}",
     "percent.1": lambda value: f"{value:.1%}",
-    "percent.2": lambda value: f"{value:.2%}",
     "yes": lambda value: "yes" if value else "no",
 }
-_HEADED = ("ms", "s", "GB/s", "samples/s")
+_HEADED = ("ms", "s", "GB/s")
 _GAP = 2
 _MIN_WORDS = 24  # a column of words is wrapped, but not below this width
 

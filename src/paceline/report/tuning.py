@@ -141,14 +141,11 @@ class TuneResult(Result):
         if self.folder is None or self.config.get("data") is None:
             return ("paceline.DDP(model, plan=result.plan)",)
         job = describe_job({"model": self.step.model, "wrapper": self.step.wrapper} | self.config)
-        is_emulated = self.tuning.settings.network is not None
         # An emulated network has one rank here: its plan is for the ranks of the real one, which a launcher starts.
-        ranks = "" if is_emulated else f" --ranks {self.step.world_size}"
+        ranks = "" if self.tuning.settings.network else f" --ranks {self.step.world_size}"
         if self.verdict == "use":
             return (f"paceline train {job}{ranks} --plan {self.folder / 'plan.json'}",)
-        if is_emulated:
-            return (f"paceline tune {job} --ranks 2",)
-        return (f"paceline profile phases {job}{ranks}", f"paceline tune {job} --network 1gbe --network-ranks 8")
+        return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
 
     def to_json(self) -> dict[str, Any]:
         tuning, judgement, step = self.tuning, self.tuning.judgement, self.step
