@@ -516,8 +516,10 @@ class ComparisonResult(Result):
         elif isinstance(first, StepResult) and isinstance(second, StepResult) and first.steps and second.steps:
             quantities = _OF_PHASES
             tables = (Table("", "", PHASES, one.steps).rows_json() for one in (first, second))
-            cell = "{world_size} ranks, batch {batch_size}: "
-            here, there = ({cell.format(**row): row for row in rows} for rows in tables)
+            here, there = (
+                {f"{format_number_of(row['world_size'], 'rank')}, batch {row['batch_size']}: ": row for row in rows}
+                for rows in tables
+            )
         else:
             raise ConfigError(
                 f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`: give two of "

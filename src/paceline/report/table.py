@@ -25,7 +25,6 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "s": lambda value: f"{value:.1f}",
     "GB/s": units.format_rate,
     "ratio": lambda value: f"{value:.2f}",
-    "factor": lambda value: f"{value:.2f}x",
     "percent": lambda value: f"{value:.0%}",
     "percent.1": lambda value: f"{value:.1%}",
     "yes": lambda value: "yes" if value else "no",
