@@ -521,11 +521,9 @@ class ComparisonResult(Result):
                 for rows in tables
             )
         else:
-            raise ConfigError(
-                f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`: give two of "
-                "`paceline profile trace`, or two of `paceline profile phases`",
-                code="mismatch",
-            )
+            found = f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`"
+            needed = "two of `paceline profile trace`, or two of `paceline profile phases`"
+            raise ConfigError(f"{found}: give {needed}", code="mismatch")
         common = [cell for cell in here if cell in there]
         if not common:
             raise ConfigError(f"{' and '.join(names)} have no ranks and batch size in common", code="mismatch")
@@ -578,19 +576,13 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def _compared_columns(name: str) -> list[Column]:
-    """One side of the comparison: in its own unit for people, raw for programs."""
-
-    def say(row: ComparedRow) -> str | None:
-        return None if (value := getattr(row, name)) is None else _FORMATS[row.unit](value)
-
-    return [Column(name, say, str, is_key=True), *raw_columns(name)]
+def _say(row: ComparedRow, name: str) -> str | None:
+    return None if (value := getattr(row, name)) is None else _FORMATS[row.unit](value)
 
 
 COMPARED = (
     Column("quantity", "name", key="name", is_key=True),
-    *raw_columns("unit"),
-    *_compared_columns("first"),
-    *_compared_columns("second"),
+    *(Column(name, partial(_say, name=name), str, is_key=True) for name in ("first", "second")),
+    *raw_columns("unit", "first", "second"),
     Column("second / first", "ratio", "ratio", "ratio"),
 )
