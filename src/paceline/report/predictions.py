@@ -22,7 +22,7 @@ from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeReco
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS, label_values, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -197,12 +197,8 @@ CHANGES = (
     Column("buckets", lambda c: len(c.curve.best.cuts), "count", priority=1),
     Column("backward", "curve.best.backward_s", "ms", priority=2),
     Column("exposed", "curve.best.step.exposed_s", "ms"),
-    Column(None, lambda c: _to_json(c.curve.best), key="best"),
+    Column(None, lambda c: build_row(POINTS, c.curve.best), key="best"),
 )
-
-
-def _to_json(point: CapPoint) -> dict[str, Any]:
-    return Table("", "", POINTS, [point]).rows_json()[0]
 
 
 class CapsResult(Result):
@@ -258,16 +254,12 @@ class CapsResult(Result):
         return ("paceline profile layers --model gpt2-tiny", "paceline tune --model gpt2-tiny --ranks 2")
 
     def to_json(self) -> dict[str, Any]:
-        cuts, free = self.free_plan
+        (cuts, free), (low, high) = self.free_plan, self.caps.plateau
         return super().to_json() | {
-            "best": _to_json(self.caps.best),
-            "plateau_low_bytes": self.caps.plateau[0],
-            "plateau_high_bytes": self.caps.plateau[1],
+            "best": build_row(POINTS, self.caps.best), "plateau_low_bytes": low, "plateau_high_bytes": high,
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
-            "local_backward_s": self.caps.local_s,
-            "notes": list(self.findings),
-            "source": "simulated",
-        }
+            "local_backward_s": self.caps.local_s, "notes": list(self.findings), "source": "simulated",
+        }  # fmt: skip
 
 
 def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:

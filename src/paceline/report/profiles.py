@@ -25,7 +25,7 @@ from paceline.records.store import Run
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.steps import PHASES, PhasesResult, StepResult, describe_cost
-from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
 if TYPE_CHECKING:
@@ -510,7 +510,7 @@ class ComparisonResult(Result):
         if isinstance(first, TraceResult) and isinstance(second, TraceResult):
             quantities: dict[str, str] = _OF_TRACES
             here, there = (
-                {"": Table("", "", OVERVIEWS, one.overviews[:1]).rows_json()[0] | {"samples_per_s": one.samples_per_s}}
+                {"": build_row(OVERVIEWS, one.overviews[0]) | {"samples_per_s": one.samples_per_s}}
                 for one in (first, second)
             )
         elif isinstance(first, StepResult) and isinstance(second, StepResult) and first.steps and second.steps:

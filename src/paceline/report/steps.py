@@ -137,12 +137,9 @@ class WrappersResult(StepResult):
 
     @property
     def findings(self) -> list[str]:
-        return [
-            f"torch-tuned ({record.model}, {format_number_of(record.world_size, 'rank')}, {record.backend}): "
-            f"{record.configuration}; {record.note}"
-            for record in self.steps
-            if record.wrapper == "torch-tuned"
-        ]
+        tuned = [record for record in self.steps if record.wrapper == "torch-tuned"]
+        places = [f"{r.model}, {format_number_of(r.world_size, 'rank')}, {r.backend}" for r in tuned]
+        return [f"torch-tuned ({at}): {r.configuration}; {r.note}" for at, r in zip(places, tuned, strict=True)]
 
     def tables(self) -> list[Table]:
         rows, title = self.standings, "steps of data-parallel wrappers"

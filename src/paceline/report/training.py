@@ -65,10 +65,6 @@ class TrainRunResult(Result):
         return bool(self.rows) and self.outcome.get("steps", self.steps if has_weights else -1) == self.steps
 
     @property
-    def world_size(self) -> int:
-        return int(self.outcome.get("world_size", self.config.get("ranks", 1)))
-
-    @property
     def phases(self) -> dict[str, float]:
         """The median seconds of each part of a step, without the first, which makes the plan; {} without `profile`."""
         timed = [row for row in self.rows if "forward_s" in row]
