@@ -132,8 +132,7 @@ class CollectiveResult(Result):
 class ChunksResult(Result):
     """`bench chunks`: the total time of one size, cut into messages of many sizes."""
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.rows = self.only(ChunksRecord)
 
     @property

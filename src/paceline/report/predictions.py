@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
@@ -18,7 +17,6 @@ from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_
 from paceline.predict.simulate import MachineCosts
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
-from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS, label_values, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
@@ -66,9 +64,8 @@ WHAT_IF = (
 class PredictResult(Result):
     """`predict`: rows of networks x ranks. For one row, `step_s`, `interval` and `exposed_s` are its numbers."""
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
-        config = run.config
+    def _derive(self) -> None:
+        config = self.config
         self.profile = self.only(LayerProfileRecord)[0]
         self.job = build_job_from_profile(self.profile, config["gradients"])
         self.fabrics: list[Fabric] = []
@@ -184,8 +181,7 @@ CHANGES = (
 class CapsResult(Result):
     """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce."""
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
         self.cost = fit_curve((record.num_bytes, record.time_s) for record in self.only(CollectiveRecord))
         costs = MachineCosts(curve=self.cost)

@@ -44,8 +44,8 @@ class ProfileResult(PhasesResult):
     `profile` is the record of the layers, None where they were not measured, `steps` the records of the phases.
     """
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
+        super()._derive()
         self.profile = next(iter(self.only(LayerProfileRecord)), None)
 
     @property

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.records.samples import Ratio
 from paceline.records.steps import PRECISIONS, Standing, StepRecord, compare_wrappers
-from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS, build_panels
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
@@ -21,8 +19,7 @@ if TYPE_CHECKING:
 class StepResult(Result):
     """A result whose records are steps. Older runs kept their findings among the warnings, where they are left out."""
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.steps = self.only(StepRecord)
 
     @property
