@@ -205,7 +205,7 @@ class ChunkSettings(GroupSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WrapperSettings(GroupSettings):
-    """`bench wrappers`: each model on each number of ranks, all wrappers in turns. A `batch_size` of None is its own."""
+    """`bench wrappers`: each model on each number of ranks, all wrappers in turns. `batch_size` None: the model's."""
 
     memory_words: ClassVar[tuple[str, str]] = (
         "the replicas of one model take", "leave out a large --model or some of --wrapper",
