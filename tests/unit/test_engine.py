@@ -56,8 +56,7 @@ def test_without_a_time_for_them_all_warm_ups_are_run(count):
     assert count(9.0, pace=Pace(budget_s=2.0, min_iters=5, max_iters=15, warmup=2)) == (2, 5)
 
 
-def test_progress_is_told_as_a_share_that_ends_at_1(count, monkeypatch):
-    monkeypatch.setattr(engine, "_REPORT_S", -1.0)
+def test_progress_is_told_as_a_share_that_ends_at_1(count):
     told = []
     count(0.1, iters=4, report=told.append)
     assert told == [0.25, 0.5, 0.75, 1.0]

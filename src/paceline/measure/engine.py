@@ -153,19 +153,28 @@ def run_cells(
     # The world's own group is gloo, for control; the measured groups are made inside it.
     device = "cuda" if on_gpu else "cpu"
     with init("gloo", device, threads=settings.threads, timeout_s=PATIENCE.total_seconds(), announce=None) as world:
-
-        def tell(index: int, label: str, share: float, new: Sequence[Record] = ()) -> None:
-            if world.rank == 0:
-                post(Progress(index + share, len(cells), label, tuple(new)))
-
         groups = _build_groups(settings, world)
         for index, (n, point) in enumerate(cells):
-            report = functools.partial(tell, index, f"{format_number_of(n, 'rank')}, {name_point(point)}")
-            report(0.0)
-            new = measure(world, groups[n], point, report)
-            report(1.0, new)
+            label = f"{format_number_of(n, 'rank')}, {name_point(point)}"
+            new = measure(world, groups[n], point, follow(world, label, index, len(cells)))
+            if world.rank == 0:
+                post(Progress(index + 1, len(cells), label, tuple(new)))
             records += new
         return Measured(tuple(records), _describe_rank(world))
+
+
+def follow(world: World, label: str, number: int = 0, total: int = 1) -> Report:
+    """What posts the share of one of several parts that is done, from rank 0 and not too often."""
+    posted_s = -math.inf
+
+    def report(share: float) -> None:
+        nonlocal posted_s
+        if world.rank == 0 and time.perf_counter() - posted_s > _REPORT_S:
+            posted_s = time.perf_counter()
+            post(Progress(number + share, total, label))
+
+    report(0.0)
+    return report
 
 
 def choose_control_backend(world: World) -> str:
@@ -277,12 +286,10 @@ def run_rounds(
             # By the quickest warm-up: a hiccup in one of them must not cost repetitions.
             fitting = int(pace.budget_s / min(warm_s)) if warm_s else pace.min_iters
             iters = min(pace.max_iters, max(pace.min_iters, fitting))
-        reported_s = time.perf_counter()
         for repetition in range(iters):
             run_round(len(warm_s) + repetition)
-            if report is not None and time.perf_counter() - reported_s > _REPORT_S:
+            if report is not None:
                 report((repetition + 1) / iters)
-                reported_s = time.perf_counter()
 
 
 def agree_on_max(value: float, control: dist.ProcessGroup) -> float:

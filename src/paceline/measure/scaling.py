@@ -11,7 +11,7 @@ import gc
 import math
 import re
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,21 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ConfigError, MeasurementError
+from paceline.measure import steps
 from paceline.measure.collectives import measure_collectives
-from paceline.measure.engine import PATIENCE, Pace, synchronize
+from paceline.measure.engine import PATIENCE, Pace, follow, synchronize
 from paceline.measure.noise_scale import measure_noise_scale
 from paceline.measure.profiles import measure_profile
 from paceline.measure.scale_settings import Cell, ScaleSettings, Setup, TrainingCell
 from paceline.measure.settings import CollectiveSettings
-from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant, build_scaled
+from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant
+from paceline.parallel.replicas import only_computing
 from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record, Samples
-from paceline.runtime.session import Progress
-from paceline.runtime.worker import post
 from paceline.runtime.world import World, check_backend
 from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
-from paceline.training.loader import Window, load_windows
 from paceline.training.loop import evaluate, run_steps
 from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseClock
-from paceline.workloads.data.sharding import EpochOrder
 
 _LAYER_ITERS = 12
 _PACE = Pace(budget_s=20.0, min_iters=10, max_iters=60, warmup=3)
@@ -47,19 +45,6 @@ _FULL = re.compile(r"can't allocate memory|not enough memory|out of memory|CUBLA
 _PROBE_SHARES = (0.1, 0.3, 0.6, 1.0)
 _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
-
-
-def _build_report(world: World, label: str) -> Callable[[float], None]:
-    """Posts the share that is done, from one rank and at most twice a second."""
-    posted_s = 0.0
-
-    def report(share: float) -> None:
-        nonlocal posted_s
-        if world.rank == 0 and time.perf_counter() - posted_s > 0.5:
-            posted_s = time.perf_counter()
-            post(Progress(share, 1, label))
-
-    return report
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -81,8 +66,7 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
         job = _build_job(settings, cell, world)
         samples = cell.count_samples(job.batches.accumulate)
         labels = TrainingJob(job).labels | {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
-        bench = StepBench(world, labels)
-        try:
+        with StepBench(world, labels) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
             for world_size in (n for n in settings.ranks if n > 1):
                 groups: dict[str, dist.ProcessGroup] = {}
@@ -91,10 +75,8 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
                     groups[backend] = dist.new_group(list(range(world_size)), backend=backend, timeout=PATIENCE)
                 for setup in settings.setups:
                     bench.add(_build_variant(job, cell, world, setup, world_size, groups.get(setup.backend)))
-            bench.run(_PACE, settings.iters, None, _build_report(world, cell.name))
+            bench.run(_PACE, settings.iters, None, follow(world, cell.name))
             return [bench.build_record(variant) for variant in bench.variants]
-        finally:
-            bench.clear()
 
 
 def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> Job:
@@ -121,25 +103,24 @@ def _build_variant(
     if world.rank >= (1 if is_one_process else world_size):
         return Variant(labels, None, kinds)
 
-    windows = _cycle(job, cell, world, world_size, is_one_process)
+    windows = steps.cycle_windows(
+        job, batch_size * (world_size if is_one_process else 1), 1 if is_one_process else world_size
+    )
 
     def build() -> Replica:
-        return TrainingJob(job).as_replica(build_scaled(job, world, setup.wrapper, group, world_size), windows)
+        learner = steps.build_bare(job, world)
+        model: torch.nn.Module = learner.module
+        if setup.wrapper == "dp":
+            model = torch.nn.DataParallel(model, device_ids=list(range(world_size)))
+        elif setup.wrapper != "none":
+            with only_computing(world_size):
+                model = steps.wrap(model, setup.wrapper, group)
+        # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
+        learner = dataclasses.replace(learner, model=model, world_size=1 if is_one_process else world_size)
+        return TrainingJob(job).as_replica(learner, windows)
 
     replica = build()
     return Variant(labels, replica, kinds, None if is_one_process else TimedMessages(replica, build, group))
-
-
-def _cycle(job: Job, cell: Cell, world: World, world_size: int, is_one: bool) -> Generator[Window, None, None]:
-    """Whole global batches of this number of ranks, epoch after epoch; this rank's share of each."""
-    accumulate, epoch = job.batches.accumulate, 0
-    batch_size = cell.batch_size(world_size, accumulate)
-    rank, shares = (0, 1) if is_one else (world.rank, world_size)
-    micro = batch_size * (world_size if is_one else 1)
-    while True:
-        order = EpochOrder(len(job.train), world_size * batch_size * accumulate, job.settings.seed, epoch, "drop")
-        yield from load_windows(job.train, order, 0, rank, shares, micro, world.device)
-        epoch += 1
 
 
 # -- one rank at one batch size ----------------------------------------------------------------------------------------
@@ -192,7 +173,7 @@ def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
     On a GPU the steps are timed by its own clock. The host runs ahead there, and while it waits for data or in a full
     queue the GPU computes: taken off, such a wait would make steps too short.
     """
-    device, laps, report = job.world.device, [], _build_report(job.world, f"batch size {job.batches.batch_size}")
+    device, laps, report = job.world.device, [], follow(job.world, f"batch size {job.batches.batch_size}")
     clock = PhaseClock(device)
     synchronize(device)
     begin_s = time.perf_counter()
@@ -257,7 +238,7 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
     step = num_targets = num_samples = largest = 0
     curve: list[CurvePoint] = []
     noise: list[NoiseRecord] = []
-    report, failure, begin_s = _build_report(world, cell.name), "", time.perf_counter()
+    report, failure, begin_s = follow(world, cell.name), "", time.perf_counter()
     for taken in run_steps(job):
         step = taken.position.step
         loss_sum += taken.outcome.loss_sum.detach().double()

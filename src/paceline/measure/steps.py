@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -22,21 +23,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, MeasurementError
-from paceline.measure.engine import PATIENCE, Pace, build_samples, choose_control_backend, run_rounds, synchronize
+from paceline.measure.engine import (
+    PATIENCE,
+    Pace,
+    Report,
+    build_samples,
+    choose_control_backend,
+    run_rounds,
+    synchronize,
+)
 from paceline.parallel import DDP
 from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
-from paceline.parallel.replicas import only_computing
 from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
-from paceline.records.steps import EXTRA_SAMPLES
+from paceline.records.steps import EXTRA_SAMPLES, PHASES
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, mark_phases, take_step
 from paceline.units import MIB
+from paceline.workloads.data.sharding import EpochOrder
 
-PHASES = ("forward", "backward", "optimizer")
 # Steps after a wrapper is put around a module that others used before: torch's makes its final buckets in the second.
 _SETTLING_STEPS = 2
 # Timed steps before the next variant is put around a shared module.
@@ -77,14 +85,9 @@ class Replica:
 
 
 def wrap(
-    module: nn.Module,
-    wrapper: str,
-    group: dist.ProcessGroup | None = None,
-    *,
-    plan: Plan | None = None,
-    cap_bytes: int = 0,
-    **options: Any,
-) -> nn.Module:
+    module: nn.Module, wrapper: str, group: dist.ProcessGroup | None = None, plan: Plan | None = None,
+    cap_bytes: int = 0, **options: Any,
+) -> nn.Module:  # fmt: skip
     """The module in a data-parallel wrapper: `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults."""
     if cap_bytes:
         options["bucket_cap_mb"] = cap_bytes / MIB
@@ -129,10 +132,6 @@ class MeasuredJob:
     def close(self) -> None:
         pass
 
-    @property
-    def gradients(self) -> tuple[Gradient, ...]:
-        return list_gradients(self.module)
-
 
 class TrainingJob(MeasuredJob):
     """A job of our own, built from settings. Its steps learn at `rate`: 0 where replicas must not drift apart."""
@@ -150,7 +149,7 @@ class TrainingJob(MeasuredJob):
     def as_replica(self, learner: Learner, windows: Generator[Window, None, None] | None = None) -> Replica:
         """A learner that takes steps of whole global batches."""
         learner.model.train()
-        windows = cycle_windows(self.job) if windows is None else windows
+        windows = windows or cycle_windows(self.job)
 
         def run(window: Window, phases: Phases) -> None:
             num_targets = window.num_samples * learner.form.targets_per_sample
@@ -173,7 +172,7 @@ class OwnJob(MeasuredJob):
     optimizers that `step` uses are restored at the end: ranks without communication would take them apart.
     """
 
-    def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None, name: str = "") -> None:
+    def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None) -> None:
         self.is_shared = isinstance(model, nn.Module)  # all replicas are the one module that was given
         if isinstance(model, nn.Module):
             if step is None or not callable(step):
@@ -194,7 +193,7 @@ class OwnJob(MeasuredJob):
         self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
         self._device, self._was_training = trained[0].device, self.module.training
         self.labels = {
-            "model": name or type(self.module).__name__,
+            "model": type(self.module).__name__,
             "data": "own",
             "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(trained[0].dtype, "fp32"),
             "batch_size": self._count_samples(),
@@ -279,14 +278,16 @@ def check_whole(job: Job, size: int) -> None:
         raise ConfigError("--batch-growth: steps are measured at one batch size; leave it out")
 
 
-def cycle_windows(job: Job) -> Generator[Window, None, None]:
-    """Whole global batches, epoch after epoch: a smaller tail would be another step."""
-    world, epoch, size = job.world, 0, job.batches.global_batch_size
-    while True:
-        order = job.order(epoch)
-        windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
-        yield from (window for window in windows if window.num_samples == size)
-        epoch += 1
+def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Generator[Window, None, None]:
+    """This rank's share of whole global batches, epoch after epoch: a smaller tail would be another step.
+
+    Micro-batches and ranks are those of the job unless given.
+    """
+    batch_size, world_size = batch_size or job.batches.batch_size, world_size or job.world.world_size
+    size = batch_size * world_size * job.batches.accumulate
+    for epoch in itertools.count():
+        order = EpochOrder(len(job.train), size, job.settings.seed, epoch, "drop")
+        yield from load_windows(job.train, order, 0, job.world.rank, world_size, batch_size, job.world.device)
 
 
 class TimedMessages:
@@ -369,8 +370,8 @@ def agree_on_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) ->
 class Probe:
     """Something that looks into a variant's steps: `begin` before ranks meet, `end` when the step is over."""
 
-    def begin(self, kind: str) -> Phases | None:
-        """Phases of its own, or None for the usual ones."""
+    def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
+        """Phases of its own, or None for the usual ones; `hooks` are undone when the step is over or failed."""
         return None
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
@@ -383,7 +384,7 @@ class Variant:
 
     `labels` are fields of its record. `times` holds, by field of the record, one value per round. Kinds of steps, each
     taken in every round: plain as it is; marked with its phases marked; no_comm without communication; timed with its
-    messages timed; messages with a probe's single messages timed.
+    messages timed; messages with a probe's single messages timed; profiled with a probe's own phases.
     """
 
     labels: dict[str, Any]
@@ -415,8 +416,7 @@ class StepBench:
     def __init__(
         self, world: World, labels: dict[str, Any], loads_inside: bool = False, steps_per_turn: int = 1
     ) -> None:
-        self.world, self._labels, self._loads_inside = world, labels, loads_inside
-        self._steps_per_turn = steps_per_turn
+        self.world, self.labels, self._loads_inside, self._steps_per_turn = world, labels, loads_inside, steps_per_turn
         self.meeting = dist.new_group(backend=choose_control_backend(world), timeout=PATIENCE)
         self.variants: list[Variant] = []
         self.num_warmup = 0  # rounds
@@ -442,15 +442,9 @@ class StepBench:
         gc.collect()  # a wrapped module is full of cycles
 
     def run(
-        self,
-        pace: Pace,
-        iters: int | None = None,
-        warmup: int | None = None,
-        tell: Callable[[float], None] | None = None,
-        *,
-        after: Callable[[int, int, int], None] | None = None,
-        end_warmup: Callable[[], None] | None = None,
-    ) -> None:
+        self, pace: Pace, iters: int | None = None, warmup: int | None = None, report: Report | None = None, *,
+        after: Callable[[int, int, int], None] | None = None, end_warmup: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """All rounds. In each, every variant takes one step of each of its kinds, in an order that changes.
 
         `after(place, num_places, round)` is called after each turn; `end_warmup` after the warm-ups.
@@ -470,52 +464,47 @@ class StepBench:
 
         def note_warmup(number: int) -> None:
             self.num_warmup = number
-            if end_warmup is not None:
-                end_warmup()
+            end_warmup()
 
-        run_rounds(run_round, self.meeting, pace, iters, warmup, tell, note_warmup)
+        run_rounds(run_round, self.meeting, pace, iters, warmup, report, note_warmup)
 
     def _take(self, variant: Variant, kind: str) -> None:
         """One step, begun by its ranks together and timed to its end; other ranks wait at the next one."""
         timed = variant.timed if kind == "timed" else None
         replica = timed.replica if timed is not None else variant.replica
-        device = self.world.device if replica is None else replica.device
-        phases: Phases | None = None
-        given, waited_s = None, 0.0
-        if replica is not None:
+        if replica is None:
+            dist.barrier(group=self.meeting)
+            return
+        with contextlib.ExitStack() as hooks:
             replica.activate()
-            if not self._loads_inside:
-                given = replica.load()
-            if variant.probe is not None:
-                phases = variant.probe.begin(kind)
+            given = None if self._loads_inside else replica.load()
+            phases = None if variant.probe is None else variant.probe.begin(kind, hooks)
+            if phases is None:
+                phases = PhaseClock(replica.device) if kind in ("marked", "no_comm", "messages") else NoPhases()
             if timed is not None:
                 timed.begin()
-        if phases is None:
-            phases = PhaseClock(device) if kind in ("marked", "no_comm", "messages") else NoPhases()
-        synchronize(device)
-        dist.barrier(group=self.meeting)
-        if replica is None:
-            return
-        begin_s = time.perf_counter()
-        if self._loads_inside:
-            given = replica.load()
-            waited_s = time.perf_counter() - begin_s
-        with replica.no_sync() if kind == "no_comm" else contextlib.nullcontext():
-            replica.run(given, phases)
-        marked = phases.end()
-        synchronize(device)
-        end_s = time.perf_counter()
-        parts_s = marked.read()
-        if variant.probe is not None:
-            variant.probe.end(kind, end_s, parts_s)
-        if kind in ("plain", "marked", "no_comm"):
+            synchronize(replica.device)
+            dist.barrier(group=self.meeting)
+            begin_s = time.perf_counter()
+            if self._loads_inside:
+                given = replica.load()
+            waited_s = time.perf_counter() - begin_s if self._loads_inside else 0.0
+            with replica.no_sync() if kind == "no_comm" else contextlib.nullcontext():
+                replica.run(given, phases)
+            marked = phases.end()
+            synchronize(replica.device)
+            end_s = time.perf_counter()
+            parts_s = marked.read()
+            if variant.probe is not None:
+                variant.probe.end(kind, end_s, parts_s)
+        if kind in ("plain", "marked", "no_comm", "profiled"):
             variant.note(kind, end_s - begin_s)
         if kind == variant.kinds[0]:
             variant.starts_s.append(begin_s)
             variant.bucket_bytes = read_buckets(replica.model)  # now: a shared module may be bare at the end
         if kind == "marked":
             parts_s["data_wait"] = waited_s + parts_s.get("data_wait", 0.0)
-            for name in ("data_wait", *PHASES):
+            for name in PHASES:
                 variant.note(name, parts_s.get(name, 0.0))
         elif kind == "no_comm":
             variant.note("no_comm_backward", parts_s.get("backward", 0.0))
@@ -525,7 +514,7 @@ class StepBench:
 
     def build_record(self, variant: Variant, **more: Any) -> StepRecord:
         """Collective: every rank must call this, and every rank gets the record."""
-        labels, warm, mine = self._labels | variant.labels | more, self.num_warm_steps, None
+        labels, warm, mine = self.labels | variant.labels | more, self.num_warm_steps, None
         if variant.replica is not None:
             device, buckets = variant.replica.device.type, variant.bucket_bytes
             mine = variant.times, variant.starts_s, variant.sent, device, buckets
@@ -564,17 +553,3 @@ def order_turns(count: int, repetition: int) -> list[int]:
     zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
     order = [(place + repetition) % count for place in zigzag]
     return order[::-1] if (repetition // count) % 2 else order
-
-
-def build_scaled(job: Job, world: World, wrapper: str, group: dist.ProcessGroup | None, world_size: int) -> Learner:
-    """A learner on the first `world_size` ranks of the world, or in one process (`none`, `dp`)."""
-    learner = build_bare(job, world)
-    if wrapper == "dp":
-        model: nn.Module = nn.DataParallel(learner.module, device_ids=list(range(world_size)))
-    elif wrapper == "none":
-        model = learner.module
-    else:
-        with only_computing(world_size):
-            model = wrap(learner.module, wrapper, group)
-    # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
-    return dataclasses.replace(learner, model=model, world_size=1 if wrapper in ("none", "dp") else world_size)

@@ -23,9 +23,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
-from paceline.measure.engine import Pace, build_samples, synchronize
-from paceline.measure.profiles import LayerClock, order_by_ready
-from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, Wrap, wrap
+from paceline.measure.engine import Pace, build_samples, follow, synchronize
+from paceline.measure.profiles import Given, Layers, open_job
+from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, Wrap, list_gradients, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
@@ -33,12 +33,8 @@ from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
 from paceline.predict.search import choose_caps
 from paceline.predict.tuning import Candidate, TuneSettings, judge_tuning
-from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, ParameterTimes, Record, Samples
-from paceline.runtime.session import Progress
-from paceline.runtime.worker import post
-from paceline.runtime.world import World, join_world
-from paceline.training.build import build_job, open_world
-from paceline.training.settings import TrainSettings
+from paceline.records import ChunksRecord, CollectiveRecord, Record
+from paceline.runtime.world import World
 from paceline.training.step import Phases
 from paceline.units import format_bytes
 
@@ -58,40 +54,26 @@ _CYCLES = 50_000_000
 Tuned = tuple[list[Record], tuple[Gradient, ...], Plan]
 
 
-def tune_job(settings: TuneSettings, job: TrainSettings) -> Tuned:
-    """Tune a job of ours. Collective: every rank of the launched world must call this."""
-    with open_world(job) as world:
-        bare = dataclasses.replace(job, ranks=world.world_size, wrapper="none")
-        return _tune(settings, TrainingJob(build_job(bare, world)), world)
-
-
-def tune_own(
-    settings: TuneSettings, model: nn.Module | Callable[[], Any], step: OwnStep | None, name: str, where: dict[str, Any]
-) -> Tuned:
-    """Tune a user's own module and step, or what a factory returns. Collective: every rank must call this."""
-    with join_world(**where) as world:
-        return _tune(settings, OwnJob(model, step, name), world)
-
-
-def _tune(settings: TuneSettings, job: MeasuredJob, world: World) -> Tuned:
-    """Measure on all ranks, choose on rank 0, confirm on all."""
-    variants = _Variants(settings, job, world)
-    try:
-        records, default_plan = variants.calibrate()
-        if settings.confirms:
-            found: list[Candidate] | PacelineError | None = None
-            if world.rank == 0:
-                try:
-                    found = judge_tuning(settings, records, job.gradients, default_plan).candidates
-                except PacelineError as error:  # raised on all ranks: the others would wait for the answer
-                    found = error
-            candidates = world.share(found)[0]
-            if isinstance(candidates, PacelineError):
-                raise candidates
-            records += variants.confirm(candidates)
-        return records, job.gradients, default_plan
-    finally:
-        variants.close()
+def tune_job(settings: TuneSettings, given: Given) -> Tuned:
+    """Measure on all ranks, choose on rank 0, confirm on all. Collective: every rank must call this."""
+    with open_job(given, is_bare=True) as (world, job, _):
+        variants = _Variants(settings, job, world)
+        try:
+            records, default_plan = variants.calibrate()
+            if settings.confirms:
+                found: list[Candidate] | PacelineError | None = None
+                if world.rank == 0:
+                    try:
+                        found = judge_tuning(settings, records, variants.gradients, default_plan).candidates
+                    except PacelineError as error:  # raised on all ranks: the others would wait for the answer
+                        found = error
+                candidates = world.share(found)[0]
+                if isinstance(candidates, PacelineError):
+                    raise candidates
+                records += variants.confirm(candidates)
+            return records, variants.gradients, default_plan
+        finally:
+            variants.close()
 
 
 class _Variants:
@@ -101,12 +83,12 @@ class _Variants:
     """
 
     def __init__(self, settings: TuneSettings, job: MeasuredJob, world: World) -> None:
-        self._settings, self._job, self._world = settings, job, world
+        self._settings, self._job, self._world, self.gradients = settings, job, world, list_gradients(job.module)
         assert dist.group.WORLD is not None
         self._group = dist.group.WORLD
         self._bench = StepBench(world, job.labels | {"wrapper": settings.wrapper}, steps_per_turn=job.steps_per_turn)
         self._alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
-        self._num_bytes = sum(gradient.num_bytes for gradient in job.gradients)
+        self._num_bytes = sum(gradient.num_bytes for gradient in self.gradients)
         self._channel = Channel(self._group, world.device)
         curve = settings.build_curve()
         # Steps whose buckets cost only what the wrapper does with them, and steps on a network that is modelled.
@@ -118,19 +100,20 @@ class _Variants:
         Also the default plan, by the order that was profiled.
         """
         settings, effort, device = self._settings, self._settings.amount, self._world.device
-        plain, profiled = self._add("plain", "plain"), self._add("plain", "profiled")
-        assert profiled.replica is not None
-        ready = profiled.probe = _ReadyTimes(profiled.replica.parameters, device)
+        plain = self._add("plain", "plain")
+        assert plain.replica is not None
+        plain.kinds = ("marked", "profiled")
+        plain.probe = layers = Layers(plain.replica, self._job.labels["model"], ())
         if self._world.world_size > 1 and device.type == "cpu":
             memory = self._allocate()
             for num_bytes in (size for size in effort.message_bytes if 2 * size <= self._num_bytes):
                 variant = self._add("disturbed", f"messages of {format_bytes(num_bytes)}", message_bytes=num_bytes)
                 variant.kinds = ("messages", "marked")
-                variant.probe = _Disturbance(self._world, self._channel, memory, variant, ready)
+                variant.probe = _Disturbance(self._world, self._channel, memory, variant, layers)
         self._add("local", "one bucket", self._wrap(self._alone, _ONE_BUCKET))
         self._add("local", "a bucket each", self._wrap(self._alone, 1))
         if settings.confirms:
-            sizes = [gradient.num_bytes for gradient in reversed(self._job.gradients)]
+            sizes = [gradient.num_bytes for gradient in reversed(self.gradients)]
             for cap in settings.caps_bytes or choose_caps(sizes, effort.num_caps):
                 self._add_job(f"cap {format_bytes(cap)}", cap)
         # What the wrapper adds to each step for buffers.
@@ -139,8 +122,8 @@ class _Variants:
         sweep = _Sweep(self._channel, self._world, self._bench.meeting, self._allocate(), extra)
         self._run("measuring", effort.budget_s, sweep)
         records: list[Record] = list(sweep.build_records(self._bench.num_warmup))
-        records += [self._bench.build_record(variant) for variant in self._bench.variants if variant is not profiled]
-        profile = self._build_profile(plain, profiled, ready)
+        records += [self._bench.build_record(variant) for variant in self._bench.variants]
+        profile = layers.build_record(self._bench, plain)
         return [*records, profile], self._plan_default([parameter.name for parameter in profile.parameters])
 
     def confirm(self, candidates: Sequence[Candidate]) -> list[Record]:
@@ -153,7 +136,6 @@ class _Variants:
 
     def close(self) -> None:
         self._bench.clear()
-        self._job.close()
         for network in self._networks or ():
             network.close()
 
@@ -185,96 +167,40 @@ class _Variants:
         return self._channel.allocate(elements, torch.float32, self._world.device)
 
     def _run(self, what: str, budget_s: float, sweep: _Sweep | None = None) -> None:
-        effort = self._settings.amount
-
-        def tell(share: float) -> None:
-            if self._world.rank == 0:
-                post(Progress((what == "confirming") + share, 2 if self._settings.confirms else 1, what))
-
-        tell(0.0)
+        effort, num_parts = self._settings.amount, 2 if self._settings.confirms else 1
+        report = follow(self._world, what, int(what == "confirming"), num_parts)
         pace = Pace(budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=_WARMUP)
         # A few sizes after each step: a message in a step finds threads asleep and caches full of other data.
         after = None if sweep is None else sweep.run_part
-        self._bench.run(pace, self._settings.iters, tell=tell, after=after)
-
-    def _build_profile(self, plain: Variant, profiled: Variant, probe: _ReadyTimes) -> LayerProfileRecord:
-        """Rank 0's layers, profiled while all ranks computed."""
-        ready: list[tuple[dict[int, float], float]] = self._world.share(probe.ready)[0][self._bench.num_warm_steps :]
-        parameters = []
-        for index, gradient in enumerate(self._job.gradients):
-            ready_s = tuple(min(seen[index], total_s) if index in seen else None for seen, total_s in ready)
-            num_elements = gradient.num_bytes // gradient.item_bytes
-            parameters.append(
-                ParameterTimes(gradient.name, gradient.num_bytes, num_elements, gradient.dtype, "", ready_s)
-            )
-        here, there = self._bench.build_record(plain), self._bench.build_record(profiled)
-
-        def first(samples: Samples) -> Samples:
-            rows, warm = samples.seconds, samples.warmup_seconds
-            return Samples(seconds=tuple(row[:1] for row in rows), warmup_seconds=tuple(row[:1] for row in warm))
-
-        phases: dict[str, Any] = {
-            name: first(here.phase(name)) for name in ("timing", "forward", "backward", "optimizer")
-        }
-        return LayerProfileRecord(
-            model=here.model, device=here.device, dtype=here.precision, batch_size=here.batch_size,
-            parameters=tuple(order_by_ready(parameters)), blocks=(), **phases,
-            profiled_step=first(there.timing), profiled_forward=first(there.phase("forward")),
-            profiled_backward=Samples(seconds=tuple((total_s,) for _, total_s in ready)),
-            note=f"of rank 0, while {self._world.world_size} ranks computed",
-        )  # fmt: skip
+        self._bench.run(pace, self._settings.iters, report=report, after=after)
 
     def _plan_default(self, names: Sequence[str]) -> Plan:
         """The buckets of the wrapper without any option, by the names of the gradients in ready order."""
-        gradients = self._job.gradients
-        place = {gradient.name: index for index, gradient in enumerate(gradients)}
+        place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
         order = [place[name] for name in names]
         if self._settings.wrapper == "torch":
-            return plan_like_torch(gradients, order)
-        return Options().make_planner(self._channel, with_hook=self._networks is not None)(gradients, order)
-
-
-# -- what looks into steps ------------------------------------------------------------------------------------------
-
-
-class _ReadyTimes(Probe):
-    """When each gradient is ready, in every step: seconds since backward began by parameter, and of all of backward."""
-
-    def __init__(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._clock, self._attached = LayerClock(params, [], device), contextlib.ExitStack()
-        self.ready: list[tuple[dict[int, float], float]] = []
-
-    def begin(self, kind: str) -> Phases | None:
-        self._attached.enter_context(self._clock.attached())
-        return self._clock
-
-    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
-        self._attached.close()
-        at_s, marks = self._clock.read_s(), self._clock.marks
-        begin, end = (next(m for phase, m in marks if phase == border) for border in ("backward", "optimizer"))
-        ready_s = {index: at_s[moment] - at_s[begin] for index, moment in self._clock.ready.items()}
-        self.ready.append((ready_s, at_s[end] - at_s[begin]))
+            return plan_like_torch(self.gradients, order)
+        return Options().make_planner(self._channel, with_hook=self._networks is not None)(self.gradients, order)
 
 
 class _Disturbance(Probe):
     """Messages of one size that leave when certain gradients are ready, as buckets do, and nobody waits for.
 
-    In steps of kind `messages` they are timed, which disturbs too; so other steps are timed without that. `ready` must
+    In steps of kind `messages` they are timed, which disturbs too; so other steps are timed without that. `layers` must
     have seen a step before: its variant has its turn before this one.
     """
 
-    def __init__(
-        self, world: World, channel: Channel, memory: torch.Tensor, variant: Variant, ready: _ReadyTimes
-    ) -> None:
-        self._world, self._channel, self._memory, self._variant, self._ready = world, channel, memory, variant, ready
+    def __init__(self, world: World, channel: Channel, memory: torch.Tensor, variant: Variant, layers: Layers) -> None:
+        self._world, self._channel, self._memory, self._variant, self._layers = world, channel, memory, variant, layers
         self._num_bytes: int = variant.labels["message_bytes"]
         self._num_messages = 0
 
-    def begin(self, kind: str) -> Phases | None:
+    def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
         """Hooks that send a message at evenly spaced moments of backward; as many as do not run into each other."""
         self._is_timed = kind == "messages"
         self._sent: list[tuple[dist.Work, list[float]]] = []  # from when to when
-        ready_s, total_s = self._ready.ready[-1]
+        last = self._layers.seen[-1]
+        ready_s, total_s = last.ready_s, last.took_s["backward"]
         if not self._num_messages:
             # One gradient sends one message.
             mine = max(1, min(_MOST_MESSAGES, len(ready_s), int(total_s / (_SLOWEST * self._time_alone()))))
@@ -288,8 +214,9 @@ class _Disturbance(Probe):
         assert self._variant.replica is not None
         params = self._variant.replica.parameters
         # Nodes are held with their hooks: one that nobody holds is made anew by the forward, without any.
-        nodes = [get_gradient_edge(params[index]).node for index in places]
-        self._handles = [(node, node.register_hook(self._fire)) for node in nodes]
+        self._nodes = [get_gradient_edge(params[index]).node for index in places]
+        for node in self._nodes:
+            hooks.callback(node.register_hook(self._fire).remove)
         return None
 
     def _time_alone(self) -> float:
@@ -313,9 +240,6 @@ class _Disturbance(Probe):
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
         """Wait for all; the mean seconds from start to end, and of that before the end of backward."""
-        for _, handle in self._handles:
-            handle.remove()
-        self._handles = []
         backward_end_s = end_s - phases_s["optimizer"]
         for work, span in self._sent:
             work.wait()

@@ -5,6 +5,7 @@ How steps take turns is in `steps`; what is derived from the records is in `reco
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import math
@@ -99,7 +100,7 @@ class _Memory(Probe):
         self._device, self.held_bytes, self.peak_step_bytes = device, held_bytes, 0
         self._num_steps, self._before = 0, 0
 
-    def begin(self, kind: str) -> Phases | None:
+    def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
         if self._device.type == "cuda":
             # A wrapper may make its buffers in its first steps; only this replica works between two barriers.
             self._before = _count_allocated(self._device, self._num_steps < _SETTLING_STEPS)
