@@ -15,7 +15,7 @@ def count(monkeypatch):
     """`count(seconds, ...)`: the warm-ups and repetitions of rounds that say they took so long, the last forever."""
     monkeypatch.setattr(engine, "agree_on_max", lambda value, control: value)
 
-    def count(*seconds, pace=PACE, **asked):
+    def count(*seconds, pace=PACE, iters=None, warmup=None, report=None):
         seen, warm = [], []
 
         def run_round(number):
@@ -27,7 +27,7 @@ def count(monkeypatch):
             assert num_warmup == len(seen)
             warm.append(num_warmup)
 
-        run_rounds(run_round, None, pace, end_warmup=end_warmup, **asked)
+        run_rounds(run_round, None, pace, iters, warmup, report, end_warmup)
         assert seen == list(range(len(seen))) and len(warm) == 1
         return warm[0], len(seen) - warm[0]
 

@@ -96,15 +96,12 @@ class Timed:
         raise NotImplementedError
 
 
-# -- all cells ---------------------------------------------------------------------------------------------------------
-
-
 def measure_cells(
-    settings: GroupSettings, sizes: Sequence[int], build: Callable[[Sequence[Group], int, int, Allocator], list[Timed]]
+    settings: GroupSettings, sizes: Sequence[int], build: Callable[[Sequence[Group], int, Allocator], list[Timed]]
 ) -> Measured:
     """Time and check every cell: each number of ranks x each size in bytes, with everything of a cell in turns.
 
-    `build(groups, rank, size, allocate)` makes what is timed in a cell, given one group per backend.
+    `build(groups, size, allocate)` makes what is timed in a cell, given one group per backend.
     Collective: every rank of the launched world must call this.
     """
 
@@ -112,7 +109,7 @@ def measure_cells(
         mine = None
         if world.rank < groups[0].world_size:
             # Things that are timed in turns share vectors; a fresh cache, so that the last cell's memory is free again.
-            timed = build(groups, world.rank, size, functools.cache(allocate))
+            timed = build(groups, size, functools.cache(allocate))
             timings = time_in_turns(timed, groups[0].control, settings.iters, settings.warmup, report)
             mine = [(item.record, timing) for item, timing in zip(timed, timings, strict=True)]
         # The ranks outside of the cell wait here for the others.
@@ -121,24 +118,18 @@ def measure_cells(
         for turn in zip(*answers, strict=True):
             build_record, timings = turn[0][0], [timing for _, timing in turn]
             starts = [timing.starts_s for timing in timings] if world.shares_clock else ()
-            records.append(
-                build_record(
-                    timing=build_samples([timing.seconds for timing in timings], timings[0].num_warmup, starts),
-                    num_wrong=sum(timing.num_wrong for timing in timings),
-                    num_checked=sum(timing.num_checked for timing in timings),
-                )
-            )
+            samples = build_samples([timing.seconds for timing in timings], timings[0].num_warmup, starts)
+            wrong, checked = (sum(getattr(t, name) for t in timings) for name in ("num_wrong", "num_checked"))
+            records.append(build_record(timing=samples, num_wrong=wrong, num_checked=checked))
         return records
 
     return run_cells(settings, sizes, format_bytes, measure)
 
 
 def run_cells(
-    settings: GroupSettings,
-    points: Sequence[Point],
-    name_point: Callable[[Point], str],
+    settings: GroupSettings, points: Sequence[Point], name_point: Callable[[Point], str],
     measure: Callable[[World, Sequence[Group], Point, Report], Sequence[Record]],
-) -> Measured:
+) -> Measured:  # fmt: skip
     """Open the world, measure every cell (each number of ranks x each point) and post its records.
 
     `measure(world, groups, point, report)` gets one group per backend and returns the records, on every rank of the
@@ -206,14 +197,10 @@ def _describe_rank(world: World) -> dict[str, Any]:
     details: dict[str, Any] = {"launcher": world.launcher, "threads_per_rank": world.threads}
     details |= {"hosts": len(set(world.hosts)), "world_size": world.world_size}
     if world.device.type == "cuda":
-        details["gpu"] = torch.cuda.get_device_name(world.device)
-        details["cuda"] = torch.version.cuda
+        details |= {"gpu": torch.cuda.get_device_name(world.device), "cuda": torch.version.cuda}
         if dist.is_nccl_available():
             details["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return details
-
-
-# -- one cell ----------------------------------------------------------------------------------------------------------
 
 
 def allocate(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -226,12 +213,9 @@ def allocate(name: str, elements: int, dtype: torch.dtype, device: torch.device)
 
 
 def time_in_turns(
-    timed: Sequence[Timed],
-    control: dist.ProcessGroup,
-    iters: int | None,
-    warmup: int | None,
+    timed: Sequence[Timed], control: dist.ProcessGroup, iters: int | None, warmup: int | None,
     report: Report | None = None,
-) -> list[Timing]:
+) -> list[Timing]:  # fmt: skip
     """Time everything in turns: A B A B ... Collective: every rank of `control` must call this.
 
     Each repetition: make the data, synchronize the device, wait at a barrier, read the clock, call, synchronize,
@@ -262,14 +246,9 @@ def time_in_turns(
 
 
 def run_rounds(
-    run_round: Callable[[int], float],
-    control: dist.ProcessGroup,
-    pace: Pace,
-    iters: int | None = None,
-    warmup: int | None = None,
-    report: Report | None = None,
-    end_warmup: Callable[[int], None] = lambda num_warmup: None,
-) -> None:
+    run_round: Callable[[int], float], control: dist.ProcessGroup, pace: Pace, iters: int | None, warmup: int | None,
+    report: Report | None, end_warmup: Callable[[int], None],
+) -> None:  # fmt: skip
     """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
 
     `end_warmup` is called with the number of warm-ups when they are over, `report` with the share of the repetitions

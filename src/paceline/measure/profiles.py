@@ -263,9 +263,6 @@ def _find_children(module: nn.Module, prefix: str = "") -> list[Block]:
     return found
 
 
-# -- what ranks run ---------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, MeasuredJob, Callable[[], Replica]]]:
     """The world, the job, and what builds a replica of it in its wrapper, or bare. Collective: call on every rank."""

@@ -22,21 +22,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure import steps
 from paceline.measure.collectives import measure_collectives
-from paceline.measure.engine import PATIENCE, Pace, follow, synchronize
+from paceline.measure.engine import PATIENCE, Pace, build_samples, follow, synchronize
 from paceline.measure.noise_scale import measure_noise_scale
-from paceline.measure.profiles import measure_profile
 from paceline.measure.scale_settings import Cell, ScaleSettings, Setup, TrainingCell
 from paceline.measure.settings import CollectiveSettings
 from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant
 from paceline.parallel.replicas import only_computing
-from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record, Samples
+from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record
 from paceline.runtime.world import World, check_backend
 from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
 from paceline.training.loop import evaluate, run_steps
 from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseClock
 
-_LAYER_ITERS = 12
 _PACE = Pace(budget_s=20.0, min_iters=10, max_iters=60, warmup=3)
 # How torch reports that memory is exhausted: on a GPU by the error's class, on a CPU only by its text.
 _FULL = re.compile(r"can't allocate memory|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
@@ -47,17 +45,9 @@ _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
 def measure_allreduce(settings: CollectiveSettings) -> list[Record]:
     """The all-reduces alone. Collective: every rank of the launched world must call this."""
     return list(measure_collectives(settings).records)
-
-
-def measure_layers_alone(settings: TrainSettings) -> list[Record]:
-    """The layers of the job on one rank."""
-    return measure_profile(settings, "layers", _LAYER_ITERS, 2)
 
 
 def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
@@ -96,16 +86,13 @@ def _build_variant(
     job: Job, cell: Cell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None
 ) -> Variant:
     """A wrapper on the first `world_size` ranks; without a replica on a rank outside."""
-    is_one_process = setup.wrapper in ("none", "dp")
-    kinds = ("plain",) if is_one_process else ("plain", "no_comm", "timed")
+    is_alone = setup.wrapper in ("none", "dp")  # in one process
+    num_ranks, kinds = (1, ("plain",)) if is_alone else (world_size, ("plain", "no_comm", "timed"))
     batch_size = cell.batch_size(world_size, job.batches.accumulate)
     labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size}
-    if world.rank >= (1 if is_one_process else world_size):
+    if world.rank >= num_ranks:
         return Variant(labels, None, kinds)
-
-    windows = steps.cycle_windows(
-        job, batch_size * (world_size if is_one_process else 1), 1 if is_one_process else world_size
-    )
+    windows = steps.cycle_windows(job, batch_size * world_size // num_ranks, num_ranks)
 
     def build() -> Replica:
         learner = steps.build_bare(job, world)
@@ -116,14 +103,10 @@ def _build_variant(
             with only_computing(world_size):
                 model = steps.wrap(model, setup.wrapper, group)
         # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
-        learner = dataclasses.replace(learner, model=model, world_size=1 if is_one_process else world_size)
-        return TrainingJob(job).as_replica(learner, windows)
+        return TrainingJob(job).as_replica(dataclasses.replace(learner, model=model, world_size=num_ranks), windows)
 
     replica = build()
-    return Variant(labels, replica, kinds, None if is_one_process else TimedMessages(replica, build, group))
-
-
-# -- one rank at one batch size ----------------------------------------------------------------------------------------
+    return Variant(labels, replica, kinds, None if is_alone else TimedMessages(replica, build, group))
 
 
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
@@ -138,22 +121,16 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # forget the peak of this process so far
         times: list[tuple[float, float]] = []
-        failure = ""
-        if job.batches.global_batch_size > len(job.train):  # a short batch would appear in the table as the larger one
-            failure = f"more than the {len(job.train)} samples of an epoch"
+        # A short batch would appear in the table as the larger one.
+        is_large = job.batches.global_batch_size > len(job.train)
+        failure = f"more than the {len(job.train)} samples of an epoch" if is_large else ""
         try:
-            if not failure:
-                times.extend(_time_epochs(job))
+            times.extend(() if failure else _time_epochs(job))
         except (RuntimeError, MemoryError) as error:
             if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(error))):
                 raise
             failure = f"out of memory in epoch {len(times) + 1}"
-        timing, data_wait = (
-            None
-            if failure
-            else Samples(seconds=tuple((row[part],) for row in times[1:]), warmup_seconds=((times[0][part],),))
-            for part in (0, 1)
-        )
+        timing, data_wait = (None if failure else build_samples([[row[i] for row in times]], 1) for i in (0, 1))
         record = BatchRecord(
             model=settings.model, data=job.train.name, device=world.device.type, precision=settings.precision,
             threads=torch.get_num_threads(), batch_size=job.batches.batch_size, num_samples=len(job.train),
@@ -197,9 +174,6 @@ def _read_peak(device: torch.device) -> int:
     except OSError:
         return 0
     return int(found[1]) * 1024 if found else 0
-
-
-# -- training runs with large batches ----------------------------------------------------------------------------------
 
 
 def survey_job(settings: TrainSettings) -> tuple[int, bool]:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.errors import ConfigError, MeasurementError
+from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.measure.engine import (
     PATIENCE,
     Pace,
@@ -118,31 +118,24 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
     return ()
 
 
-class MeasuredJob:
-    """What is measured: labels for records, and replicas on demand. `close` leaves the job as it was."""
+class TrainingJob:
+    """A job of our own, built from settings. `labels` are fields of its records. Its steps learn nothing: replicas must
+    not drift apart."""
 
-    module: nn.Module  # bare: its parameters in the order of their definition
-    labels: dict[str, Any]  # model, data, precision, batch_size, accumulate
-    steps_per_turn = 1  # more where a change of the variant is costly
+    steps_per_turn = 1
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.module = job, job.learner.module
+        check_whole(job, job.batches.global_batch_size)
+        self.labels: dict[str, Any] = {"model": job.settings.model, "data": job.train.name}
+        self.labels |= {
+            "precision": job.settings.precision,
+            "batch_size": job.batches.batch_size,
+            "accumulate": job.batches.accumulate,
+        }
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
         """A replica, bare or in a wrapper. Collective where the wrapper is."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
-
-
-class TrainingJob(MeasuredJob):
-    """A job of our own, built from settings. Its steps learn at `rate`: 0 where replicas must not drift apart."""
-
-    def __init__(self, job: Job, rate: float = 0.0) -> None:
-        self.job, self._rate, self.module = job, rate, job.learner.module
-        check_whole(job, job.batches.global_batch_size)
-        self.labels = {"model": job.settings.model, "data": job.train.name, "precision": job.settings.precision}
-        self.labels |= {"batch_size": job.batches.batch_size, "accumulate": job.batches.accumulate}
-
-    def build(self, world: World, wrap: Wrap | None = None) -> Replica:
         learner = build_bare(self.job, world)
         return self.as_replica(learner if wrap is None else dataclasses.replace(learner, model=wrap(learner.module)))
 
@@ -153,7 +146,7 @@ class TrainingJob(MeasuredJob):
 
         def run(window: Window, phases: Phases) -> None:
             num_targets = window.num_samples * learner.form.targets_per_sample
-            take_step(learner, window.batches, num_targets, self._rate, phases)
+            take_step(learner, window.batches, num_targets, 0.0, phases)
 
         return Replica(learner.model, learner.module, learner.device, run, lambda: next(windows), finish=windows.close)
 
@@ -164,7 +157,7 @@ def build_bare(job: Job, world: World) -> Learner:
     return build_learner(settings, world, job.train, like=job.learner.module)
 
 
-class OwnJob(MeasuredJob):
+class OwnJob:
     """A user's own module and step: `step(model)` runs one forward and backward, and may update, with any inputs.
 
     With a factory, each replica is a new pair of (model, step). With one pair, replicas share the module: each is put
@@ -192,7 +185,7 @@ class OwnJob(MeasuredJob):
         self._saved = {key: value.detach().clone() for key, value in self.module.state_dict().items()}
         self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
         self._device, self._was_training = trained[0].device, self.module.training
-        self.labels = {
+        self.labels: dict[str, Any] = {
             "model": type(self.module).__name__,
             "data": "own",
             "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(trained[0].dtype, "fp32"),
@@ -218,7 +211,7 @@ class OwnJob(MeasuredJob):
 
         with self.module.register_forward_pre_hook(look, with_kwargs=True), register_optimizer_step_pre_hook(save):
             self._step(self.module)
-        _clear_gradients(self.module)
+        self.module.zero_grad()
         return max(1, found[0]) if found else 1
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
@@ -231,7 +224,7 @@ class OwnJob(MeasuredJob):
         def run(_: Any, phases: Phases) -> None:
             with mark_phases(replica.model, phases):
                 step(replica.model)
-            _clear_gradients(module)
+            module.zero_grad()  # a step that does not update leaves gradients, which would accumulate
 
         def activate() -> None:
             if self._active is replica:
@@ -263,19 +256,15 @@ class OwnJob(MeasuredJob):
         self.module.train(self._was_training)
 
 
-def _clear_gradients(module: nn.Module) -> None:
-    """A step that does not update leaves gradients, which would accumulate."""
-    for param in module.parameters():
-        param.grad = None
+MeasuredJob = TrainingJob | OwnJob
 
 
 def check_whole(job: Job, size: int) -> None:
-    if len(job.train) < size:
-        raise ConfigError(
-            f"{job.train.describe()}: less than one global batch of {size}; use a smaller --batch-size, or more samples"
-        )
-    if job.settings.batch_growth:
-        raise ConfigError("--batch-growth: steps are measured at one batch size; leave it out")
+    found = f"{job.train.describe()}: less than one global batch of {size}"
+    refuse(
+        (len(job.train) < size, f"{found}; use a smaller --batch-size, or more samples"),
+        (job.settings.batch_growth, "--batch-growth: steps are measured at one batch size; leave it out"),
+    )
 
 
 def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Generator[Window, None, None]:
@@ -291,10 +280,9 @@ def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Generat
 
 
 class TimedMessages:
-    """A replica whose messages can be timed: `begin` before a step, `read` after it.
+    """A replica whose messages can be timed: `begin` before a step, `read` after it; None for torch's on a GPU.
 
-    torch's wrapper takes a hook only before its first step, so `build` makes another replica in the same wrapper. On a
-    GPU torch's messages cannot be timed this way, and `read` returns None.
+    torch's wrapper takes a hook only before its first step, so `build` makes another replica in the same wrapper.
     """
 
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
@@ -329,11 +317,8 @@ class TimedMessages:
             self._sent = self.replica.model.count_sent()
 
     def read(self) -> tuple[float, Sent] | None:
-        """Seconds in which at least one message of the last step was in flight, and the gradients that were sent.
-
-        Gradients alone count, not what travels with them (control words, BatchNorm's statistics, torch's map of used
-        parameters), which no plan of buckets knows.
-        """
+        """Seconds in which at least one message of the last step was in flight, and the gradients that were sent:
+        without what travels with them (control words, BatchNorm's statistics), which no plan of buckets knows."""
         model, before = self.replica.model, self._sent
         if isinstance(model, DDP):
             now, times = model.count_sent(), model.report().times
@@ -380,11 +365,11 @@ class Probe:
 
 @dataclass
 class Variant:
-    """One variant of the job and its times on this rank; no `replica` on a rank outside its world.
+    """One variant of the job and its times on this rank, by field of the record; no `replica` on a rank outside.
 
-    `labels` are fields of its record. `times` holds, by field of the record, one value per round. Kinds of steps, each
-    taken in every round: plain as it is; marked with its phases marked; no_comm without communication; timed with its
-    messages timed; messages with a probe's single messages timed; profiled with a probe's own phases.
+    `labels` are fields of its record. Kinds of steps, each taken in every round: plain as it is; marked with its phases
+    marked; no_comm without communication; timed with its messages timed; messages with a probe's single messages timed;
+    profiled with a probe's own phases.
     """
 
     labels: dict[str, Any]
@@ -418,8 +403,7 @@ class StepBench:
     ) -> None:
         self.world, self.labels, self._loads_inside, self._steps_per_turn = world, labels, loads_inside, steps_per_turn
         self.meeting = dist.new_group(backend=choose_control_backend(world), timeout=PATIENCE)
-        self.variants: list[Variant] = []
-        self.num_warmup = 0  # rounds
+        self.variants, self.num_warmup = list[Variant](), 0  # rounds
 
     def __enter__(self) -> StepBench:
         return self

@@ -29,7 +29,6 @@ from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseTimes
 from paceline.units import format_bytes
 
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _PID = "buckets"  # the process of the wrapper's buckets in a trace
 
 
@@ -120,13 +119,13 @@ class _TracedPhases:
 @contextlib.contextmanager
 def _quiet_profiler() -> Iterator[None]:
     """torch 2.13 writes a line to stderr when a profile starts and stops, unless this says otherwise."""
-    asked = os.environ.get(_LOG_LEVEL)
-    os.environ.setdefault(_LOG_LEVEL, "6")
+    before = dict(os.environ)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
         yield
     finally:
-        if asked is None:
-            del os.environ[_LOG_LEVEL]
+        if "KINETO_LOG_LEVEL" not in before:
+            del os.environ["KINETO_LOG_LEVEL"]
 
 
 def _clock_offset_ns() -> tuple[int, int]:

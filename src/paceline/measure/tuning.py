@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,13 +38,10 @@ from paceline.runtime.world import World
 from paceline.training.step import Phases
 from paceline.units import format_bytes
 
-_WARMUP = 4
 # A message during backward must be over before the next one starts; it is slowed by up to this factor.
 _SLOWEST, _MOST_MESSAGES = 6.0, 4
-_ONE_BUCKET = 1 << 50
 # With less than twice this there is no curve.
 _SMALLEST_BYTES = 4 << 10
-_DENSE_BYTES = 64 << 10
 _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
 # A thread of the emulated network that wakes up must not wait long for the interpreter.
 _SWITCH_S = 1e-4
@@ -95,10 +92,8 @@ class _Variants:
         self._networks = None if curve is None else (EmulatedNetwork(None), EmulatedNetwork(curve))
 
     def calibrate(self) -> tuple[list[Record], Plan]:
-        """Sweep, plain steps, ready times, contention, the wrapper's own cost; and the job itself at a grid of caps.
-
-        Also the default plan, by the order that was profiled.
-        """
+        """Sweep, plain steps, ready times, contention, the wrapper's own cost; the job itself at a grid of caps. And
+        the wrapper's default plan, by the order that was profiled."""
         settings, effort, device = self._settings, self._settings.amount, self._world.device
         plain = self._add("plain", "plain")
         assert plain.replica is not None
@@ -110,7 +105,7 @@ class _Variants:
                 variant = self._add("disturbed", f"messages of {format_bytes(num_bytes)}", message_bytes=num_bytes)
                 variant.kinds = ("messages", "marked")
                 variant.probe = _Disturbance(self._world, self._channel, memory, variant, layers)
-        self._add("local", "one bucket", self._wrap(self._alone, _ONE_BUCKET))
+        self._add("local", "one bucket", self._wrap(self._alone, 1 << 50))
         self._add("local", "a bucket each", self._wrap(self._alone, 1))
         if settings.confirms:
             sizes = [gradient.num_bytes for gradient in reversed(self.gradients)]
@@ -121,10 +116,15 @@ class _Variants:
         extra = ("broadcast" if settings.wrapper == "torch" else "all_reduce", buffers)
         sweep = _Sweep(self._channel, self._world, self._bench.meeting, self._allocate(), extra)
         self._run("measuring", effort.budget_s, sweep)
-        records: list[Record] = list(sweep.build_records(self._bench.num_warmup))
+        records = sweep.build_records(self._bench.num_warmup)
         records += [self._bench.build_record(variant) for variant in self._bench.variants]
         profile = layers.build_record(self._bench, plain)
-        return [*records, profile], self._plan_default([parameter.name for parameter in profile.parameters])
+        place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
+        order = [place[parameter.name] for parameter in profile.parameters]
+        plan: Callable[..., Plan] = plan_like_torch
+        if settings.wrapper != "torch":
+            plan = Options().make_planner(self._channel, with_hook=self._networks is not None)
+        return [*records, profile], plan(self.gradients, order)
 
     def confirm(self, candidates: Sequence[Candidate]) -> list[Record]:
         """Steps of the job under these plans, in turns."""
@@ -169,18 +169,10 @@ class _Variants:
     def _run(self, what: str, budget_s: float, sweep: _Sweep | None = None) -> None:
         effort, num_parts = self._settings.amount, 2 if self._settings.confirms else 1
         report = follow(self._world, what, int(what == "confirming"), num_parts)
-        pace = Pace(budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=_WARMUP)
+        pace = Pace(budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=4)
         # A few sizes after each step: a message in a step finds threads asleep and caches full of other data.
         after = None if sweep is None else sweep.run_part
         self._bench.run(pace, self._settings.iters, report=report, after=after)
-
-    def _plan_default(self, names: Sequence[str]) -> Plan:
-        """The buckets of the wrapper without any option, by the names of the gradients in ready order."""
-        place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
-        order = [place[name] for name in names]
-        if self._settings.wrapper == "torch":
-            return plan_like_torch(self.gradients, order)
-        return Options().make_planner(self._channel, with_hook=self._networks is not None)(self.gradients, order)
 
 
 class _Disturbance(Probe):
@@ -221,8 +213,7 @@ class _Disturbance(Probe):
 
     def _time_alone(self) -> float:
         """Seconds of one message, the fastest of a few. Collective: every rank must call this."""
-        part = self._memory[: max(1, self._num_bytes // self._memory.element_size())]
-        times = []
+        part, times = self._memory[: max(1, self._num_bytes // self._memory.element_size())], []
         for _ in range(3):
             begin_s = time.perf_counter()
             self._channel.wait(self._channel.start_sum(part), "a timed message")
@@ -255,14 +246,10 @@ def _note_end(span: list[float]) -> None:
     span[1] = span[1] or time.perf_counter()
 
 
-# -- messages alone ---------------------------------------------------------------------------------------------------
-
-
 class _Sweep:
     """The wrapper's own messages, from small to all gradients at once; pairs; and what else a step sends.
 
-    `memory` is where the wrapper's buckets would lie, and `extra` a collective and its bytes, 0 for none. Collective:
-    every rank must make the same calls.
+    `memory` is where the wrapper's buckets would lie, and `extra` a collective and its bytes, 0 for none.
     """
 
     def __init__(
@@ -276,7 +263,11 @@ class _Sweep:
         if world.world_size == 1:
             return
         single = partial(CollectiveRecord, op="sum", **where)
-        for size in _choose_sizes(memory.nbytes):
+        sizes, size = [memory.nbytes // 4 * 4], _SMALLEST_BYTES
+        while size < memory.nbytes * 0.75:
+            sizes.append(size)
+            size *= 4 if size < 64 << 10 else 2
+        for size in sorted(sizes):
             record = partial(single, collective="all_reduce", num_bytes=size)
             self._tasks.append((record, "all_reduce", [memory[: size // 4]], []))
         for size in (size for size in _PAIR_BYTES if 2 * size <= memory.nbytes):
@@ -309,20 +300,10 @@ class _Sweep:
         synchronize(device)
         return time.perf_counter() - begin_s
 
-    def build_records(self, num_warmup: int) -> Iterator[Record]:
-        for record, _, _, times in self._tasks:
-            yield record(timing=build_samples(self._world.share(times), num_warmup))
-
-
-def _choose_sizes(num_bytes: int) -> list[int]:
-    sizes, size = [], _SMALLEST_BYTES
-    while size < num_bytes * 0.75:
-        sizes.append(size)
-        size *= 4 if size < _DENSE_BYTES else 2
-    return [*sizes, num_bytes // 4 * 4]
-
-
-# -- a network that does not exist ------------------------------------------------------------------------------------
+    def build_records(self, num_warmup: int) -> list[Record]:
+        return [
+            record(timing=build_samples(self._world.share(times), num_warmup)) for record, _, _, times in self._tasks
+        ]
 
 
 class EmulatedNetwork:
@@ -368,8 +349,14 @@ class EmulatedNetwork:
     def _wait_on_gpu(self, device: torch.device, seconds: float, finish: Callable[[], None]) -> None:
         """A kernel that only waits, on a stream of its own, behind the work that fills the buffer."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._cycles_per_s = _count_cycles(device)
+            self._stream, self._cycles_per_s = torch.cuda.Stream(device), 0.0  # type: ignore[no-untyped-call]
+            for _ in range(5):  # the best of a few: clocks rise from rest
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                begin.record()
+                torch.cuda._sleep(_CYCLES)
+                end.record()
+                torch.cuda.synchronize(device)
+                self._cycles_per_s = max(self._cycles_per_s, _CYCLES / (begin.elapsed_time(end) / 1e3))
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(max(1, int(seconds * self._cycles_per_s)))
@@ -381,16 +368,3 @@ class EmulatedNetwork:
             if (left_s := done_s - time.perf_counter()) > 0:
                 time.sleep(left_s)
             future.set_result(buffer)
-
-
-def _count_cycles(device: torch.device) -> float:
-    """The cycles that the GPU's waiting kernel counts in a second, the best of a few: clocks rise from rest."""
-    rates = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        torch.cuda._sleep(_CYCLES)
-        end.record()
-        torch.cuda.synchronize(device)
-        rates.append(_CYCLES / (begin.elapsed_time(end) / 1e3))
-    return float(max(rates))
