@@ -45,11 +45,6 @@ from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, mark_p
 from paceline.units import MIB
 from paceline.workloads.data.sharding import EpochOrder
 
-# Steps after a wrapper is put around a module that others used before: torch's makes its final buckets in the second.
-_SETTLING_STEPS = 2
-# Timed steps before the next variant is put around a shared module.
-_SHARED_STEPS = 4
-
 Wrap = Callable[[nn.Module], nn.Module]
 OwnStep = Callable[[nn.Module], Any]
 
@@ -72,11 +67,6 @@ class Replica:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
-
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Backward passes inside stay on this rank."""
-        manager = getattr(self.model, "no_sync", None)
-        return manager() if manager is not None else contextlib.nullcontext()
 
     def close(self) -> None:
         self.finish()
@@ -128,11 +118,8 @@ class TrainingJob:
         self.job, self.module = job, job.learner.module
         check_whole(job, job.batches.global_batch_size)
         self.labels: dict[str, Any] = {"model": job.settings.model, "data": job.train.name}
-        self.labels |= {
-            "precision": job.settings.precision,
-            "batch_size": job.batches.batch_size,
-            "accumulate": job.batches.accumulate,
-        }
+        self.labels |= {"batch_size": job.batches.batch_size, "accumulate": job.batches.accumulate}
+        self.labels["precision"] = job.settings.precision
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
         """A replica, bare or in a wrapper. Collective where the wrapper is."""
@@ -167,20 +154,15 @@ class OwnJob:
 
     def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None) -> None:
         self.is_shared = isinstance(model, nn.Module)  # all replicas are the one module that was given
-        if isinstance(model, nn.Module):
-            if step is None or not callable(step):
-                raise ConfigError("a module needs a step: pass a function step(model) that runs forward and backward")
-            if isinstance(model, DDP | DistributedDataParallel):
-                raise ConfigError(f"the module is wrapped in {type(model).__name__}: pass the bare module")
-            self.module, self._step = model, step
-        else:
-            self._factory = model
-            self.module, self._step = self._make()
-            self._spare: tuple[nn.Module, OwnStep] | None = (self.module, self._step)
-        trained = [param for param in self.module.parameters() if param.requires_grad]
-        if not trained:
-            raise ConfigError("the module has no parameter that requires a gradient: nothing to measure")
-        self.steps_per_turn = _SHARED_STEPS if self.is_shared else 1
+        self._factory: Callable[[], Any] = (lambda: (model, step)) if isinstance(model, nn.Module) else model
+        self._spare: tuple[nn.Module, OwnStep] | None = self._make()
+        self.module, self._step = self._spare
+        trained, is_wrapped = [p for p in self.module.parameters() if p.requires_grad], (DDP, DistributedDataParallel)
+        refuse(
+            (isinstance(self.module, is_wrapped), f"{type(self.module).__name__} is a wrapper: pass the bare module"),
+            (not trained, "the module has no parameter that requires a gradient: nothing to measure"),
+        )
+        self.steps_per_turn = 4 if self.is_shared else 1  # to put another wrapper around it is costly
         self._active: Replica | None = None
         self._saved = {key: value.detach().clone() for key, value in self.module.state_dict().items()}
         self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
@@ -195,7 +177,8 @@ class OwnJob:
     def _make(self) -> tuple[nn.Module, OwnStep]:
         made = self._factory()
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-            raise ConfigError(f"the factory must return (model, step), and returned {type(made).__name__}")
+            what = "pass a module and a function step(model) that runs forward and backward, or a factory of both"
+            raise ConfigError(f"{what}; the factory returned {type(made).__name__}")
         return made
 
     def _count_samples(self) -> int:
@@ -215,10 +198,7 @@ class OwnJob:
         return max(1, found[0]) if found else 1
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
-        if self.is_shared:
-            module, step = self.module, self._step
-        else:
-            (module, step), self._spare = self._spare or self._make(), None
+        (module, step), self._spare = self._spare or self._make(), None
         replica = Replica(module, module, self._device, lambda _, phases: None)
 
         def run(_: Any, phases: Phases) -> None:
@@ -237,7 +217,7 @@ class OwnJob:
                     gc.collect()
             self._active = replica
             replica.model = module if wrap is None else wrap(module)
-            for _ in range(_SETTLING_STEPS if wrap is not None else 1):
+            for _ in range(2 if wrap is not None else 1):  # torch's wrapper makes its final buckets in the second
                 run(None, NoPhases())
 
         replica.run = run
@@ -403,17 +383,14 @@ class StepBench:
     ) -> None:
         self.world, self.labels, self._loads_inside, self._steps_per_turn = world, labels, loads_inside, steps_per_turn
         self.meeting = dist.new_group(backend=choose_control_backend(world), timeout=PATIENCE)
-        self.variants, self.num_warmup = list[Variant](), 0  # rounds
+        self.variants = list[Variant]()
+        self.num_warmup = self.num_warm_steps = 0  # rounds, and steps of each kind
 
     def __enter__(self) -> StepBench:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.clear()
-
-    @property
-    def num_warm_steps(self) -> int:
-        return self.num_warmup * self._steps_per_turn
 
     def add(self, variant: Variant) -> Variant:
         self.variants.append(variant)
@@ -447,7 +424,7 @@ class StepBench:
             return time.perf_counter() - begin_s
 
         def note_warmup(number: int) -> None:
-            self.num_warmup = number
+            self.num_warmup, self.num_warm_steps = number, number * self._steps_per_turn
             end_warmup()
 
         run_rounds(run_round, self.meeting, pace, iters, warmup, report, note_warmup)
@@ -473,7 +450,8 @@ class StepBench:
             if self._loads_inside:
                 given = replica.load()
             waited_s = time.perf_counter() - begin_s if self._loads_inside else 0.0
-            with replica.no_sync() if kind == "no_comm" else contextlib.nullcontext():
+            no_sync = getattr(replica.model, "no_sync", contextlib.nullcontext)
+            with no_sync() if kind == "no_comm" else contextlib.nullcontext():
                 replica.run(given, phases)
             marked = phases.end()
             synchronize(replica.device)

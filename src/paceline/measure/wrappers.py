@@ -296,13 +296,9 @@ def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
 
 @torch.no_grad()
 def count_wrong_parameters(
-    parameters: Sequence[torch.Tensor],
-    start: Sequence[torch.Tensor],
-    reference: Sequence[torch.Tensor] | None,
-    group: dist.ProcessGroup,
-    num_steps: int,
-    tolerance: float,
-) -> int:
+    parameters: Sequence[torch.Tensor], start: Sequence[torch.Tensor], reference: Sequence[torch.Tensor] | None,
+    group: dist.ProcessGroup, num_steps: int, tolerance: float,
+) -> int:  # fmt: skip
     """The parameters of this rank that are not equal to rank 0's or, after these steps, not close to the reference.
 
     Close means: the change since `start` (rank 0's) differs from the reference's change by at most a share `tolerance`
