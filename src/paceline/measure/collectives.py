@@ -167,9 +167,7 @@ class ChunkedAllReduce(_Vector):
 
 class MemoryAdd(_Vector):
     """What memory could do: every rank at once reads its vector once and writes it once, by adding a number in place.
-
-    `MemoryBounds` derives the bound of an all-reduce, which uses the same vector, from this and from the copy.
-    """
+    `MemoryBounds` derives the bound of an all-reduce, which uses the same vector, from this and from the copy."""
 
     operation = "add"
 
@@ -253,10 +251,8 @@ class Pattern:
             part.copy_(self._blocks[rank][start : start + part.numel()])
 
     def count_wrong(self, vector: torch.Tensor, repetition: int, rank: int | None = None, offset: int = 0) -> int:
-        """Elements that differ from rank's data or, without a rank, from the reduction over all ranks.
-
-        `offset` is the index in the full vector at which this vector starts.
-        """
+        """Elements that differ from rank's data or, without a rank, from the reduction over all ranks. `offset` is the
+        index in the full vector at which this vector starts."""
         block = self._reduced if rank is None else self._blocks[rank]
         start = (repetition + offset) % _PERIOD
         wrong = 0

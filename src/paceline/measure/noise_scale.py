@@ -67,10 +67,8 @@ def measure_noise_scale(
 def _take_probe(
     job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, num_small: int, scale: float
 ) -> tuple[tuple[float, ...], float]:
-    """The squared norms of all ranks' gradients, and of their mean; losses are multiplied by `scale` on the way.
-
-    Small batches are numbered over all ranks, and their content follows from their number. Collective.
-    """
+    """The squared norms of all ranks' gradients, and of their mean; losses are multiplied by `scale` on the way. Small
+    batches are numbered over all ranks, and their content follows from their number. Collective."""
     params, world = job.learner.parameters, job.world
     widest = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize)
     dtype = torch.float64 if widest == torch.float64 else torch.float32

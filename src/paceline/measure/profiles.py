@@ -298,10 +298,8 @@ def measure_phases(
     before: int,
     after: int,
 ) -> list[StepRecord]:
-    """The phases of a job of ours at each batch size per rank. Collective: every rank must call this.
-
-    `before` and `after` count the cells of other numbers of ranks, for the progress.
-    """
+    """The phases of a job of ours at each batch size per rank. Collective: every rank must call this. `before` and
+    `after` count the cells of other numbers of ranks, for the progress."""
     total = before + len(batch_sizes) + after
     records: list[StepRecord] = []
     with open_world(settings) as world:
@@ -320,9 +318,7 @@ def measure_phases(
 
 def measure_profile(given: Given, kind: str, iters: int | None, warmup: int | None) -> list[Record]:
     """Layers of the bare model ("layers"), phases of its steps ("phases"), or on several ranks both ("all").
-
-    Collective: every rank must call this.
-    """
+    Collective: every rank must call this."""
     records: list[Record] = []
     with open_job(given, is_bare=kind == "layers") as (world, job, build):
         parts = (kind,) if kind != "all" else ("layers", "phases") if world.world_size > 1 else ("layers",)
@@ -341,10 +337,8 @@ def measure_layers(
     world: World, replica: Replica, labels: dict[str, Any], blocks: Sequence[Block] | None = None,
     iters: int | None = None, warmup: int | None = None, report: Report | None = None,
 ) -> LayerProfileRecord:  # fmt: skip
-    """Profile steps of a bare replica in turns with plain ones, so that the record says what profiling costs.
-
-    `labels` are those of its job. The steps train the module. Collective: every rank must call this.
-    """
+    """Profile steps of a bare replica in turns with plain ones, so that the record says what profiling costs. `labels`
+    are those of its job. The steps train the module. Collective: every rank must call this."""
     with StepBench(world, labels) as bench:
         variant = bench.add(Variant({}, replica, ("marked", "profiled")))
         variant.probe = layers = Layers(replica, labels["model"], blocks)

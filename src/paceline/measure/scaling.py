@@ -177,10 +177,8 @@ def _read_peak(device: torch.device) -> int:
 
 
 def survey_job(settings: TrainSettings) -> tuple[int, bool]:
-    """How many samples an epoch has, and whether the model has a BatchNorm that a recipe can change.
-
-    Collective: call on every rank of the launched world.
-    """
+    """How many samples an epoch has, and whether the model has a BatchNorm that a recipe can change. Collective: call
+    on every rank of the launched world."""
     with open_world(settings) as world:
         train, _ = load_sets(settings, world)
         module = build_learner(dataclasses.replace(settings, wrapper="none"), world, train).module
@@ -188,10 +186,8 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
 
 
 def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
-    """Train the cell to its end. Collective: call on every rank of the launched world.
-
-    Synthetic data has one seed in all cells: another seed would be another task, not another run of it.
-    """
+    """Train the cell to its end. Collective: call on every rank of the launched world. Synthetic data has one seed in
+    all cells: another seed would be another task, not another run of it."""
     with open_world(cell.settings) as world:
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
         is_synthetic = settings.data.startswith("synthetic")

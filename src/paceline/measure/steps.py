@@ -52,9 +52,7 @@ OwnStep = Callable[[nn.Module], Any]
 @dataclass
 class Replica:
     """A model that takes training steps on this rank: `load` gets the next input, `run(input, phases)` steps with it.
-
-    `activate` is called before each step, while ranks still wait for each other.
-    """
+    `activate` is called before each step, while ranks still wait for each other."""
 
     model: nn.Module
     module: nn.Module
@@ -248,10 +246,8 @@ def check_whole(job: Job, size: int) -> None:
 
 
 def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Generator[Window, None, None]:
-    """This rank's share of whole global batches, epoch after epoch: a smaller tail would be another step.
-
-    Micro-batches and ranks are those of the job unless given.
-    """
+    """This rank's share of whole global batches, epoch after epoch: a smaller tail would be another step. Micro-batches
+    and ranks are those of the job unless given."""
     batch_size, world_size = batch_size or job.batches.batch_size, world_size or job.world.world_size
     size = batch_size * world_size * job.batches.accumulate
     for epoch in itertools.count():
@@ -260,10 +256,8 @@ def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Generat
 
 
 class TimedMessages:
-    """A replica whose messages can be timed: `begin` before a step, `read` after it; None for torch's on a GPU.
-
-    torch's wrapper takes a hook only before its first step, so `build` makes another replica in the same wrapper.
-    """
+    """A replica whose messages can be timed: `begin` before a step, `read` after it; None for torch's on a GPU. torch's
+    wrapper takes a hook only before its first step, so `build` makes another replica in the same wrapper."""
 
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
         self.replica, self._sent = replica, Sent(0, 0)  # since `begin` in a hook, before it in Paceline's wrapper
@@ -374,9 +368,7 @@ class Variant:
 
 class StepBench:
     """Variants that take steps in turns on all ranks of a world. Collective throughout: all ranks make the same calls.
-
-    `loads_inside`: the wait for data is part of the step. `steps_per_turn` steps of a kind are taken in a row.
-    """
+    `loads_inside`: the wait for data is part of the step. `steps_per_turn` steps of a kind are taken in a row."""
 
     def __init__(
         self, world: World, labels: dict[str, Any], loads_inside: bool = False, steps_per_turn: int = 1
@@ -407,9 +399,7 @@ class StepBench:
         after: Callable[[int, int, int], None] | None = None, end_warmup: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """All rounds. In each, every variant takes one step of each of its kinds, in an order that changes.
-
-        `after(place, num_places, round)` is called after each turn; `end_warmup` after the warm-ups.
-        """
+        `after(place, num_places, round)` is called after each turn; `end_warmup` after the warm-ups."""
         turns = [[(variant, kind)] for variant in self.variants for kind in variant.kinds]
         if self._steps_per_turn > 1:  # all kinds of a variant in a row: a change of the variant is costly
             turns = [[(v, kind) for kind in v.kinds for _ in range(self._steps_per_turn)] for v in self.variants]

@@ -35,10 +35,8 @@ _PID = "buckets"  # the process of the wrapper's buckets in a trace
 def trace_job(
     given: Given, warmup: int, active: int, extras: tuple[str, ...], for_all: bool
 ) -> tuple[list[RankTrace], StepFacts]:
-    """Record steps of a job in its wrapper: the traces of all ranks, and what they do not show of it.
-
-    Rank 0 gets the traces; with `for_all` every rank does. Collective: every rank must call this.
-    """
+    """Record steps of a job in its wrapper: the traces of all ranks, and what they do not show of it. Rank 0 gets the
+    traces; with `for_all` every rank does. Collective: every rank must call this."""
     with open_job(given) as (world, job, build):
         replica = build()
         try:
@@ -53,8 +51,7 @@ def trace_job(
 
 def record_trace(world: World, replica: Replica, warmup: int, active: int, extras: Collection[str] = ()) -> RankTrace:
     """Take one step and `warmup` others, then record `active` ones. Each is a range `step N` that ends when the device
-    is done. The buckets of our wrapper become events too. `extras` ("memory", "shapes") make steps slower.
-    """
+    is done. The buckets of our wrapper become events too. `extras` ("memory", "shapes") make steps slower."""
     device, phases = replica.device, _TracedPhases()
     profiler = profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
@@ -135,10 +132,8 @@ def _clock_offset_ns() -> tuple[int, int]:
 
 
 def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Event]:
-    """Events of one step's buckets on tracks of their own: waiting for their turn, and on their way.
-
-    `origin_s` is the moment of `time.perf_counter` from which the events count. Two messages at a time take two tracks.
-    """
+    """Events of one step's buckets on tracks of their own: waiting for their turn, and on their way. `origin_s` is the
+    moment of `time.perf_counter` from which the events count. Two messages at a time take two tracks."""
     begin_us = (step.begin_s - origin_s) * 1e6
     buckets = [bucket for bucket in step.buckets if bucket.done_s > 0]
     lanes = find_lanes((bucket.launch_s, bucket.done_s) for bucket in buckets)

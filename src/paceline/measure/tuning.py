@@ -75,9 +75,7 @@ def tune_job(settings: TuneSettings, given: Given) -> Tuned:
 
 class _Variants:
     """The job in all its variants on one step bench: `calibrate`, and `confirm` what was found; then `close`.
-
-    Collective throughout: every rank of the world must make the same calls.
-    """
+    Collective throughout: every rank of the world must make the same calls."""
 
     def __init__(self, settings: TuneSettings, job: MeasuredJob, world: World) -> None:
         self._settings, self._job, self._world, self.gradients = settings, job, world, list_gradients(job.module)
@@ -247,10 +245,8 @@ def _note_end(span: list[float]) -> None:
 
 
 class _Sweep:
-    """The wrapper's own messages, from small to all gradients at once; pairs; and what else a step sends.
-
-    `memory` is where the wrapper's buckets would lie, and `extra` a collective and its bytes, 0 for none.
-    """
+    """The wrapper's own messages, from small to all gradients at once; pairs; and what else a step sends. `memory` is
+    where the wrapper's buckets would lie, and `extra` a collective and its bytes, 0 for none."""
 
     def __init__(
         self, channel: Channel, world: World, control: dist.ProcessGroup, memory: torch.Tensor, extra: tuple[str, int]

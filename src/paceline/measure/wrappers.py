@@ -270,9 +270,7 @@ class _Cell:
 
 def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
     """Ways to set torch's buckets, without those that give the same buckets; `ours` is one more where torch can do it.
-
-    Sameness is judged by the reverse order of parameters, which is close to the order of gradients.
-    """
+    Sameness is judged by the reverse order of parameters, which is close to the order of gradients."""
     gradients = list_gradients(module)
     order, total = list(reversed(range(len(gradients)))), sum(gradient.num_bytes for gradient in gradients)
     ways: list[tuple[str, list[int], dict[str, Any]]] = [
