@@ -7,7 +7,7 @@ import paceline
 
 
 def train():
-    with paceline.init() as world:  # finds torchrun, Slurm, mpirun; or a world of one
+    with paceline.init() as world:  # joins torchrun, Slurm or mpirun; else one rank
         net = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1)).to(world.device)
         model = paceline.DDP(net)  # in place of DistributedDataParallel
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -21,4 +21,4 @@ def train():
 
 
 if __name__ == "__main__":
-    paceline.run_ranks(train, 2)  # two local ranks; under torchrun, the launched ones
+    paceline.run_ranks(train, 2)  # starts 2 ranks here; under torchrun, uses its ranks

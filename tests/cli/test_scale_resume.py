@@ -143,8 +143,8 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_resume(start, tmp_path):
         f"interrupted: {len(before)} of 10 cells are saved; resume with: paceline scale large-batch --resume {place}"
     )
     assert words in err
-    # How many run at once is not a setting of the study.
-    answer = type_alone("scale", "large-batch", "--resume", str(folder), "--json")
+    # How many run at once may be another number now; a launched world can have one.
+    answer = type_alone("scale", "large-batch", "--resume", str(folder), "--at-once", "1", "--json")
     assert answer.code == 0, answer.err
     after = look_at(folder)
     assert {name: after[name] for name in before} == before and len(after) == 10
@@ -216,6 +216,24 @@ def test_every_study_is_resumed_and_is_the_run_of_its_first_command(play, studie
     assert not any("more than one machine" in warning for warning in run.warnings)
     page = (folder / "report.md").read_text()
     assert f"`{run.environment.command_line}`" in page and "--resume" not in page
+
+
+def test_a_resumed_study_has_as_many_runs_at_once_as_before(play, monkeypatch, tmp_path):
+    seen, run = [], Session.run
+
+    def note(session, tasks, describe=None, at_once=1):
+        seen.append(at_once)
+        return run(session, tasks, describe)
+
+    monkeypatch.setattr(Session, "run", note)
+    asked = (*LARGE, "--at-once", "2", "--out", str(tmp_path))
+    for more in ((), ("--at-once", "3")):
+        play(1)
+        answer = type_command(*asked)
+        assert answer.code == 130, answer.err
+        asked = ("scale", "large-batch", "--resume", str(read_hint(answer.err)[2]), *more)
+    play()
+    assert type_command(*asked).code == 0 and seen == [2, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import importlib
+import inspect
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,11 +16,16 @@ import typer
 import typer.main
 
 from paceline.cli.main import app
+from paceline.cli.options import add_command
+from paceline.training.settings import TrainSettings
 
 from .reading import expect_none
 
 FROZEN = Path(__file__).with_name("command_surface.txt")
 UPDATE = "PACELINE_UPDATE_SURFACE"
+# Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
+PREPARED = {"_allreduce": "bench:allreduce", "_predict": "predict:predict"}
+OWN = ("out", "json", "wide", "strict", "confirm")
 
 
 def walk_commands(app: typer.Typer) -> Iterator[tuple[str, Any]]:
@@ -93,6 +101,28 @@ def find_double_meanings(app: typer.Typer) -> list[str]:
     ]
 
 
+def find_wrong_defaults(app: typer.Typer) -> list[str]:
+    """The options that show another default than the argument of the verb, or else the setting of its job, has."""
+    wrong = []
+    for words, command in walk_commands(app):
+        made = inspect.getclosurevars(inspect.unwrap(command.callback)).nonlocals if command.callback else {}
+        if "verb" not in made:
+            continue
+        verb = made["verb"] if isinstance(made["verb"], str) else PREPARED[made["verb"].__name__]
+        module, _, name = verb.partition(":")
+        home = importlib.import_module(f"paceline.verbs.{module}")
+        arguments = {n: p.default for n, p in inspect.signature(getattr(home, name)).parameters.items()}
+        known = {field.name: field.default for field in dataclasses.fields(TrainSettings)}
+        known |= getattr(home, "JOB_DEFAULTS", {})
+        known |= {n: default for n, default in arguments.items() if default not in (None, inspect.Parameter.empty)}
+        known |= made["always"]
+        for n, option in made["options"].items():
+            shown, has = show_default(option.default), show_default(known.get(n))
+            if n not in OWN and shown not in ("none", has):
+                wrong.append(f"{words} --{n}: {shown} is shown, and {has} is used")
+    return wrong
+
+
 def build_app(*, default: str = "gloo", is_switch: bool = False) -> typer.Typer:
     """A made-up command line with two verbs that share an option."""
     made_up = typer.Typer(add_completion=False)
@@ -138,6 +168,19 @@ def test_command_surface_is_the_frozen_one() -> None:
 
 def test_option_has_one_meaning_in_all_verbs() -> None:
     expect_none(find_double_meanings(app))
+
+
+def test_shown_defaults_are_those_of_the_verbs() -> None:
+    expect_none(find_wrong_defaults(app))
+
+
+def test_a_wrong_default_is_found() -> None:
+    made_up = typer.Typer()
+    add_command(made_up, "one", "scale:batch", "epochs batch_size:batch seed", "A help.")
+    add_command(made_up, "two", "tune:tune", "batch_size:large", "A help.")
+    first, second = find_wrong_defaults(made_up)
+    assert first.endswith("one --epochs: 1 is shown, and 3 is used")
+    assert second.endswith("two --batch_size: 512 is shown, and 4 is used")
 
 
 def test_surface_shows_everything_that_is_promised() -> None:

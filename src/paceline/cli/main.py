@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,13 +105,13 @@ def _profile(
 
 
 add_command(
-    profile, "phases", "profile:phases", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup",
+    profile, "phases", "profile:profile", f"{JOB_OPTIONS} ranks:phases batch_size:phases iters warmup",
     "Data wait, forward, backward, optimizer, and communication: exposed (compared with steps without) and busy.",
-    model="cnn",
+    model="cnn", kind="phases",
 )  # fmt: skip
 add_command(
-    profile, "layers", "profile:layers", f"{JOB_OPTIONS} iters warmup",
-    "When each gradient is ready, and forward and backward of each block, on one rank.", model="cnn",
+    profile, "layers", "profile:profile", f"{JOB_OPTIONS} iters warmup",
+    "When each gradient is ready, and forward and backward of each block, on one rank.", model="cnn", kind="layers",
 )  # fmt: skip
 add_command(
     profile, "trace", "profile:trace", f"{JOB_OPTIONS} steps:trace warmup memory:trace shapes plot",
@@ -157,39 +156,27 @@ add_command(
 
 # -- scale -------------------------------------------------------------------------------------------------------------
 
-
-def _study(name: str) -> Callable[..., Any]:
-    def run(**given: Any) -> Any:
-        from paceline.verbs import scale
-
-        if "resume" in given:
-            scale.check_resume(n for n in given if n not in ("resume", "progress", "at_once", "runs"))
-        return getattr(scale, name)(**given)
-
-    return run
-
-
 add_command(
-    scale, "batch", _study("batch"),
+    scale, "batch", "scale:batch",
     f"{JOB_OPTIONS} -ranks -accumulate -wrapper -backend -sync_batchnorm -plan batch_size:batch epochs:batch resume",
     "Which batch size keeps one rank busy? Whole epochs at each size: time, samples/s and memory.\n\n"
     "The first epoch is a warm-up.",
 )  # fmt: skip
 add_command(
-    scale, "ranks", _study("ranks"),
+    scale, "ranks", "scale:ranks",
     f"{JOB_OPTIONS} -sync_batchnorm -plan ranks:scale batch_size:scale wrapper:scale backend:scale global_batch_size "
     "network:scale predict_ranks iters resume",
     "Do more ranks help? Weak and strong scaling of all wrappers: speed-up, communication, bandwidth, prediction.",
 )  # fmt: skip
 add_command(
-    scale, "large-batch", _study("large_batch"),
+    scale, "large-batch", "scale:large_batch",
     f"{JOB_OPTIONS} -accumulate model:small ranks:train batch_size:large base_batch_size global_batch_size recipes "
     "seeds epochs:large updates lr:large momentum weight_decay schedule:large lr_drops tail augment cutout "
     "test_samples evaluations at_once resume",
     "What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.",
 )  # fmt: skip
 add_command(
-    scale, "report", _study("report"), "runs resume",
+    scale, "report", "scale:report", "runs resume",
     "The whole study on one page: tables, figures and findings, from finished runs or measured here with defaults.",
 )  # fmt: skip
 

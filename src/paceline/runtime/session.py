@@ -423,6 +423,10 @@ def open_session(
         message = f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer"
         raise ConfigError(message, code="launched")
     environment = capture_environment()  # now, because our own ranks will raise the load
+    if place is not None and place.world_size > 1:  # every rank returns the same result, its warnings included
+        from paceline.runtime.world import share_first
+
+        environment = share_first(place, environment)
     is_leader = place is None or place.rank == 0
     folder, study = None if resume is None else Path(resume), None
     with contextlib.ExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.rendezvous import agree_on_backend, await_ranks, find_host_id, open_store
+from paceline.runtime.rendezvous import Gathering, agree_on_backend, await_ranks, find_host_id, open_store
 from paceline.transport import register, why_not
 from paceline.units import format_number_of
 
@@ -177,6 +178,14 @@ def join_world(backend: str = "auto", device: str = "auto", threads: int | None 
         finally:
             _open = None
             dist.destroy_process_group(world.control)
+
+
+def share_first(place: Place, value: Any) -> Any:
+    """Rank 0's value, on every rank, over the open group or else the launcher's store. Collective."""
+    if dist.is_initialized():
+        with join_world() as world:
+            return world.share(value)[0]
+    return pickle.loads(Gathering(place).gather(pickle.dumps(value), 120.0)[0][0])
 
 
 def _adopt(device: str) -> World:

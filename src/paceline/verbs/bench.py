@@ -38,22 +38,11 @@ _CHUNK_ELEMENTS = (10**4, 3 * 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 
 
 
 def allreduce(
-    ranks: Counts | None = None,
-    sizes: Sizes = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB"),
-    backend: Names = "gloo",
-    *,
-    collective: str = "all_reduce",
-    op: str = "sum",
-    dtype: str = "float32",
-    device: str = "auto",
-    memory: Names = "ordinary",
-    limit: bool = False,
-    iters: int | None = None,
-    warmup: int | None = None,
-    compare: Place = None,
-    out: Place = None,
-    progress: bool | None = None,
-) -> CollectiveResult:
+    ranks: Counts | None = None, sizes: Sizes = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB"),
+    backend: Names = "gloo", *, collective: str = "all_reduce", op: str = "sum", dtype: str = "float32",
+    device: str = "auto", memory: Names = "ordinary", limit: bool = False, iters: int | None = None,
+    warmup: int | None = None, compare: Place = None, out: Place = None, progress: bool | None = None,
+) -> CollectiveResult:  # fmt: skip
     """How fast is all-reduce here? Backends x ranks x sizes in turns, with every element checked.
 
     `ranks`: numbers of ranks; by default that of the launched world or, in a plain process, 2. `sizes`: with their unit
@@ -82,18 +71,10 @@ def allreduce(
 
 
 def chunks(
-    ranks: Counts | None = None,
-    total: str | int = "240MB",
-    chunks: Sizes | None = None,
-    backend: Names = "gloo",
-    *,
-    dtype: str = "float32",
-    device: str = "auto",
-    iters: int | None = None,
-    warmup: int | None = None,
-    out: Place = None,
-    progress: bool | None = None,
-) -> ChunksResult:
+    ranks: Counts | None = None, total: str | int = "240MB", chunks: Sizes | None = None, backend: Names = "gloo", *,
+    dtype: str = "float32", device: str = "auto", iters: int | None = None, warmup: int | None = None,
+    out: Place = None, progress: bool | None = None,
+) -> ChunksResult:  # fmt: skip
     """What does cutting one message into chunks cost? The time of a fixed total, by the size of its chunks.
 
     `total` and `chunks` carry their unit ("240MB") or are bytes; by default the chunks go from ten thousand elements to
@@ -109,20 +90,10 @@ def chunks(
 
 
 def wrappers(
-    models: Names = DEFAULT_MODELS,
-    wrappers: Names = WRAPPERS,
-    ranks: Counts | None = None,
-    backend: Names = "gloo",
-    *,
-    batch_size: int | None = None,
-    dtype: str = "float32",
-    device: str = "auto",
-    threads: int = 1,
-    iters: int | None = None,
-    warmup: int | None = None,
-    out: Place = None,
-    progress: bool | None = None,
-) -> WrappersResult:
+    models: Names = DEFAULT_MODELS, wrappers: Names = WRAPPERS, ranks: Counts | None = None, backend: Names = "gloo", *,
+    batch_size: int | None = None, dtype: str = "float32", device: str = "auto", threads: int = 1,
+    iters: int | None = None, warmup: int | None = None, out: Place = None, progress: bool | None = None,
+) -> WrappersResult:  # fmt: skip
     """Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one for each wrapper.
 
     `models`: names of built-in models. `wrappers`: bare, torch, torch-tuned, paceline and its reducers

@@ -22,20 +22,11 @@ R = TypeVar("R", bound="Result")
 
 
 def predict(
-    profile: Result | str | Path,
-    *,
-    network: str | None = None,
-    ranks: int | Sequence[int] = (8, 64, 1024, 16384),
-    allreduce: Result | Place = None,
-    backend: str | None = None,
-    ranks_per_node: int = 1,
-    inside: str | None = None,
-    algorithm: str = "auto",
-    accumulate: int = 1,
-    gradients: str | None = None,
-    straggler: str = "0%",
+    profile: Result | str | Path, *, network: str | None = None, ranks: int | Sequence[int] = (8, 64, 1024, 16384),
+    allreduce: Result | Place = None, backend: str | None = None, ranks_per_node: int = 1, inside: str | None = None,
+    algorithm: str = "auto", accumulate: int = 1, gradients: str | None = None, straggler: str = "0%",
     out: Place = None,
-) -> PredictResult:
+) -> PredictResult:  # fmt: skip
     """What will a step cost? From a profile of layers to steps on networks x ranks, each with its 90 % interval.
 
     `profile` is a result of `paceline.profile`, or the folder of a run of `profile layers`. `network` names networks

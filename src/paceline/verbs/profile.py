@@ -26,21 +26,10 @@ _ROOM = "paceline.measure.profiles:"
 
 
 def profile(
-    model: Any,
-    step: Callable[[Any], Any] | None = None,
-    *,
-    kind: str = "all",
-    ranks: Counts | None = None,
-    wrapper: str = "paceline",
-    backend: str = "auto",
-    device: str = "auto",
-    threads: int | None = None,
-    iters: int | None = None,
-    warmup: int | None = None,
-    out: Place = None,
-    progress: bool | None = None,
-    **job: Any,
-) -> Any:
+    model: Any, step: Callable[[Any], Any] | None = None, *, kind: str = "all", ranks: Counts | None = None,
+    wrapper: str = "paceline", backend: str = "auto", device: str = "auto", threads: int | None = None,
+    iters: int | None = None, warmup: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
+) -> Any:  # fmt: skip
     """Where does the time of a training step go? Layers of the bare model and, on several ranks, phases of its steps.
 
     `model` and `step`: a module, and a function `step(model)` that runs one forward and backward with any inputs, and
@@ -56,32 +45,27 @@ def profile(
     """
     check_names("kind", (kind,), ("all", "phases", "layers", "trace"))
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
-    times: dict[str, Any] = {"iters": iters, "warmup": warmup, "out": out, "progress": progress}
     if kind == "trace":
-        del times["iters"]
-        return trace(model, step, ranks=ranks, **times, **job)
-    if isinstance(model, str) and kind != "all":
-        return (phases if kind == "phases" else layers)(model, ranks=ranks, **times, **job)
+        return trace(model, step, ranks=ranks, warmup=warmup, out=out, progress=progress, **job)
     check_counts(iters=iters, warmup=warmup)
-    verb = "profile" if kind == "all" else f"profile {kind}"
-    opened, given = _open_job(verb, model, step, ranks, job, out, progress)
+    verb, is_named = "profile" if kind == "all" else f"profile {kind}", isinstance(model, str)
+    if is_named and kind == "phases":
+        return _profile_phases(model, ranks, iters, warmup, out, progress, **job)
+    if is_named and kind == "layers":
+        given: Any = _build_bare(model, job | {"ranks": ranks})
+        opened: Any = open_session(verb, given.to_json(), out=out, progress=progress)
+        iters, warmup = iters or 20, 3 if warmup is None else warmup
+    else:
+        opened, given = _open_job(verb, model, step, ranks, job, out, progress)
     with opened as session:
         return finish(session, session.ask(_ROOM + "measure_profile", (given, kind, iters, warmup)))
 
 
-def phases(
-    model: str,
-    *,
-    ranks: Counts | None = None,
-    batch_size: Counts = 32,
-    iters: int | None = None,
-    warmup: int | None = None,
-    out: Place = None,
-    progress: bool | None = None,
-    **job: Any,
-) -> PhasesResult:
+def _profile_phases(
+    model: str, ranks: Counts | None, iters: int | None, warmup: int | None, out: Place, progress: bool | None,
+    batch_size: Counts = 32, **job: Any,
+) -> PhasesResult:  # fmt: skip
     """The phases of a built-in model's steps, at each number of ranks and each batch size per rank."""
-    check_counts(iters=iters, warmup=warmup)
     sizes, counts = list_counts(batch_size, "batch_size"), choose_worlds(ranks, 2)
     jobs = [build_settings(model=model, ranks=count, batch_size=sizes[0], **job) for count in counts]
     config = jobs[0].to_json() | {"batch_sizes": list(sizes), "ranks": list(counts)}
@@ -94,40 +78,12 @@ def phases(
         return cast("PhasesResult", finish(session, records))
 
 
-def layers(
-    model: str,
-    *,
-    iters: int | None = None,
-    warmup: int | None = None,
-    out: Place = None,
-    progress: bool | None = None,
-    **job: Any,
-) -> ProfileResult:
-    """When each gradient of a built-in model is ready, and what its blocks take, on one rank."""
-    settings = _build_bare(model, iters, warmup, job)
-    with open_session("profile layers", settings.to_json(), out=out, progress=progress) as session:
-        arguments = (settings, "layers", iters or 20, 3 if warmup is None else warmup)
-        return cast("ProfileResult", finish(session, session.ask(_ROOM + "measure_profile", arguments)))
-
-
 def trace(
-    model: Any,
-    step: Callable[[Any], Any] | None = None,
-    *,
-    ranks: Counts | None = None,
-    steps: int = 3,
-    warmup: int | None = None,
-    memory: bool = False,
-    shapes: bool = False,
-    plot: bool = True,
-    wrapper: str = "paceline",
-    backend: str = "auto",
-    device: str = "auto",
-    threads: int | None = None,
-    out: Place = None,
-    progress: bool | None = None,
-    **job: Any,
-) -> TraceResult:
+    model: Any, step: Callable[[Any], Any] | None = None, *, ranks: Counts | None = None, steps: int = 3,
+    warmup: int | None = None, memory: bool = False, shapes: bool = False, plot: bool = True, wrapper: str = "paceline",
+    backend: str = "auto", device: str = "auto", threads: int | None = None, out: Place = None,
+    progress: bool | None = None, **job: Any,
+) -> TraceResult:  # fmt: skip
     """Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.
 
     `model`, `step` and the options of a job are those of `profile`. `steps` are recorded, after `warmup` others.
@@ -155,17 +111,10 @@ def trace(
 
 
 def comm_table(
-    model: str | ProfileResult,
-    *,
-    network: str = "nvlink,pcie4,hdr,10gbe",
-    curves: Sequence[str | Path] = (),
-    ranks: Counts = (2, 4, 8, 64),
-    iters: int | None = None,
-    warmup: int | None = None,
-    out: Place = None,
-    progress: bool | None = None,
-    **job: Any,
-) -> CommTableResult:
+    model: str | ProfileResult, *, network: str = "nvlink,pcie4,hdr,10gbe", curves: Sequence[str | Path] = (),
+    ranks: Counts = (2, 4, 8, 64), iters: int | None = None, warmup: int | None = None, out: Place = None,
+    progress: bool | None = None, **job: Any,
+) -> CommTableResult:  # fmt: skip
     """What do the gradients of a step cost on other networks? The computation is measured, the messages are predicted.
 
     `model`: a built-in model, which is measured on one rank, or a result of `profile`. `network`: names, or bandwidth
@@ -183,7 +132,7 @@ def comm_table(
         config, record = model.config, model.profile
         refuse((record is None, 'this profile has no layers: use kind="all" or kind="layers"'), code="mismatch")
     else:
-        settings, record = _build_bare(model, iters, warmup, job), None
+        settings, record = _build_bare(model, job), None
         config = settings.to_json()
     more = {"networks": network, "ranks": list(counts), "curves": [str(path) for path in curves]}
     with open_session("profile comm-table", config | more, out=out, progress=progress) as session:
@@ -203,13 +152,11 @@ def compare(first: str | Path | Result, second: str | Path | Result) -> Comparis
     return ComparisonResult.of(one, two, capture_environment())
 
 
-def _build_bare(model: str, iters: int | None, warmup: int | None, job: dict[str, Any]) -> TrainSettings:
+def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
     """A job of ours as one rank computes it alone; refuses what would then change nothing."""
-    check_counts(iters=iters, warmup=warmup)
     place, bare = find_place(), "layers are timed on the bare model, which sends nothing; leave it out"
     launched = 1 if place is None else place.world_size
     ranks, wrapper, plan, accumulate = (job.pop(name, None) for name in ("ranks", "wrapper", "plan", "accumulate"))
-    parts = f"--accumulate {accumulate}"
     refuse(
         (
             ranks not in (None, 1, (1,)),
@@ -218,7 +165,10 @@ def _build_bare(model: str, iters: int | None, warmup: int | None, job: dict[str
         (launched > 1, f"layers are timed on one rank, and {launched} were launched: run it without a launcher"),
         (plan is not None, f"--plan {plan}: {bare}"),
         (wrapper not in (None, "paceline", "none"), f"--wrapper {wrapper}: {bare}"),
-        (accumulate not in (None, 1), f"{parts}: layers are timed over one micro-batch; leave it out"),
+        (
+            accumulate not in (None, 1),
+            f"--accumulate {accumulate}: layers are timed over one micro-batch; leave it out",
+        ),
     )
     return build_settings(model=model, wrapper="none", **job)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,16 +38,9 @@ _RECIPES = ("none", "sqrt", "linear", "linear+warmup", "linear+warmup+smoothing"
 
 
 def batch(
-    model: str = "cnn",
-    batch_size: Counts = (32, 128, 512, 2048),
-    *,
-    epochs: int = 3,
-    device: str = "auto",
-    out: Place = None,
-    resume: Place = None,
-    progress: bool | None = None,
-    **job: Any,
-) -> BatchResult:
+    model: str = "cnn", batch_size: Counts = (32, 128, 512, 2048), *, epochs: int = 3, device: str = "auto",
+    out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
+) -> BatchResult:  # fmt: skip
     """Which batch size keeps one rank busy? Whole epochs at each size, the first of them a warm-up.
 
     `job`: further settings of the job, under the names of the options of `paceline train` (data, precision, channels,
@@ -69,14 +63,15 @@ def _measure_batch(session: Session, settings: BatchSettings, at_once: int = 1) 
         record = next(record for record in records if isinstance(record, BatchRecord))
         return record.failure or f"{record.samples_per_s:.0f} samples/s"
 
-    tasks = []
-    for size in settings.batch_sizes:
-        job = dataclasses.replace(settings.job, batch_size=size)
+    def on_death(error: LaunchError, size: int) -> list[Record] | None:
+        return build_killed(settings.job, size) if error.code == "killed" else None
 
-        def on_death(error: LaunchError, size: int = size) -> list[Record] | None:
-            return build_killed(settings.job, size) if error.code == "killed" else None
-
-        tasks.append(Task(f"batch size {size}", _ROOM + "measure_batch", (job, settings.epochs), on_death=on_death))
+    tasks = [
+        Task(f"batch size {size}", _ROOM + "measure_batch",
+             (dataclasses.replace(settings.job, batch_size=size), settings.epochs),
+             on_death=functools.partial(on_death, size=size))
+        for size in settings.batch_sizes
+    ]  # fmt: skip
     return session.run(tasks, describe)
 
 
@@ -95,22 +90,11 @@ def build_killed(job: TrainSettings, batch_size: int) -> list[Record]:
 
 
 def ranks(
-    model: str = "cnn",
-    ranks: Counts | None = None,
-    batch_size: Counts = (8, 32),
-    global_batch_size: Counts | None = None,
-    *,
-    wrapper: Names = ("paceline", "torch"),
-    backend: Names = "auto",
-    network: str = "10gbe,100gbe",
-    predict_ranks: Counts = (64, 1024),
-    iters: int | None = None,
-    device: str = "auto",
-    out: Place = None,
-    resume: Place = None,
-    progress: bool | None = None,
-    **job: Any,
-) -> RanksResult:
+    model: str = "cnn", ranks: Counts | None = None, batch_size: Counts = (8, 32),
+    global_batch_size: Counts | None = None, *, wrapper: Names = ("paceline", "torch"), backend: Names = "auto",
+    network: str = "10gbe,100gbe", predict_ranks: Counts = (64, 1024), iters: int | None = None, device: str = "auto",
+    out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
+) -> RanksResult:  # fmt: skip
     """Do more ranks help? Weak and strong scaling, all wrappers and backends in turns, compared with one rank.
 
     `ranks`: by default 1, 2, 4, ... up to the cores or GPUs, or to the launched world. `batch_size`: samples per rank
@@ -185,46 +169,34 @@ def _measure_ranks(session: Session, settings: ScaleSettings, at_once: int = 1) 
 
 
 def large_batch(
-    model: str | None = None,
-    base_batch_size: int = 16,
-    global_batch_size: Counts | None = None,
-    *,
-    recipes: Names | None = None,
-    seeds: int = 3,
-    epochs: int = 6,
-    updates: int | None = None,
-    batch_size: int = 512,
-    evaluations: int = 6,
-    ranks: int | None = None,
-    at_once: int = 1,
-    out: Place = None,
-    resume: Place = None,
-    progress: bool | None = None,
-    **job: Any,
-) -> LargeBatchResult:
+    model: str | None = None, base_batch_size: int = 16, global_batch_size: Counts | None = None, *,
+    recipes: Names | None = None, seeds: int = 3, epochs: int = 6, updates: int | None = None, lr: float = 0.005,
+    schedule: str = "cosine", batch_size: int = 512, evaluations: int = 6, ranks: int | None = None,
+    at_once: int | None = None, out: Place = None, resume: Place = None, progress: bool | None = None, **job: Any,
+) -> LargeBatchResult:  # fmt: skip
     """What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.
 
     `model`: by default a cnn so small that the study takes minutes. `base_batch_size`: the baseline, for which the
     learning rate (`lr`) is right. `global_batch_size`: by default 16 times as large. `recipes`: switches joined by +,
     such as "linear+warmup". `updates`: also runs of this many updates; by default twice those of the largest batch, 0
-    for none. `batch_size`: what a rank computes at once. `at_once`: runs that share the machine. `job`, `out` and
-    `resume` as for `batch`. Inside a launched world this is collective: every rank must call it.
+    for none. `batch_size`: what a rank computes at once. `at_once`: runs that share the machine; by default 1, or as
+    many as the resumed study had. `job`, `out` and `resume` as for `batch`.
+    Inside a launched world this is collective: every rank must call it.
     """
     return cast("LargeBatchResult", _run_study("large-batch", locals()))
 
 
 def _build_large_batch(
     *, model: str | None, base_batch_size: int, global_batch_size: Counts | None, recipes: Names | None, seeds: int,
-    epochs: int, updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
+    updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
 ) -> LargeBatchSettings:  # fmt: skip
     _refuse(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
     if model is None and not {"channels", "hidden"} & set(job):
         job |= {"channels": (8, 16), "hidden": 64}
-    defaults: dict[str, Any] = {"model": model or "cnn", "ranks": choose_world(ranks, 1), "epochs": epochs}
-    defaults |= {"lr": 0.005, "schedule": "cosine", "global_batch_size": base_batch_size}
     if job.get("data", "synthetic") == "synthetic":
-        defaults["samples"] = 1024
-    train = TrainSettings(**defaults | job)
+        job = {"samples": 1024} | job
+    job = {"global_batch_size": base_batch_size} | job
+    train = TrainSettings(model=model or "cnn", ranks=choose_world(ranks, 1), **job)
     if recipes is not None:
         texts = list_names(recipes)
     else:  # all that this job can have: what changes BatchNorm only where there is one, as far as is known here
@@ -274,17 +246,14 @@ def report(
     if resume is not None:
         is_none = not any((Path(resume) / name).is_dir() for name in STUDIES)
         refuse((runs, f"--resume {resume} with runs: a page of finished runs has nothing to resume"), code="resume")
-        check_resume(["out"] if out is not None else [])
-        refuse(
-            (is_none, f"--resume {resume}: it holds none of {', '.join(STUDIES)}; give a report's own"), code="missing"
-        )
+        _check_resume({"out": out})
+        known = ", ".join(STUDIES)
+        refuse((is_none, f"--resume {resume}: it holds none of {known}; give a report's own"), code="missing")
     parts: list[Result] = [load_result(path) for path in runs]
     for part in parts:
         found, taken = f"{part.folder} is a run of `{part.run.verb}`", ", ".join(REPORTED)
         refuse((part.run.verb not in REPORTED, f"{found}: a report takes those of {taken}"), code="other-verb")
-    verbs: dict[str, Callable[..., Any]]
-    verbs = {} if runs else {"batch": batch, "ranks": ranks, "large-batch": large_batch}
-    settings = {name: _build(name, **_get_defaults(verb)) for name, verb in verbs.items()}
+    settings = {} if runs else {name: _build(name, **_get_defaults(name)) for name in STUDIES}
     most = max((each.num_ranks for each in settings.values()), default=1)
     with open_session(
         "scale report", {}, ranks=most, out=out, resume=resume, progress=progress, can_resume=True
@@ -301,11 +270,6 @@ def report(
         result = ReportResult(run, session.folder, parts)
         session.write(result)
         return result
-
-
-def _get_defaults(verb: Callable[..., Any]) -> dict[str, Any]:
-    leave_out = ("out", "resume", "progress", "at_once", "job")
-    return {n: p.default for n, p in inspect.signature(verb).parameters.items() if n not in leave_out}
 
 
 def _make_part(session: Session, name: str, settings: StudySettings) -> Any:
@@ -337,6 +301,13 @@ STUDIES: dict[str, tuple[type[StudySettings], Callable[..., StudySettings], Call
 }
 
 
+def _get_defaults(name: str) -> dict[str, Any]:
+    """The settings of a study that its verb has by default."""
+    verbs: dict[str, Callable[..., Any]] = {"batch": batch, "ranks": ranks, "large-batch": large_batch}
+    leave_out = ("out", "resume", "progress", "at_once", "job")
+    return {n: p.default for n, p in inspect.signature(verbs[name]).parameters.items() if n not in leave_out}
+
+
 def _build(name: str, **given: Any) -> StudySettings:
     """The settings of a study, with everything checked that can be refused before a rank starts."""
     settings = STUDIES[name][1](**given)
@@ -348,18 +319,20 @@ def _build(name: str, **given: Any) -> StudySettings:
 def _run_study(name: str, given: dict[str, Any]) -> Any:
     """Run the study of a verb with these arguments, or what is missing of one that is resumed with its own settings."""
     out, resume, progress, job = (given.pop(name) for name in ("out", "resume", "progress", "job"))
-    at_once, verb = given.pop("at_once", 1), f"scale {name}"
+    at_once, verb = given.pop("at_once", None), f"scale {name}"
     check_counts(at_once=at_once)
     if resume is None:
         settings = _build(name, **given, **job)
     else:
-        check_resume([*(["out"] if out is not None else []), *job])
-        settings = STUDIES[name][0].from_json(Study.load(Path(resume), verb).config)
+        _check_resume({"out": out, **given, **job}, _get_defaults(name))
+        saved = Study.load(Path(resume), verb).config
+        settings, at_once = STUDIES[name][0].from_json(saved), at_once or saved.get("at_once")
+    config = settings.to_json() | ({} if at_once is None else {"at_once": at_once})
     with open_session(
-        verb, settings.to_json(), ranks=settings.num_ranks, out=out, resume=resume, progress=progress, cells=True,
+        verb, config, ranks=settings.num_ranks, out=out, resume=resume, progress=progress, cells=True,
         same_machine=settings.is_timed,
     ) as session:  # fmt: skip
-        return _finish(session, name, settings, at_once)
+        return _finish(session, name, settings, at_once or 1)
 
 
 def _finish(session: Session, name: str, settings: StudySettings, at_once: int = 1) -> Any:
@@ -367,10 +340,11 @@ def _finish(session: Session, name: str, settings: StudySettings, at_once: int =
     return finish(session, [] if session.is_finished else STUDIES[name][2](session, settings, at_once))
 
 
-def check_resume(given: Iterable[str]) -> None:
-    """Refuse options that are given with --resume."""
+def _check_resume(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> None:
+    """Refuse what a resumed study would ignore."""
+    asked = [name for name, value in given.items() if value != (defaults or {}).get(name)]
     why = "with --resume: a study is resumed as it was started; leave it out"
-    refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in given), code="resume")
+    refuse(*((True, f"--{name.replace('_', '-')} {why}") for name in asked), code="resume")
 
 
 def _refuse(job: dict[str, Any], names: Sequence[str], why: str) -> None:

@@ -30,16 +30,9 @@ _CHANGEABLE = (
 
 
 def train(
-    model: str | None = None,
-    data: str | None = None,
-    ranks: int | None = None,
-    epochs: int | None = None,
-    *,
-    resume: Place = None,
-    out: Place = None,
-    progress: bool | None = None,
-    **settings: Any,
-) -> TrainRunResult:
+    model: str | None = None, data: str | None = None, ranks: int | None = None, epochs: int | None = None, *,
+    resume: Place = None, out: Place = None, progress: bool | None = None, **settings: Any,
+) -> TrainRunResult:  # fmt: skip
     """Train a model, and return its epochs, its metrics and where the time went.
 
     `model`: a name ("cnn", the default, "resnet18", "gpt2-tiny", "hf:NAME") or "FILE.py:FUNCTION". `data`: "synthetic"

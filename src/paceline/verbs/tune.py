@@ -18,26 +18,16 @@ if TYPE_CHECKING:
 
     from paceline.report.tuning import TuneResult
 
+# A small batch: buckets matter where there is little arithmetic to hide them.
+JOB_DEFAULTS = {"batch_size": 4}
+
 
 def tune(
-    model: nn.Module | Callable[[], Any] | str,
-    step: Callable[[nn.Module], Any] | None = None,
-    *,
-    ranks: int | None = None,
-    wrapper: str = "paceline",
-    quick: bool = False,
-    confirm: bool = True,
-    caps: Sizes = (),
-    network: str | None = None,
-    network_ranks: int | None = None,
-    iters: int | None = None,
-    backend: str = "auto",
-    device: str = "auto",
-    threads: int | None = None,
-    out: Place = None,
-    progress: bool | None = None,
-    **job: Any,
-) -> TuneResult:
+    model: nn.Module | Callable[[], Any] | str, step: Callable[[nn.Module], Any] | None = None, *,
+    ranks: int | None = None, wrapper: str = "paceline", quick: bool = False, confirm: bool = True, caps: Sizes = (),
+    network: str | None = None, network_ranks: int | None = None, iters: int | None = None, backend: str = "auto",
+    device: str = "auto", threads: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
+) -> TuneResult:  # fmt: skip
     """Which buckets? Measures the job, predicts every plan, confirms the best in turns, and returns the plan.
 
     `model` is your module and `step(model)` runs one forward and backward of it (and may update), inside a launched
@@ -70,8 +60,7 @@ def tune(
         opened = own.open("tune", count, own.is_pair, out, progress)
         arguments = settings, (model, step, wrapper, own.where)
     else:
-        # A small batch, unless given: buckets matter where there is little arithmetic to hide them.
-        job = {"batch_size": 4} | {name: value for name, value in job.items() if value is not None}
+        job = JOB_DEFAULTS | {name: value for name, value in job.items() if value is not None}
         train = build_settings(model=model, ranks=count, wrapper=wrapper, **where, **job)
         parts = train.batches.accumulate
         refuse(
