@@ -38,8 +38,7 @@ _REPORT_S = 0.2
 
 @dataclass(frozen=True)
 class Pace:
-    """How many repetitions there are unless requested: as many as fit `budget_s`, within bounds, after `warmup` others,
-    or fewer of those once `warmup_s` is over."""
+    """Unless requested: as many repetitions as fit `budget_s`, after `warmup` others or `warmup_s` seconds of them."""
 
     budget_s: float
     min_iters: int
@@ -169,8 +168,7 @@ def follow(world: World, label: str, number: int = 0, total: int = 1) -> Report:
 
 
 def choose_control_backend(world: World) -> str:
-    """The backend of the barriers before timed calls: ranks leave one in shared memory within microseconds of each
-    other, and one of gloo's far apart."""
+    """Of barriers before timed calls: ranks leave one in shared memory within microseconds, and gloo's far apart."""
     return "shm" if world.shares_clock and not why_not() else "gloo"
 
 
@@ -299,8 +297,7 @@ def synchronize(device: torch.device) -> None:
 def build_samples(
     by_rank: Sequence[Sequence[float]], num_warmup: int, starts_by_rank: Sequence[Sequence[float]] = ()
 ) -> Samples:
-    """What each rank timed in every round, warm-ups first, as samples; with arrivals where a common clock gives
-    starts."""
+    """What each rank timed in every round, warm-ups first; with arrivals where a common clock gives starts."""
     rows, starts = tuple(zip(*by_rank, strict=True)), tuple(zip(*starts_by_rank, strict=True))
     arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[num_warmup:])
     return Samples(rows[num_warmup:], rows[:num_warmup], arrivals)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import PacelineError
 from paceline.measure.engine import Pace, build_samples, follow, synchronize
 from paceline.measure.profiles import Given, Layers, open_job
-from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, Wrap, list_gradients, wrap
+from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, list_gradients, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
@@ -103,12 +103,12 @@ class _Variants:
                 variant = self._add("disturbed", f"messages of {format_bytes(num_bytes)}", message_bytes=num_bytes)
                 variant.kinds = ("messages", "marked")
                 variant.probe = _Disturbance(self._world, self._channel, memory, variant, layers)
-        self._add("local", "one bucket", self._wrap(self._alone, 1 << 50))
-        self._add("local", "a bucket each", self._wrap(self._alone, 1))
+        self._add("local", "one bucket", self._alone, 1 << 50)
+        self._add("local", "a bucket each", self._alone, 1)
         if settings.confirms:
             sizes = [gradient.num_bytes for gradient in reversed(self.gradients)]
             for cap in settings.caps_bytes or choose_caps(sizes, effort.num_caps):
-                self._add_job(f"cap {format_bytes(cap)}", cap)
+                self._add("job", f"cap {format_bytes(cap)}", self._group, cap)
         # What the wrapper adds to each step for buffers.
         buffers = sum(buffer.nbytes for buffer in self._job.module.buffers() if buffer.is_floating_point())
         extra = ("broadcast" if settings.wrapper == "torch" else "all_reduce", buffers)
@@ -127,8 +127,8 @@ class _Variants:
     def confirm(self, candidates: Sequence[Candidate]) -> list[Record]:
         """Steps of the job under these plans, in turns."""
         self._bench.clear()
-        for candidate in candidates:
-            self._add_job(*candidate)
+        for label, cap_bytes, plan in candidates:
+            self._add("job", label, self._group, cap_bytes, plan)
         self._run("confirming", self._settings.amount.confirm_s)
         return [dataclasses.replace(self._bench.build_record(v), note="confirmed") for v in self._bench.variants]
 
@@ -137,25 +137,23 @@ class _Variants:
         for network in self._networks or ():
             network.close()
 
-    def _add(self, role: str, label: str, wrap_by: Wrap | None = None, **labels: Any) -> Variant:
-        """A replica of its own."""
-        replica = self._job.build(self._world, wrap_by)
-        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
-
-    def _add_job(self, label: str, cap_bytes: int, plan: Plan | None = None) -> None:
-        wrap_by, source = self._wrap(self._group, cap_bytes, plan), "measured" if self._networks is None else "emulated"
-        self._add("job", label, wrap_by, cap_bytes=cap_bytes, source=source)
-
-    def _wrap(self, group: dist.ProcessGroup, cap_bytes: int, plan: Plan | None = None) -> Wrap:
-        """Into the wrapper with a cap, a plan, or the wrapper's default buckets."""
+    def _add(
+        self, role: str, label: str, group: dist.ProcessGroup | None = None, cap_bytes: int = 0,
+        plan: Plan | None = None, **labels: Any,
+    ) -> Variant:  # fmt: skip
+        """A replica of its own: bare or, on a group, in the wrapper with a cap, a plan, or its default buckets."""
+        is_job = role == "job"
 
         def wrap_by(module: nn.Module) -> nn.Module:
-            wrapped = wrap(module, self._settings.wrapper, group, plan=plan, cap_bytes=cap_bytes)
+            wrapped = wrap(module, self._settings.wrapper, group, plan, cap_bytes)
             if self._networks is not None:
-                self._networks[group is self._group].attach(wrapped)
+                self._networks[is_job].attach(wrapped)
             return wrapped
 
-        return wrap_by
+        if is_job:
+            labels = {"cap_bytes": cap_bytes, "source": "measured" if self._networks is None else "emulated"}
+        replica = self._job.build(self._world, None if group is None else wrap_by)
+        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
 
     def _allocate(self) -> torch.Tensor:
         """Memory for as much as all gradients, of the kind in which the wrapper's buckets lie."""
