@@ -116,12 +116,14 @@ class LayerClock:
             return [first.elapsed_time(event) / 1e3 for event in self._moments]
         return [reading - first for reading in self._moments]
 
-    def read(self, took_s: dict[str, float]) -> Seen:
-        """What hooks saw of a step whose phases took so long."""
-        at_s = self.read_s()
+    def read(self) -> Seen:
+        # All from the same readings: an event rounds, and no part may be longer than its whole.
+        at_s, took_s = self.read_s(), dict[str, float]()
+        spans = [(phase, begin, end) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
+        for phase, begin, end in spans:
+            took_s[phase] = took_s.get(phase, 0.0) + at_s[end] - at_s[begin]
         # A step may run backward several times: a gradient is ready after as much of backward as had passed by then.
-        marks = itertools.pairwise(self.marks)
-        backwards = [(begin, end) for (phase, begin), (_, end) in marks if phase == "backward"]
+        backwards = [(begin, end) for phase, begin, end in spans if phase == "backward"]
         ready_s = {
             index: sum(min(at_s[end], at_s[moment]) - at_s[begin] for begin, end in backwards if begin <= moment)
             for index, moment in self.ready.items()
@@ -217,10 +219,10 @@ class Layers(steps.Probe):
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
         if kind == "profiled":
-            for phase in {"forward", "backward"} - phases_s.keys():
+            self.seen.append(self._clock.read())
+            for phase in {"forward", "backward"} - self.seen[-1].took_s.keys():
                 needed = "it must call the model that it gets, and backward() on a loss"
                 raise MeasurementError(f"the step of {self._model} ran no {phase}: {needed}", code="no-phase")
-            self.seen.append(self._clock.read(phases_s))
 
     def build_record(self, bench: StepBench, variant: Variant) -> LayerProfileRecord:
         """Rank 0's layers, profiled while all ranks computed. Collective: every rank must call this."""
