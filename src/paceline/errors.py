@@ -24,11 +24,11 @@ class ConfigError(PacelineError, ValueError):
     """The request is contradictory, unknown or impossible on this machine."""
 
 
-def refuse(*cases: tuple[object, str], code: str = "") -> None:
-    """Raise the ConfigError of the first case (condition, message) whose condition holds."""
+def refuse(*cases: tuple[object, str], code: str = "", error: type[PacelineError] = ConfigError) -> None:
+    """Raise the error of the first case (condition, message) whose condition holds."""
     for condition, message in cases:
         if condition:
-            raise ConfigError(message, code=code)
+            raise error(message, code=code)
 
 
 class LaunchError(PacelineError, RuntimeError):

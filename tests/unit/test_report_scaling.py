@@ -200,7 +200,7 @@ def make_line(**changes):
 
 def test_a_bandwidth_above_the_peak_gets_no_table():
     line = make_line(busy_s=1e-3)
-    assert line(make_collectives(make_rng(), 1e-3)).use is not None
+    assert line(make_collectives(make_rng(), 1e-3)).peak is not None
     with pytest.raises(MeasurementError) as caught:
         line(make_collectives(make_rng(), 1e-2))
     assert caught.value.code == "above-peak"

@@ -42,7 +42,7 @@ class CollectiveResult(Result):
     ) -> None:
         super().__init__(run, folder)
         self.compared, self._differences = compared, differences
-        self.bounds = MemoryBounds.of(run.records)
+        self.bounds = MemoryBounds(run.records)
         self.rows = [record for record in run.records if isinstance(record, CollectiveRecord)]
         self._columns = build_columns(self.rows, self.bounds)
 

@@ -25,10 +25,9 @@ from paceline.records.samples import Ratio
 from paceline.records.steps import (
     ScalePoint,
     Straggler,
-    Utilisation,
     compare_points,
+    find_peak_of,
     find_straggler,
-    find_use,
     list_points,
 )
 from paceline.records.store import Run
@@ -126,12 +125,12 @@ def is_split(record: StepRecord) -> bool:
 @dataclass(frozen=True)
 class ScaleLine:
     """A point; its efficiency over that of torch's wrapper on the same backend and on gloo, above 1 where it is better;
-    and what its messages used of the measured peak. None where that was not measured."""
+    and the measured peak for its messages. None where that was not measured."""
 
     point: ScalePoint
     to_torch: Ratio | None = None
     to_torch_on_gloo: Ratio | None = None
-    use: Utilisation | None = None
+    peak: float | None = None
 
     @property
     def record(self) -> StepRecord:
@@ -147,7 +146,8 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
         return None if torch is None or point.record.world_size == 1 else compare_points(point, torch)
 
     return [
-        ScaleLine(p, compare(p, p.record.backend), compare(p, "gloo"), find_use(p.record, collectives)) for p in points
+        ScaleLine(p, compare(p, p.record.backend), compare(p, "gloo"), find_peak_of(p.record, collectives))
+        for p in points
     ]
 
 
@@ -231,8 +231,8 @@ BANDWIDTH = (
     Column("messages", lambda s: s.record.num_messages, "number", "num_messages", priority=-1),
     Column("busy", lambda s: s.record.busy_s, "ms", "busy_s", priority=-1),
     Column("busbw (GB/s)", lambda s: s.record.busbw_bytes_per_s, format_rate, "busbw_bytes_per_s", priority=3),
-    Column("peak (GB/s)", lambda s: s.use and s.use.peak_bytes_per_s, format_rate, "peak_bytes_per_s", priority=1),
-    Column("of peak", lambda s: s.use and s.use.share, "percent.1", "peak_share", priority=2),
+    Column("peak (GB/s)", lambda s: s.peak, format_rate, "peak_bytes_per_s", priority=1),
+    Column("of peak", lambda s: s.peak and s.record.busbw_bytes_per_s / s.peak, "percent.1", "peak_share", priority=2),
     *_LAST,
 )
 
@@ -284,9 +284,8 @@ def _say_cause(point: ScalePoint) -> str:
         return " There is no loss beyond the noise."
     if not is_split(record):
         return ""
-    share = 1 if record.mode == "weak" else record.world_size
     exposed = f"exposed communication is {record.overhead:.0%} of the step"
-    if record.exposed_s >= record.compute_s - point.alone.timing.median_s / share:
+    if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
         return f" The cause: {exposed}." if record.exposed_s > 0 else ""
     if record.mode == "weak":
         why = f"ranks slow each other down, computing takes {point.slowdown:.2f} times as long as on one rank"
@@ -298,7 +297,7 @@ def _say_cause(point: ScalePoint) -> str:
 def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
     """How well each leader does, the larger cause of what is lost, where strong scaling ends, and the bandwidth."""
     texts = []
-    for point, record, use in ((line.point, line.record, line.use) for line in leaders):
+    for point, record, peak in ((line.point, line.record, line.peak) for line in leaders):
         noise = point.efficiency_noise
         speed = "" if record.mode == "weak" else f"speed-up {point.speedup:.2f} of {record.world_size}, "
         sure = " (one repetition)" if noise is None else f" ± {noise:.2f}"
@@ -312,9 +311,9 @@ def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> 
             if record.busy_s:
                 limit = point.alone.timing.median_s / record.busy_s
                 text += f" While messages take {format_ms(record.busy_s)} ms of a step, it stays below {limit:.1f}."
-        if use is not None:
-            rate, peak = format_rate(use.busbw_bytes_per_s), format_rate(use.peak_bytes_per_s)
-            text += f" Messages reach {rate} GB/s, {use.share:.0%} of the measured peak of {peak} GB/s."
+        if peak is not None and (rate := record.busbw_bytes_per_s) is not None:
+            of_peak = f"{rate / peak:.0%} of the measured peak of {format_rate(peak)} GB/s"
+            text += f" Messages reach {format_rate(rate)} GB/s, {of_peak}."
         texts.append(text)
     return texts
 
