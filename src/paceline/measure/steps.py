@@ -175,8 +175,8 @@ class OwnJob:
     def _make(self) -> tuple[nn.Module, OwnStep]:
         made = self._factory()
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-            what = "pass a module and a function step(model) that runs forward and backward, or a factory of both"
-            raise ConfigError(f"{what}; the factory returned {type(made).__name__}")
+            what = "a module and its step, or a factory of (model, step), are needed"
+            raise ConfigError(f"{what}: the factory returned {type(made).__name__}")
         return made
 
     def _count_samples(self) -> int:
