@@ -9,23 +9,22 @@ from paceline.records.kinds import MemoryBounds
 def test_the_faster_pass_is_the_bound(build_collective, build_pass, add_s, copy_s):
     record = build_collective()  # 1 ms
     for passes in ([build_pass("add", add_s), build_pass("copy", copy_s)],) * 2:
-        bounds = MemoryBounds.of([record, *passes])
-        assert len(bounds.records) == 1
+        bounds = MemoryBounds([record, *passes])
         assert bounds.bound_s(record) == pytest.approx(2e-4)
         assert bounds.fraction_of(record) == pytest.approx(0.2)
         passes.reverse()
 
 
 def test_one_pass_alone_is_a_bound_too(build_collective, build_pass):
-    assert MemoryBounds.of([build_pass("copy", 5e-4)]).fraction_of(build_collective()) == pytest.approx(0.5)
+    assert MemoryBounds([build_pass("copy", 5e-4)]).fraction_of(build_collective()) == pytest.approx(0.5)
 
 
 def test_a_record_faster_than_memory_is_not_cut_to_1(build_collective, build_pass):
-    assert MemoryBounds.of([build_pass(time_s=2e-3)]).fraction_of(build_collective()) == pytest.approx(2.0)
+    assert MemoryBounds([build_pass(time_s=2e-3)]).fraction_of(build_collective()) == pytest.approx(2.0)
 
 
 def test_all_backends_and_memories_have_the_same_bound(build_collective, build_pass, build_samples):
-    bounds = MemoryBounds.of([build_pass(time_s=1e-4)])
+    bounds = MemoryBounds([build_pass(time_s=1e-4)])
     shared = build_collective(backend="paceline", memory="shared", timing=build_samples(2e-4))
     assert bounds.fraction_of(shared) == pytest.approx(0.5)
     assert bounds.bound_s(shared) == bounds.bound_s(build_collective(backend="nccl"))
@@ -39,17 +38,17 @@ def test_all_backends_and_memories_have_the_same_bound(build_collective, build_p
     ],
 )  # fmt: skip
 def test_what_was_not_measured_has_no_bound(build_collective, build_pass, changes):
-    bounds = MemoryBounds.of([build_pass()])
+    bounds = MemoryBounds([build_pass()])
     assert bounds.fraction_of(build_collective()) is not None
     assert bounds.bound_s(build_collective(**changes)) is None
     assert bounds.fraction_of(build_collective(**changes)) is None
 
 
 def test_one_rank_need_not_touch_its_vector(build_collective, build_pass):
-    bounds = MemoryBounds.of([build_pass(world_size=1)])
+    bounds = MemoryBounds([build_pass(world_size=1)])
     assert bounds.fraction_of(build_collective(world_size=1)) is None
 
 
 def test_a_run_without_passes_has_no_bounds(build_collective):
-    bounds = MemoryBounds.of([build_collective()])
+    bounds = MemoryBounds([build_collective()])
     assert bounds.records == () and bounds.fraction_of(build_collective()) is None

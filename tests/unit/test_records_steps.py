@@ -24,7 +24,7 @@ from paceline.records.steps import (
     compare_steps,
     compare_wrappers,
     find_peak,
-    find_use,
+    find_peak_of,
     list_points,
 )
 from paceline.units import MIB
@@ -487,26 +487,25 @@ def test_a_peak_from_an_imported_mean_is_that_mean_and_a_time_of_0_is_none():
 def test_a_bandwidth_at_the_peak_passes_and_one_above_it_fails(rng, ranks):
     collectives = make_collectives(rng)
     peak_s = min(float(slowest(c.timing).min()) for c in collectives if (c.backend, c.world_size) == ("gloo", ranks))
-    use = find_use(_step(peak_s, ranks), collectives)
-    assert use.share == pytest.approx(1.0)
-    assert find_use(_step(4 * peak_s, ranks), collectives).share == pytest.approx(0.25)
+    step = _step(peak_s, ranks)
+    assert step.busbw_bytes_per_s / find_peak_of(step, collectives) == pytest.approx(1.0)
     with pytest.raises(MeasurementError, match=r"above the peak of .* the bookkeeping is wrong"):
-        find_use(_step(0.999 * peak_s, ranks), collectives)
+        find_peak_of(_step(0.999 * peak_s, ranks), collectives)
 
 
 @pytest.mark.parametrize("changes", [{"device": "cuda"}, {"source": "emulated"}, {"backend": "mpi"}, {"world_size": 3}])
 def test_a_peak_of_another_device_source_backend_or_ranks_does_not_count(changes):
     collectives = make_collectives(make_rng(), backends=["gloo"], counts=[2])
-    assert find_use(_step(1.0), collectives) is not None
+    assert find_peak_of(_step(1.0), collectives) is not None
     changed = [
         replace(c, **{**changes, "timing": make_samples(make_rng(), 1.0, changes.get("world_size", 2))})
         for c in collectives
     ]
-    assert find_use(_step(1e-9), changed) is None
+    assert find_peak_of(_step(1e-9), changed) is None
 
 
-def test_what_was_not_timed_has_no_use():
-    assert find_use(make_scale(make_rng(), 2, 1e-2), make_collectives(make_rng())) is None
+def test_what_was_not_timed_has_no_peak():
+    assert find_peak_of(make_scale(make_rng(), 2, 1e-2), make_collectives(make_rng())) is None
 
 
 # -- records of versions 1 and 2 ---------------------------------------------------------------------------------------

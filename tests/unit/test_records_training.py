@@ -299,7 +299,7 @@ def test_an_impossible_probe_is_refused(squares, big, reason):
         ({"small_batch_size": 0}, "batches of 0"),
         ({"world_size": 0}, "on 0 ranks"),
         ({"step": -1}, "after -1 steps"),
-        ({"epoch": math.nan}, "the epoch is nan"),
+        ({"epoch": math.nan}, "nan epochs"),
         ({"probes": (NoiseProbe((1.0, 1.0), 1.0), NoiseProbe((1.0,) * 3, 1.0))}, r"probes of \[2, 3\] small"),
         ({"source": "guessed"}, "unknown source"),
     ],

@@ -208,7 +208,7 @@ def test_groups_may_be_added_and_are_checked():
         ({"lr": math.inf}, "lr inf"),
         ({"lr": torch.tensor(0.1)}, r"lr tensor\(0.1"),
         ({"lr": "fast"}, "lr 'fast'"),
-        ({"momentum": 1.0}, "momentum 1.0: a finite number from 0 and below 1"),
+        ({"momentum": 1.0}, "momentum 1.0: a finite number from 0, below 1"),
         ({"weight_decay": -1.0}, "weight_decay -1.0"),
         ({"trust_coefficient": 0.0}, "trust_coefficient 0.0: a finite number above 0"),
         ({"eps": -1e-9}, "eps -1e-09"),
@@ -404,7 +404,7 @@ def test_precisions_may_be_mixed_in_one_group_by_lamb():
     ("options", "words"),
     [
         ({"lr": -0.1}, "lr -0.1"),
-        ({"betas": (0.9, 1.0)}, "a beta of 1.0: a finite number from 0 and below 1"),
+        ({"betas": (0.9, 1.0)}, "a beta of 1.0: a finite number from 0, below 1"),
         ({"betas": (-0.1, 0.9)}, "a beta of -0.1"),
         ({"betas": 0.9}, "betas 0.9: two numbers"),
         ({"eps": math.nan}, "eps nan"),

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline import __version__, machine
 from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryBounds, MemoryRecord, Record
@@ -114,23 +114,13 @@ def capture_environment() -> Environment:
     )
 
 
-# -- reasons to doubt a measurement ------------------------------------------------------------------------------------
-
-# Half of p90 - p10 over the median, and second half over first half, above which a median is doubtful.
-_MAX_NOISE, _MAX_DRIFT = 0.25, 0.25
-# Of the memory bound; a little more is the noise of both.
-_MAX_FRACTION = 1.1
-# The wait for the last rank as a share of the time, above which the time is mostly that wait.
-_MAX_SKEW = 0.5
-_FEW = 5
 # The kinds of doubt that `--strict` turns into a failure: another run may give another answer.
 NOISY = ("unstable", "drifting", "few")
 # In order of gravity. Wrong parameters have a text of their own and are the same kind to a program.
 _TEXTS = {
     "wrong": "WRONG DATA at {}: do not use this backend for these messages",
     "parameters": "WRONG PARAMETERS of {}: replicas differ, or are not those of torch's wrapper",
-    "above": "faster than one core per rank passes over memory at {}: several cores took part, or the bound was "
-    "disturbed",
+    "above": "faster than one core per rank passes over memory at {}: several cores took part, or it was disturbed",
     "unstable": "unstable at {} (p10 to p90): repeat on a quiet machine or with more --iters",
     "drifting": "not settled at {} (second half compared with the first): raise --warmup",
     "few": "fewer than 5 repetitions at {}: a median of these says little",
@@ -138,8 +128,7 @@ _TEXTS = {
 }
 
 
-@dataclass(frozen=True)
-class Doubt:
+class Doubt(NamedTuple):
     """One reason to doubt a measurement, as one line for people; `kind` is for programs."""
 
     kind: str
@@ -151,13 +140,12 @@ _Timed = CollectiveRecord | MemoryRecord | ChunksRecord | StepRecord
 
 def _name(record: _Timed) -> str:
     """What distinguishes this record from the others on the same backend and ranks."""
-    match record:
-        case StepRecord():
-            return f"{record.model} in {record.wrapper}{f', {record.label}' if record.label else ''}"
-        case MemoryRecord():
-            return f"{format_bytes(record.num_bytes)} ({record.operation})"
-        case ChunksRecord():
-            return format_bytes(record.chunk_bytes)
+    if isinstance(record, StepRecord):
+        return f"{record.model} in {record.wrapper}{f', {record.label}' if record.label else ''}"
+    if isinstance(record, ChunksRecord):
+        return format_bytes(record.chunk_bytes)
+    if isinstance(record, MemoryRecord):
+        return f"{format_bytes(record.num_bytes)} ({record.operation})"
     return format_bytes(record.num_bytes) + (" in shared memory" if record.memory == "shared" else "")
 
 
@@ -166,22 +154,22 @@ def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterato
     if r.num_wrong:
         kind, what = ("parameters",) * 2 if isinstance(r, StepRecord) else ("wrong", "elements")
         yield kind, f"{r.num_wrong} of {r.num_checked} {what}"
-    if fraction is not None and fraction > _MAX_FRACTION:
+    if fraction is not None and fraction > 1.1:  # a little more than 1 is the noise of both
         yield "above", f"{fraction:.2f} of memory"
-    if timing.count < _FEW:
+    if timing.count < 5:
         yield "few", ""
-    elif timing.noise > _MAX_NOISE:
+    elif timing.noise > 0.25:
         yield "unstable", f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
-    elif abs(timing.drift) > _MAX_DRIFT:
+    elif abs(timing.drift) > 0.25:
         yield "drifting", f"{timing.drift:+.0%}"
     # A pass over memory waits for nobody.
-    if not isinstance(r, MemoryRecord) and (timing.skew_s or 0.0) > _MAX_SKEW * timing.median_s:
+    if not isinstance(r, MemoryRecord) and (timing.skew_s or 0.0) > 0.5 * timing.median_s:
         yield "skewed", ""
 
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
     """Every reason to doubt the measured records, the gravest first."""
-    bounds, on_cpu = MemoryBounds.of(records), set()
+    bounds, on_cpu = MemoryBounds(records), set()
     found: dict[tuple[str, str, int], list[str]] = defaultdict(list)
     for r in records:
         if isinstance(r, _Timed) and isinstance(r.timing, Samples):
@@ -191,23 +179,16 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
                 found[kind, backend, r.world_size].append(_name(r) + (f" ({details})" if details else ""))
             if r.device == "cpu":
                 on_cpu.add(r.world_size)
-    doubts = [
-        Doubt(
-            "wrong" if kind == "parameters" else kind,
-            f"{f'{backend}, ' if backend else ''}{format_number_of(n, 'rank')}: {text.format(', '.join(names))}",
-        )
-        for kind, text in _TEXTS.items()
-        for (kind_found, backend, n), names in found.items()
-        if kind_found == kind
-    ]
+    doubts = []
+    for (kind, backend, n), names in sorted(found.items(), key=lambda item: list(_TEXTS).index(item[0][0])):
+        place = (f"{backend}, " if backend else "") + format_number_of(n, "rank")
+        text = f"{place}: {_TEXTS[kind].format(', '.join(names))}"
+        doubts.append(Doubt("wrong" if kind == "parameters" else kind, text))
     crowded = ", ".join(str(n) for n in sorted(on_cpu) if n > environment.cores)
     if crowded and environment.details.get("hosts", 1) == 1:
         text = f"{crowded} ranks share {environment.cores} cores: their times include waiting for a core"
         doubts.append(Doubt("crowded", text))
     if environment.load_average is not None and environment.load_average > 0.5 * environment.cores:
-        text = (
-            f"the machine was busy before the run (load {environment.load_average:.1f} on {environment.cores} cores): "
-            "other work may be in the times"
-        )
-        doubts.append(Doubt("busy", text))
+        load = f"load {environment.load_average:.1f} on {environment.cores} cores"
+        doubts.append(Doubt("busy", f"the machine was busy before the run ({load}): other work may be in the times"))
     return doubts

@@ -11,7 +11,6 @@ import io
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ LAYER_TIMES_HEADER = ["Name", "min", "max", "mean", "std", "median"]
 _SHARED = "-shared"
 
 Row = dict[str, str]
-_all_reduce = partial(CollectiveRecord, collective="all_reduce", op="sum", source="imported")
 
 
 def _read_text(path: Path) -> str:
@@ -72,73 +70,54 @@ def _number(cell: str) -> float | None:
     return float(cell) if cell.strip() else None
 
 
+def _all_reduce(backend: str, world_size: str, num_bytes: int, timing: Summary, **more: str) -> CollectiveRecord:
+    fields: dict[str, Any] = {"device": "cuda" if backend == "nccl" else "cpu", "dtype": "unknown", **more}
+    fields |= {"backend": backend, "world_size": int(world_size), "num_bytes": num_bytes}
+    return CollectiveRecord(collective="all_reduce", op="sum", source="imported", timing=timing, **fields)
+
+
 def _parse_allreduce_time(row: Row) -> CollectiveRecord:
     num_bytes, elements, backend = int(row["total_bytes"]), int(row["total_elements"]), row["backend"].strip()
     types = {1: "uint8", 2: "float16", 4: "float32", 8: "float64"}
-    return _all_reduce(
-        backend=machine.canonical_backend(backend.removesuffix(_SHARED)),
-        memory="shared" if backend.endswith(_SHARED) else "ordinary",
-        device="cuda" if backend == "nccl" else "cpu",
-        world_size=int(row["world_size"]),
-        num_bytes=num_bytes,
-        dtype=types.get(num_bytes // elements if elements else 0, "unknown"),
-        timing=Summary(mean_s=float(row["average_time"]), stdev_s=float(row["stdev_time"])),
-    )
+    dtype = types.get(num_bytes // elements if elements else 0, "unknown")
+    timing = Summary(mean_s=float(row["average_time"]), stdev_s=float(row["stdev_time"]))
+    memory = "shared" if backend.endswith(_SHARED) else "ordinary"
+    name = machine.canonical_backend(backend.removesuffix(_SHARED))
+    return _all_reduce(name, row["world_size"], num_bytes, timing, dtype=dtype, memory=memory)
 
 
 def _parse_published(row: Row) -> CollectiveRecord:
     backend, _, device = row["backend"].strip().partition("-")
-    time_s, is_median = float(row["time_s"]), row["stat"].startswith("median")
-    return _all_reduce(
-        backend=backend,
-        device="cuda" if backend == "nccl" else device or "cpu",  # "nccl" and "nccl-tests" alike
-        world_size=int(row["world_size"]),
-        num_bytes=int(row["bytes"]),
-        dtype="unknown",
-        timing=Summary(
-            mean_s=None if is_median else time_s, median_s=time_s if is_median else None, stdev_s=_number(row["std_s"])
-        ),
-        note=row["source"].strip(),
-    )
+    times = {"median_s" if row["stat"].startswith("median") else "mean_s": float(row["time_s"])}
+    timing = Summary(stdev_s=_number(row["std_s"]), mean_s=times.get("mean_s"), median_s=times.get("median_s"))
+    kind = "cuda" if backend == "nccl" else device or "cpu"  # "nccl" and "nccl-tests" alike
+    return _all_reduce(backend, row["world_size"], int(row["bytes"]), timing, device=kind, note=row["source"].strip())
 
 
 def _parse_own(row: Row) -> CollectiveRecord:
     values: dict[str, Any] = {name: row[name] for name in ("collective", "device", "dtype", "op")}
     values |= {name: int(row[name]) for name in ("world_size", "num_bytes")}
     return CollectiveRecord(
-        **values,
-        backend=machine.canonical_backend(row["backend"]),
-        memory=row.get("memory") or "ordinary",
+        **values, backend=machine.canonical_backend(row["backend"]), memory=row.get("memory") or "ordinary",
         timing=Summary(median_s=float(row["median_s"]), count=int(row["iters"]) if row["iters"] else None),
-        num_wrong=int(row["nwrong"]) if row["nwrong"] else None,
-        source="imported",
-    )
+        num_wrong=int(row["nwrong"]) if row["nwrong"] else None, source="imported",
+    )  # fmt: skip
 
 
 def _parse_markdown_row(row: Row) -> CollectiveRecord:
-    backend = row["backend"].split("(")[0].strip()
     # Such tables write 1MB and 1024MB for powers of two.
     size = re.sub(r"(?i)\b(\d+(?:\.\d+)?)\s*([KMG])B\b", r"\1\2iB", row["size"])
-    return _all_reduce(
-        backend=backend,
-        device="cuda" if backend == "nccl" else "cpu",
-        world_size=int(row["processes"]),
-        num_bytes=parse_size(size),
-        dtype="float32",
-        timing=Summary(mean_s=float(row["time"]) / 1e3),
-    )
+    timing, backend = Summary(mean_s=float(row["time"]) / 1e3), row["backend"].split("(")[0].strip()
+    return _all_reduce(backend, row["processes"], parse_size(size), timing, dtype="float32")
 
 
 # What distinguishes each CSV of collectives, all the columns that it must have, and how its rows are read.
 _TABLES: tuple[tuple[set[str], set[str], Callable[[Row], CollectiveRecord]], ...] = (
     (set(ALLREDUCE_HEADER), set(), _parse_allreduce_time),
     ({"source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"}, set(), _parse_published),
-    (
-        {"num_bytes", "median_s"},
-        {"collective", "backend", "device", "world_size", "dtype", "op", "iters", "nwrong"},
-        _parse_own,
-    ),
-)
+    ({"num_bytes", "median_s"},
+     {"collective", "backend", "device", "world_size", "dtype", "op", "iters", "nwrong"}, _parse_own),
+)  # fmt: skip
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
@@ -163,10 +142,8 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
             if missing := needed - set(header):
                 raise RecordError(f"{path} lacks the columns {', '.join(sorted(missing))}")
             return _parse(path, lines, parse)
-    raise RecordError(
-        f"{path} has the columns {', '.join(header) or '(none)'}: known tables of all-reduce times have "
-        f"{', '.join(ALLREDUCE_HEADER)}, or those of Paceline's own table.csv"
-    )
+    known = f"{', '.join(ALLREDUCE_HEADER)}, or those of Paceline's own table.csv"
+    raise RecordError(f"{path} has the columns {', '.join(header) or '(none)'}: known tables have {known}")
 
 
 def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:

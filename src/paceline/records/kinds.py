@@ -76,10 +76,8 @@ class _Timed(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.world_size, self._moved_bytes) < 1 or self.time_s <= 0:
-            raise RecordError(
-                f"{self._moved_bytes} bytes on {self.world_size} ranks in {self.time_s} s are not valid: all must be "
-                "positive (was a table rounded too far?)"
-            )
+            found = f"{self._moved_bytes} bytes on {self.world_size} ranks in {self.time_s} s"
+            raise RecordError(f"{found}: all must be positive (was a table rounded too far?)")
 
     @property
     def _moved_bytes(self) -> int:
@@ -145,37 +143,26 @@ class MemoryRecord(_Timed):
         check_known("pass over memory", self.operation, ("add", "copy"))
 
 
-@dataclass(frozen=True)
 class MemoryBounds:
-    """The least time that memory allows for each device, number of ranks, size and type measured."""
+    """The least time that memory allows for each device, number of ranks, size and type measured: that of the faster
+    of the passes over the same bytes."""
 
-    records: tuple[MemoryRecord, ...]
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> MemoryBounds:
-        """The bounds of a run: the faster of the passes over the same bytes."""
-        fastest: dict[Any, MemoryRecord] = {}
-        for record in records:
-            if isinstance(record, MemoryRecord):
-                known = fastest.setdefault(_memory_key(record), record)
-                fastest[_memory_key(record)] = min(known, record, key=lambda one: one.time_s)
-        return cls(tuple(fastest.values()))
+    def __init__(self, records: Sequence[Record]) -> None:
+        passes = sorted((r for r in records if isinstance(r, MemoryRecord)), key=lambda r: r.time_s, reverse=True)
+        self._fastest = {(r.device, r.world_size, r.num_bytes, r.dtype): r for r in passes}
+        self.records = tuple(self._fastest.values())
 
     def bound_s(self, record: CollectiveRecord) -> float | None:
         """The least time for this all-reduce. None where it was not measured, for the other collectives, and for one
         rank, which need not touch its vector."""
-        if record.collective != "all_reduce" or record.world_size == 1:
-            return None
-        return next((one.time_s for one in self.records if _memory_key(one) == _memory_key(record)), None)
+        found = self._fastest.get((record.device, record.world_size, record.num_bytes, record.dtype))
+        is_bound = record.collective == "all_reduce" and record.world_size > 1
+        return found.time_s if is_bound and found is not None else None
 
     def fraction_of(self, record: CollectiveRecord) -> float | None:
         """The bound over this record's time: 1 is as fast as memory."""
         bound_s = self.bound_s(record)
         return None if bound_s is None else bound_s / record.time_s
-
-
-def _memory_key(record: CollectiveRecord | MemoryRecord) -> tuple[str, int, int, str]:
-    return record.device, record.world_size, record.num_bytes, record.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,9 +225,6 @@ class CheckRecord(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_known("status of a check", self.status, ("ok", "warn", "fail"))
-
-
-# -- JSON --------------------------------------------------------------------------------------------------------------
 
 
 def record_to_json(record: Record) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from paceline.errors import RecordError
+from paceline.errors import RecordError, refuse
 from paceline.records.kinds import LayerSizeRecord, LayerTimeRecord, Record
 from paceline.records.samples import Ratio, Samples, compare_times
 
@@ -82,8 +82,8 @@ class LayerProfileRecord(Record):
     `timing`, `forward`, `backward` and `optimizer` are the plain steps, without the profiler. `parameters` and `blocks`
     are of the profiled steps, whose own times are `profiled_*`. Repetitions with the same number are neighbours in
     time. `parameters` are in the order in which their gradients become ready, by median; those without a gradient come
-    last. `blocks` are in the order of the model's definition. On CUDA all times are the device's. Frozen parameters are
-    left out.
+    last. `blocks` are in the order of the model's definition. On CUDA all times but those of whole steps are the
+    device's. Frozen parameters are left out.
     """
 
     kind: ClassVar[str] = "layer_profile"
@@ -104,13 +104,14 @@ class LayerProfileRecord(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         count, names = self.timing.count, [block.name for block in self.blocks]
-        if not self.parameters or self.batch_size < 1 or self.timing.median_s <= 0:
-            raise RecordError(
-                f"{self.model} with {len(self.parameters)} trained parameters and {self.batch_size} samples in "
-                f"{self.timing.median_s} s are not valid: all must be positive"
-            )
-        if len(set(names)) < len(names) or OUTSIDE in names:
-            raise RecordError(f"{self.model}: blocks {', '.join(names)} must differ, and none may be {OUTSIDE!r}")
+        found = f"{self.model} with {len(self.parameters)} trained parameters and {self.batch_size} samples"
+        is_empty = not self.parameters or self.batch_size < 1 or self.timing.median_s <= 0
+        refuse(
+            (is_empty, f"{found} in {self.timing.median_s} s: all must be positive"),
+            (len(set(names)) < len(names) or OUTSIDE in names,
+             f"{self.model}: blocks {', '.join(names)} must differ, and none may be {OUTSIDE!r}"),
+            error=RecordError,
+        )  # fmt: skip
         for phase in ("forward", "backward", "optimizer", "profiled_step", "profiled_forward", "profiled_backward"):
             samples: Samples = getattr(self, phase)
             if (samples.count, samples.num_ranks, self.timing.num_ranks) != (count, 1, 1):
@@ -178,10 +179,8 @@ class LayerProfileRecord(Record):
         """The part of forward and backward that is in no block."""
 
         def rest(phase: str, whole: Samples) -> tuple[float, ...]:
-            return tuple(
-                max(0.0, total - math.fsum(getattr(block, phase)[number] for block in self.blocks))
-                for number, (total,) in enumerate(whole.seconds)
-            )
+            blocks = [[getattr(block, phase)[number] for block in self.blocks] for number in range(whole.count)]
+            return tuple(max(0.0, total - math.fsum(of)) for (total,), of in zip(whole.seconds, blocks, strict=True))
 
         return BlockTimes(OUTSIDE, rest("forward_s", self.profiled_forward), rest("backward_s", self.profiled_backward))
 

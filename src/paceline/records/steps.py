@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from paceline.errors import MeasurementError, RecordError
+from paceline.errors import MeasurementError, RecordError, refuse
 from paceline.records.kinds import UPGRADES, CollectiveRecord, Record, bus_factor
 from paceline.records.samples import Ratio, Samples, check_known, compare_times
 from paceline.units import format_rate
@@ -100,30 +100,25 @@ class StepRecord(Record):
         samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
         counts = (self.cap_bytes, self.num_bytes, self.num_messages, self.num_parameters, self.threads)
         messages = {self.message_bytes > 0, self.under_way is not None, self.overlapped is not None}
-        is_disturbed = self.role == "disturbed"
-        for is_wrong, reason in (
-            (
-                min(self.world_size, self.batch_size, self.accumulate) < 1 or self.timing.median_s <= 0,
-                f"{self.batch_size} x {self.accumulate} samples per rank in {self.timing.median_s} s: all must be "
-                "positive",
-            ),
-            (min(*counts, *self.bucket_bytes) < 0, "a number of bytes, messages, parameters or threads is negative"),
-            (
-                self.mode and self.threads < 1,
-                f"{self.threads} threads per rank in a scaling study: at least 1 is needed",
-            ),
-            (self.mode and samples != self.cell_size, f"{samples} samples in a cell of {self.cell_size} ({self.mode})"),
-            (
-                messages != {is_disturbed} or (is_disturbed and self.num_messages < 1),
-                "single messages are timed in disturbed steps, and only there",
-            ),
-        ):
-            if is_wrong:
-                raise RecordError(f"{self.place}: {reason}")
-        for name in EXTRA_SAMPLES:
-            found: Samples | None = getattr(self, name)
-            if found is not None and (found.count, found.num_ranks) != (self.timing.count, self.timing.num_ranks):
-                raise RecordError(f"{self.place}: {name} has other repetitions or ranks than the steps")
+        is_disturbed, is_empty = self.role == "disturbed", min(self.world_size, self.batch_size, self.accumulate) < 1
+        each, place = f"{self.batch_size} x {self.accumulate} samples", self.place
+        extra = {name: found for name in EXTRA_SAMPLES if (found := getattr(self, name)) is not None}
+        shape = (self.timing.count, self.timing.num_ranks)
+        refuse(
+            (is_empty or self.timing.median_s <= 0,
+             f"{place}: {each} per rank in {self.timing.median_s} s: all must be positive"),
+            (min(*counts, *self.bucket_bytes) < 0,
+             f"{place}: a number of bytes, messages, parameters or threads is negative"),
+            (self.mode and self.threads < 1,
+             f"{place}: {self.threads} threads per rank in a scaling study: at least 1 is needed"),
+            (self.mode and samples != self.cell_size,
+             f"{place}: {samples} samples in a cell of {self.cell_size} ({self.mode})"),
+            (messages != {is_disturbed} or (is_disturbed and self.num_messages < 1),
+             f"{place}: single messages are timed in disturbed steps, and only there"),
+            *(((found.count, found.num_ranks) != shape,
+               f"{place}: {name} has other repetitions or ranks than the steps") for name, found in extra.items()),
+            error=RecordError,
+        )  # fmt: skip
 
     @property
     def variant(self) -> str:
@@ -222,14 +217,11 @@ class StepRecord(Record):
 
 
 # Records of versions 1 and 2: new names of fields (by the old ones), and new words for values.
+_SILENT = {"silent": "no_comm"}
 UPGRADES |= {
     "wrapper": ("step", {"dtype": "precision"}, {"dtype": PRECISIONS}),
-    "phases": (
-        "step",
-        {"samples": "marked", "plain": "samples", "silent": "no_comm", "silent_backward": "no_comm_backward"},
-        {},
-    ),
-    "scale": ("step", {"silent": "no_comm"}, {}),
+    "phases": ("step", {"samples": "marked", "plain": "samples", **_SILENT, "silent_backward": "no_comm_backward"}, {}),
+    "scale": ("step", _SILENT, {}),
     "tune_step": ("step", {}, {"role": {"plan": "job"}}),
 }
 
@@ -267,9 +259,8 @@ class Standing:
         """The host time that the wrapper adds per parameter, where it can be known: beyond the noise, and on one rank
         on CPU, where nothing is sent and nothing is hidden behind a device."""
         here, is_clear = self.record, self.to_bare is not None and self.to_bare.is_clear
-        if (here.world_size, here.device) != (1, "cpu") or self.added_s is None or not is_clear:
-            return None
-        return self.added_s / here.num_parameters if here.num_parameters else None
+        is_known = (here.world_size, here.device) == (1, "cpu") and is_clear and here.num_parameters
+        return self.added_s / here.num_parameters if is_known and self.added_s is not None else None
 
     @property
     def added_bytes(self) -> int | None:
@@ -303,25 +294,22 @@ class ScalePoint:
     record: StepRecord
     alone: StepRecord
 
+    ratio: Ratio = field(init=False)  # T(1)/T(n), repetition by repetition
+
     def __post_init__(self) -> None:
-        compare_steps(self.alone, self.record)  # refuses what was not timed in turns
+        object.__setattr__(self, "ratio", compare_steps(self.alone, self.record))
         if self.alone.world_size != 1:
             raise RecordError(f"{self.record.place}: compared with {self.alone.world_size} ranks, and one is needed")
 
     @property
-    def ratio(self) -> Ratio:
-        """T(1)/T(n), repetition by repetition."""
-        return compare_steps(self.alone, self.record)
-
-    @property
-    def _share(self) -> int:
+    def share(self) -> int:
         """How many ranks share the work of one."""
         return 1 if self.record.mode == "weak" else self.record.world_size
 
     @property
     def speedup(self) -> float:
         """How many times the samples per second of one rank."""
-        return self.ratio.value * (self.record.world_size if self.record.mode == "weak" else 1)
+        return self.ratio.value * (self.record.world_size // self.share)
 
     @property
     def efficiency(self) -> float:
@@ -331,13 +319,12 @@ class ScalePoint:
     @property
     def efficiency_noise(self) -> float | None:
         """Half the 95 % interval of the efficiency."""
-        return None if self.ratio.noise is None else self.ratio.noise / self._share
+        return None if self.ratio.noise is None else self.ratio.noise / self.share
 
     @property
     def slowdown(self) -> float:
-        """How much longer a rank computes when the others compute too: T without communication over T(1), or over one
-        rank's share of T(1) in strong scaling."""
-        return self.record.compute_s / (self.alone.timing.median_s / self._share)
+        """How much longer a rank computes when others compute too: without communication, over its part of T(1)."""
+        return self.record.compute_s / (self.alone.timing.median_s / self.share)
 
 
 def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
@@ -353,18 +340,6 @@ def compare_points(mine: ScalePoint, theirs: ScalePoint) -> Ratio:
     return compare_steps(theirs.record, mine.record)
 
 
-@dataclass(frozen=True)
-class Utilisation:
-    """The bandwidth of a step's messages compared with the best that an all-reduce alone reached on the same ranks."""
-
-    busbw_bytes_per_s: float
-    peak_bytes_per_s: float
-
-    @property
-    def share(self) -> float:
-        return self.busbw_bytes_per_s / self.peak_bytes_per_s
-
-
 def find_peak(collectives: Sequence[CollectiveRecord], backend: str, world_size: int) -> float | None:
     """The largest bus bandwidth of an all-reduce on this backend and number of ranks; None if not measured.
 
@@ -378,24 +353,19 @@ def find_peak(collectives: Sequence[CollectiveRecord], backend: str, world_size:
     return max(rates, default=None)
 
 
-def find_use(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> Utilisation | None:
-    """The bandwidth that a step used; None where it was not measured, or its peak was not, on the same kind of device
-    and from the same source.
-
-    MeasurementError with code "above-peak" where it is above the peak: bytes or seconds were then counted wrongly.
-    """
+def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> float | None:
+    """The peak for the messages of a step, on the same kind of device and from the same source; None where either was
+    not measured. MeasurementError "above-peak" where the step is above it: bytes or seconds were counted wrongly."""
     alike = [c for c in collectives if (c.device, c.source) == (record.device, record.source)]
     rate, peak = record.busbw_bytes_per_s, find_peak(alike, record.backend, record.world_size)
     if rate is None or peak is None:
         return None
     if rate > peak * (1 + _ROUNDING):
-        raise MeasurementError(
-            f"{record.variant}, {record.world_size} ranks, batch size {record.batch_size}: {format_rate(rate)} GB/s "
-            f"({record.num_bytes} bytes in {record.num_messages} messages) is above the peak of "
-            f"{format_rate(peak)} GB/s that an all-reduce alone reached here: the bookkeeping is wrong; report a bug",
-            code="above-peak",
-        )
-    return Utilisation(rate, peak)
+        found = f"{format_rate(rate)} GB/s ({record.num_bytes} bytes in {record.num_messages} messages)"
+        limit = f"the peak of {format_rate(peak)} GB/s that an all-reduce alone reached"
+        text = f"{record.place}: {found} is above {limit}: the bookkeeping is wrong; report a bug"
+        raise MeasurementError(text, code="above-peak")
+    return peak
 
 
 @dataclass(frozen=True)
@@ -409,11 +379,8 @@ class Straggler:
 
 
 def find_straggler(record: StepRecord) -> Straggler | None:
-    """The rank that disturbs a record, by its steps without communication; None where the slowest changes, or is near.
-
-    Ranks that compute alike take turns at being the slowest. A rank that is the slowest in most steps, and well behind
-    the others, determines every time of the record.
-    """
+    """The rank that is the slowest in most steps without communication, and far behind: it disturbs the record. None
+    where ranks take turns at being the slowest, as those that compute alike do."""
     if record.no_comm is None or record.world_size < 2 or record.no_comm.num_ranks < 2:
         return None
     rows = record.no_comm.seconds

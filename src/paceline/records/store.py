@@ -97,11 +97,9 @@ def load_run(path: str | Path) -> Run:
         raise RecordError(f'{file} is not a run of Paceline: it lacks "format": "{FORMAT}"')
     version = document.get("version")
     if version not in _READABLE:
-        raise RecordError(
-            f"{file} has version {version!r} and this Paceline reads versions {', '.join(map(str, _READABLE))}: read "
-            "it with the Paceline that wrote it",
-            code="version",
-        )
+        known = ", ".join(map(str, _READABLE))
+        text = f"{file} has version {version!r} and this Paceline reads versions {known}: use the one that wrote it"
+        raise RecordError(text, code="version")
     try:
         values = {f.name: document[f.name] for f in dataclasses.fields(Run)}
         values["records"] = load_records(values["records"], version)
@@ -174,9 +172,6 @@ class RunFolder:
 
 def _cannot_write(out: str | Path, reason: str) -> ConfigError:
     return ConfigError(f"cannot write results to {out}: {reason}; choose another folder with --out")
-
-
-# -- cells of an unfinished run ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

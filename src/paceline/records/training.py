@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records.kinds import Record
-from paceline.records.samples import Samples
+from paceline.records.samples import Samples, check_known
 from paceline.records.store import write_new
 
 BUDGETS = ("epochs", "updates")
@@ -22,7 +22,6 @@ CONFIG_FORMAT = ("paceline-train", 1)
 _NOT_FINITE = "not_finite"
 KNEE = 0.9  # the knee is the smallest batch size with this share of the best throughput
 _ROUNDING = 1e-3  # the norm of a mean is at most the mean of the norms, except for rounding
-_MIN_PROBES = 3  # the spread of fewer probes is not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +49,12 @@ class BatchRecord(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.batch_size, self.num_samples, self.num_steps) < 1:
-            found = f"{self.num_samples} samples in {self.num_steps} steps of {self.batch_size}"
-            raise RecordError(f"{found}: all must be at least 1")
-        if (self.timing is None) != bool(self.failure):
-            raise RecordError(f"batch size {self.batch_size}: either times or a failure is needed")
+        found = f"{self.num_samples} samples in {self.num_steps} steps of {self.batch_size}"
+        refuse(
+            (min(self.batch_size, self.num_samples, self.num_steps) < 1, f"{found}: all must be at least 1"),
+            ((self.timing is None) != bool(self.failure), f"{found}: either times or a failure is needed"),
+            error=RecordError,
+        )
 
     @property
     def epoch_s(self) -> float | None:
@@ -83,13 +83,10 @@ def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
     return min((record for rate, record in found if rate >= KNEE * best), key=lambda record: record.batch_size)
 
 
-# -- large batches -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CurvePoint:
-    """One evaluation during a run. `update` and `num_samples` count from the start; `train_loss` is the mean since the
-    last evaluation."""
+    """One evaluation of a run. `update` and `num_samples` count from its start; `train_loss` is the mean since the last
+    evaluation."""
 
     update: int
     num_samples: int
@@ -129,13 +126,14 @@ class LargeBatchRecord(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget not in BUDGETS:
-            raise RecordError(f"unknown budget {self.budget!r}: known are {', '.join(BUDGETS)}")
-        if not self.curve and not self.failure:
-            raise RecordError(f"{self.recipe} at {self.global_batch_size}, seed {self.seed}: nothing was evaluated")
-        for point in self.curve:
-            if not all(map(math.isfinite, (point.train_loss, point.test_loss, point.test_accuracy))):
-                raise RecordError(f"{self.recipe} at {self.global_batch_size}: a loss or accuracy is NaN or infinite")
+        check_known("budget", self.budget, BUDGETS)
+        values = [value for p in self.curve for value in (p.train_loss, p.test_loss, p.test_accuracy)]
+        place = f"{self.recipe} at {self.global_batch_size}, seed {self.seed}"
+        refuse(
+            (not self.curve and not self.failure, f"{place}: nothing was evaluated"),
+            (not all(map(math.isfinite, values)), f"{place}: a loss or accuracy is NaN or infinite"),
+            error=RecordError,
+        )
 
     @property
     def test_accuracy(self) -> float | None:
@@ -148,8 +146,7 @@ class LargeBatchRecord(Record):
         return self.budget, self.global_batch_size, self.recipe
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """Mean and sample standard deviation over seeds; the deviation of one seed is None."""
 
     mean: float
@@ -167,10 +164,12 @@ class RecipeSummary:
     train_loss: Spread | None = field(init=False)
 
     def __post_init__(self) -> None:
-        if len({run.cell for run in self.runs}) != 1:
-            raise RecordError("a summary needs runs of one recipe, batch size and budget; these are of several cells")
-        if len({run.seed for run in self.runs}) != len(self.runs):
-            raise RecordError(f"{self.first.recipe} at {self.first.global_batch_size}: a seed appears twice")
+        place = f"{self.first.recipe} at {self.first.global_batch_size}"
+        refuse(
+            (len({run.cell for run in self.runs}) != 1, f"{place}: its runs are of several cells"),
+            (len({run.seed for run in self.runs}) != len(self.runs), f"{place}: a seed appears twice"),
+            error=RecordError,
+        )
         for name, of in (("accuracy", "test_accuracy"), ("test_loss", "test_loss"), ("train_loss", "train_loss")):
             values = [getattr(run.curve[-1], of) for run in self.finished]
             deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -221,14 +220,15 @@ class NoiseProbe:
     big_square: float
 
     def __post_init__(self) -> None:
-        if len(self.small_squares) < 2:
-            raise RecordError(f"a probe has the small gradients {self.small_squares}; it needs at least 2")
-        for value in (*self.small_squares, self.big_square):
-            if not 0 <= value < math.inf:
-                raise RecordError(f"a probe has the squared norm {value}; it must be finite and not negative")
-        small, big = self.mean_small_square, self.big_square
-        if big > small * (1 + _ROUNDING):
-            raise RecordError(f"the squared norm of a probe's mean gradient, {big:g}, is above its parts', {small:g}")
+        squares, big = self.small_squares, self.big_square
+        odd = [value for value in (*squares, big) if not 0 <= value < math.inf]
+        refuse(
+            (len(squares) < 2, f"a probe has the small gradients {squares}; it needs at least 2"),
+            (odd, f"a probe has the squared norm {(odd or [0])[0]}; it must be finite and not negative"),
+            (not odd and squares and big > self.mean_small_square * (1 + _ROUNDING),
+             f"the squared norm of a probe's mean gradient, {big:g}, is above the mean of {squares}"),
+            error=RecordError,
+        )  # fmt: skip
 
     @property
     def mean_small_square(self) -> float:
@@ -278,7 +278,7 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
     so a negative estimate counts as 0.
     """
     count = len(signals)
-    if count < _MIN_PROBES:
+    if count < 3:  # their spread is not known
         return None
     noise, signal = statistics.fmean(noises), max(0.0, statistics.fmean(signals))
     scale = _student_t95(count - 1) ** 2 / count
@@ -298,12 +298,8 @@ def _enclose_ratio(noises: Sequence[float], signals: Sequence[float]) -> tuple[f
 def _student_t95(freedom: int) -> float:
     """The 95 % quantile of Student's t, expanded about the normal quantile; within 1.3 % from 2 degrees of freedom."""
     z = statistics.NormalDist().inv_cdf(0.95)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
+    second, third = 5 * z**5 + 16 * z**3 + 3 * z, 3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z
+    return z + (z**3 + z) / (4 * freedom) + second / (96 * freedom**2) + third / (384 * freedom**3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,15 +323,15 @@ class NoiseRecord(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.world_size, self.small_batch_size) < 1 or self.step < 0:
-            found = f"probes of batches of {self.small_batch_size} on {self.world_size} ranks after {self.step} steps"
-            raise RecordError(f"{self.model}: {found} are not valid: all must be positive")
-        if not 0 <= self.epoch < math.inf:
-            raise RecordError(f"{self.model}: the epoch is {self.epoch}; it must be finite and not negative")
         sizes = sorted({len(probe.small_squares) for probe in self.probes})
-        if len(sizes) != 1:
-            found = f"{len(self.probes)} probes of {sizes} small gradients"
-            raise RecordError(f"{self.model}: {found}: at least one probe is needed, and equally many in each")
+        found = f"{len(self.probes)} probes of {sizes} small gradients of batches of {self.small_batch_size}"
+        place = f"{self.model}: {found} on {self.world_size} ranks after {self.step} steps, {self.epoch} epochs"
+        is_placed = self.step >= 0 and 0 <= self.epoch < math.inf
+        refuse(
+            (min(self.world_size, self.small_batch_size) < 1 or not is_placed, f"{place}: all must be positive"),
+            (len(sizes) != 1, f"{place}: at least one probe is needed, and equally many gradients in each"),
+            error=RecordError,
+        )
 
     @property
     def big_batch_size(self) -> int:
@@ -349,9 +345,6 @@ class NoiseRecord(Record):
     def noise_scale(self) -> float | None:
         """tr(Sigma) / |G|^2, in samples; None if there is only a lower bound (`estimate.interval`)."""
         return self.estimate.noise_scale
-
-
-# -- epochs of a training run ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -407,9 +400,6 @@ def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
     )  # fmt: skip
 
 
-# -- the folder of a training run: config.json and metrics.jsonl -------------------------------------------------------
-
-
 def load_config(folder: str | Path) -> dict[str, Any]:
     """The document `config.json` of a training run: `settings`, `environment`, and `outcome` once it has ended."""
     file = Path(folder) / CONFIG_FILE
@@ -419,11 +409,10 @@ def load_config(folder: str | Path) -> dict[str, Any]:
         raise RecordError(f"{file} does not exist; give the folder of a training run", code="missing") from None
     except (OSError, ValueError) as error:
         raise RecordError(f"{file} cannot be read as JSON: {error}", code="damaged") from None
-    if not isinstance(document, dict) or (document.get("format"), document.get("version")) != CONFIG_FORMAT:
+    known = document if isinstance(document, dict) else {}
+    if (known.get("format"), known.get("version")) != CONFIG_FORMAT or not isinstance(known.get("settings"), dict):
         raise RecordError(f"{file} is not the configuration of a training run of this Paceline", code="damaged")
-    if not isinstance(document.get("settings"), dict):
-        raise RecordError(f"{file} lacks its settings: start a new run", code="damaged")
-    return document
+    return known
 
 
 class MetricsLog:

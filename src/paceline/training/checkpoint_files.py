@@ -30,14 +30,10 @@ from paceline.units import format_bytes
 # What reading a file or a structure of another making raises.
 _INVALID = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, OSError, struct.error)
 
-# -- nested state ------------------------------------------------------------------------------------------------------
-
 # A one-key object with one of these represents what JSON lacks. A dict with a key that begins with "$" is written as
 # pairs, so a state cannot be mistaken for one.
 _TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
 _MAX_DEPTH = 100  # far above any real state; ends a dict that holds itself
-_MAX_INT_BITS = 8192  # Python refuses to print integers that are much larger
-_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -60,9 +56,13 @@ def unpack_state(tensors: Mapping[str, torch.Tensor], structure: Any) -> Any:
 
 def _pack(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor]) -> Any:
     kind = type(value)
+
+    def fail(found: str) -> ConfigError:
+        return ConfigError(f"the state at {''.join(f'[{part!r}]' for part in path[:9])} {found}")
+
     if len(path) > _MAX_DEPTH:
-        raise ConfigError(f"{_name(path[:4])}... is nested more than {_MAX_DEPTH} deep: it may hold itself")
-    if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MAX_INT_BITS):
+        raise fail(f"is nested more than {_MAX_DEPTH} deep: it may hold itself")
+    if value is None or kind in (bool, str, int):
         return value
     if kind is float:
         # json prints the shortest digits that read back to the same bits, but has no word for inf and nan.
@@ -73,18 +73,20 @@ def _pack(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tens
     if kind in (dict, collections.OrderedDict):
         for key in value:
             if type(key) not in (str, int):
-                raise ConfigError(f"{_name(path)} has the key {key!r}, {_type(key)}: use strings or integers")
+                raise fail(f"has the key {key!r}, of type {type(key).__name__}: use strings or integers")
         pairs = [[key, _pack(item, (*path, key), tensors)] for key, item in value.items()]
         is_plain = all(type(key) is str and not key.startswith("$") for key in value)
         return dict(pairs) if is_plain else {_DICT: pairs}
-    if kind in _TENSOR_TYPES and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
+    is_tensor = kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if is_tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
         key = ".".join(map(str, path)) or "state"
         while key in tensors:  # {"a.b": x, "a": {"b": y}}
             key += "'"
         tensors[key] = value.detach()
         return {_TENSOR: key}
+    found = f"a tensor ({value.layout}, on {value.device})" if is_tensor else f"of type {kind.__name__}"
     kinds = "dense tensors, int, float, bool, str, None, and dicts, lists and tuples of these"
-    raise ConfigError(f"{_name(path)} is {_type(value)}: a checkpoint holds {kinds}; convert it")
+    raise fail(f"is {found}: a checkpoint holds {kinds}; convert it")
 
 
 def _unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -106,19 +108,6 @@ def _unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     raise ValueError(f"unknown tag {tag!r}")
 
 
-def _name(path: tuple[str | int, ...]) -> str:
-    return "the state at " + ("".join(f"[{part!r}]" for part in path) or "its top")
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor ({value.layout}, {value.dtype}, on {value.device})"
-    is_int, name = type(value) is int, f"{type(value).__module__}.{type(value).__qualname__}"
-    return f"an integer of {value.bit_length()} bits" if is_int else f"of type {name.removeprefix('builtins.')}"
-
-
-# -- safetensors -------------------------------------------------------------------------------------------------------
-
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
@@ -135,11 +124,11 @@ class TensorBuffer:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._events: list[torch.cuda.Event] = []
+        self._copied: torch.cuda.Event | None = None
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> memoryview:
-        """Copy the tensors; the bytes of the file, valid until the next `fill`. Copies from a GPU are queued on its
-        current stream, so work that is queued there later cannot change them."""
+        """Copy the tensors; the bytes of the file, valid until the next `fill`. Copies from a GPU (of the rank: its
+        current one) are queued on its current stream, so work that is queued there later cannot change them."""
         entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
         num_bytes = 0
         # Large elements first, as the format's own writer does: then every tensor is aligned.
@@ -147,18 +136,17 @@ class TensorBuffer:
         for name in order:
             tensor, start = tensors[name], num_bytes
             if tensor.dtype not in _NAMES:
-                known = ", ".join(_DTYPES)
-                raise ConfigError(f"tensor {name!r} of {tensor.dtype} cannot be saved: safetensors knows {known}")
+                raise ConfigError(f"tensor {name!r} of {tensor.dtype} cannot be saved: use one of {', '.join(_DTYPES)}")
             num_bytes += tensor.nbytes
             place = [start, num_bytes]
             entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
-        on_gpu = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         num_bytes += len(header)
         if self._buffer.numel() < num_bytes + _PAGE_BYTES or (on_gpu and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(num_bytes + _PAGE_BYTES, dtype=torch.uint8, pin_memory=bool(on_gpu))
+            self._buffer = torch.empty(num_bytes + _PAGE_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
         # From the start of a page on: only then can it be written past the page cache.
         first = -self._buffer.data_ptr() % _PAGE_BYTES
         file = self._buffer[first : first + num_bytes]
@@ -168,17 +156,17 @@ class TensorBuffer:
             tensor = tensors[name].detach()
             start, end = (len(header) + offset for offset in entries[name]["data_offsets"])
             file[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
-        self._events = []
-        for device in on_gpu:
+        self._copied = None
+        if on_gpu:
             # A blocking event sleeps while it waits, so that the core stays with the training.
-            self._events.append(torch.cuda.Event(blocking=True))
-            self._events[-1].record(torch.cuda.current_stream(device))
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
         return view
 
     def synchronize(self) -> None:
         """Wait for copies from a GPU, which may still be running after `fill`."""
-        for event in self._events:
-            event.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -208,28 +196,14 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise RecordError(f"{path.name} is not a valid safetensors file: {type(error).__name__} {error}") from None
 
 
-# -- the names of a model ----------------------------------------------------------------------------------------------
-
-_PREFIXES = ("module.", "_orig_mod.")  # of wrappers for data parallelism and of torch.compile
-
-
-def plain_names(model_state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state under the names of the bare model. A prefix is removed only where every name has it."""
-    state = dict(model_state)
-    for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"{name!r} in the model's state is a {type(tensor).__name__}: weights are tensors")
-    while prefix := next((p for p in _PREFIXES if state and all(name.startswith(p) for name in state)), ""):
-        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-    return state
-
-
 def _split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The state under plain names with each tensor once, and the first name of each other name of a tensor."""
+    """The state with each tensor once, and the first name of each other name of a tensor."""
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[object, ...], str] = {}
-    for name, tensor in plain_names(model_state).items():
+    for name, tensor in model_state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{name!r} in the model's state is a {type(tensor).__name__}: weights are tensors")
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() and place in names:
             aliases[name] = names[place]
@@ -239,11 +213,8 @@ def _split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torc
 
 
 def fingerprint(model_state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Type and shape of each tensor by plain name: equal for models that can take each other's weights."""
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        for name, tensor in plain_names(model_state).items()
-    }
+    """Type and shape of each tensor by name: equal for models that can take each other's weights."""
+    return {name: f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for name, x in model_state.items()}
 
 
 def check_fingerprint(found: Mapping[str, str], expected: Mapping[str, str], where: str) -> None:
@@ -260,16 +231,14 @@ def check_fingerprint(found: Mapping[str, str], expected: Mapping[str, str], whe
 
 
 def export_weights(path: Path, model_state: Mapping[str, torch.Tensor]) -> None:
-    """Write the weights as one safetensors file under plain names; refuses to overwrite. A tied tensor is stored once,
-    its other names are in the file's metadata: `safetensors.torch.load_model` ties them."""
+    """Write the weights as one safetensors file; refuses to overwrite. A tied tensor is stored once, its other names
+    are in the file's metadata: `safetensors.torch.load_model` ties them."""
     kept, aliases = _split_tied(model_state)
     buffer = TensorBuffer()
     content = buffer.fill(kept, {**aliases, "format": "pt"})
     buffer.synchronize()
     write_new(path, cast(bytes, content))
 
-
-# -- folders -----------------------------------------------------------------------------------------------------------
 
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "paceline-checkpoint", 1
@@ -374,13 +343,7 @@ def _sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-# -- the checkpoints of a run ------------------------------------------------------------------------------------------
-
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "state.safetensors", "state.json"
-_NAME = re.compile(r"step-(\d{8,})")
-# Nice, not the nicest: at 19 a save on busy cores took longer than the time to the next one, which then waited for it.
-_PRIORITY = 10
-_MANIFEST_BYTES = 4096  # more than it has; and a file system rounds up
 
 
 @dataclass(frozen=True)
@@ -411,16 +374,15 @@ def load_checkpoint(path: Path) -> Loaded:
         if fingerprint(model) != document["model"]:
             raise RecordError(f"{MODEL_FILE} holds other tensors than {STATE_FILE} says")
         state, meta = unpack_state(tensors, document["state"]), unpack_state({}, document["meta"])
+        if path.name.startswith("step-") and path.name != f"step-{document['step']:08}":
+            raise RecordError(f"it is of step {document['step']}")
         return Loaded(document["step"], model, state, meta, path)
     except ConfigError:
         raise
     except _INVALID as error:
         reason = f"{STATE_FILE} is not the state of a run: {type(error).__name__} {error}"
-        raise _build_damaged(path, str(error) if isinstance(error, RecordError) else reason) from None
-
-
-def _build_damaged(path: Path, reason: str) -> RecordError:
-    return RecordError(f"checkpoint {path.name} is damaged: {reason}", code="damaged")
+        reason = str(error) if isinstance(error, RecordError) else reason
+        raise RecordError(f"checkpoint {path.name} is damaged: {reason}", code="damaged") from None
 
 
 class CheckpointStore:
@@ -444,7 +406,9 @@ class CheckpointStore:
             names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir()]
         except FileNotFoundError:
             return []
-        return sorted((int(match[1]) for name in names if (match := _NAME.fullmatch(name))), reverse=True)
+        return sorted(
+            (int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name))), reverse=True
+        )
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
@@ -482,7 +446,7 @@ class CheckpointStore:
             MODEL_FILE: self._model_buffer.fill(kept, {**aliases, "format": "pt"}),
             TENSORS_FILE: self._state_buffer.fill(tensors, {}),
         }
-        needed_bytes = sum(len(data) for data in files.values()) + _MANIFEST_BYTES
+        needed_bytes = sum(len(data) for data in files.values()) + _PAGE_BYTES
         with _explain(self.path(step), needed_bytes):
             self.folder.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self.folder).free < needed_bytes:
@@ -507,8 +471,6 @@ class CheckpointStore:
         for step in self.find():
             try:
                 loaded = load_checkpoint(self.path(step))
-                if loaded.step != step:
-                    raise _build_damaged(loaded.path, f"it is of step {loaded.step}")
             except RecordError as error:
                 refused.append(error)
                 self._refused.add(step)
@@ -525,7 +487,8 @@ class CheckpointStore:
         try:
             if sys.platform == "linux":  # elsewhere a priority belongs to the process
                 with contextlib.suppress(OSError):
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)
+                    # Not 19: on busy cores a save then took so long that the next one waited for it.
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
             self._model_buffer.synchronize()
             self._state_buffer.synchronize()
             with _explain(self.path(step), needed_bytes):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.parallel import DataParallel
 from paceline.records.training import METRICS_FILE, MetricsLog
 from paceline.runtime.ranks import set_seed
@@ -93,23 +93,21 @@ class RunFiles:
     def restore(self, job: Job, loaded: disk.Loaded) -> Position:
         """Put the job into the state of the checkpoint; ConfigError where it is of another job."""
         meta, state, learner = loaded.meta, loaded.state, job.learner
-        shape = (len(job.train), job.batches.global_batch_size)
-        saved = (meta["num_samples"], meta["global_batch_size"])
+        found, size = f"checkpoint {loaded.path}", job.batches.global_batch_size
         grown, wanted = [tuple(mark) for mark in meta.get("growth", [])], list(job.batch_schedule.marks)
-        problem = ""
-        if saved != shape:
-            texts = [f"{samples} samples in batches of {size}" for samples, size in (saved, shape)]
-            problem = f"is of {texts[0]}, and now there are {texts[1]}: keep both"
-        elif grown != wanted:
-            texts = [", ".join(f"{size} from sample {at} on" for at, size in x) or "none" for x in (grown, wanted)]
-            problem = f"grows its batch as {texts[0]}, and now as {texts[1]}: keep --batch-growth and --epochs"
-        elif meta.get("checksum", job.train.checksum) != job.train.checksum:
-            problem = f"was trained on other samples than {job.train.describe()}: name the data that it was trained on"
-            problem += " (synthetic data also differs between cpu and cuda)"
-        if problem:
-            raise ConfigError(f"{loaded.path} {problem}, or its place in the data would change", code="mismatch")
+        refuse(
+            ((meta["num_samples"], meta["global_batch_size"]) != (len(job.train), size),
+             f"{found} is of {meta['num_samples']} samples in batches of {meta['global_batch_size']}, and now it is "
+             f"{len(job.train)} in batches of {size}: keep both"),
+            (grown != wanted,
+             f"{found} grows its batch as (sample, size) {grown}, now as {wanted}: keep --batch-growth and --epochs"),
+            (meta.get("checksum", job.train.checksum) != job.train.checksum,
+             f"{found} was trained on other samples than {job.train.describe()}: name the data that it was trained on "
+             "(synthetic data also differs between cpu and cuda)"),
+            code="mismatch",
+        )  # fmt: skip
         expected = disk.fingerprint(learner.module.state_dict())
-        disk.check_fingerprint(disk.fingerprint(loaded.model), expected, f"checkpoint {loaded.path}")
+        disk.check_fingerprint(disk.fingerprint(loaded.model), expected, found)
         learner.module.load_state_dict(loaded.model)
         learner.optimizer.load_state_dict(state["optimizer"])
         learner.scaler.load_state_dict(state["scaler"])
@@ -172,7 +170,8 @@ class RunFiles:
         """Write the trained weights under the names of the bare model, for other programs to load."""
         if self._store is not None:
             (self._folder / WEIGHTS).unlink(missing_ok=True)  # of a finished run that was resumed for more epochs
-            disk.export_weights(self._folder / WEIGHTS, job.learner.module.state_dict())
+            module = job.learner.module
+            disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
 
     def close(self) -> None:
         """Wait until everything is on disk; raises the error of a save that failed."""

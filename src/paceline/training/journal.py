@@ -33,9 +33,7 @@ _EXCHANGE_EVERY_S, _MAX_STEPS = 0.25, 100
 
 @dataclass
 class StopRequest:
-    """The number of the first signal that arrived; 0 before any."""
-
-    number: int = 0
+    number: int = 0  # of the first signal that arrived
 
 
 @contextlib.contextmanager
@@ -176,8 +174,7 @@ class EventsLog:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            hint = "install paceline[tensorboard], or train without them"
-            raise ConfigError(f"TensorBoard's files need the package tensorboard, which is not there: {hint}") from None
+            raise ConfigError("TensorBoard's files need tensorboard: install paceline[tensorboard]") from None
         purge_step = None if after_step is None else after_step + 1
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
         self.close = self._writer.close

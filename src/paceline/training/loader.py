@@ -18,8 +18,6 @@ from paceline.workloads.data import Batch
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
 
-# How many windows are prepared ahead on a GPU.
-_AHEAD = 2
 # The number of a window, its samples on all ranks, and this rank's micro-batches.
 _Share = tuple[int, int, Sequence[MicroBatch]]
 
@@ -64,7 +62,7 @@ def load_windows(
             yield Window(number, num_samples, tuple(prepare(micro, data.take(micro.indices)) for micro in micros))
         return
     stopped = threading.Event()
-    ready: queue.Queue[Any] = queue.Queue(_AHEAD)
+    ready: queue.Queue[Any] = queue.Queue(2)  # windows that are prepared ahead
     thread = threading.Thread(
         target=_copy_ahead, args=(data, split(), device, ready, stopped), name="paceline-loader", daemon=True
     )

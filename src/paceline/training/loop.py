@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,12 +62,12 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
                 rate = job.schedule.rate(position.step)
                 num_targets = window.num_samples * learner.form.targets_per_sample
                 outcome = take_step(learner, window.batches, num_targets, rate, phases)
-                is_epoch_end = window.number == order.num_windows - 1
-                place = (epoch + 1, 0) if is_epoch_end else (epoch, window.number + 1)
+                ends = window.number == order.num_windows - 1
+                place = (epoch + 1, 0) if ends else (epoch, window.number + 1)
                 position = Position(*place, position.step + 1)
                 is_last = position.step == num_steps
                 yield TakenStep(
-                    position, epoch, rate, window.num_samples, num_targets, waited_s, outcome, is_epoch_end, is_last
+                    position, epoch, rate, window.num_samples, num_targets, waited_s, outcome, ends, is_last
                 )
                 if is_last:
                     return
@@ -167,15 +168,13 @@ def _describe(job: Job, start: Position) -> str:
     made_of = f"{batches.world_size} x {batches.batch_size}"
     if batches.accumulate > 1:
         made_of += f" x {batches.accumulate} micro-batches"
-    length = f"{format_number_of(growth.count_steps(0), 'step')} per epoch"
-    if growth.marks or job.settings.steps is not None:
-        grown = zip(growth.marks, growth.growth_steps, strict=True)
-        length = "".join(f"{size} from step {step + 1} on, " for (_, size), step in grown if step is not None)
-        length += f"{format_number_of(job.schedule.num_steps, 'step')} in {format_number_of(growth.epochs, 'epoch')}"
+    grown = zip(growth.marks, growth.growth_steps, strict=True)
+    sizes = "".join(f"{size} from step {step + 1} on, " for (_, size), step in grown if step is not None)
+    length = f"{format_number_of(job.schedule.num_steps, 'step')} in {format_number_of(growth.epochs, 'epoch')}"
     return (
         f"{job.settings.model} with {_count_elements(job.learner.module):,} parameters on {job.train.describe()}; "
         f"{format_number_of(world.world_size, 'rank')} on {world.backend} ({world.device.type}), "
-        f"global batch {batches.global_batch_size} = {made_of}, {length}"
+        f"global batch {batches.global_batch_size} = {made_of}, {sizes}{length}"
         + (f"; resumes at step {start.step}" if start.step else "")
     )
 
@@ -185,8 +184,6 @@ def _count_elements(module: nn.Module) -> int:
 
 
 class _Run:
-    """The run of one rank, with what it keeps from step to step."""
-
     def __init__(self, job: Job, files: RunFiles, request: StopRequest, keeps_rows: bool) -> None:
         self._job, self._files = job, files
         self._rows: list[dict[str, Any]] | None = [] if keeps_rows else None
@@ -255,16 +252,12 @@ class _Run:
 
 
 def _describe_rows(rows: list[dict[str, Any]]) -> str:
-    row, seconds = rows[-1], sum(row["step_s"] for row in rows)
-    parts = [f"epoch {row['epoch'] + 1}: loss {row['loss']:.4f}"]
-    if row.get("accuracy") is not None:
-        parts.append(f"accuracy {row['accuracy']:.1%}")
-    parts.append(f"{format_speed(sum(row['samples'] for row in rows) / seconds if seconds else 0.0)} samples/s")
-    if row.get("exposed_comm_s") is not None and row["step_s"]:
-        parts.append(f"exposed {row['exposed_comm_s'] / row['step_s']:.0%}")
-    if row.get("test_accuracy") is not None:
-        parts.append(f"test accuracy {row['test_accuracy']:.1%}")
-    return ", ".join(parts)
+    row, seconds = rows[-1], sum(row["step_s"] for row in rows) or math.inf
+    exposed = None if row.get("exposed_comm_s") is None or not row["step_s"] else row["exposed_comm_s"] / row["step_s"]
+    shares = {"accuracy": row.get("accuracy"), "exposed": exposed, "test accuracy": row.get("test_accuracy")}
+    text = f"epoch {row['epoch'] + 1}: loss {row['loss']:.4f}, "
+    text += f"{format_speed(sum(row['samples'] for row in rows) / seconds)} samples/s"
+    return ", ".join((text, *(f"{name} {share:.1%}" for name, share in shares.items() if share is not None)))
 
 
 def read_exposed(model: nn.Module, world_size: int) -> float | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 # The numbers of a group, and what each must be below.
@@ -44,20 +44,22 @@ class _LayerwiseOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         owner, group = type(self).__name__, {**self.defaults, **param_group}
         betas = group.get("betas", (0.0, 0.0))
-        if not isinstance(group["adapt"], bool):
-            raise ConfigError(f"{owner}: adapt {group['adapt']!r}: True or False is needed")
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ConfigError(f"{owner}: betas {betas!r}: two numbers are needed")
+        is_pair, is_still = isinstance(betas, tuple | list) and len(betas) == 2, group.get("momentum") == 0
+        refuse(
+            (not isinstance(group["adapt"], bool), f"{owner}: adapt {group['adapt']!r}: True or False is needed"),
+            (not is_pair, f"{owner}: betas {betas!r}: two numbers are needed"),
+            (
+                group.get("nesterov") and is_still,
+                f"{owner}: nesterov with momentum 0: give one, or leave out the other",
+            ),
+        )
         numbers = [(name, group[name], below) for name, below in _LIMITS.items() if name in group]
         for name, value, below in (*numbers, *(("a beta of", beta, 1.0) for beta in betas)):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             is_open = name == "trust_coefficient"
-            if not is_number or value < 0 or (is_open and value == 0) or value >= below:
-                end = "" if below == math.inf else f" and below {below:g}"
-                kind = f"a finite number {'above' if is_open else 'from'} 0{end}"
+            if not is_number or not 0 <= value < below or (is_open and value == 0):
+                kind = f"a finite number {'above' if is_open else 'from'} 0{'' if below == math.inf else ', below 1'}"
                 raise ConfigError(f"{owner}: {name} {value!r}: {kind} is needed")
-        if group.get("nesterov") and group["momentum"] == 0:
-            raise ConfigError(f"{owner}: nesterov with momentum 0: give a momentum, or leave out nesterov")
         super().add_param_group(param_group)
 
     def _find_buffers(self, params: Sequence[Tensor], name: str) -> list[Tensor]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import Any
 
-from paceline.errors import ConfigError
-from paceline.training.schedules import scale_rate
+from paceline.errors import ConfigError, refuse
 from paceline.training.settings import TrainSettings
 
 NO_RECIPE = "none"
@@ -16,24 +16,21 @@ NO_RECIPE = "none"
 
 @dataclass(frozen=True)
 class _Context:
-    """The base settings, the number of a switch, the batch that it is for, that of the settings, and the updates."""
+    """The base settings, the number of a switch, the batch over that of the settings, that one, and the updates."""
 
     settings: TrainSettings
     value: float
-    global_batch_size: int
+    growth: float
     base_batch_size: int
     num_updates: int
-
-    def scale(self, rate: float, rule: str) -> float:
-        return scale_rate(rate, self.global_batch_size, self.base_batch_size, rule)
 
 
 def _grow(context: _Context) -> dict[str, Any]:
     """From the base batch to this one by factors of up to four, from the share on; the rate stays constant, because
     growth replaces its decay."""
-    factors, factor, growth = [], 1, context.global_batch_size / context.base_batch_size
-    while factor < growth:
-        factor = min(4 * factor, int(growth))
+    factors, factor = [], 1
+    while factor < context.growth:
+        factor = min(4 * factor, int(context.growth))
         factors.append(factor)
     spacing = (1 - context.value) / (len(factors) + 1)
     growths = tuple((round(context.value + spacing * number, 4), factor) for number, factor in enumerate(factors))
@@ -49,25 +46,25 @@ class Switch:
     change: Callable[[_Context], dict[str, Any]]
     excludes: tuple[str, ...] = ()
     is_share: bool = False
-    is_for_norms: bool = False
 
 
 SWITCHES: Mapping[str, Switch] = {
-    # The rate times the growth of the batch, or its root.
-    "linear": Switch(1.0, lambda c: {"lr": c.scale(c.settings.lr, "linear") * c.value}, ("sqrt", "lars", "lamb")),
-    "sqrt": Switch(1.0, lambda c: {"lr": c.scale(c.settings.lr, "sqrt") * c.value}, ("linear", "lars", "lamb")),
+    # The rate times the growth of the batch, which keeps what an epoch does while gradients of a batch change little
+    # (Goyal 2017) and wants a warm-up; or times its root, which keeps the noise of a step (Krizhevsky 2014).
+    "linear": Switch(1.0, lambda c: {"lr": c.settings.lr * c.growth * c.value}, ("sqrt", "lars", "lamb")),
+    "sqrt": Switch(1.0, lambda c: {"lr": c.settings.lr * sqrt(c.growth) * c.value}, ("linear", "lars", "lamb")),
     # A layer-wise optimizer needs its own rate: the number is that at the base batch. With LARS biases and norms have
     # the rate but no trust ratio. So the coefficient is larger than the paper's, and the rate smaller by the same
     # factor: layers step as far, and biases and norms not much farther than with SGD.
     "lars": Switch(
-        0.15, lambda c: {"optimizer": "lars", "trust_coefficient": 0.02, "lr": c.scale(c.value, "sqrt")}, ("lamb",)
+        0.15, lambda c: {"optimizer": "lars", "trust_coefficient": 0.02, "lr": c.value * sqrt(c.growth)}, ("lamb",)
     ),
-    "lamb": Switch(0.004, lambda c: {"optimizer": "lamb", "lr": c.scale(c.value, "sqrt")}, ("lars",)),
+    "lamb": Switch(0.004, lambda c: {"optimizer": "lamb", "lr": c.value * sqrt(c.growth)}, ("lars",)),
     "warmup": Switch(0.2, lambda c: {"lr_warmup": max(1, round(c.value * c.num_updates))}, is_share=True),
     # The others are rates for the large batch, and it starts with the small one.
     "grow": Switch(0.4, _grow, ("linear", "sqrt", "lars", "lamb", "warmup"), is_share=True),
-    "ghost": Switch(math.nan, lambda c: {"ghost_batchnorm": int(c.value)}, ("sync",), is_for_norms=True),
-    "sync": Switch(1.0, lambda c: {"sync_batchnorm": True}, ("ghost",), is_for_norms=True),
+    "ghost": Switch(math.nan, lambda c: {"ghost_batchnorm": int(c.value)}, ("sync",)),
+    "sync": Switch(1.0, lambda c: {"sync_batchnorm": True}, ("ghost",)),
     "smoothing": Switch(0.1, lambda c: {"label_smoothing": c.value}, is_share=True),
 }
 
@@ -93,14 +90,17 @@ class Recipe:
                 value = float(number) if colon else SWITCHES[name].default
             except ValueError:
                 raise ConfigError(f"recipe {text!r}: {number!r} after {name} is not a number") from None
-            for is_wrong, why in (
-                (value <= 0 or math.isinf(value) or (colon and math.isnan(value)), ": a number above 0 is needed"),
-                (SWITCHES[name].is_share and value >= 1, " is a share: below 1 is needed"),
-                (name == "ghost" and colon and (value < 2 or value % 1), ": an integer of at least 2 is needed"),
-                (name == "sync" and colon, ", which takes no number"),
-            ):
-                if is_wrong:
-                    raise ConfigError(f"recipe {text!r}: {number} after {name}{why}")
+            is_odd = value <= 0 or math.isinf(value) or (colon and math.isnan(value))
+            typed = f"recipe {text!r}: {number} after {name}"
+            refuse(
+                (is_odd, f"{typed}: a number above 0 is needed"),
+                (SWITCHES[name].is_share and value >= 1, f"{typed} is a share: below 1 is needed"),
+                (
+                    name == "ghost" and colon and (value < 2 or value % 1),
+                    f"{typed}: an integer of at least 2 is needed",
+                ),
+                (name == "sync" and colon, f"{typed}, which takes no number"),
+            )
             found.append((name, value))
         names = [name for name, _ in found]
         for name in names:
@@ -116,7 +116,7 @@ class Recipe:
     @property
     def is_for_norms(self) -> bool:
         """Whether it changes BatchNorm, so that a model without one cannot have it."""
-        return any(SWITCHES[name].is_for_norms for name in self.names)
+        return not {"ghost", "sync"}.isdisjoint(self.names)
 
     def apply(
         self, base: TrainSettings, global_batch_size: int, base_batch_size: int, num_updates: int
@@ -126,7 +126,8 @@ class Recipe:
         for name, switch in SWITCHES.items():
             if name in values:
                 value = float(base_batch_size) if math.isnan(values[name]) else values[name]
-                context = _Context(settings, value, global_batch_size, base_batch_size, num_updates)
+                growth = global_batch_size / base_batch_size
+                context = _Context(settings, value, growth, base_batch_size, num_updates)
                 settings = replace(settings, **switch.change(context))
         return settings
 

@@ -10,22 +10,22 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SCHEDULES = ("constant", "cosine", "linear", "piecewise")
-SCALING_RULES = ("none", "linear", "sqrt")
 
 
 def check_drops(drops: tuple[float, ...], shape: str, name: str = "--lr-drops") -> None:
     """Refuse drops that are not increasing shares of a run, or of another schedule than piecewise."""
-    found = f"{name} {','.join(map(str, drops)) or 'none'}"
-    if bool(drops) != (shape == "piecewise"):
-        raise ConfigError(f"{found} with schedule {shape}: drops belong to piecewise, which needs them, as 0.5,0.75")
-    if not all(first < second for first, second in itertools.pairwise((0.0, *drops, 1.0))):
-        raise ConfigError(f"{found}: increasing shares of the run between 0 and 1 are needed")
+    found, rises = f"{name} {','.join(map(str, drops)) or 'none'}", itertools.pairwise((0.0, *drops, 1.0))
+    refuse(
+        (bool(drops) != (shape == "piecewise"),
+         f"{found} with schedule {shape}: drops belong to piecewise, which needs them, as 0.5,0.75"),
+        (not all(a < b for a, b in rises), f"{found}: increasing shares of the run between 0 and 1 are needed"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +43,14 @@ class Schedule:
     drops: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        steps, warmup = self.num_steps, self.warmup_steps
-        if self.shape not in SCHEDULES:
-            raise ConfigError(f"unknown schedule {self.shape!r}: known are {', '.join(SCHEDULES)}")
-        if not 0 <= self.peak < math.inf:
-            raise ConfigError(f"peak {self.peak}: a finite number from 0 is needed")
-        if steps < 1 or warmup < 0:
-            raise ConfigError(f"{steps} steps, {warmup} of warm-up: at least 1 and 0 are needed")
+        steps, warmup, first = self.num_steps, self.warmup_steps, (*self.drops, math.inf)[0]
+        refuse(
+            (self.shape not in SCHEDULES, f"unknown schedule {self.shape!r}: known are {', '.join(SCHEDULES)}"),
+            (not 0 <= self.peak < math.inf, f"peak {self.peak}: a finite number from 0 is needed"),
+            (steps < 1 or warmup < 0, f"{steps} steps, {warmup} of warm-up: at least 1 and 0 are needed"),
+        )
         check_drops(self.drops, self.shape, "drops")
-        if self.drops and self.drops[0] * steps < warmup:
-            found = f"a drop at {self.drops[0]} of {steps} steps, inside the warm-up of {warmup}"
-            raise ConfigError(f"{found}: drop later, or warm up in fewer steps")
+        refuse((first * steps < warmup, f"a drop at {first} of {steps} steps, inside the warm-up of {warmup}: move it"))
 
     def rate(self, step: int) -> float:
         """The learning rate of a step; steps count from 0."""
@@ -76,21 +73,6 @@ class Schedule:
         for group in optimizer.param_groups:
             group["lr"] = rate
         return rate
-
-
-def scale_rate(rate: float, batch_size: int, base_batch_size: int, rule: str) -> float:
-    """The rate for a global batch, from one that is good for `base_batch_size`.
-
-    `linear` in the batch keeps what an epoch does while gradients of a batch change little (Goyal 2017), and wants a
-    warm-up; `sqrt` keeps the noise of a step (Krizhevsky 2014) and is the usual one with LAMB; `none` keeps the rate.
-    """
-    if rule not in SCALING_RULES:
-        raise ConfigError(f"unknown scaling rule {rule!r}: known are {', '.join(SCALING_RULES)}")
-    if not 0 <= rate < math.inf or batch_size < 1 or base_batch_size < 1:
-        found = f"rate {rate} for a batch of {batch_size} from a batch of {base_batch_size}"
-        raise ConfigError(f"{found}: a finite number from 0 and at least 1 sample are needed")
-    factor = batch_size / base_batch_size
-    return rate * {"none": 1.0, "linear": factor, "sqrt": math.sqrt(factor)}[rule]
 
 
 # How a rank takes its share of a grown batch: in more micro-batches, or in larger ones.
@@ -119,19 +101,15 @@ def format_growths(growths: Growths) -> str:
 
 def check_growths(growths: Growths) -> None:
     """Refuse invalid growths: shares of the run must increase, and so must factors, from 2."""
-    last_share, last_factor = 0.0, 1
-    for share, factor in growths:
-        flag = f"--batch-growth {format_growths(growths)}:"
-        if not 0 < share < 1:
-            raise ConfigError(f"{flag} {share} is not a share of the run; above 0 and below 1 is needed")
-        if type(factor) is not int:
-            raise ConfigError(f"{flag} {factor!r} is not a factor; an integer is needed, so that ranks can share")
-        if share <= last_share:
-            raise ConfigError(f"{flag} {share} comes after {last_share}; each share has to be larger than the last")
-        if factor <= last_factor:
-            text = f"{factor} times the first batch comes after {last_factor} times; each has to be larger"
-            raise ConfigError(f"{flag} {text}")
-        last_share, last_factor = share, factor
+    flag = f"--batch-growth {format_growths(growths)}:"
+    for (before, least), (share, factor) in itertools.pairwise(((0.0, 1), *growths)):
+        is_factor = type(factor) is int
+        refuse(
+            (not 0 < share < 1, f"{flag} {share} is not a share of the run; above 0 and below 1 is needed"),
+            (not is_factor, f"{flag} {factor!r} is not a factor; an integer is needed, so that ranks can share"),
+            (share <= before, f"{flag} {share} comes after {before}; each share has to be larger than the last"),
+            (is_factor and factor <= least, f"{flag} {factor} times comes after {least} times; each has to be larger"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +185,9 @@ class BatchSchedule:
     def check(self) -> None:
         """Refuse growths that do not fit this data, rather than train without them."""
         for (share, factor), (_, size), step in zip(self.growths, self.marks, self.growth_steps, strict=True):
-            flag = f"--batch-growth {format_growths(self.growths)}:"
-            if size > self.num_samples:
-                found = f"{factor} times the global batch of {self.global_batch_size} is more than the"
-                raise ConfigError(f"{flag} {found} {self.num_samples} samples of an epoch; use a smaller factor")
-            if step is None:
-                found = f"of {self.epochs * self.num_samples} samples in all, no step has the growth at {share}"
-                raise ConfigError(f"{flag} {found}: it begins too late, or the next one replaces it; move it")
+            flag, grown = f"--batch-growth {format_growths(self.growths)}:", f"{factor} times {self.global_batch_size}"
+            refuse(
+                (size > self.num_samples,
+                 f"{flag} {grown} is more than the {self.num_samples} samples of an epoch; use a smaller factor"),
+                (step is None, f"{flag} no step has the growth at {share}: it is too late, or the next replaces it"),
+            )  # fmt: skip

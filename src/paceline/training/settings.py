@@ -36,8 +36,8 @@ _LEAST = {
     "ranks": 1, "epochs": 1, "steps": 1, "keep": 1, "lr_warmup": 0, "samples": 1, "test_samples": 1, "context": 2,
     "threads": 1, "seed": 0, "cutout": 0, "ghost_batchnorm": 2,
 }  # fmt: skip
-_FROM_0 = ("lr", "momentum", "weight_decay", "label_smoothing")
-_ABOVE_0 = ("clip", "trust_coefficient")
+_REALS = dict.fromkeys(("lr", "momentum", "weight_decay", "label_smoothing"), "from")
+_REALS |= dict.fromkeys(("clip", "trust_coefficient"), "above")
 
 
 @dataclass(frozen=True)
@@ -157,17 +157,14 @@ class TrainSettings:
 
     def check(self) -> None:
         """Refuse invalid settings. What depends on the data or the model is checked by the ranks."""
-        for name, known in _KNOWN.items():
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"--{name} {value!r} is unknown: known are {', '.join(known)}")
-        for name, least in _LEAST.items():
-            if (number := getattr(self, name)) is not None and number < least:
-                raise ConfigError(f"--{name.replace('_', '-')} {number}: at least {least} is needed")
-        for name in (*_FROM_0, *_ABOVE_0):
-            real, is_open = getattr(self, name), name in _ABOVE_0
-            if real is not None and (not math.isfinite(real) or real < 0 or (is_open and real == 0)):
-                flag, start = f"--{name.replace('_', '-')}", "above" if is_open else "from"
-                raise ConfigError(f"{flag} {real}: a finite number {start} 0 is needed")
+        for name, value in self.to_json().items():
+            flag, least, start = f"--{name.replace('_', '-')} {value}", _LEAST.get(name, 0), _REALS.get(name)
+            if name in _KNOWN and value not in _KNOWN[name]:
+                raise ConfigError(f"--{name} {value!r} is unknown: known are {', '.join(_KNOWN[name])}")
+            if name in _LEAST and value is not None and value < least:
+                raise ConfigError(f"{flag}: at least {least} is needed")
+            if start and value is not None and (not 0 <= value < math.inf or (start == "above" and value == 0)):
+                raise ConfigError(f"{flag}: a finite number {start} 0 is needed")
         SaveEvery.parse(self.save_every)
         _ = self.batches
         check_growths(self.batch_growth)

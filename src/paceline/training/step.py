@@ -49,7 +49,7 @@ class Phases(Protocol):
 
 
 class NoPhases(Phases):
-    """Times nothing."""
+    pass
 
 
 class PhaseClock:
@@ -73,10 +73,8 @@ class PhaseClock:
 
 
 def settled_kernels(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Turn oneDNN off where the CPU does not support this precision with it, and restore it afterwards.
-
-    Else torch turns it off in the middle of the first step, which a resumed run would compute by other kernels.
-    """
+    """Turn oneDNN off where the CPU does not support this precision with it, and restore it afterwards. Else torch does
+    so in the middle of the first step, which a resumed run would compute by other kernels."""
     supports = {"bf16": "_is_mkldnn_bf16_supported", "fp16": "_is_mkldnn_fp16_supported"}
     if device.type != "cpu" or precision not in supports or getattr(torch.ops.mkldnn, supports[precision])():
         return contextlib.nullcontext()
@@ -171,10 +169,8 @@ def take_step(
 
 @contextlib.contextmanager
 def mark_phases(model: nn.Module, phases: Phases) -> Iterator[None]:
-    """Mark the phases of a step that does not mark its own: forward with its loss, backward, and the rest.
-
-    By the model's forward, `torch.autograd.backward` and the steps of optimizers. What comes before is `data_wait`.
-    """
+    """Mark the phases of a step that does not mark its own, by the model's forward, `torch.autograd.backward` and the
+    steps of optimizers. What comes before is `data_wait`."""
     if isinstance(phases, NoPhases):
         yield
         return

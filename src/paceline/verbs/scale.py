@@ -149,7 +149,8 @@ def _measure_ranks(session: Session, settings: ScaleSettings, at_once: int = 1) 
     if session.place is None:  # in a launched world the other ranks would compute at the same time
         sizes = sorted({cell.batch_size(1, settings.job.accumulate or 1) for cell in settings.cells})
         jobs = [dataclasses.replace(settings.job, batch_size=size) for size in sizes]
-        tasks += [Task(f"layers {job.batch_size}", _ROOM + "measure_layers_alone", (job,)) for job in jobs]
+        layers = "paceline.measure.profiles:measure_profile"
+        tasks += [Task(f"layers {job.batch_size}", layers, (job, "layers", 12, 2)) for job in jobs]
     if settings.backends and most > 1:
         tasks.append(Task("allreduce", _ROOM + "measure_allreduce", ranks=most, weight=2.0, follow=sweep_up_to_all))
     return session.run(tasks)

@@ -57,7 +57,7 @@ def tune(
     arguments: tuple[Any, ...]
     if own is not None:
         opened = own.open("tune", count, own.is_pair, out, progress)
-        load, arguments = "tune_own", (settings, model, step, own.name if own.is_pair else "", own.where)
+        arguments = settings, (model, step, wrapper, own.where)
     else:
         job = JOB_DEFAULTS | {name: value for name, value in job.items() if value is not None}
         train = build_settings(model=model, ranks=count, wrapper=wrapper, **where, **job)
@@ -67,8 +67,8 @@ def tune(
             (parts != 1, f"--accumulate {parts}: gradients travel with the last micro-batch alone; tune without it"),
         )
         opened = open_session("tune", train.to_json(), ranks=count, out=out, progress=progress)
-        load, arguments = "tune_job", (settings, train)
+        arguments = settings, train
     with opened as session:
-        records, gradients, default_plan = session.ask(f"paceline.measure.tuning:{load}", arguments)
+        records, gradients, default_plan = session.ask("paceline.measure.tuning:tune_job", arguments)
         session.config |= settings.to_json(gradients, default_plan)
         return cast("TuneResult", finish(session, records))
