@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import refuse
-from paceline.measure.settings import Sizes, list_sizes
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
 from paceline.runtime.session import open_session
 from paceline.training.settings import takes_cap_lists
-from paceline.verbs.jobs import OwnJob, Place, build_settings, choose_world, finish
+from paceline.verbs.jobs import OwnJob, Place, Sizes, build_settings, choose_world, finish, list_sizes
 
 if TYPE_CHECKING:
     from torch import nn
