@@ -76,17 +76,12 @@ def train(
         rows_wanted = folder is None or session.place is not None
         try:
             arguments = (wanted, folder, resume is not None, rows_wanted)
-<<<<<<< HEAD
-            stop = "stop" if folder is None else "save"
-            outcome = session.ask("paceline.training.loop:train", arguments, on_interrupt=stop)
+            outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None)
         except BaseException:
             if folder is not None and resume is None and session.is_leader and not (folder / METRICS_FILE).exists():
                 for entry in folder.iterdir():  # it failed before its first rows of metrics: nothing can be resumed
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             raise
-=======
-            outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None)
->>>>>>> main
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
             number = session.signal or outcome.signal
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
