@@ -110,11 +110,13 @@ class CollectiveResult(Result):
     def to_json(self) -> dict[str, Any]:
         names = ("collective", "backend", "memory", "device", "world_size")
         numbers = {"beta_bytes_per_s": "bytes_per_s"} | {
-            name: name for name in ("alpha_s", "max_rel_residual", "min_bytes", "max_bytes", "residuals")
+            name: name for name in ("alpha_s", "max_rel_residual", "min_bytes", "max_bytes")
         }
         document = super().to_json()
         document["fits"] = [
-            {name: getattr(record, name) for name in names} | {key: getattr(fit, name) for key, name in numbers.items()}
+            {name: getattr(record, name) for name in names}
+            | {key: getattr(fit, name) for key, name in numbers.items()}
+            | {"residuals": list(fit.residuals)}
             for record, fit in self.fits
         ]
 

@@ -526,7 +526,8 @@ class ComparisonResult(Result):
             raise ConfigError(f"{found}: give {needed}", code="mismatch")
         common = [cell for cell in here if cell in there]
         if not common:
-            raise ConfigError(f"{' and '.join(names)} have no ranks and batch size in common", code="mismatch")
+            text = f"{' and '.join(names)} have no number of ranks and batch size in common"
+            raise ConfigError(text, code="mismatch")
         rows = [
             ComparedRow(
                 cell + ("samples/s" if name == "samples_per_s" else name.removesuffix("_s").replace("_", " ")),
