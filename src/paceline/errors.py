@@ -1,7 +1,4 @@
-"""The errors that Paceline raises, and `refuse`. Anything else does not belong here.
-
-A message says what was found, what is needed and what to do, in one line.
-"""
+"""The errors that Paceline raises, and `refuse`. A message says what was found, what is needed and what to do."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from __future__ import annotations
 class PacelineError(Exception):
     """The parent of every error that Paceline raises on purpose.
 
-    `code` is a short stable name for errors that code reacts to ("peer-lost", "timeout", "mismatch", ...), empty for
-    the rest. The text is for people; never match it.
+    `code` is a short stable name for errors that code reacts to ("peer-lost", "timeout", "mismatch", ...), else empty.
     """
 
     code: str = ""
@@ -34,8 +30,7 @@ def refuse(*cases: tuple[object, str], code: str = "", error: type[PacelineError
 class LaunchError(PacelineError, RuntimeError):
     """Ranks could not be started, could not meet, or one of them failed.
 
-    `rank` is the rank that failed first (None where no single rank is to blame) and `rank_traceback`
-    is its traceback as text, empty when it died without one.
+    `rank` is the rank that failed first (None where no single one did), `rank_traceback` its traceback as text.
     """
 
     def __init__(self, message: str, rank: int | None = None, rank_traceback: str = "", code: str = "") -> None:

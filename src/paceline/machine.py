@@ -1,7 +1,4 @@
-"""What this host has: cores, memory, GPUs, the loopback interface; and the names of backends. Imports no torch.
-
-Whether torch can use any of it does not belong here.
-"""
+"""What this host has: cores, memory, GPUs, the loopback interface; and the names of backends. Imports no torch."""
 
 from __future__ import annotations
 

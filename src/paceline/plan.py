@@ -1,7 +1,4 @@
-"""What a bucket is: pure functions from gradients in ready order to a Plan. Nothing here knows tensors or clocks.
-
-The wrapper that reduces gradients and the simulator that predicts it use the same plans from here.
-"""
+"""What a bucket is: pure functions from gradients in ready order to a Plan, for the wrapper and for the simulator."""
 
 from __future__ import annotations
 
@@ -158,10 +155,9 @@ def _whole(gradients: Sequence[Gradient], index: int) -> Piece:
 
 
 def plan_like_torch(
-    gradients: Sequence[Gradient],
-    ready_order: Iterable[int],
+    gradients: Sequence[Gradient], ready_order: Iterable[int],
     caps_bytes: Sequence[int] = (TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES),
-) -> Plan:
+) -> Plan:  # fmt: skip
     """The buckets of torch's DistributedDataParallel after its rebuild, from the gradients in ready order.
 
     For each dtype and device: append, and close when the size has reached the cap, so a bucket overshoots by up to one

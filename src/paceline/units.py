@@ -9,17 +9,14 @@ import math
 import re
 from fractions import Fraction
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 GB = 10**9
 
 _UNITS = {
-    "B": 1,
-    "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 2**40,
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40,
 }  # fmt: skip
-_CASELESS = {unit.lower(): scale for unit, scale in _UNITS.items()}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -31,7 +28,7 @@ def parse_size(text: str) -> int:
     number, unit = match.groups()
     if not unit:
         raise ConfigError(f"size {text!r} has no unit: write {number}MiB, {number}MB or {number}B")
-    scale = _CASELESS.get(unit.lower())
+    scale = _UNITS.get(unit.lower())
     if scale is None:
         raise ConfigError(f"size {text!r} has the unknown unit {unit!r}: use B, kB, MB, GB, KiB, MiB or GiB")
     size = Fraction(number) * scale  # exact: no float on the way
@@ -55,15 +52,13 @@ def size_range(first_bytes: int, last_bytes: int, factor: float, multiple: int =
 
     Sizes after the first are rounded down to a `multiple`, so that they are whole numbers of elements.
     """
-    if first_bytes <= 0 or last_bytes < first_bytes:
-        raise ConfigError(
-            f"the range of sizes {format_bytes(first_bytes)} to {format_bytes(last_bytes)} is empty: "
-            "the first must be above 0 and not above the last"
-        )
-    if not factor > 1 or not math.isfinite(factor):
-        raise ConfigError(f"the factor of a range of sizes is {factor:g}: it must be above 1")
+    ends = f"the range of sizes {format_bytes(first_bytes)} to {format_bytes(last_bytes)}"
+    refuse(
+        (first_bytes <= 0 or last_bytes < first_bytes, f"{ends} is empty: begin above 0, and not above the end"),
+        (not 1 < factor < math.inf, f"{ends} by a factor of {factor:g}: it must be above 1"),
+    )
     if math.log(last_bytes / first_bytes) > 1000 * math.log(factor):
-        raise ConfigError(f"the factor of a range of sizes is {factor:g}: that makes more than 1000 sizes")
+        raise ConfigError(f"{ends} by a factor of {factor:g}: that makes more than 1000 sizes")
     sizes: list[int] = []
     size = float(first_bytes)
     while round(size) <= last_bytes:
@@ -107,12 +102,9 @@ def format_ms(seconds: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """A time with its unit, chosen by magnitude: `12.3 µs`, `4.56 ms`, `1.2 s`, `3 min 20 s`."""
-    if seconds < 0.9995e-3:  # what rounds up to 1000 of a unit is 1 of the next
-        return f"{seconds * 1e6:.3g} µs"
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
+    for limit_s, scale, unit in ((0.9995e-3, 1e6, "µs"), (0.9995, 1e3, "ms"), (60, 1, "s")):
+        if seconds < limit_s:  # what rounds up to 1000 of a unit is 1 of the next
+            return f"{seconds * scale:.3g} {unit}"
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
 
 

@@ -307,7 +307,7 @@ def test_an_interrupted_run_keeps_what_was_finished_and_leaves_no_process(start,
         job.kill()
     assert job.returncode == 128 + ending
     (folder,) = (tmp_path / "runs").iterdir()
-    assert f"paceline: interrupted: 1 of 2 cells is saved in runs/{folder.name}" in err and "Traceback" not in err
+    assert f"paceline: interrupted: 1 of 2 cells saved in runs/{folder.name}" in err and "Traceback" not in err
     wait_until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks), 10)
     assert set(os.listdir("/dev/shm")) <= shm
     run = load_run(folder)

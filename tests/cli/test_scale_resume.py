@@ -139,9 +139,7 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_resume(start, tmp_path):
     before = look_at(folder)
     assert 2 <= len(before) < 10 and not [name for name in before if name.startswith(".")]
     place = Path("out") / folder.name
-    words = (
-        f"interrupted: {len(before)} of 10 cells are saved; resume with: paceline scale large-batch --resume {place}"
-    )
+    words = f"interrupted: {len(before)} of 10 cells saved; resume with: paceline scale large-batch --resume {place}"
     assert words in err
     # How many run at once may be another number now; a launched world can have one.
     answer = type_alone("scale", "large-batch", "--resume", str(folder), "--at-once", "1", "--json")
@@ -202,7 +200,7 @@ def test_every_study_is_resumed_and_is_the_run_of_its_first_command(play, studie
     assert answer.code == 130, answer.err
     kept, verb, folder = read_hint(answer.err)
     count = len(list_cells(Path(studies[name]["run"])))
-    assert (kept, verb) == (f"1 of {count} cells is", f"scale {name}") and len(made) == 1
+    assert (kept, verb) == (f"1 of {count} cells", f"scale {name}") and len(made) == 1
     before = look_at(folder)
     rest = play()
     answer = type_command("scale", name, "--resume", str(folder), "--json")
@@ -332,7 +330,7 @@ def test_a_report_is_resumed_wherever_it_was_interrupted(play, small, studies, m
     for more, wanted in (
         (1, f"batch (1 of {counts['batch']} cells) is"),
         (counts["batch"] - 1, "batch (finished) is"),  # before the first cell of the next
-        (2, f"batch (finished), ranks (2 of {counts['ranks']} cells) are"),
+        (2, f"batch (finished), ranks (2 of {counts['ranks']} cells)"),
     ):
         now = play(more)
         answer = type_command(*asked)
@@ -354,7 +352,7 @@ def test_a_report_is_resumed_wherever_it_was_interrupted(play, small, studies, m
         answer = type_command(*asked)
     made += now
     assert answer.code == 130, answer.err
-    assert read_hint(answer.err)[0] == "batch (finished), ranks (finished), large-batch (finished) are"
+    assert read_hint(answer.err)[0] == "batch (finished), ranks (finished), large-batch (finished)"
     assert play() == [] and len(made) == len(set(made)) == sum(counts.values())
     answer = type_command(*asked)
     assert answer.code == 0 and "interrupted" not in answer.err, answer.err

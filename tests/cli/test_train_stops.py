@@ -161,7 +161,7 @@ def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
     folder = the_run(tmp_path / "out")
     last = load_metrics(folder / "metrics.jsonl")[-1]["step"]
     assert newest(folder).name == f"step-{last:08}"
-    assert f"interrupted: step {last} is saved; resume with: paceline train --resume" in err
+    assert f"interrupted: step {last} saved; resume with: paceline train --resume" in err
     assert f"paceline train --resume {Path('out') / folder.name}" in err
     wait_until(lambda: gone(ranks), 10)
     assert_nothing_temporary(folder)
@@ -192,7 +192,7 @@ def test_under_torchrun_a_signal_saves_and_the_run_goes_on(start, tmp_path, whol
     folder = the_run(tmp_path / "out")
     last = load_metrics(folder / "metrics.jsonl")[-1]["step"]
     assert newest(folder).name == f"step-{last:08}"
-    assert f"interrupted: step {last} is saved; resume with: paceline train --resume" in err
+    assert f"interrupted: step {last} saved; resume with: paceline train --resume" in err
     assert job.returncode != 0
     wait_until(lambda: gone(ranks), 10)
     finish(start(*TORCHRUN, "train", "--resume", str(folder)))

@@ -140,10 +140,10 @@ def ask_for_names() -> None:
         model = DDP(Guarded())
         assert model.first is model.module.first
         for name, words in (
-            ("wrong", "no attribute 'wrong', nor has its module, Guarded"),
-            ("broken", "no attribute 'broken', nor has its module, Guarded"),
-            ("_wrong", "no attribute '_wrong', nor has its module, Guarded"),
-            ("_secret", "but its module, Guarded, has: write .module._secret"),
+            ("wrong", "no attribute 'wrong', nor has its module"),
+            ("broken", "no attribute 'broken', nor has its module"),
+            ("_wrong", "no attribute '_wrong', nor has its module"),
+            ("_secret", "but its module has: write .module._secret"),
         ):
             assert not hasattr(model, name)
             assert getattr(model, name, 7) == 7

@@ -71,7 +71,7 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
     from paceline.measure import scaling, steps
     from paceline.parallel.channel import Channel
 
-    real_sum, real_send, real_run = Channel.start_sum, steps._TorchMessages.send, steps.StepBench.run
+    real_sum, real_send, real_run = Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run
     num_bytes: list[int] = []
 
     def start_sum(channel: Any, tensor: Any, average: bool = False, extra_bytes: int = 0) -> Any:
@@ -81,26 +81,26 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
         return real_sum(channel, tensor, average, tensor.nbytes)
 
     def send(messages: Any, bucket: Any) -> Any:
-        before = messages.sent
+        before = messages._sent
         if fault == "twice":
             real_send(messages, bucket).wait()
             return real_send(messages, bucket)
         future = real_send(messages, bucket)
-        messages.sent = before
+        messages._sent = before
         return future
 
     def run(bench: Any, *args: Any, **kwargs: Any) -> None:
         num_bytes.append(sum(param.nbytes for param in bench.variants[1].replica.parameters))
         real_run(bench, *args, **kwargs)
 
-    Channel.start_sum, steps._TorchMessages.send, steps.StepBench.run = start_sum, send, run  # type: ignore[method-assign]
+    Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run = start_sum, send, run  # type: ignore[method-assign]
     words = "nothing"
     try:
         scaling.measure_scaling(settings, Cell("weak", 2))
     except MeasurementError as error:
         words = str(error)
     finally:
-        Channel.start_sum, steps._TorchMessages.send, steps.StepBench.run = (  # type: ignore[method-assign]
+        Channel.start_sum, steps.TimedMessages._send, steps.StepBench.run = (  # type: ignore[method-assign]
             real_sum, real_send, real_run
         )  # fmt: skip
         gc.collect()  # the wrappers of the study, which the next one in these ranks would find on its group

@@ -10,7 +10,7 @@ import torch
 import paceline
 from paceline.parallel import DDP
 from paceline.training.build import _compile_blocks
-from paceline.workloads.models import build_resnet18
+from paceline.workloads.models import ResNet18
 from tests.dist.wrapped import BUCKETED, REDUCERS, STEPS, Net, average_alone, check, describe, loss
 
 
@@ -63,7 +63,7 @@ def compile_alike() -> dict[str, int]:
 
     torch._dynamo.reset()
     counters.clear()
-    module = build_resnet18()
+    module = ResNet18()
     _compile_blocks(module, backend="eager")
     for is_training in (True, False):
         for size in (4, 3, 2):

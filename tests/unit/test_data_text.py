@@ -80,7 +80,7 @@ def test_copies_by_a_spreadsheet_are_unquoted(tmp_path):
     [
         (["1\t7\t8\ta\tb", "1\t7\t8\ta"], "line 3: 4 fields: needed are 5"),
         (["1\t7\t8\ta\tb\tc"], "line 2: 6 fields: needed are 5"),
-        (["1\t7\t8\ta\tb", "", "1\t7\t8\ta\tb"], "line 3: 1 fields"),
+        (["1\t7\t8\ta\tb", "", "1\t7\t8\ta\tb"], "line 3: 0 fields"),
         (["yes\t7\t8\ta\tb"], "line 2: the label is 'yes': needed is 0 or 1"),
         (["1\t7\t8\ta\tb", "2\t7\t8\ta\tb"], "label 2 of row 1 (from 0): needed is 0 to 1"),
     ],
@@ -200,7 +200,7 @@ def test_a_character_is_not_split_between_training_and_test(tmp_path):
 def test_too_little_text(tmp_path, text, split):
     (tmp_path / "a.txt").write_text(text)
     found = complaint("text", tmp_path / "a.txt", split, context=8)
-    assert f"tokens in the {split} split: needed are at least 9 for a context of 8" in found
+    assert f"tokens in the {split} split: needed are at least 9" in found
 
 
 @pytest.fixture

@@ -198,7 +198,9 @@ def test_a_name_is_looked_for_in_the_cache_then_on_the_hub_then_here(hub, name, 
 
 def test_a_name_that_is_nowhere_says_why_in_one_line(hub, monkeypatch):
     hub()
-    with pytest.raises(ConfigError, match=r"hf:a/b is neither .* cannot be fetched \(nothing there\): give the path"):
+    with pytest.raises(
+        ConfigError, match=r"hf:a/b is neither .* cannot be fetched \(nothing there second line\): give the path"
+    ):
         huggingface.describe_weights("a/b")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"\(HF_HUB_OFFLINE is set\)"):

@@ -13,6 +13,8 @@ import pytest
 from paceline.transport import native
 
 PROGRAM = Path(__file__).parents[1] / "native" / "fuzz.c"
+SOURCES = Path(native.__file__).parent / "native"
+COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]  # as setup.py
 QUICK = ("-O0",)  # to compile: the kernels are long
 MEMORY = (*QUICK, "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
@@ -25,7 +27,7 @@ def find_compiler() -> list[str]:
     return found.split()
 
 
-def build(folder: Path, flags: tuple[str, ...] = (), core: Path = native.SOURCES) -> Path:
+def build(folder: Path, flags: tuple[str, ...] = (), core: Path = SOURCES) -> Path:
     """The fuzz program with the core in that folder; skips where programs with these flags cannot be had."""
     (folder / "probe.c").write_text("int main(void) { return 0; }\n")
     for command in ([*find_compiler(), *flags, "probe.c", "-o", "probe"], ["./probe"]):
@@ -33,7 +35,7 @@ def build(folder: Path, flags: tuple[str, ...] = (), core: Path = native.SOURCES
             pytest.skip(f"NOT TESTED: programs built with {' '.join(flags)} do not run here")
     sources = [str(PROGRAM), *map(str, sorted(core.glob("*.c")))]
     # A rank may call from a thread with a small stack.
-    wanted = [*native.COMPILE_FLAGS, "-Werror", "-g", "-Wframe-larger-than=16384", *flags, f"-I{core}"]
+    wanted = [*COMPILE_FLAGS, "-Werror", "-g", "-Wframe-larger-than=16384", *flags, f"-I{core}"]
     done = subprocess.run([*find_compiler(), *wanted, *sources, "-lm", "-o", "fuzz"], cwd=folder, capture_output=True)
     assert not done.returncode, done.stderr.decode()
     return folder / "fuzz"
@@ -64,7 +66,7 @@ def test_random_operations_give_what_the_reference_gives(tmp_path, flags, second
 
 
 def test_a_core_that_rounds_otherwise_is_found(tmp_path):
-    core = shutil.copytree(native.SOURCES, tmp_path / "core")
+    core = shutil.copytree(SOURCES, tmp_path / "core")
     kernels = (core / "kernels.inc").read_text()
     broken = kernels.replace("half = vdupq_n_u32(0x7fff)", "half = vdupq_n_u32(0x7ffe)").replace("0x7fff +", "0x7ffe +")
     assert broken != kernels

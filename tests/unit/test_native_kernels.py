@@ -7,6 +7,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ DTYPES = {
 OPS = {native.SUM: "sum", native.AVG: "avg", native.MIN: "min", native.MAX: "max"}
 REAL = [dtype for dtype in DTYPES if DTYPES[dtype].is_floating_point]
 HALVES = [native.BF16, native.F16]
+SOURCES = Path(native.__file__).parent / "native"
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Around the bytes of a vector of every kind of processor, and around the groups of vectors that a loop takes at once.
 EDGES = sorted({0, 1, 2, 3, *(unit + d for unit in (4, 8, 16, 32, 64, 128, 256) for d in (-1, 0, 1)), 1000, 4099})
@@ -292,7 +294,7 @@ def test_the_numbers_of_the_core_are_those_of_its_python_side():
 
 
 def test_only_the_interface_is_exported():
-    declared = set(re.findall(r"\b(pln_\w+)\(", (native.SOURCES / "paceline_native.h").read_text()))
+    declared = set(re.findall(r"\b(pln_\w+)\(", (SOURCES / "paceline_native.h").read_text()))
     assert {"pln_open", "pln_run", "pln_reduce"} <= declared and all(hasattr(library, name) for name in declared)
-    inner = set(re.findall(r"\b(pln_\w+)\(", (native.SOURCES / "group.h").read_text())) - declared
+    inner = set(re.findall(r"\b(pln_\w+)\(", (SOURCES / "group.h").read_text())) - declared
     assert "pln_execute" in inner and not [name for name in inner if hasattr(library, name)]

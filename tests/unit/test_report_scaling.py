@@ -14,7 +14,6 @@ from hypothesis import given, settings
 
 from paceline.errors import MeasurementError
 from paceline.records import CollectiveRecord, Samples
-from paceline.records.samples import Ratio
 from paceline.records.steps import list_points
 from paceline.records.store import Run, load_run
 from paceline.records.training import summarize_recipes
@@ -104,8 +103,8 @@ def test_the_printed_sweep_marks_the_knee_and_tells_what_does_not_fit():
     records = make_batches(make_rng())
     rows = cells(scaling.build_batch_table(records), None)
     assert [row["mark"] for row in rows] == ["", "", "knee", "", "", "out of memory"]
-    assert rows[-1]["epoch (s)"] == rows[-1]["samples/s"] == rows[-1]["peak memory (MiB)"] == ""
-    assert rows[0]["peak memory (MiB)"] == "160" and rows[0]["steps per epoch"] == "128"
+    assert rows[-1]["epoch (s)"] == rows[-1]["samples/s"] == rows[-1]["peak memory"] == ""
+    assert rows[0]["peak memory"] == "160 MiB" and rows[0]["steps per epoch"] == "128"
     assert rows[0]["epoch (s)"] == f"{median(records[0].timing):.3f}"
 
 
@@ -148,9 +147,6 @@ def test_rows_of_ranks_follow_from_the_steps(rng):
 
 
 def test_the_printed_ranks_say_when_torch_is_inside_the_noise():
-    assert scaling.say_ratio(Ratio(1.01, 0.02)) == "1.010 ± 0.020 (within the noise)"
-    assert scaling.say_ratio(Ratio(1.21, 0.02)) == "1.210 ± 0.020"
-    assert scaling.say_ratio(Ratio(1.21, None)) == "1.210 (one repetition)"
     rng = make_rng()
     noisy = make_samples(rng, 1.2e-2, 2, spread=0.5)
     records = [
@@ -158,7 +154,7 @@ def test_the_printed_ranks_say_when_torch_is_inside_the_noise():
         make_scale(rng, 2, 6e-3, backend="paceline"),
     ]  # fmt: skip
     rows = cells(scaling.SCALING, list_lines(list_points(records)))
-    assert [row["/ torch"][-18:] for row in rows] == ["", "1", "(within the noise)", ""]
+    assert [row["/ torch"][-1:] for row in rows] == ["", "1", "=", ""]
     assert rows[3]["/ torch on gloo"].startswith(("1.9", "2.0"))
     assert [row["wrapper"] for row in rows] == ["none", "torch on gloo", "paceline on gloo", "paceline on paceline"]
     assert rows[1]["global batch"] == "64" and rows[0]["efficiency"] == "1.000"
@@ -301,8 +297,7 @@ def test_the_printed_predictions_say_what_is_simulated_and_doubtful():
     lines = match_predictions(make_predictions(), points)
     rows = cells(scaling.PREDICTED, lines)
     assert [row["source"] for row in rows] == [
-        "simulated", "simulated and measured", "simulated and measured", "simulated", "simulated",
-        "simulated, doubtful",
+        "simulated", "simulated", "simulated", "simulated", "simulated", "simulated, doubtful",
     ]  # fmt: skip
     step_s = next(p.record.timing.median_s for p in points if p.record.variant == "paceline on gloo")
     assert rows[1]["error"] == f"{lines[1].step_s / step_s - 1:+.1%}"
@@ -404,7 +399,7 @@ def test_the_leaders_are_the_best_of_each_cell_on_the_most_ranks_and_the_worst_o
         rivals = [r for r in several if r.record.cell == leader.record.cell and r.record.world_size == most]
         assert leader.point.efficiency == max(rival.point.efficiency for rival in rivals)
     assert worst.point.efficiency == min(line.point.efficiency for line in several)
-    assert scaling.pick_leaders([]) == [] == scaling.summarize([])
+    assert scaling.pick_leaders([]) == []
 
 
 def _disturb(record, rank, factor):
@@ -487,44 +482,29 @@ def test_large_batches_tell_the_gap_the_updates_and_what_repairs_it():
     cells = {(128, "none"): 0.904, (1024, "none"): 0.713, (1024, "linear"): 0.85, (1024, "lars"): 0.896}
     assert large_batch.describe_recipes(summarize_recipes(_runs(cells))) == [
         "Baseline (the same epochs): 128 without a recipe: 90.4 % (± 0.1, 3 seeds), after 320 updates in 40 epochs.",
-        "1024 without a recipe: 71.3 % (± 0.1, 3 seeds), 19.1 points below the baseline, after 40 updates in 40 epochs "
-        "instead of 320 in 40; the best recipe, lars, repairs it: 0.8 points below the baseline.",
+        "1024 without a recipe: 71.3 % (± 0.1, 3 seeds), 19.1 points below the baseline, after 40 updates in 40 epochs"
+        "; the best recipe, lars: 0.8 points below the baseline.",
     ]
-
-
-def test_a_recipe_with_updates_of_its_own_tells_them():
-    cells = {(128, "none"): 0.904, (1024, "none"): 0.713}
-    grown = _runs({(1024, "grow"): 0.9}, num_updates=1234)
-    line = large_batch.describe_recipes(summarize_recipes([*_runs(cells), *grown]))[1]
-    assert line.endswith("the best recipe, grow with 1,234 updates, repairs it: 0.4 points below the baseline.")
 
 
 @pytest.mark.parametrize(
     ("accuracy", "text"),
     [
-        (0.60, "lars, does not repair it: 30.4 points below the baseline."),
-        (0.75, "lars, helps a little: 15.4 points below the baseline."),
-        (0.9035, "lars, repairs it: 0.0 points below the baseline (less than the spread over seeds)."),
-        (0.92, "lars, repairs it: 1.6 points above the baseline."),
+        (0.60, "lars: 30.4 points below the baseline."),
+        (0.9035, "lars: 0.0 points below the baseline (less than the spread over seeds)."),
+        (0.92, "lars: 1.6 points above the baseline."),
     ],
 )
-def test_a_repair_is_called_what_it_is(accuracy, text):
+def test_the_best_recipe_is_compared_with_the_baseline(accuracy, text):
     cells = {(128, "none"): 0.904, (1024, "none"): 0.713, (1024, "lars"): accuracy}
     line = large_batch.describe_recipes(summarize_recipes(_runs(cells)))[1]
     assert re.sub(r" 0\.[01] points", " 0.0 points", line).endswith(text)
 
 
-def test_a_batch_that_loses_nothing_needs_no_repair():
-    cells = {(128, "none"): 0.904, (1024, "none"): 0.9042, (1024, "lars"): 0.91}
-    line = large_batch.describe_recipes(summarize_recipes(_runs(cells)))[1]
-    assert "points above the baseline (less than the spread over seeds)" in line and "lars" not in line
-
-
 def test_the_same_updates_differ_in_epochs():
     runs = [make_run(128, budget="updates", epochs=4), make_run(1024, budget="updates", epochs=32, accuracy=0.8)]
     assert large_batch.describe_recipes(summarize_recipes(runs))[1] == (
-        "1024 without a recipe: 80.0 % (one seed), 10.0 points below the baseline, after 32 updates in 32 epochs "
-        "instead of 32 in 4."
+        "1024 without a recipe: 80.0 % (one seed), 10.0 points below the baseline, after 32 updates in 32 epochs."
     )
 
 
@@ -537,7 +517,7 @@ def test_failures_are_told():
 
 def test_recipes_without_a_baseline_stand_alone():
     assert large_batch.describe_recipes(summarize_recipes([make_run(512, "lars")])) == [
-        "512 with lars: 90.0 % (one seed)."
+        "512 with lars: 90.0 % (one seed), after 8 updates in 4 epochs."
     ]
 
 
@@ -550,7 +530,7 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
     lines = match_predictions(predicted, list_points(records))
     assert scaling.describe_errors(lines) == [
         "Predicted from half the ranks, 2 steps on 2, 4 ranks are off by 7.0% on average and by 10.0% at most "
-        "(paceline on gloo, 32 samples per rank); 2 by at most 10%, and 2 lie in their 90 % intervals."
+        "(paceline on gloo, 32 samples per rank); 2 lie in their 90 % intervals."
     ]
     assert scaling.describe_errors(lines[2:]) == []
     assert scaling.describe_predictions(lines[2:]) == [

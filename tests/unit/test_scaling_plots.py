@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.errors import RecordError
 from paceline.records.steps import list_points
 from paceline.records.training import summarize_recipes
-from paceline.report import large_batch, plots, scaling_plots
+from paceline.report import large_batch, plots, scaling
 from paceline.report.scaling import match_predictions
 
 from .made_scaling import (
@@ -29,14 +28,14 @@ RUNS = make_runs(make_rng())
 
 
 def plot_predicted(mode, predicted):
-    return scaling_plots.plot_ranks(mode, POINTS, "box", match_predictions(predicted, POINTS))
+    return scaling.plot_ranks(mode, POINTS, "box", match_predictions(predicted, POINTS))
 
 
 DRAWN = {
-    "batches": lambda: scaling_plots.plot_batches(make_batches(make_rng()), "box"),
+    "batches": lambda: scaling.plot_batches(make_batches(make_rng()), "box"),
     "weak": lambda: plot_predicted("weak", make_predictions()),
     "strong": lambda: plot_predicted("strong", make_predictions(mode="strong", cell_size=256)),
-    "communication": lambda: scaling_plots.plot_communication(SCALES, "box"),
+    "communication": lambda: scaling.plot_communication(SCALES, "box"),
     "accuracy": lambda: large_batch.plot_accuracy(summarize_recipes(RUNS), "box"),
     "curves": lambda: large_batch.plot_curves([r for r in RUNS if r.global_batch_size == 1024], "box"),
 }
@@ -56,7 +55,7 @@ def svgs():
         ("strong", ["torch on gloo (measured)", "this host (simulated)", ">ideal<", "256 samples over all ranks"]),
         ("communication", ["compute (measured)", "exposed communication (measured)", "torch on gloo, weak (measured)"]),
         ("accuracy", ["no recipe (measured)", "lars (measured)", ">1,024<", "the same epochs"]),
-        ("curves", ["no recipe (measured, 3 seeds)", ">epochs<", ">updates<", "global batch size 1,024"]),
+        ("curves", ["no recipe at 1,024, same epochs (measured, 3 seeds)", ">epochs<", ">updates<"]),
     ],
 )  # fmt: skip
 def test_a_picture_tells_its_machine_its_lines_and_their_source(svgs, name, texts):
@@ -80,7 +79,7 @@ def _lines(axes):
 
 def test_the_sweep_is_drawn_in_samples_per_s_and_mib():
     records = make_batches(make_rng())
-    left, right = scaling_plots.plot_batches(records, "box").axes
+    left, right = scaling.plot_batches(records, "box").axes
     rates = [4096 / float(np.median(slowest(r.timing))) for r in records if r.timing]
     assert _lines(left)["samples/s (measured)"][1] == pytest.approx(rates)
     assert _lines(left)["does not fit"] == ([4096], [0])
@@ -91,12 +90,12 @@ def test_the_sweep_is_drawn_in_samples_per_s_and_mib():
 
 def test_memory_that_nobody_counted_is_not_drawn():
     records = [make_batch(make_rng(), size, 1.0, peak_bytes=0) for size in (32, 64)]
-    assert len(scaling_plots.plot_batches(records, "box").axes) == 1
+    assert len(scaling.plot_batches(records, "box").axes) == 1
 
 
 @pytest.mark.parametrize(("mode", "size", "number"), [("weak", 32, 0), ("weak", 128, 1), ("strong", 256, 0)])
 def test_lines_of_ranks_start_at_one_rank_and_follow_the_seconds(mode, size, number):
-    panel = scaling_plots.plot_ranks(mode, POINTS, "box").axes[number]
+    panel = scaling.plot_ranks(mode, POINTS, "box").axes[number]
     records = {r.world_size: r for r in SCALES if r.cell == (mode, size) and r.variant in ("none", "torch on gloo")}
     ratios = [interval(slowest(records[1].timing) / slowest(records[n].timing))[0] for n in (2, 4)]
     assert _lines(panel)["torch on gloo (measured)"] == ([1, 2, 4], pytest.approx([1.0, *ratios]))
@@ -125,8 +124,8 @@ def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
 
 
 def test_bars_of_a_step_are_compute_and_exposed_on_top():
-    panel = scaling_plots.plot_communication(SCALES, "box").axes[0]
-    compute, exposed = (list(bars) for bars in panel.containers[:2])
+    panel = scaling.plot_communication(SCALES, "box").axes[0]
+    compute, exposed = (list(bars) for bars in panel.containers if hasattr(bars, "patches"))
     records = [r for r in SCALES if r.variant == "torch on gloo" and r.mode == "weak"]
     assert len(compute) == len(exposed) == len(records) == 4
     for low, high, record in zip(compute, exposed, records, strict=True):
@@ -152,23 +151,9 @@ def test_curves_are_means_over_seeds_against_epochs_and_updates():
     failed = make_run(512, "lars", 2, failure="nan", curve=())
     by_epochs, by_updates = large_batch.plot_curves([*runs, failed], "box").axes
     means = [100 * (a.test_accuracy + b.test_accuracy) / 2 for a, b in zip(*(r.curve for r in runs), strict=True)]
-    label = "lars (measured, 2 seeds)"
+    label = "lars at 512, same epochs (measured, 2 seeds)"
     assert _lines(by_epochs)[label] == (pytest.approx([1, 2, 3, 4]), pytest.approx(means))
     assert _lines(by_updates)[label] == (pytest.approx([2, 4, 6, 8]), pytest.approx(means))
-
-
-@pytest.mark.parametrize(
-    "plot",
-    [
-        lambda: scaling_plots.plot_ranks("weak", [], "box"),
-        lambda: scaling_plots.plot_ranks("strong", [p for p in POINTS if p.record.mode == "weak"], "box"),
-        lambda: scaling_plots.plot_communication([r for r in SCALES if r.world_size == 1], "box"),
-        lambda: large_batch.plot_accuracy([], "box"),
-    ],
-)
-def test_nothing_to_draw_is_refused_in_words(plot):
-    with pytest.raises(RecordError, match="no record to draw"):
-        plot()
 
 
 def test_the_legend_hides_no_line():

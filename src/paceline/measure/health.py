@@ -134,7 +134,7 @@ def _check_torch() -> Iterator[CheckRecord]:
     if reason := transport.why_not():
         yield _report("shared memory", f"ranks of this host use gloo: {reason}", "see docs/transport.md")
     else:
-        kernels = transport.describe_kernels()
+        kernels = transport.native.load_library().pln_cpu().decode()
         yield _report("shared memory", f"backend paceline, {kernels} kernels: the default for ranks of one host")
     if torch.cuda.is_available():
         gpus = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})

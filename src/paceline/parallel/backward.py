@@ -8,7 +8,6 @@ step logic calls the reducer, and the reducer returns what it found, failures in
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import math
 import operator
@@ -16,7 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -78,7 +77,7 @@ class GradientSync:
         self.is_pending = False  # gradients were accumulated that no step has synchronised
         self.join: Joining | None = None
         self._is_announced, self._all_finished = False, False
-        self._last_active: list[int] = []
+        self._last_active = 0  # the first of the ranks that had data last
         self._weight, self._expected_total = 1, self.channel.world_size  # of all ranks: that of the step before
         self._task: int | None = None  # autograd's number of the backward that is running
         self._syncing, self._warned, self._is_stopped = False, False, False
@@ -109,8 +108,6 @@ class GradientSync:
         self._hook(())
         self.reducer.stop()
 
-    # -- forward ------------------------------------------------------------------------------------------------------
-
     def before_forward(self, change: str) -> None:
         """Finish what the last step left open. `change` of the model is reported to every rank in the next step."""
         if self._unusable:
@@ -118,8 +115,7 @@ class GradientSync:
             raise CollectiveError(text, code="unusable")
         self._read_deferred()
         if self._task is not None and torch._C._current_graph_task_id() == -1:
-            was_interrupted = self._syncing
-            self._task, self._syncing = None, False
+            self._task, was_interrupted, self._syncing = None, self._syncing, False
             if was_interrupted:
                 text = "the backward before this forward ended with an error"
                 self.fail(CollectiveError(text, code="unfinished-backward"))
@@ -149,10 +145,8 @@ class GradientSync:
                 self._hook([param for param in self.replica.params if param.requires_grad])
 
     def fail(self, error: Exception) -> None:
-        """This rank's forward raised: take part in the step that the others are in, so that none waits for it.
-
-        Raises one error on all ranks where only some failed. Returns where all did, or the others are out of reach.
-        """
+        """This rank's forward raised: take part in the step that the others are in, so that none waits for it. Raises
+        one error on all ranks where only some failed. Returns where all did, or the others are out of reach."""
         if self.channel.world_size == 1:
             return
         self.channel.timeout_s = _SHORT_REPORT_S if self.syncs_in_forward else _REPORT_S
@@ -165,8 +159,6 @@ class GradientSync:
             self._unusable = f"{type(error).__name__} on this rank, which could not be reported to the others: {error}"
         finally:
             self.channel.timeout_s = None
-
-    # -- backward begins, and ends ------------------------------------------------------------------------------------
 
     def _on_backward(self, is_certain: bool = False) -> None:
         """A backward reaches this model: decide now whether it is synchronised, and get notice when it is over."""
@@ -182,9 +174,8 @@ class GradientSync:
             text = "the backward before this one ended with an error: run a forward, which reports it to all ranks"
             raise CollectiveError(text, code="unfinished-backward")
         if is_certain and _is_nested():
-            what = "re-entrant checkpointing, and an output that hides its tensors: the end of backward cannot be seen"
-            how = "use checkpoint(..., use_reentrant=False), or return tensors in tuples, dicts or objects with fields"
-            raise ConfigError(f"{what}; {how}", code="reentrant-checkpoint")
+            text = "re-entrant checkpointing, and an output that hides its tensors: use checkpoint(use_reentrant=False)"
+            raise ConfigError(text, code="reentrant-checkpoint")
         syncing = self.do_sync and not self.options.manual
         if syncing:
             self._announce_step()
@@ -227,21 +218,9 @@ class GradientSync:
         """The factor for this rank's gradients, with which the sum is the average if the total is as expected."""
         return self._weight / self._expected_total
 
-    # -- ranks without data (`join`) ----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def joining(self, how: Joining) -> Iterator[None]:
-        self.join, self._last_active = how, []
-        try:
-            yield
-        finally:
-            self.join = None
-
     def step_without_data(self, keep_gradients: bool = False) -> bool:
-        """Take part in a step with zeros; True when no rank has data any more. Collective.
-
-        `keep_gradients` leaves the averaged gradients here, too: in torch's Join others may step with them.
-        """
+        """Take part in a step with zeros; True when no rank has data any more. Collective. `keep_gradients` leaves the
+        averaged gradients here, too: in torch's Join others may step with them."""
         if keep_gradients:
             for param in self.replica.params:
                 param.grad = None
@@ -250,31 +229,26 @@ class GradientSync:
 
     def broadcast_final(self) -> None:
         """Give all ranks the values of one that had data to the end. Collective: every rank must call this."""
-        self.channel.broadcast(self.replica.tensors().values(), self._last_active[0] if self._last_active else 0)
+        self.channel.broadcast(self.replica.tensors().values(), self._last_active)
 
     def _announce_step(self) -> None:
         if self.join and self.join.announce and not self._is_announced:
             self.join.announce()
             self._is_announced = True
 
-    # -- one step: gradients and control words are exchanged, then every rank acts on what all ranks reported ---------
-
     def _run_step(self, status: Status, take_part: bool, failure: Failure | None = None) -> None:
-        """Send what is left, with this rank's report, wait, and act on the reports. Collective.
-
-        A `status` of FAILED or FINISHED means that this rank has no data. `take_part=False` leaves `.grad` alone.
-        """
+        """Send what is left, with this rank's report, wait, and act on the reports. Collective. A `status` of FAILED or
+        FINISHED means that this rank has no data. `take_part=False` leaves `.grad` alone."""
         has_data, every = status == Status.OK, self.options.check_every
         try:
             self._read_deferred()
             digest = digest_replica(self.replica) if has_data and every and self.num_steps % every == 0 else 0
             words, missing, found = self.reducer.collect(self._factor, take_part)
             failure = failure or found
-            report = RankReport(status, samples=0)
             if has_data:
                 report = RankReport(self._find_status(missing), self._weight, digest)
             else:
-                missing = []
+                report, missing = RankReport(status, samples=0), []
             if failure is not None:
                 report, take_part = report._replace(status=report.status | Status.FAILED), False
             absent = missing if has_data and failure is None else list(range(len(self.replica.params)))
@@ -299,7 +273,10 @@ class GradientSync:
                 with torch.no_grad():
                     self._complete(reports, words, absent, take_part)
             else:
-                self._read_later(slots, missing)
+                kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+                self._unread = kept, event, missing
                 is_turn = buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
                 if control.num_statistics and is_turn:
                     with torch.no_grad():
@@ -329,12 +306,6 @@ class GradientSync:
         is_unusual = report.status & (Status.FAILED | Status.FINISHED) or report.digest
         return bool(self.num_steps <= _EAGER_STEPS or has_option or is_unusual or self.join)
 
-    def _read_later(self, slots: torch.Tensor, missing: list[int]) -> None:
-        kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._unread = kept, event, missing
-
     def _read_deferred(self) -> None:
         if self._unread is not None:
             (slots, event, missing), self._unread = self._unread, None
@@ -346,7 +317,7 @@ class GradientSync:
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
         self._all_finished = not active
-        self._last_active = active or self._last_active
+        self._last_active = active[0] if active else self._last_active
         if together & ERRORS:
             self._raise_for_all(missing, failure)
             return False
@@ -402,9 +373,6 @@ class GradientSync:
             self._expected_total = total
 
 
-# -- what is known of an output and of the backward that is running ---------------------------------------------------
-
-
 def find_tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested tuples, lists, dicts and objects with fields."""
     found: list[torch.Tensor] = []
@@ -448,15 +416,10 @@ def _is_nested() -> bool:
     return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
 
 
-# -- the gradients travel ---------------------------------------------------------------------------------------------
-
-
 class BucketedReducer(Reducer):
-    """The default reducer: gradients travel in buckets, each sent in plan order as soon as it is complete.
-
-    With a plan only one hook per bucket runs: on the parameter that arrives last by the recorded ready order. Whether
-    the others have arrived is checked when it runs, and that nothing arrived later, at the end.
-    """
+    """The default reducer: gradients travel in buckets, each sent in plan order as soon as it is complete. With a plan
+    only one hook per bucket runs: on the parameter that arrives last by the recorded ready order. Whether the others
+    have arrived is checked when it runs, and that nothing arrived later, at the end."""
 
     def __init__(
         self, replica: Replica, channel: Channel, num_words: int, make_plan: MakePlan, comm_hook: CommHook | None = None
@@ -483,10 +446,7 @@ class BucketedReducer(Reducer):
 
     @property
     def _places(self) -> dict[int, int]:
-        """Of each parameter that arrived, when it was complete, as a place in the order."""
         return {index: place for place, index in enumerate(self._arrived)}
-
-    # -- backward begins ----------------------------------------------------------------------------------------------
 
     def begin(self, factor: float) -> None:
         self._active, self._next, self._failure = True, 0, None
@@ -535,10 +495,7 @@ class BucketedReducer(Reducer):
         except Exception as error:
             self._fail(error)
 
-    # -- a gradient is ready ------------------------------------------------------------------------------------------
-
     def _on_large(self, index: int, param: torch.Tensor) -> None:
-        """A large gradient: copy it into its view now."""
         if self._active and self._failure is None and index not in self._taken:
             try:
                 with torch.no_grad():
@@ -581,15 +538,11 @@ class BucketedReducer(Reducer):
             error = reason
         self._failure = Failure(error)
 
-    # -- a bucket is sent ---------------------------------------------------------------------------------------------
-
     def _fill(
         self, bucket: _LiveBucket, zeros: FlatGradients | None = None
     ) -> tuple[FlatGradients, list[torch.Tensor], bool]:
-        """Gather one bucket; or take it from `zeros`, where `.grad` must not change.
-
-        Returns the memory it is in, the gradients that are sent from elsewhere, and whether to average.
-        """
+        """Gather one bucket; or take it from `zeros`, where `.grad` must not change. Returns the memory it is in, the
+        gradients that are sent from elsewhere, and whether to average."""
         self._next = bucket.number + 1
         self.timeline.ready(bucket.number)
         flat = zeros or self._flat
@@ -602,7 +555,8 @@ class BucketedReducer(Reducer):
             try:
                 if zeros is None and self._failure is None:
                     self._gather(bucket, factor)
-                    uncopied = [self._take_uncopied(index, factor) for index in bucket.uncopied]
+                    if bucket.uncopied:
+                        uncopied = [self._take_uncopied(index, factor) for index in bucket.uncopied]
             except Exception as error:
                 self._fail(error)
             if zeros is not None or self._failure is not None:
@@ -612,7 +566,6 @@ class BucketedReducer(Reducer):
         return flat, uncopied, averages and self.channel.world_size > 1
 
     def _start(self, bucket: _LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
-        """Start the message of a bucket that was filled."""
         number = bucket.number
         self.timeline.leaving(number)
         if self._hook_calls is not None:
@@ -677,8 +630,6 @@ class BucketedReducer(Reducer):
             self._taken[index] = grad, grad._version
         return self._taken[index][0]
 
-    # -- backward is over ---------------------------------------------------------------------------------------------
-
     def collect(self, factor: float, take_part: bool) -> Collected:
         missing = self._find_missing()
         if not self.is_planned:
@@ -714,8 +665,7 @@ class BucketedReducer(Reducer):
         return sorted(set(missing))
 
     def _find_late(self) -> list[int]:
-        """The parameters whose gradient changed after it was sent or taken."""
-        late: list[int] = []
+        late: list[int] = []  # the parameters whose gradient changed after it was sent or taken
         for bucket in self._buckets[: self._next]:
             replaced = any(map(operator.is_not, map(_get_grad, bucket.params), bucket.views))
             if replaced or bucket.range._version != bucket.version:
@@ -736,7 +686,6 @@ class BucketedReducer(Reducer):
         self.timeline.over()
 
     def _finish(self, take_part: bool) -> None:
-        """Wait for the messages of all buckets."""
         for bucket in self._buckets:
             self.timeline.waiting(bucket.number)
             work, bucket.work = bucket.work, None
@@ -752,8 +701,6 @@ class BucketedReducer(Reducer):
             if (grad := self.replica.params[index].grad) is not None:
                 grad.mul_(factor)
 
-    # -- the ready order becomes known, and with it the plan ----------------------------------------------------------
-
     def learn(self) -> None:
         """Make the plan after the first step, which is collective; later record the ready order again if it changed."""
         if self._is_recording:
@@ -767,8 +714,8 @@ class BucketedReducer(Reducer):
             self._is_recording = True
 
     def _agree_on_plan(self) -> None:
-        """Every rank uses rank 0's plan, made from the ready order there."""
         gradients = self.replica.gradients
+        # Every rank uses rank 0's plan, made from the ready order there.
         mine = self._make_plan(gradients, self.ready_order).to_json() if self.channel.rank == 0 else ""
         plan = Plan.from_json(self.channel.share(mine)[0])
         self.is_planned = True

@@ -42,10 +42,8 @@ class _AnyInputBatchNorm(_BatchNorm):
 
     @classmethod
     def _replace_in(cls, module: nn.Module, finish: Callable[[Self], None]) -> nn.Module:
-        """Replace every BatchNorm by a layer with the same parameters, buffers and hooks; a layer used twice stays one.
-
-        `finish` sets what a BatchNorm does not have. Raises before anything is replaced.
-        """
+        """Replace every BatchNorm by a layer with its parameters, buffers and hooks, or raise and replace nothing.
+        `finish` sets what a BatchNorm does not have."""
         replaced: dict[nn.Module, Self] = {}
         for name, layer in module.named_modules():
             if not isinstance(layer, _BatchNorm):
@@ -69,9 +67,6 @@ class _AnyInputBatchNorm(_BatchNorm):
         return replaced.get(module, module)
 
 
-# -- over the batches of all ranks ------------------------------------------------------------------------------------
-
-
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     """The C values in a shape that broadcasts over a (N, C, ...) tensor."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
@@ -82,10 +77,8 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def _gather_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and sum of squared deviations per channel of the global batch, and its values per channel, in float64.
-
-    Every rank computes the same from the same gathered messages. Collective, also with an empty batch.
-    """
+    """Mean and sum of squared deviations per channel of the global batch, and its values per channel, in float64. Every
+    rank computes the same from the same gathered messages. Collective, also with an empty batch."""
     channels, axes = x.shape[1], [0, *range(2, x.dim())]
     message = x.new_zeros(2 * channels + 1, dtype=_statistics_dtype(x))
     if x.numel():  # the mean of nothing is nan; a count of 0 takes these zeros out of the sums below
@@ -143,29 +136,18 @@ class _Normalize(torch.autograd.Function):
 class SyncBatchNorm(_AnyInputBatchNorm):
     """torch's BatchNorm for inputs (N, C, ...), with statistics over the batches of all ranks of a process group.
 
-    Collective in training: every rank must call forward, and then backward, in the same order of layers. Batches may
-    differ in size, and some may be empty. The backward sends a message where the input needs a gradient, which must be
-    so on all ranks or on none. The loss of every rank must depend on the output, also on an empty one: otherwise the
-    others wait for its message. Gradients of weight and bias are of the rank's own batch: a data-parallel wrapper
-    reduces them. Not twice differentiable.
-
-    Evaluation calls no collective: it uses the running statistics or, without any, those of the rank's own batch.
-    Without a process group, or in one of one rank, it is torch's BatchNorm. None is the default group.
+    Collective in training: every rank must call forward, and then backward, in the same order of layers, and its loss
+    must depend on the output. Batches may differ in size, and some may be empty. The input needs a gradient on all
+    ranks or on none. Gradients of weight and bias are of the rank's own batch. Not twice differentiable. In evaluation,
+    without a process group, and in one of one rank it is torch's BatchNorm. None is the default group.
     """
 
     _replaceable = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
     def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        *rest: Any,  # device and dtype
-        **options: Any,  # what newer versions of torch add
-    ) -> None:
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True, process_group: dist.ProcessGroup | None = None, *rest: Any, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(num_features, eps, momentum, affine, track_running_stats, *rest, **options)
         self.process_group = process_group
 
@@ -191,9 +173,7 @@ class SyncBatchNorm(_AnyInputBatchNorm):
     @classmethod
     def convert(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm).
-
-        Layers that have a group (torch's SyncBatchNorm) keep it unless one is given.
-        """
+        Layers that have a group (torch's SyncBatchNorm) keep it unless one is given."""
 
         def set_group(layer: SyncBatchNorm) -> None:
             if process_group is not None or "process_group" not in layer.__dict__:
@@ -207,7 +187,8 @@ class SyncBatchNorm(_AnyInputBatchNorm):
 SYNC_LAYERS = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
-# -- over parts of a batch --------------------------------------------------------------------------------------------
+def syncs_in_forward(module: nn.Module) -> bool:
+    return any(isinstance(layer, SYNC_LAYERS) for layer in module.modules())
 
 
 def _fold(x: Tensor, parts: int, back: bool = False) -> Tensor:
@@ -226,15 +207,12 @@ def _fold(x: Tensor, parts: int, back: bool = False) -> Tensor:
 class GhostBatchNorm(_AnyInputBatchNorm):
     """torch's BatchNorm for inputs (N, C, ...), with statistics over `ghost_size` samples at a time (Hoffer 2017).
 
-    In training a batch is split, in order, into sub-batches of `ghost_size` samples, and each is normalised
-    separately: a large batch on one rank then has the statistics of many ranks with small ones. A smaller last
-    sub-batch is separate, too, but with a single value per channel it is added to the one before it. Running statistics
-    move once per forward, to the average over the sub-batches weighted by their samples. Evaluation, and a batch of at
-    most `ghost_size` samples, are torch's BatchNorm, and so are the names in `state_dict`.
+    In training each sub-batch of `ghost_size` samples, in order, is normalised separately, and so is a smaller last one
+    unless it has a single value per channel. Running statistics move once per forward, to the average over the
+    sub-batches weighted by their samples. Evaluation, and a batch of at most `ghost_size` samples, are torch's.
     """
 
     def __init__(self, num_features: int, ghost_size: int, *args: Any, **options: Any) -> None:
-        """Further arguments are those of torch's BatchNorm."""
         super().__init__(num_features, *args, **options)
         self._set_size(ghost_size)
 
@@ -252,14 +230,12 @@ class GhostBatchNorm(_AnyInputBatchNorm):
             return super().forward(input)
         outs, means, variances = [], [], []
         for x, parts in ((input[: len(input) - rest], whole), (input[len(input) - rest :], 1)):
-            if len(x) == 0:
-                continue
-            out, mean, variance = self._normalize(x, parts)
-            outs.append(out)
-            if mean is not None and variance is not None:
-                share = len(x) / len(input)
-                means.append(mean * share)
-                variances.append(variance * share)
+            if len(x):
+                out, mean, variance = self._normalize(x, parts)
+                outs.append(out)
+                if mean is not None and variance is not None:
+                    means.append(mean * (len(x) / len(input)))
+                    variances.append(variance * (len(x) / len(input)))
         if self.track_running_stats:
             self._track(*(torch.stack(values).sum(0) if values else None for values in (means, variances)))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -19,10 +19,8 @@ _MANY_RANKS = 1 << 20  # more than any world has
 
 
 class SharedBuffers:
-    """The running statistics of BatchNorm layers, to be averaged, and all other buffers, to be rank 0's.
-
-    The statistics take `num_words` control words, or `need_message` of their own.
-    """
+    """The running statistics of BatchNorm layers, to be averaged, and all other buffers, to be rank 0's. The statistics
+    take `num_words` control words, or `need_message` of their own."""
 
     def __init__(
         self, module: nn.Module, ignored: Collection[str], device: torch.device, every: int, words_are_precise: bool

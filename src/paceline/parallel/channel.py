@@ -72,10 +72,8 @@ class Channel:
             return True
 
     def start_sum(self, tensor: torch.Tensor, average: bool = False, extra_bytes: int = 0) -> dist.Work:
-        """Start the sum over all ranks, in place (or the average, where the backend supports it).
-
-        `extra_bytes` of the tensor are not gradients: control words, statistics, gaps between gradients.
-        """
+        """Start the sum over all ranks, in place (or the average, where the backend supports it). `extra_bytes` of the
+        tensor are not gradients: control words, statistics, gaps between gradients."""
         if self.world_size == 1:
             return FinishedWork([tensor])  # a call of the backend takes as long as on many ranks
         if tensor.is_complex():
@@ -183,7 +181,5 @@ def _explain(error: RuntimeError, what: str) -> CollectiveError:
 
 
 def _build_options(options: Any, average: bool) -> Any:
-    options.asyncOp = True
-    if average:
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    options.asyncOp, options.reduceOp = True, dist.ReduceOp(dist.ReduceOp.AVG if average else dist.ReduceOp.SUM)
     return options

@@ -106,12 +106,10 @@ class Finding(NamedTuple):
 
 def build_step_error(findings: Sequence[Finding], step: int, replica: Replica) -> PacelineError:
     """The error for what all ranks found. Equal findings give equal errors, so every rank raises the same one."""
-    failed = [f"rank {rank} failed in {finding.error}" for rank, finding in enumerate(findings) if finding.error]
-    if failed:
+    if failed := [f"rank {rank} failed in {finding.error}" for rank, finding in enumerate(findings) if finding.error]:
         code = "hook-failed" if any(finding.in_hook for finding in findings) else "rank-failed"
         return CollectiveError(f"step {step}: {'; '.join(failed)}", code=code)
-    changed = [f"{finding.change} (rank {rank})" for rank, finding in enumerate(findings) if finding.change]
-    if changed:
+    if changed := [f"{finding.change} (rank {rank})" for rank, finding in enumerate(findings) if finding.change]:
         text = f"the model changed after wrapping: {'; '.join(changed)}; call rebuild() on all ranks"
         return ConfigError(text, code="model-changed")
     lines = []

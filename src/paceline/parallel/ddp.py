@@ -25,7 +25,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.parallel.backward import BucketedReducer, GradientSync, Joining, find_tensors
-from paceline.parallel.batchnorm import SYNC_LAYERS
+from paceline.parallel.batchnorm import syncs_in_forward
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
@@ -42,9 +42,8 @@ _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _BUILT_IN_HOOKS: dict[str, Callable[..., Any]] = {
-    "ALLREDUCE": default_hooks.allreduce_hook,
-    "FP16_COMPRESS": default_hooks.fp16_compress_hook,
-}
+    "ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+}  # fmt: skip
 _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 
 
@@ -66,8 +65,7 @@ class DDP(Joinable, nn.Module):
     Collective: every rank must call this, and every method that says so.
     """
 
-    logger = None
-    mixed_precision = None
+    logger = mixed_precision = None
     is_multi_device_module = False
     require_forward_param_sync = True
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
@@ -75,88 +73,61 @@ class DDP(Joinable, nn.Module):
     )
 
     def __init__(
-        self,
-        module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
-        output_device: int | torch.device | None = None,
-        dim: int = 0,
-        broadcast_buffers: bool | None = None,
-        init_sync: bool = True,
-        process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
-        check_reduction: bool = False,
-        gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        delay_all_reduce_named_params: Any = None,
-        param_to_hook_all_reduce: Any = None,
-        mixed_precision: Any = None,
-        device_mesh: DeviceMesh | None = None,
-        skip_all_reduce_unused_params: bool = False,
-        bucket_cap_mb_list: Sequence[float] | None = None,
-        batched_grad_copy: bool = False,
-        forward_sync_buffers: bool | None = None,
+        self, module: nn.Module, device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None, dim: int = 0, broadcast_buffers: bool | None = None,
+        init_sync: bool = True, process_group: dist.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False, check_reduction: bool = False, gradient_as_bucket_view: bool = False,
+        static_graph: bool = False, delay_all_reduce_named_params: None = None, param_to_hook_all_reduce: None = None,
+        mixed_precision: None = None, device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False, bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False, forward_sync_buffers: bool | None = None,
         *,
-        reducer: str = "bucketed",
-        plan: Plan | None = None,
-        init: str | None = None,
-        average: str = "ranks",
-        samples_of: Callable[..., int] | None = None,
-        manual: bool = False,
-        check_replicas_every: int = 100,
-        statistics_every: int | None = None,
-        ignore: Iterable[str] = (),
-    ) -> None:
+        reducer: str = "bucketed", plan: Plan | None = None, init: str | None = None, average: str = "ranks",
+        samples_of: Callable[..., int] | None = None, manual: bool = False, check_replicas_every: int = 100,
+        statistics_every: int | None = None, ignore: Iterable[str] = (),
+    ) -> None:  # fmt: skip
         super().__init__()
-        for name, value in (
-            ("delay_all_reduce_named_params", delay_all_reduce_named_params),
-            ("param_to_hook_all_reduce", param_to_hook_all_reduce),
-            ("mixed_precision", mixed_precision),
-        ):
-            if value is not None:
-                raise ConfigError(f"{name} is not supported: leave it out (for mixed precision, use torch.autocast)")
+        if (delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision) != (None, None, None):
+            names = "delay_all_reduce_named_params, param_to_hook_all_reduce and mixed_precision"
+            raise ConfigError(f"{names} are not supported: leave them out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
             raise ConfigError(f"init_sync=False contradicts init={init!r}: give one of them")
         sync_buffers = broadcast_buffers is not False and forward_sync_buffers is not False
         if statistics_every and not sync_buffers:
             raise ConfigError(f"broadcast_buffers=False contradicts statistics_every={statistics_every}")
         self.module, self.dim, self.device_ids = module, dim, _check_devices(module, device_ids)
+        self.output_device = None if self.device_ids is None else self.device_ids[0]
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.broadcast_buffers = gradient_as_bucket_view, sync_buffers
         known = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]}
         if unknown := set(ignore) - known:
             raise ConfigError(f"ignore={sorted(unknown)}: the module has no parameter or buffer of this name")
         # As in torch, its attribute may hold names that the module does not have.
-        self._ignored = frozenset(ignore) | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = set(ignore) | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._samples_of = samples_of or _count_samples
         self._comm_hook: CommHook | None = None
         self._options = Options(
-            reducer=reducer,
-            init=init or ("broadcast" if init_sync else "none"),
-            average=average,
-            plan=plan,
-            bucket_cap_mb=bucket_cap_mb,
+            reducer=reducer, average=average, plan=plan, manual=manual, bucket_cap_mb=bucket_cap_mb,
+            init=init or ("broadcast" if init_sync else "none"), check_every=check_replicas_every,
             bucket_cap_mb_list=None if bucket_cap_mb_list is None else tuple(bucket_cap_mb_list),
             allow_missing=find_unused_parameters or static_graph or skip_all_reduce_unused_params,
-            manual=manual,
-            check_every=check_replicas_every,
             statistics_every=(1 if statistics_every is None else statistics_every) if sync_buffers else 0,
-        )
+        )  # fmt: skip
+        # The cap that was given; `plan` shows the buckets in use.
+        self.bucket_bytes_cap = int(max(self._options.caps, default=TORCH_CAP_BYTES / MIB) * MIB)
         self._group = _find_group(process_group, device_mesh)
         self._gradient_group: dist.ProcessGroup | None = None
         self._sync: GradientSync | None = None
         self.rebuild()
 
-    # -- setting up ---------------------------------------------------------------------------------------------------
-
     def rebuild(self) -> None:
         """Read the module again, after parameters were added, frozen, unfrozen or moved. Collective."""
         if self._sync is not None and self._sync.join is not None:
             raise ConfigError("rebuild() inside join(): ranks without data cannot take part in it")
-        replica, channel = read_replica(self.module, self._ignored), self._open_channel()
+        replica, channel = read_replica(self.module, self.parameters_to_ignore), self._open_channel()
         # torch can make only one more group of a part of the ranks: who needs several must pass them.
         is_shared = self._group is None and any(other is not self for other in _wrappers)
-        if self._gradient_group is None and any(channel.share(self._syncs_in_forward or is_shared)):
+        if self._gradient_group is None and any(channel.share(syncs_in_forward(self.module) or is_shared)):
             # Ranks may send a bucket at different times: messages of others must not come in between.
             self._gradient_group = open_group(channel, self)
             channel = self._open_channel()
@@ -167,10 +138,6 @@ class DDP(Joinable, nn.Module):
             channel.broadcast(replica.tensors().values())
         self._set_up()
         _wrappers.add(self)
-
-    @property
-    def _syncs_in_forward(self) -> bool:
-        return any(isinstance(layer, SYNC_LAYERS) for layer in self.module.modules())
 
     def _open_channel(self) -> Channel:
         group = self._gradient_group or self.process_group
@@ -184,9 +151,15 @@ class DDP(Joinable, nn.Module):
         """Build everything that this rank needs for its steps. Sends nothing: one rank can load or copy a model."""
         do_sync = self._sync is None or self._sync.do_sync
         self.stop()
-        replica, channel, options = read_replica(self.module, self._ignored), self._open_channel(), self._options
+        replica, channel, options = (
+            read_replica(self.module, self.parameters_to_ignore),
+            self._open_channel(),
+            self._options,
+        )
         is_precise = options.reducer in ("per_parameter", "overlap") or all(p.dtype in _PRECISE for p in replica.params)
-        buffers = SharedBuffers(self.module, self._ignored, channel.device, options.statistics_every, is_precise)
+        buffers = SharedBuffers(
+            self.module, self.parameters_to_ignore, channel.device, options.statistics_every, is_precise
+        )
         num_used = len(replica.params) if options.allow_missing else 0
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
         reducer: Reducer
@@ -197,9 +170,9 @@ class DDP(Joinable, nn.Module):
             reducer = _SIMPLE[options.reducer](replica, channel, control.num_words)
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
-        self._sync = GradientSync(reducer, control, buffers, options, self._syncs_in_forward)
+        self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module))
         self._sync.do_sync = do_sync
-        self._watch = StructureWatch(replica, self._ignored)
+        self._watch = StructureWatch(replica, self.parameters_to_ignore)
         # Hooks on the parameters must not outlive the wrapper: the module may be wrapped again.
         self._finalizer = weakref.finalize(self, self._sync.stop)
         return self._sync
@@ -213,8 +186,6 @@ class DDP(Joinable, nn.Module):
         """Remove all hooks from the module: nothing is synchronised from now on."""
         if self._sync is not None:
             self._finalizer()
-
-    # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.device_ids is not None:
@@ -238,8 +209,6 @@ class DDP(Joinable, nn.Module):
             raise
         sync.after_forward(output, samples, self.module.training)
         return output
-
-    # -- which backwards are synchronised -----------------------------------------------------------------------------
 
     @property
     def do_sync(self) -> bool:
@@ -291,13 +260,14 @@ class DDP(Joinable, nn.Module):
             yield
             return
         sync = self._ready
-        with sync.joining(Joining(divide_by_initial_world_size, throw_on_early_termination)):
+        sync.join = Joining(divide_by_initial_world_size, throw_on_early_termination)
+        try:
             yield
             while not sync.step_without_data():
                 pass
             sync.broadcast_final()
-
-    # -- plans, hooks and times ---------------------------------------------------------------------------------------
+        finally:
+            sync.join = None
 
     @property
     def _planned(self) -> BucketedReducer | None:
@@ -347,8 +317,6 @@ class DDP(Joinable, nn.Module):
         self._comm_hook = (state, hook)
         self._set_up()
 
-    # -- being a module -----------------------------------------------------------------------------------------------
-
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -359,10 +327,7 @@ class DDP(Joinable, nn.Module):
             value = getattr(module, name, _wrappers)  # methods and attributes of the user's own model
             if value is not _wrappers and not name.startswith("_"):
                 return value
-            kind = type(module).__name__
-            why = f"nor has its module, {kind}"
-            if value is not _wrappers:
-                why = f"but its module, {kind}, has: write .module.{name}"
+            why = "nor has its module" if value is _wrappers else f"but its module has: write .module.{name}"
             text = f"{type(self).__name__!r} object has no attribute {name!r}, {why}"
             raise AttributeError(text, name=name, obj=self) from error
 
@@ -402,22 +367,9 @@ class DDP(Joinable, nn.Module):
         return self.device.type
 
     @property
-    def output_device(self) -> int | None:
-        return None if self.device_ids is None else self.device_ids[0]
-
-    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The group that was given. Where others send in it, too, gradients travel in another one."""
         return dist.group.WORLD if self._group is None else self._group
-
-    @property
-    def parameters_to_ignore(self) -> set[str]:
-        return set(self._ignored)
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """The cap that was given; `plan` shows the buckets in use."""
-        return int(max(self._options.caps) * MIB) if self._options.caps else TORCH_CAP_BYTES
 
     @property
     def join_device(self) -> torch.device:
@@ -451,22 +403,17 @@ class DDP(Joinable, nn.Module):
         gradients = sync.replica.gradients
         flags = ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "is_multi_device_module")
         data: dict[str, str | int] = {
-            "module_name": type(self.module).__name__,
-            "backend_name": sync.channel.backend,
-            "device_ids": _join(self.device_ids or ()),
-            "dtypes": _join(dict.fromkeys(_CPP_DTYPES.get(gradient.dtype, gradient.dtype) for gradient in gradients)),
-            "bucket_sizes": _join(plan_torch_start(gradients).bucket_bytes),
-            "rank": sync.channel.rank,
-            "world_size": sync.channel.world_size,
-            "iteration": sync.num_steps,
+            "module_name": type(self.module).__name__, "device_ids": _join(self.device_ids or ()),
             "output_device": -1 if self.output_device is None else self.output_device,
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "num_parameter_tensors": len(gradients),
+            "backend_name": sync.channel.backend, "rank": sync.channel.rank, "world_size": sync.channel.world_size,
+            "dtypes": _join(dict.fromkeys(_CPP_DTYPES.get(gradient.dtype, gradient.dtype) for gradient in gradients)),
+            "bucket_sizes": _join(plan_torch_start(gradients).bucket_bytes), "bucket_cap_bytes": self.bucket_bytes_cap,
+            "iteration": sync.num_steps, "num_parameter_tensors": len(gradients),
             "total_parameter_size_bytes": sum(gradient.num_bytes for gradient in gradients),
-            "has_sync_bn": int(any("SyncBatchNorm" in type(layer).__name__ for layer in self.module.modules())),
+            "has_sync_bn": int(syncs_in_forward(self.module)),
             **{name: int(getattr(self, name)) for name in flags},
             **({"static_graph": 1} if self.static_graph else {}),
-        }
+        }  # fmt: skip
         if planned is not None:
             data["has_rebuilt_buckets"] = 1
             data["rebuilt_bucket_sizes"] = _join(planned.plan.bucket_bytes)
@@ -485,24 +432,19 @@ class _TorchJoinHook(JoinHook):
     def __init__(self, model: DDP, divide_by_world: bool) -> None:
         self._model, self._sync = model, model._ready
         # torch announces a step in forward. Here it is known when backward begins that ranks without data are needed.
-        how = Joining(divide_by_world, announce=lambda: Join.notify_join_context(model))
-        self._context = self._sync.joining(how)
-        self._context.__enter__()
+        self._sync.join = Joining(divide_by_world, announce=lambda: Join.notify_join_context(model))
 
     def main_hook(self) -> None:
         self._sync.step_without_data(keep_gradients=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._sync.broadcast_final()
-        self._context.__exit__(None, None, None)
+        self._sync.join = None
         self._model._join_config = _JoinConfig.construct_disabled_join_config()
 
 
 def _join(items: Iterable[Any]) -> str:
     return ", ".join(map(str, items))
-
-
-# -- arguments and inputs ---------------------------------------------------------------------------------------------
 
 
 def _check_devices(module: nn.Module, device_ids: Sequence[int | torch.device] | None) -> list[int] | None:

@@ -54,21 +54,20 @@ def check_hook(hook: object) -> None:
     """Refuse what torch refuses: a hook that is not callable, or that does not take (state, bucket)."""
     if not callable(hook):
         raise TypeError(f"a communication hook must be callable, not {hook!r}")
-    parameters = list(inspect.signature(hook).parameters.values())
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if len(needed) > 2 or (len(parameters) < 2 and not takes_any):
-        raise ConfigError(f"a communication hook must take (state, bucket), not {inspect.signature(hook)}")
+    signature = inspect.signature(hook)
+    parameters = list(signature.parameters.values())
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ConfigError(f"a communication hook must take (state, bucket), not {signature}") from None
     annotation = parameters[1].annotation if len(parameters) > 1 else Any
     if annotation not in (inspect.Parameter.empty, Any, "Any") and "Bucket" not in str(annotation):
         raise ConfigError(f"a communication hook must take a GradBucket, not {annotation!r}")
 
 
 def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
-    """Before the first message: check that every rank has a hook, or none. Collective.
-
-    With hooks, the control words use their own group, because nobody knows what the hooks send in the other one.
-    """
+    """Before the first message: check that every rank has a hook, or none. Collective. With hooks, the control words
+    use their own group, because nobody knows what the hooks send in the other one."""
     if channel.world_size == 1:
         return
     marks = torch.zeros(channel.world_size, device=channel.device)
@@ -86,10 +85,8 @@ def agree_on_hook(is_hooked: bool, channel: Channel) -> None:
 
 
 class HookCalls:
-    """Calls the hook for each bucket of a step and waits for its results; `failure` is that of this rank, if any.
-
-    A hook that fails may not have sent what others wait for: it is reported in the store, which they then check.
-    """
+    """Calls the hook for each bucket of a step and waits for its results; `failure` is that of this rank, if any. A
+    hook that fails may not have sent what others wait for: it is reported in the store, which they then check."""
 
     def __init__(self, hook: CommHook, channel: Channel) -> None:
         self._hook, self._channel, self._step = hook, channel, 0

@@ -28,13 +28,9 @@ class Failure(NamedTuple):
     place: str = IN_BACKWARD
 
 
-class Collected(NamedTuple):
-    """What a reducer found at the end of a backward: the control words, which the caller fills before `exchange` and
-    which hold the sums after it, the parameters without a gradient, and the failure."""
-
-    words: torch.Tensor
-    missing: list[int]
-    failure: Failure | None
+# What a reducer found at the end of a backward: the control words, which the caller fills before `exchange` and which
+# hold the sums after it, the parameters without a gradient, and the failure.
+Collected = tuple[torch.Tensor, list[int], Failure | None]
 
 
 def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
@@ -43,10 +39,8 @@ def on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> to
 
 
 class Reducer:
-    """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`.
-
-    Every rank sends the same messages in the same order, whatever happened: a missing gradient is sent as zeros.
-    """
+    """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`. Every rank sends
+    the same messages in the same order, whatever happened: a missing gradient is sent as zeros."""
 
     def __init__(self, replica: Replica, channel: Channel, num_words: int) -> None:
         self.replica, self.channel, self.num_words = replica, channel, num_words
@@ -57,15 +51,13 @@ class Reducer:
         """A backward starts. Each rank multiplies its gradients by `factor`, and the results are summed."""
 
     def collect(self, factor: float, take_part: bool) -> Collected:
-        """Backward is over: send everything except the message that carries the control words. Collective.
-
-        `factor` counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` is unchanged.
-        """
+        """Backward is over: send everything except the message that carries the control words. Collective. `factor`
+        counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` is unchanged."""
         raise NotImplementedError
 
     def exchange(self) -> None:
         """Send the control words, wait for all messages, and leave the sums in `.grad`. Collective."""
-        raise NotImplementedError
+        self.channel.wait(self._start_words(), "the control words")
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients, after `exchange`."""
@@ -102,7 +94,7 @@ class Reducer:
         if words is None:
             words = torch.zeros(self.num_words, dtype=torch.float32, device=self.channel.device)
         self._words = words
-        return Collected(words, missing, failure)
+        return words, missing, failure
 
     def _start_words(self) -> dist.Work:
         return self.channel.start_sum(self._words, extra_bytes=self._words.nbytes)
@@ -120,9 +112,6 @@ class PerParameterReducer(Reducer):
                 if take_part and self._failure is None:
                     param.grad = grad
         return self._report(None, missing)
-
-    def exchange(self) -> None:
-        self.channel.wait(self._start_words(), "the control words")
 
 
 class FlatReducer(Reducer):
@@ -148,11 +137,9 @@ class FlatReducer(Reducer):
 
 
 class OverlapReducer(Reducer):
-    """One all-reduce per parameter, started as soon as its gradient is ready, while backward continues.
-
-    Messages leave in the reverse of the module's order: a gradient waits until all later parameters have sent theirs.
-    The first step only counts: a gradient that arrives in several parts waits for the end of backward from then on.
-    """
+    """One all-reduce per parameter, started as soon as its gradient is ready, while backward continues. Messages leave
+    in the reverse of the module's order: a gradient waits until all later parameters have sent theirs. The first step
+    only counts: a gradient that arrives in several parts waits for the end of backward from then on."""
 
     def __init__(self, replica: Replica, channel: Channel, num_words: int) -> None:
         super().__init__(replica, channel, num_words)
@@ -213,20 +200,14 @@ class OverlapReducer(Reducer):
 
 class FlatGradients:
     """One vector per dtype and device, in the order of a plan: a view per parameter, a range per bucket, control words.
-
     `messages` are the ranges, the last one with the words; `extra_bytes` of each are not gradients. A view shares its
-    version counter with its range, except for those in `separate` and split ones. Those in `uncopied` have no place.
-    """
+    version counter with its range, except for those in `separate` and split ones. Those in `uncopied` have no place."""
 
     def __init__(
-        self,
-        replica: Replica,
-        plan: Plan,
-        num_words: int,
-        uncopied: Collection[int] = (),
-        separate: Collection[int] = (),
+        self, replica: Replica, plan: Plan, num_words: int,
+        uncopied: Collection[int] = (), separate: Collection[int] = (),
         allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         starts: dict[int, int] = {}
         ends: dict[tuple[str, str], int] = {}
         spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
@@ -246,8 +227,8 @@ class FlatGradients:
                 first = end if first < 0 else first
                 start = end - piece.start_bytes // item
                 if starts.setdefault(piece.gradient, start) != start:
-                    name = plan.gradients[piece.gradient].name
-                    raise ConfigError(f"the plan sends the parts of {name} out of order", code="plan")
+                    text = f"the plan sends the parts of {plan.gradients[piece.gradient].name} out of order"
+                    raise ConfigError(text, code="plan")
                 end += piece.num_bytes // item
             spans.append((family, first if first >= 0 else end, end))
             self.extra_bytes.append(gap_bytes)
@@ -259,9 +240,8 @@ class FlatGradients:
             dtype, device = kinds[family]
             # A whole number of elements that holds the words. A complex element holds two.
             extra = -(-num_words // (2 if dtype.is_complex else 1)) if family == last_family else 0
-            size = end + extra
-            zeros = allocate(size, dtype, device) if allocate else torch.zeros(size, dtype=dtype, device=device)
-            self._flats[family] = zeros
+            make = allocate or (lambda size, dtype, device: torch.zeros(size, dtype=dtype, device=device))
+            self._flats[family] = make(end + extra, dtype, device)
             self.extra_bytes[-1] += extra * dtype.itemsize
         self.ranges = [self.alias(self._flats[family][start:end]) for family, start, end in spans]
         self.views: dict[int, torch.Tensor] = {}

@@ -52,9 +52,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-# -- the options of a wrapper -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options that all ranks must share. `check_every` and `statistics_every` count synchronised steps."""
@@ -107,7 +104,7 @@ class Options:
 
         def make_plan(gradients: Sequence[Gradient], order: Sequence[int]) -> Plan:
             if self.plan is not None:
-                return _check_plan(self.plan, gradients, with_hook)
+                return _check_plan(self.plan, gradients)
             if channel.is_nccl and not self.caps:
                 share = sum(gradient.num_bytes for gradient in gradients) // _NCCL_BUCKETS
                 return plan_like_torch(gradients, order, [min(max(share, TORCH_CAP_BYTES), _NCCL_CAP_BYTES)])
@@ -116,18 +113,16 @@ class Options:
         return make_plan
 
 
-def _check_plan(plan: Plan, gradients: Sequence[Gradient], with_hook: bool) -> Plan:
+def _check_plan(plan: Plan, gradients: Sequence[Gradient]) -> Plan:
     """The given plan, if it is one for this model."""
     if len(plan.gradients) != len(gradients):
         text = f"the plan is for {len(plan.gradients)} gradients, and the model has {len(gradients)}"
         raise ConfigError(text, code="plan")
-    for index, (planned, real) in enumerate(zip(plan.gradients, gradients, strict=True)):
-        if (planned.num_bytes, planned.dtype) != (real.num_bytes, real.dtype):
-            there, here = (f"{g.name} ({g.num_bytes} bytes {g.dtype})" for g in (planned, real))
-            text = f"the plan is for another model: gradient {index} is {there} there, and {here} here"
+    for index, pair in enumerate(zip(plan.gradients, gradients, strict=True)):
+        there, here = (f"{g.num_bytes} bytes {g.dtype}" for g in pair)
+        if there != here:
+            text = f"the plan is for another model: gradient {index} has {there} there, and {here} here"
             raise ConfigError(text, code="plan")
-    if plan.is_split and with_hook:
-        raise ConfigError("the plan splits a gradient over buckets, and a communication hook needs whole ones")
     return Plan(tuple(gradients), plan.buckets, plan.rule)
 
 
@@ -151,15 +146,10 @@ def _has_spare_cores(world_size: int) -> bool:
     return count_cores() >= min([local, *_computing]) * (torch.get_num_threads() + 1)
 
 
-# -- the parameters and buffers ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Replica:
     """What is kept equal on all ranks. A tied parameter is one entry with several names, the first name first.
-
-    `layouts` are the trained parameters as they were when the model was wrapped.
-    """
+    `layouts` are the trained parameters as they were when the model was wrapped."""
 
     params: tuple[nn.Parameter, ...]
     names: tuple[tuple[str, ...], ...]
@@ -229,9 +219,6 @@ def read_replica(module: nn.Module, ignored: Collection[str] = ()) -> Replica:
     return replica
 
 
-# -- comparing the ranks ----------------------------------------------------------------------------------------------
-
-
 def check_same_model(replica: Replica, options: Options, channel: Channel) -> None:
     """Raise on every rank unless all hold the same parameters in the same order, and the same options. Collective."""
     lines = []
@@ -259,9 +246,8 @@ def _first_difference(ours: list[tuple[str, str]], theirs: list[tuple[str, str]]
         here, there = first.get(name, "missing"), other.get(name, "missing")
         if here != there:
             return f"{name} is {here} on rank 0 and {there} on rank {rank}"
-    number = next(number for number, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
-    where = f"number {number} is {ours[number][0]} on rank 0 and {theirs[number][0]} on rank {rank}"
-    return f"the same tensors in another order: {where}"
+    here, there = next((a, b) for (a, _), (b, _) in zip(ours, theirs, strict=True) if a != b)
+    return f"the same tensors in another order: {here} on rank 0 is {there} on rank {rank}"
 
 
 def verify_values(replica: Replica, channel: Channel) -> None:
@@ -306,8 +292,6 @@ def build_drift_error(replica: Replica, channel: Channel, step: int) -> Collecti
     return CollectiveError(text, code="drift")
 
 
-# -- changes after wrapping -------------------------------------------------------------------------------------------
-
 _is_trained = operator.attrgetter("requires_grad")
 
 
@@ -325,10 +309,8 @@ def _count_registrations() -> list[int]:
 
 
 class StructureWatch:
-    """Notices parameters that are added to, or set to be trained in, a module after it was wrapped.
-
-    Only a changed count of registrations, or of `requires_grad`, leads to a walk of the model, which takes long.
-    """
+    """Notices parameters that are added to, or set to be trained in, a module after it was wrapped. Only a changed
+    count of registrations, or of `requires_grad`, leads to a walk of the model, which takes long."""
 
     def __init__(self, replica: Replica, ignored: Collection[str]) -> None:
         self._replica, self._ignored, self._frozen = replica, ignored, list(replica.frozen.values())

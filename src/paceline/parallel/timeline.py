@@ -62,23 +62,25 @@ class Timeline:
         self.num_steps, self.sample_next = 0, False
         self.last: StepTimes | None = None
         self._exposed_s: float | None = None
-        self._now = StepTimes([])
+        self._now, self._marks = StepTimes([]), False
 
     def begin(self) -> None:
         sampled = self.sample_next or self.num_steps < _FIRST or self.num_steps % _EVERY == 0
         self.sample_next = False
         self._now = StepTimes([BucketTimes(num_bytes) for num_bytes in self._bytes], is_sampled=sampled)
+        self._marks = self._on_gpu and sampled
         self._now.begin_s = time.perf_counter()
         self._mark("begin")
 
     def _mark(self, name: str, number: int = 0) -> None:
-        if self._on_gpu and self._now.is_sampled:
+        if self._marks:
             event = self._now.events[f"{name} {number}"] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
 
     def ready(self, number: int) -> None:
         self._now.buckets[number].ready_s = time.perf_counter() - self._now.begin_s
-        self._mark("ready", number)
+        if self._marks:
+            self._mark("ready", number)
 
     def leaving(self, number: int) -> None:
         """Before the message is started: after that it may be half done, where cores are few."""
@@ -104,7 +106,8 @@ class Timeline:
     def done(self, number: int) -> None:
         times, now_s = self._now.buckets[number], time.perf_counter()
         times.waited_s += now_s
-        self._mark("done", number)
+        if self._marks:
+            self._mark("done", number)
         if self._now.is_sampled:
             # The waiting thread may know it before the thread that completes Futures.
             times.done_s = times.done_s or now_s - self._now.begin_s
@@ -172,18 +175,13 @@ class Report:
 
     def __str__(self) -> str:
         num_buckets, times = len(self.plan.buckets), self.times
-        head = (
-            f"rank {self.rank} of {self.world_size} on {self.backend}, {self.num_steps} synchronised steps; "
-            f"{num_buckets} bucket{'s' if num_buckets > 1 else ''}, "
-            f"{format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
-        )
+        head = f"rank {self.rank} of {self.world_size} on {self.backend}, {self.num_steps} synchronised steps; "
+        head += f"buckets: {num_buckets}, {format_bytes(self.plan.num_bytes)} ({self.plan.rule})"
         if times is None:
             return f"{head}\nno step has been timed yet"
         table = Table("buckets", "", _COLUMNS, list(enumerate(times.buckets))).terminal(None)
-        ends = (
-            f"backward over at {format_ms(times.backward_s)} ms, all gradients averaged at "
-            f"{format_ms(times.over_s)} ms: {format_ms(times.exposed_s)} ms of communication exposed"
-        )
+        over, averaged, exposed = map(format_ms, (times.backward_s, times.over_s, times.exposed_s))
+        ends = f"backward over at {over} ms, all gradients averaged at {averaged} ms: {exposed} ms exposed"
         return "\n".join([head, table, ends, self.advice])
 
     @property
@@ -198,12 +196,9 @@ class Report:
         last, has_several = times.buckets[-1], len(times.buckets) > 1
         tail_s = max(0.0, last.done_s - max(last.launch_s, times.backward_s))
         if tail_s > 0.7 * times.exposed_s and has_several:
-            what = f"the last bucket ({format_bytes(last.num_bytes)}) is exposed for {format_ms(tail_s)} ms"
-            return f"{what}: a smaller last bucket, or one before it that is sent earlier, would shorten the step"
+            return f"the last bucket is exposed for {format_ms(tail_s)} ms: a smaller one would shorten the step"
         if times.buckets[0].ready_s > 0.5 * times.backward_s and has_several:
             return "the first bucket is ready only in the second half of backward: smaller ones would start sooner"
         if times.busy_s > times.backward_s:
-            what = f"communication takes {format_ms(times.busy_s)} ms and backward {format_ms(times.backward_s)} ms"
-            how = "accumulate over more micro-batches, send fewer bytes (a bf16 hook), or use a faster transport"
-            return f"{what}: no plan can hide it all; {how}"
+            return "communication takes longer than backward: accumulate, send fewer bytes, or use a faster transport"
         return "communication starts too late to be hidden: more, smaller buckets would start sooner"

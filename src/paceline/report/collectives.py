@@ -11,9 +11,9 @@ from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
 from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds
 from paceline.records.store import Run
-from paceline.report.plots import COLORS, MARKERS, label_sizes, label_times, new_figure, place_legend
+from paceline.report.plots import COLORS, MARKERS, label_times, label_values, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table
+from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.units import GB, format_bytes, format_duration, format_number_of, format_rate
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ class CollectiveResult(Result):
     `compared` are rows of another run or table to compare with, and `differences` what makes them incomparable.
     """
 
-    verbs = ("bench allreduce",)
-
     def __init__(
         self,
         run: Run,
@@ -43,7 +41,7 @@ class CollectiveResult(Result):
         super().__init__(run, folder)
         self.compared, self._differences = compared, differences
         self.bounds = MemoryBounds(run.records)
-        self.rows = [record for record in run.records if isinstance(record, CollectiveRecord)]
+        self.rows = self.only(CollectiveRecord)
         self._columns = build_columns(self.rows, self.bounds)
 
     @property
@@ -60,14 +58,14 @@ class CollectiveResult(Result):
         most, size = max((record.world_size, record.num_bytes) for record in self.rows)
         last = [record for record in self.rows if (record.world_size, record.num_bytes) == (most, size)]
         parts = [
-            f"{format_duration(record.time_s)} on {_name_backend(record)}"
-            + (f" (busbw {format_rate(record.busbw_bytes_per_s)} GB/s)" if most > 1 else "")
-            for record in sorted(last, key=lambda record: record.time_s)
+            f"{format_duration(r.time_s)} on {_name_backend(r)}"
+            + (f" (busbw {format_rate(r.busbw_bytes_per_s)} GB/s)" if most > 1 else "")
+            for r in sorted(last, key=lambda record: record.time_s)
         ]
         where = f"{format_bytes(size)} on {format_number_of(most, 'rank')}"
         wrong = sum(record.num_wrong or 0 for record in self.rows)
-        checked = f" {wrong} elements were WRONG." if wrong else " Every element was correct."
-        return f"{self.rows[0].collective} of {where} takes {', '.join(parts)}.{checked}"
+        checked = f"{wrong} elements were WRONG" if wrong else "Every element was correct"
+        return f"{self.rows[0].collective} of {where} takes {', '.join(parts)}. {checked}."
 
     @property
     def findings(self) -> list[str]:
@@ -88,9 +86,8 @@ class CollectiveResult(Result):
             pairs += [(here, there) for there in theirs if _is_same(here, there)] or [(here, None)]
         pairs += [(None, there) for there in theirs if not any(_is_same(here, there) for here in ours)]
 
-        def place(pair: Pair) -> tuple[str, str, int, int]:
-            record = pair[0] or pair[1]
-            assert record is not None
+        def place(pair: Pair) -> tuple[Any, ...]:
+            record: Any = pair[0] or pair[1]
             return record.backend, record.memory, record.world_size, record.num_bytes
 
         return sorted(pairs, key=place)
@@ -111,19 +108,18 @@ class CollectiveResult(Result):
     @property
     def next_steps(self) -> list[str]:
         n = max(record.world_size for record in self.rows)
-        if {record.device for record in self.rows} == {"cpu"} and len({r.backend for r in self.rows}) == 1 and n > 1:
-            return [f"paceline bench allreduce --backend gloo,shm --ranks {n}"]
         return [f"paceline bench chunks --ranks {n}", f"paceline tune --ranks {n}"]
 
     def to_json(self) -> dict[str, Any]:
-        labels = ("collective", "backend", "memory", "device", "world_size")
-        fits = [
-            {name: getattr(record, name) for name in labels}
-            | {"alpha_s": fit.alpha_s, "beta_bytes_per_s": fit.bytes_per_s, "max_rel_residual": fit.max_rel_residual}
-            | {"min_bytes": fit.min_bytes, "max_bytes": fit.max_bytes, "residuals": list(fit.residuals)}
+        names = ("collective", "backend", "memory", "device", "world_size")
+        numbers = {"beta_bytes_per_s": "bytes_per_s"} | {
+            name: name for name in ("alpha_s", "max_rel_residual", "min_bytes", "max_bytes", "residuals")
+        }
+        document = super().to_json()
+        document["fits"] = [
+            {name: getattr(record, name) for name in names} | {key: getattr(fit, name) for key, name in numbers.items()}
             for record, fit in self.fits
         ]
-        document = super().to_json() | {"fits": fits}
 
         def row(record: CollectiveRecord | None) -> dict[str, Any] | None:
             return None if record is None else Table("", "", self._columns, [record]).rows_json()[0]
@@ -136,22 +132,19 @@ class CollectiveResult(Result):
 class ChunksResult(Result):
     """`bench chunks`: the total time of one size, cut into messages of many sizes."""
 
-    verbs = ("bench chunks",)
-
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         super().__init__(run, folder)
-        self.rows = [record for record in run.records if isinstance(record, ChunksRecord)]
+        self.rows = self.only(ChunksRecord)
 
     @property
     def answer(self) -> str:
         parts = []
         for backend, n in dict.fromkeys((record.backend, record.world_size) for record in self.rows):
             mine = [record for record in self.rows if (record.backend, record.world_size) == (backend, n)]
-            mine.sort(key=lambda record: record.time_s)
             fastest, slowest = (
-                f"{format_number_of(record.num_messages, 'message')} of {format_bytes(record.chunk_bytes)} "
-                f"({format_duration(record.time_s)})"
-                for record in (mine[0], mine[-1])
+                f"{format_number_of(r.num_messages, 'message')} of {format_bytes(r.chunk_bytes)} "
+                f"({format_duration(r.time_s)})"
+                for r in (pick(mine, key=lambda record: record.time_s) for pick in (min, max))
             )
             parts.append(f"{backend}, {format_number_of(n, 'rank')}: fastest in {fastest}, slowest in {slowest}.")
         return f"{format_bytes(self.rows[0].total_bytes)} in chunks. {' '.join(parts)}"
@@ -184,16 +177,15 @@ def _name_backend(record: CollectiveRecord) -> str:
 # What every timed row has at its middle and its end. `statistic` is `mean` where an imported table has no median, and
 # `median_s` then holds that mean.
 _SPREAD = (
-    Column("p10", lambda r: r.timing.p10_s, "ms", "p10_s", priority=-2),
-    Column("p90", lambda r: r.timing.p90_s, "ms", "p90_s", priority=-2),
-    Column("algbw", lambda r: r.algbw_bytes_per_s, "GB/s", "algbw_gbps", priority=1),
+    Column("p10", "timing.p10_s", "ms", "p10_s", priority=-2),
+    Column("p90", "timing.p90_s", "ms", "p90_s", priority=-2),
+    Column("algbw", "algbw_bytes_per_s", "GB/s", "algbw_gbps", priority=1),
 )
 _MEASURED = (
-    Column("#wrong", lambda r: r.num_wrong, "number", "nwrong"),
-    Column("iters", lambda r: r.timing.count, "number", "iters", priority=-2),
-    Column(None, lambda r: r.timing.statistic, key="statistic"),
-    Column(None, lambda r: r.timing.skew_s, key="skew_s"),
-    Column("source", lambda r: r.source, key="source"),
+    Column("#wrong", "num_wrong", "number", "nwrong"),
+    Column("iters", "timing.count", "number", "iters", priority=-2),
+    *raw_columns("timing.statistic", "timing.skew_s"),
+    *text_columns("source"),
 )
 
 
@@ -202,38 +194,37 @@ def build_columns(records: Sequence[CollectiveRecord], bounds: MemoryBounds) -> 
     ordinary."""
     is_plain = all(record.memory == "ordinary" for record in records)
     return [
-        Column(None, lambda r: r.collective, key="collective"),
-        Column("backend", lambda r: r.backend, key="backend", is_key=True),
-        Column(None if is_plain else "memory", lambda r: r.memory, key="memory", is_key=True),
-        Column("device", lambda r: r.device, key="device", is_key=True),
-        Column("ranks", lambda r: r.world_size, "number", "world_size", is_key=True),
-        Column("size", lambda r: r.num_bytes, "bytes", "num_bytes", is_key=True),
-        Column("count", lambda r: r.num_elements, "count", priority=-3),
-        Column("type", lambda r: r.dtype, key="dtype"),
-        Column("redop", lambda r: r.op, key="op"),
-        Column("time", lambda r: r.time_s, "ms", "median_s", priority=3),
+        *raw_columns("collective"),
+        *text_columns("backend", is_key=True),
+        Column(None if is_plain else "memory", "memory", key="memory", is_key=True),
+        *text_columns("device", is_key=True),
+        Column("ranks", "world_size", "number", "world_size", is_key=True),
+        Column("size", "num_bytes", "bytes", "num_bytes", is_key=True),
+        Column("count", "num_elements", "count", priority=-3),
+        Column("type", "dtype", key="dtype"),
+        Column("redop", "op", key="op"),
+        Column("time", "time_s", "ms", "median_s", priority=3),
         *_SPREAD,
-        Column("busbw", lambda r: r.busbw_bytes_per_s, "GB/s", "busbw_gbps", priority=2),
-        Column("bound", lambda r: bounds.bound_s(r), "ms", "memory_bound_s", priority=-1),
-        Column("of memory", lambda r: bounds.fraction_of(r), "percent", "fraction_of_memory", priority=1),
+        Column("busbw", "busbw_bytes_per_s", "GB/s", "busbw_gbps", priority=2),
+        Column("bound", bounds.bound_s, "ms", "memory_bound_s", priority=-1),
+        Column("of memory", bounds.fraction_of, "percent", "fraction_of_memory", priority=1),
         *_MEASURED,
     ]
 
 
 CHUNKS = (
-    Column("backend", lambda r: r.backend, key="backend", is_key=True),
-    Column("device", lambda r: r.device, key="device", is_key=True),
-    Column("ranks", lambda r: r.world_size, "number", "world_size", is_key=True),
-    Column(None, lambda r: r.total_bytes, key="total_bytes"),
-    Column("elements", lambda r: r.chunk_elements, "count", priority=1),
-    Column("chunk", lambda r: r.chunk_bytes, "bytes", "chunk_bytes", is_key=True),
-    Column("messages", lambda r: r.num_messages, "count", "num_messages", priority=2),
-    Column(None, lambda r: r.dtype, key="dtype"),
-    Column("total time", lambda r: r.time_s, "ms", "median_s", priority=3),
+    *text_columns("backend", "device", is_key=True),
+    Column("ranks", "world_size", "number", "world_size", is_key=True),
+    Column("elements", "chunk_elements", "count", priority=1),
+    Column("chunk", "chunk_bytes", "bytes", "chunk_bytes", is_key=True),
+    Column("messages", "num_messages", "count", "num_messages", priority=2),
+    Column("total time", "time_s", "ms", "median_s", priority=3),
     *_SPREAD,
-    Column(None, lambda r: r.busbw_bytes_per_s, "GB/s", "busbw_gbps"),
+    *raw_columns("total_bytes", "dtype"),
+    Column(None, "busbw_bytes_per_s", "GB/s", "busbw_gbps"),
     *_MEASURED,
 )
+
 
 COMPARISON = (
     Column("backend", lambda p: _name_backend(p[0] or p[1]), key="backend", is_key=True),
@@ -241,9 +232,7 @@ COMPARISON = (
     Column("size", lambda p: (p[0] or p[1]).num_bytes, "bytes", "num_bytes", is_key=True),
     Column("here", lambda p: p[0] and p[0].time_s, "ms", "here_s", priority=2),
     Column("there", lambda p: p[1] and p[1].time_s, "ms", "there_s", priority=2),
-    Column(
-        "here / there", lambda p: p[0].time_s / p[1].time_s if p[0] and p[1] else None, "ratio", "ratio", priority=3
-    ),
+    Column("here / there", lambda p: p[0] and p[1] and p[0].time_s / p[1].time_s, "ratio", "ratio", priority=3),
     Column("here busbw", lambda p: p[0] and p[0].busbw_bytes_per_s, "GB/s", "here_busbw_gbps"),
     Column("there busbw", lambda p: p[1] and p[1].busbw_bytes_per_s, "GB/s", "there_busbw_gbps"),
     Column("there is", lambda p: f"{p[1].source}, {p[1].timing.statistic}" if p[1] else None, key="there_is"),
@@ -252,12 +241,11 @@ COMPARISON = (
 
 
 def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
-    backend = record.backend if record.memory == "ordinary" else f"{record.backend} in {record.memory} memory"
     check = f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "of two sizes, so unchecked,"
     return (
-        f"fit: {backend}, {format_number_of(record.world_size, 'rank')}: time = {format_duration(fit.alpha_s)} + "
-        f"size / {format_rate(fit.bytes_per_s)} GB/s, {check} from {format_bytes(fit.min_bytes)} to "
-        f"{format_bytes(fit.max_bytes)}"
+        f"fit: {_name_backend(record)}, {format_number_of(record.world_size, 'rank')}: time = "
+        f"{format_duration(fit.alpha_s)} + size / {format_rate(fit.bytes_per_s)} GB/s, {check} from "
+        f"{format_bytes(fit.min_bytes)} to {format_bytes(fit.max_bytes)}"
     )
 
 
@@ -306,19 +294,17 @@ def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequen
     """Time against size, both on log axes, grouped by backend, memory and ranks; `bounds` are what memory allows."""
     figure, axes = new_figure(f"{records[0].collective}: time", subtitle)
     _draw(axes, records, lambda r: r.num_bytes, lambda r, seconds: seconds * 1e3)
-    counts, places = sorted({r.world_size for r in records}), sorted({(r.device, r.world_size) for r in bounds})
-    for device, n in places:
+    counts = sorted({r.world_size for r in records})
+    for device, n in sorted({(r.device, r.world_size) for r in bounds}):
         rows = sorted((r for r in bounds if (r.device, r.world_size) == (device, n)), key=lambda r: r.num_bytes)
-        where = f" {device}" if len({device for device, _ in places}) > 1 else ""
-        label = f"memory bound{where}, {format_number_of(n, 'rank')} ({rows[0].source})"
+        label, marker = f"memory bound, {format_number_of(n, 'rank')} ({rows[0].source})", MARKERS[counts.index(n) % 7]
         xs, ys = [r.num_bytes for r in rows], [r.time_s * 1e3 for r in rows]
-        marker = MARKERS[counts.index(n) % len(MARKERS)]
         axes.plot(xs, ys, ":", color="#000000", marker=marker, ms=3.5, lw=1.4, label=label)
     times = [r.time_s for r in (*records, *bounds)]
     place_legend(figure, axes)
     label_times(axes, max(times), min(times))
-    axes.set_ylabel("time (ms), median, band p10 to p90")
-    label_sizes(axes, [r.num_bytes for r in records])
+    axes.set(xlabel="size", ylabel="time (ms), median, band p10 to p90")
+    label_values(axes, [r.num_bytes for r in records], format_bytes)
     return figure
 
 
@@ -335,8 +321,8 @@ def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure
     _draw(axes, records, lambda r: r.num_bytes, rate)
     place_legend(figure, axes)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel(f"{name} (GB/s)")
-    label_sizes(axes, [r.num_bytes for r in records])
+    axes.set(xlabel="size", ylabel=f"{name} (GB/s)")
+    label_values(axes, [r.num_bytes for r in records], format_bytes)
     return figure
 
 
@@ -345,6 +331,5 @@ def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
     figure, axes = new_figure(f"{format_bytes(records[0].total_bytes)} all-reduced in chunks", subtitle)
     _draw(axes, records, lambda r: r.chunk_elements, lambda r, seconds: seconds * 1e3)
     place_legend(figure, axes)
-    axes.set(xscale="log", yscale="log", xlabel="elements per all-reduce")
-    axes.set_ylabel("total time (ms), median, band p10 to p90")
+    axes.set(xscale="log", yscale="log", xlabel="elements per all-reduce", ylabel="total time (ms), band p10 to p90")
     return figure

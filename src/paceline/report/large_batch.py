@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.records import LargeBatchRecord, NoiseRecord
+from paceline.records.store import Run
 from paceline.records.training import RecipeSummary, summarize_recipes
-from paceline.report.plots import COLORS, new_figure
-from paceline.report.scaling import StudyResult, only, text_columns
-from paceline.report.scaling_plots import build_panels, draw_line, join_legends, label_counts
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.plots import COLORS, build_panels, label_values, new_figure, place_legend
+from paceline.report.scaling import StudyResult, draw_line
+from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.units import format_number_of
 
 if TYPE_CHECKING:
@@ -25,13 +26,11 @@ if TYPE_CHECKING:
 _FAR = 10  # a batch that is far above the noise scale, as a multiple of it
 _LOG_FROM = 8  # a log axis where the longest run has this many times the updates of the shortest
 
-# -- large batches -----------------------------------------------------------------------------------------------------
-
 
 def _spread_columns(name: str, of: str, key: str, render: Callable[[float], str], priority: int) -> list[Column]:
     return [
-        Column(name, lambda s: (x := getattr(s, of)) and x.mean, render, key, priority=priority),
-        Column("±", lambda s: (x := getattr(s, of)) and x.deviation, render, f"{key}_deviation", priority=priority - 1),
+        Column(name, f"{of}.mean", render, key, priority=priority),
+        Column("±", f"{of}.deviation", render, f"{key}_deviation", priority=priority - 1),
     ]
 
 
@@ -43,93 +42,60 @@ def _percent(value: float) -> str:
 RECIPES = (
     *text_columns("first.model", "first.data"),
     *raw_columns("first.device", "first.precision", "first.world_size", "first.batch_size", "first.largest_batch_size"),
-    *raw_columns("first.configuration"),
-    Column("budget", lambda s: s.first.budget, key="budget", is_key=True),
-    Column("global batch", lambda s: s.first.global_batch_size, "number", "global_batch_size", is_key=True),
-    Column("recipe", lambda s: s.first.recipe, key="recipe", is_key=True),
-    Column("updates", lambda s: s.first.num_updates, "number", "num_updates", priority=2),
-    Column("epochs", lambda s: s.first.epochs, lambda v: f"{round(v, 2):g}", "epochs", priority=-1),
-    Column("lr", lambda s: s.first.lr, "{:g}".format, "lr", priority=-2),
+    *raw_columns("first.configuration", baseline_batch_size="baseline.first.global_batch_size"),
+    *text_columns("first.budget", is_key=True),
+    Column("global batch", "first.global_batch_size", "number", "global_batch_size", is_key=True),
+    *text_columns("first.recipe", is_key=True),
+    Column("updates", "first.num_updates", "number", "num_updates", priority=2),
+    Column("epochs", "first.epochs", lambda v: f"{round(v, 2):g}", "epochs", priority=-1),
+    Column("lr", "first.lr", "{:g}".format, "lr", priority=-2),
     *_spread_columns("test accuracy (%)", "accuracy", "test_accuracy", _percent, 4),
-    Column("gap (points)", lambda s: s.gap, _percent, "gap", priority=3),
+    Column("gap (points)", "gap", _percent, "gap", priority=3),
     *_spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, -2),
     *_spread_columns("train loss", "train_loss", "train_loss", "{:.4f}".format, -2),
-    Column(None, lambda s: s.baseline and s.baseline.first.global_batch_size, key="baseline_batch_size"),
     Column("seeds", lambda s: len(s.runs), "number", "num_seeds", priority=-1),
-    Column("failed", lambda s: s.num_failed, "number", "num_failed", priority=0),
+    Column("failed", "num_failed", "number", "num_failed", priority=0),
     Column(None, lambda s: statistics.fmean(r.seconds for r in s.finished) if s.finished else None, key="run_s"),
     Column("source", lambda s: ", ".join(sorted({run.source for run in s.runs})), key="source"),
 )
 
 
-def _say_length(run: LargeBatchRecord) -> str:
-    epochs = f"{round(run.epochs, 2):g} epoch{'' if run.epochs == 1 else 's'}"
-    return f"{format_number_of(run.num_updates, 'update')} in {epochs}"
-
-
-def _is_inside(summary: RecipeSummary) -> bool:
-    """Whether the gap is less than the spread over seeds here or at the baseline."""
-    spreads = [summary.accuracy, summary.baseline.accuracy if summary.baseline else None]
-    known = [spread.deviation for spread in spreads if spread and spread.deviation is not None]
-    return bool(known) and summary.gap is not None and abs(summary.gap) <= max(known)
-
-
 def _say_gap(summary: RecipeSummary) -> str:
-    gap = summary.gap or 0.0
-    inside = " (less than the spread over seeds)" if _is_inside(summary) else ""
+    """How far its accuracy is from the baseline's, and whether that is less than the spread over seeds of either."""
+    gap, spreads = summary.gap or 0.0, (summary.accuracy, summary.baseline and summary.baseline.accuracy)
+    known = [spread.deviation for spread in spreads if spread and spread.deviation is not None]
+    inside = " (less than the spread over seeds)" if known and abs(gap) <= max(known) else ""
     return f"{100 * abs(gap):.1f} points {'below' if gap >= 0 else 'above'} the baseline{inside}"
 
 
 def _describe(summary: RecipeSummary) -> str:
-    """Its accuracy, and how far that is from the baseline's."""
-    first, spread, base = summary.first, summary.accuracy, summary.baseline
-    recipe = "without a recipe" if first.recipe == "none" else f"with {first.recipe}"
+    first, spread = summary.first, summary.accuracy
+    what = f"{first.global_batch_size} {'without a recipe' if first.recipe == 'none' else f'with {first.recipe}'}"
     if spread is None:
-        return f"{first.global_batch_size} {recipe}: no seed finished ({first.failure})"
+        return f"{what}: no seed finished ({first.failure})"
     sure = "one seed" if spread.deviation is None else f"± {100 * spread.deviation:.1f}, {len(summary.finished)} seeds"
     failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
-    text = f"{first.global_batch_size} {recipe}: {100 * spread.mean:.1f} % ({sure}{failed})"
-    if base is None:
-        return text
-    here, there = summary.first, base.first
-    text += f", {_say_gap(summary)}" if summary.gap is not None else ""
-    is_alike = (here.num_updates, here.epochs) == (there.num_updates, there.epochs)
-    other = "" if is_alike else f" instead of {there.num_updates:,} in {round(there.epochs, 2):g}"
-    return f"{text}, after {_say_length(here)}{other}"
-
-
-def _say_best(plain: RecipeSummary, others: Sequence[RecipeSummary]) -> str:
-    """What the best recipe does for a batch size that has lost accuracy; empty where nothing was lost or tried."""
-    tried = [(s.gap, s) for s in others if s.gap is not None]
-    if not tried or not (plain.gap is None or (plain.gap > 0 and not _is_inside(plain))):
-        return ""
-    gap, best = min(tried, key=lambda pair: pair[0])
-    lost = math.inf if plain.gap is None else plain.gap
-    effect = "repairs it" if gap <= max(0.0, lost / 2) else "helps a little" if gap < lost else "does not repair it"
-    grown = best.first.num_updates != plain.first.num_updates  # a batch that grows
-    updates = f" with {format_number_of(best.first.num_updates, 'update')}" if grown else ""
-    return f"; the best recipe, {best.first.recipe}{updates}, {effect}: {_say_gap(best)}"
+    gap = "" if summary.gap is None else f", {_say_gap(summary)}"
+    length = f"{format_number_of(first.num_updates, 'update')} in {round(first.epochs, 2):g} epochs"
+    return f"{what}: {100 * spread.mean:.1f} % ({sure}{failed}){gap}, after {length}"
 
 
 def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
-    """What each batch size costs in test accuracy without a recipe, and what the best recipe does for it."""
+    """What each batch size costs in test accuracy without a recipe, and the recipe that does best for it."""
     groups: dict[tuple[str, int], list[RecipeSummary]] = {}
     for summary in summaries:
         groups.setdefault((summary.first.budget, summary.first.global_batch_size), []).append(summary)
     lines = []
     for (budget, _), group in groups.items():
-        plain = next((s for s in group if s.first.recipe == "none"), None)
-        others = [s for s in group if s is not plain]
-        if plain is not None and plain.baseline is not None:
-            lines.append(f"{_describe(plain)}{_say_best(plain, others)}.")
+        plain = [s for s in group if s.first.recipe == "none"]
+        tried = [(s.gap, s) for s in group if s not in plain and s.gap is not None]
+        if not plain or plain[0].baseline is None:
+            lines += [f"{f'Baseline (the same {budget}): ' if s in plain else ''}{_describe(s)}." for s in group]
             continue
-        if plain is not None:
-            lines.append(f"Baseline (the same {budget}): {_describe(plain)}, after {_say_length(plain.first)}.")
-        lines += [f"{_describe(s)}." for s in others]
+        best = min(tried, key=lambda pair: pair[0])[1] if tried else None
+        repair = f"; the best recipe, {best.first.recipe}: {_say_gap(best)}" if best else ""
+        lines.append(f"{_describe(plain[0])}{repair}.")
     return lines
-
-
-# -- the gradient noise scale ------------------------------------------------------------------------------------------
 
 
 def _say_number(value: float) -> str:
@@ -154,16 +120,16 @@ def _say_interval(record: NoiseRecord) -> str:
 # The noise scale is null where it is only bounded from below, and its upper end where it has none.
 NOISE = (
     *text_columns("model", "data"),
-    Column("recipe", lambda r: r.note, key="note"),
+    Column("recipe", "note", key="note"),
     *text_columns("device", "precision"),
     *raw_columns("seed", "small_batch_size", "big_batch_size", "noise_scale"),
-    Column("ranks", lambda r: r.world_size, "number", "world_size", priority=-1),
-    Column("step", lambda r: r.step, "number", "step", is_key=True),
-    Column("epoch", lambda r: r.epoch, "{:.3g}".format, "epoch", is_key=True),
+    Column("ranks", "world_size", "number", "world_size", priority=-1),
+    Column("step", "step", "number", "step", is_key=True),
+    Column("epoch", "epoch", "{:.3g}".format, "epoch", is_key=True),
     Column("batches", lambda r: f"{r.small_batch_size}, {r.big_batch_size}", str, priority=-2),
     Column("probes", lambda r: len(r.probes), "number", "num_probes", priority=-2),
-    Column("norm(G)^2", lambda r: r.estimate.gradient_square, "{:.3g}".format, "gradient_square", priority=0),
-    Column("tr(Sigma)", lambda r: r.estimate.noise_trace, "{:.3g}".format, "noise_trace", priority=0),
+    Column("norm(G)^2", "estimate.gradient_square", "{:.3g}".format, "gradient_square", priority=0),
+    Column("tr(Sigma)", "estimate.noise_trace", "{:.3g}".format, "noise_trace", priority=0),
     Column("noise scale", _say_scale, str, priority=2),
     Column("90 %", _say_interval, str, priority=1),
     Column(None, lambda r: (r.estimate.interval or (None, None))[0], key="noise_scale_low"),
@@ -182,27 +148,23 @@ def group_noise(records: Sequence[NoiseRecord]) -> list[list[NoiseRecord]]:
 
 def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None) -> list[str]:
     """For each job its first and last noise scales, and what a global batch of `batch_size` would cost by it."""
-    return [_describe_noise(series, batch_size) for series in group_noise(records)]
-
-
-def _describe_noise(series: Sequence[NoiseRecord], batch_size: int | None) -> str:
-    last = [record for record in series if record.noise_scale is not None or record is series[0]][-1]
-    found = []
-    for record in (record for record in series if record in (series[0], last, series[-1])):
-        sure = f" (90 %: {_say_interval(record)})" if record.estimate.interval else ""
-        lost = "" if record.noise_scale is not None else ", where the gradient is lost in the noise"
-        found.append(f"{_say_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
-    text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}"
-    scale, interval = last.noise_scale, last.estimate.interval
-    if not scale or (interval is not None and interval[1] == math.inf):
-        return f"{text}."
-    size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
-    why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
-    cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
-    return f"{text}. Batches {why}: at {size}, {cost}."
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
+    lines = []
+    for series in group_noise(records):
+        last = [record for record in series if record.noise_scale is not None or record is series[0]][-1]
+        found = []
+        for record in (record for record in series if record in (series[0], last, series[-1])):
+            sure = f" (90 %: {_say_interval(record)})" if record.estimate.interval else ""
+            lost = "" if record.noise_scale is not None else ", where the gradient is lost in the noise"
+            found.append(f"{_say_scale(record) or 'unknown'}{sure} at epoch {record.epoch:.3g}{lost}")
+        text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
+        scale, interval = last.noise_scale, last.estimate.interval
+        if scale and (interval is None or interval[1] < math.inf):
+            size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
+            why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
+            cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
+            text += f" Batches {why}: at {size}, {cost}."
+        lines.append(text)
+    return lines
 
 
 def _name_recipe(recipe: str) -> str:
@@ -212,26 +174,22 @@ def _name_recipe(recipe: str) -> str:
 def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
     """Test accuracy against global batch size, a line for each recipe, ± the deviation over seeds; a panel for each
     budget."""
-    kept = [(s.first, spread, s.runs) for s in summaries if (spread := s.accuracy) is not None]
-    kept.sort(key=lambda item: item[0].global_batch_size)
-    budgets = list(dict.fromkeys(s.first.budget for s in summaries))
-    recipes = list(dict.fromkeys(s.first.recipe for s in summaries))
+    kept = sorted((s for s in summaries if s.accuracy), key=lambda s: s.first.global_batch_size)
+    budgets, recipes = (list(dict.fromkeys(getattr(s.first, n) for s in summaries)) for n in ("budget", "recipe"))
     titles = [f"the same {budget}" for budget in budgets]
     figure, panels = build_panels(titles, "large batches: test accuracy", subtitle)
     for axes, budget in zip(panels, budgets, strict=True):
         for number, recipe in enumerate(recipes):
-            line = [item for item in kept if (item[0].budget, item[0].recipe) == (budget, recipe)]
-            if line:
-                source = ", ".join(dict.fromkeys(run.source for *_, runs in line for run in runs))
-                draw_line(
-                    axes, number, [first.global_batch_size for first, *_ in line],
-                    [100 * spread.mean for _, spread, _ in line],
-                    [100 * (spread.deviation or 0.0) for _, spread, _ in line], f"{_name_recipe(recipe)} ({source})",
-                )  # fmt: skip
+            line = [s for s in kept if (s.first.budget, s.first.recipe) == (budget, recipe)]
+            source = ", ".join(dict.fromkeys(run.source for s in line for run in s.runs))
+            found = [(s.first.global_batch_size, s.accuracy) for s in line]
+            points = [(x, 100 * y.mean, 100 * (y.deviation or 0.0)) for x, y in found if y]
+            if points:
+                draw_line(axes, number, points, f"{_name_recipe(recipe)} ({source})")
         axes.set_xlabel("global batch size", fontsize=9)
-        label_counts(axes, [s.first.global_batch_size for s in summaries if s.first.budget == budget])
+        label_values(axes, [s.first.global_batch_size for s in summaries if s.first.budget == budget])
     panels[0].set_ylabel("test accuracy (%), ± deviation over seeds")
-    join_legends(figure, panels)
+    place_legend(figure, *panels)
     return figure
 
 
@@ -242,14 +200,11 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
     for record in records:
         if not record.failure:
             cells.setdefault(record.cell, []).append(record)
-    sizes, budgets = {size for _, size, _ in cells}, {budget for budget, _, _ in cells}
-    name = f"global batch size {min(sizes):,}" if len(sizes) == 1 else "large batches"
-    figure, panels = build_panels(["against epochs", "against updates"], f"{name}: test accuracy on the way", subtitle)
+    title = "large batches: test accuracy on the way"
+    figure, panels = build_panels(["against epochs", "against updates"], title, subtitle)
     for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
-        label = _name_recipe(recipe)
-        label += f" at {size:,}" if len(sizes) > 1 else ""
-        label += f", same {budget}" if len(budgets) > 1 else ""
-        label += f" ({runs[0].source}, {len(runs)} seed{'s' if len(runs) > 1 else ''})"
+        seeds_of = format_number_of(len(runs), "seed")
+        label = f"{_name_recipe(recipe)} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
         first, seeds = runs[0], [{point.update: 100 * point.test_accuracy for point in run.curve} for run in runs]
         # Wherever every seed was evaluated.
         points = [point for point in first.curve if all(point.update in seed for seed in seeds)]
@@ -266,7 +221,7 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
         panels[1].set_xscale("log")
         panels[1].xaxis.set_major_formatter("{x:,.0f}")
     panels[0].set_ylabel("test accuracy (%), mean, band over seeds")
-    join_legends(figure, panels)
+    place_legend(figure, *panels)
     return figure
 
 
@@ -287,32 +242,20 @@ def plot_noise(records: Sequence[NoiseRecord], title: str, machine: str) -> Figu
                 axes.plot([record.epoch] * 2, [low, top], color=color, lw=3, alpha=0.3, solid_capstyle="butt")
             if high == math.inf and 0 < top < math.inf:
                 axes.plot([record.epoch], [top], color=color, marker="^", ms=9)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("gradient noise scale (samples), line: 90 %")
-    axes.legend(fontsize=8.5, frameon=False)
+    axes.set(xlabel="epoch", ylabel="gradient noise scale (samples), line: 90 %")
+    place_legend(figure, axes)
     return figure
-
-
-# -- the result --------------------------------------------------------------------------------------------------------
 
 
 class LargeBatchResult(StudyResult):
     """`scale large-batch`: test accuracy by global batch size and recipe, and the gradient noise scale."""
 
-    verbs = ("scale large-batch",)
     topic = "Large batches"
 
-    @cached_property
-    def runs(self) -> list[LargeBatchRecord]:
-        return only(self.records, LargeBatchRecord)
-
-    @cached_property
-    def noise_records(self) -> list[NoiseRecord]:
-        return only(self.records, NoiseRecord)
-
-    @cached_property
-    def summaries(self) -> list[RecipeSummary]:
-        return summarize_recipes(self.runs)
+    def __init__(self, run: Run, folder: Path | None = None) -> None:
+        super().__init__(run, folder)
+        self.runs, self.noise_records = self.only(LargeBatchRecord), self.only(NoiseRecord)
+        self.summaries = summarize_recipes(self.runs)
 
     def tables(self) -> list[Table]:
         noise = Table("noise", "gradient noise of the baseline", NOISE, self.noise_records)
@@ -321,34 +264,21 @@ class LargeBatchResult(StudyResult):
     def figures(self) -> dict[str, Callable[[], Figure]]:
         sizes = {record.global_batch_size for record in self.runs}
         ends = [record for record in self.runs if record.global_batch_size in (min(sizes), max(sizes))]
-        name = "Gradient noise scale of the baseline"
-        drawn: dict[str, tuple[bool, Callable[[], Figure]]] = {
-            "accuracy": (any(s.accuracy for s in self.summaries), lambda: plot_accuracy(self.summaries, self.subtitle)),
-            "curves": (any(record.curve for record in ends), lambda: plot_curves(ends, self.subtitle)),
-            "noise": (bool(self.noise_records), lambda: plot_noise(self.noise_records, name, self.subtitle)),
-        }
-        return {name: draw for name, (is_known, draw) in drawn.items() if is_known}
+        drawn: dict[str, Callable[[], Figure]] = {}
+        if any(summary.accuracy for summary in self.summaries):
+            drawn["accuracy"] = partial(plot_accuracy, self.summaries, self.subtitle)
+        if any(record.curve and not record.failure for record in ends):
+            drawn["curves"] = partial(plot_curves, ends, self.subtitle)
+        if self.noise_records:
+            drawn["noise"] = partial(
+                plot_noise, self.noise_records, "Gradient noise scale of the baseline", self.subtitle
+            )
+        return drawn
 
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
+        """First the largest batch of as many epochs, which is the answer."""
+        lines = describe_recipes([s for s in self.summaries if s.first.budget == "epochs"])
+        others = describe_recipes([s for s in self.summaries if s.first.budget != "epochs"])
         largest = max((record.global_batch_size for record in self.runs), default=None)
-        noise = describe_noise(self.noise_records, largest)
-        return [*self._summarize(), *describe_recipes(self.summaries), *noise]
-
-    def _summarize(self) -> list[str]:
-        """What the largest batch costs, and the best recipe for it."""
-        found = [(s.gap, s.first) for s in self.summaries if s.first.budget == "epochs" and s.gap is not None]
-        if not found:
-            return []
-        largest = max(run.global_batch_size for _, run in found)
-        gaps = {run.recipe: gap for gap, run in found if run.global_batch_size == largest}
-        text = []
-        if (lost := gaps.get("none")) is not None:
-            side = "costs" if lost >= 0 else "gains"
-            text.append(f"A global batch of {largest} {side} {100 * abs(lost):.1f} points of test accuracy.")
-        best = min(gaps, key=lambda recipe: gaps[recipe])
-        if best != "none":
-            level = f"{100 * abs(gaps[best]):.1f} points {'below' if gaps[best] >= 0 else 'above'}"
-            level = "level with" if abs(gaps[best]) < 0.0005 else level
-            text.append(f"With {best}, {largest} is {level} the baseline.")
-        return [" ".join(text)]
+        return [*lines[-1:], *lines[:-1], *others, *describe_noise(self.noise_records, largest)]

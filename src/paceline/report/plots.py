@@ -6,10 +6,8 @@ A legend says whether its numbers were measured, imported or predicted, and neve
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from paceline.units import format_bytes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 # Distinguishable with any kind of colour vision, and in print (Okabe and Ito).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_FEW_LINES = 4
 
 
 def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
@@ -34,18 +31,40 @@ def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def label_sizes(axes: Axes, sizes: Sequence[int]) -> None:
-    """A log axis of sizes as people write them, with ticks only at sizes that were measured."""
-    axes.set(xscale="log", xlabel="size")
-    least, most = min(sizes), max(sizes)
-    apart = max(1.3, (most / least) ** (1 / 14))  # closer neighbours would print over each other
-    shown: list[int] = []
-    for size in sorted(set(sizes)):
-        if not shown or size >= shown[-1] * apart:
-            shown.append(size)
-    axes.set_xticks(shown, [format_bytes(size) for size in shown])
+def build_panels(titles: Sequence[str], title: str, subtitle: str, height: float = 3.3) -> tuple[Figure, list[Axes]]:
+    """A figure with a panel for each title, at most three beside each other, and one y axis for all."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(titles))
+    rows = -(-len(titles) // columns)
+    figure = Figure(figsize=(max(7.6, 1.2 + 3.6 * columns), 1.5 + height * rows), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(subtitle, fontsize=8.5, color="#555555")
+    grid = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    for axes, name in zip(grid, titles, strict=False):
+        axes.set_title(name, loc="left", fontsize=9.5)
+        axes.grid(True, alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8.5)
+    for axes in grid[len(titles) :]:
+        axes.set_visible(False)
+    return figure, grid[: len(titles)]
+
+
+def label_values(axes: Axes, values: Sequence[int], say: Callable[[int], str] = "{:,}".format) -> None:
+    """A log axis with ticks at the values that were measured; those for which there is no room are not named."""
+    found = sorted(set(values))
+    apart = max(1.1, (found[-1] / found[0]) ** (1 / 12)) - 1e-9
+    shown = found[-1:]
+    for value in reversed(found[:-1]):
+        if shown[0] / value >= apart and (value == found[0] or value / found[0] >= apart):
+            shown.insert(0, value)
+    labels = [say(value) for value in shown]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(shown, labels, fontsize=8.5, rotation=30 if sum(map(len, labels)) > 45 else 0)
     axes.set_xticks([], minor=True)
-    axes.tick_params(axis="x", labelsize=8.5, rotation=30 if len(shown) > 7 else 0)
+    if len(found) == 1:
+        axes.set_xlim(found[0] / 2, found[0] * 2)
 
 
 def label_times(axes: Axes, top_s: float, least_s: float) -> None:
@@ -60,16 +79,20 @@ def label_times(axes: Axes, top_s: float, least_s: float) -> None:
 
 
 def place_legend(figure: Figure, *axes: Axes) -> None:
-    """Outside of the axes, where it covers no data: below a few lines, else to the right of them."""
-    found = [one.get_legend_handles_labels() for one in axes]
-    handles, labels = [h for pair in found for h in pair[0]], [label for pair in found for label in pair[1]]
-    if len(handles) <= _FEW_LINES:
-        columns = 2 if max(map(len, labels), default=0) < 45 else 1
-        figure.legend(handles, labels, fontsize=8.5, frameon=False, loc="outside lower center", ncols=columns)
+    """One for all axes, outside of them, where it covers no data: below a few lines, else to the right of them."""
+    found: dict[str, Any] = {}
+    for one in axes:
+        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    style: dict[str, Any] = {"fontsize": 8.5, "frameon": False}
+    longest = max(map(len, found), default=0)
+    if len(found) <= 4 and not figure.get_supxlabel():
+        columns = 2 if longest < 45 else 1
+        figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns, **style)
         return
     width, height = figure.get_size_inches()
-    figure.set_size_inches(width + 2.8, max(height, 1.6 + 0.22 * len(handles)))
-    figure.legend(handles, labels, fontsize=8.5, frameon=False, loc="outside right center")
+    figure.set_size_inches(width + 0.6 + 0.067 * longest, max(height, 1.6 + 0.22 * len(found)))
+    figure.legend(list(found.values()), list(found), loc="outside right center", **style)
 
 
 def render_png(figure: Figure) -> bytes:

@@ -8,20 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
-from paceline.predict.curves import MeasuredCurve, fit_curve
+from paceline.predict.curves import fit_curve
 from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
-from paceline.predict.search import CapCurve, CapPoint, Change, estimate_caps, estimate_sensitivity, find_best_cuts
-from paceline.predict.simulate import MachineCosts, SimulatedStep
+from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_sensitivity, find_best_cuts
+from paceline.predict.simulate import MachineCosts
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
-from paceline.report.plots import COLORS, MARKERS, new_figure, place_legend
+from paceline.records.store import Run
+from paceline.report.plots import COLORS, MARKERS, label_values, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.scaling_plots import label_counts
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -43,26 +44,24 @@ def _join(low_bytes: int, high_bytes: int) -> str:
 
 
 WHAT_IF = (
-    Column("network", lambda r: r.network, "text", "network", is_key=True),
-    Column("ranks", lambda r: r.world_size, "{:,}".format, "world_size", is_key=True),
-    Column("algorithm", lambda r: r.algorithm, "text", "algorithm", priority=1),
-    Column("step", lambda r: r.step_s, "ms", "step_s", priority=9),
+    *text_columns("network", is_key=True),
+    Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
+    *text_columns("algorithm", priority=1),
+    Column("step", "step_s", "ms", "step_s", priority=9),
     Column("90 % (ms)", lambda r: f"{format_ms(r.low_s)} to {format_ms(r.high_s)}", str, priority=8),
-    *raw_columns("low_s", "high_s"),
-    Column(None, lambda r: r.local_s, "s", "local_step_s"),
-    Column("efficiency", lambda r: r.efficiency, "percent.1", "efficiency", priority=7),
-    *raw_columns("efficiency_low", "efficiency_high"),
-    Column("exposed", lambda r: r.exposed_s, "ms", "exposed_s", priority=5),
-    Column("of step", lambda r: r.exposed_share, "percent.1", "exposed_share"),
+    Column("efficiency", "efficiency", "percent.1", "efficiency", priority=7),
+    Column("exposed", "exposed_s", "ms", "exposed_s", priority=5),
+    Column("of step", "exposed_share", "percent.1", "exposed_share"),
     Column("slowest rank", lambda r: r.straggler_s or None, "ms"),
-    *raw_columns("straggler_s", "best_cap_bytes", "plateau_low_bytes", "plateau_high_bytes"),
     Column("bucket size", _advise, str, priority=4),
-    Column("buckets", lambda r: r.num_buckets, "count", "num_buckets"),
-    *raw_columns("default_step_s"),
+    Column("buckets", "num_buckets", "count", "num_buckets"),
     Column("saves", lambda r: max(0.0, r.gain), "percent.1", priority=3),
-    *raw_columns("gain", "keeps_default"),
-    Column("bound by", lambda r: r.bound, str, "bound", priority=2),
-    *raw_columns("doubt", "source"),
+    Column("bound by", "bound", str, "bound", priority=2),
+    *raw_columns("low_s", "high_s", "efficiency_low", "efficiency_high", "straggler_s", "best_cap_bytes"),
+    *raw_columns(
+        "plateau_low_bytes", "plateau_high_bytes", "default_step_s", "gain", "keeps_default", "doubt", "source"
+    ),
+    *raw_columns(local_step_s="local_s"),
     Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", "text"),
 )
 
@@ -70,24 +69,18 @@ WHAT_IF = (
 class PredictResult(Result):
     """`predict`: rows of networks x ranks. For one row, `step_s`, `interval` and `exposed_s` are its numbers."""
 
-    verbs = ("predict",)
-
     @cached_property
     def profile(self) -> LayerProfileRecord:
-        return next(record for record in self.records if isinstance(record, LayerProfileRecord))
+        return self.only(LayerProfileRecord)[0]
 
     @cached_property
     def fabrics(self) -> list[Fabric]:
         config = self.config
         fabrics: list[Fabric] = []
-        if config["network"] is not None:
+        for network in find_networks(config["network"]) if config["network"] is not None else ():
             inside = find_network(config["inside"] or INSIDE)
-            fabrics += [
-                AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"])
-                for network in find_networks(config["network"])
-            ]
-        sweep = [record for record in self.records if isinstance(record, CollectiveRecord)]
-        if sweep:
+            fabrics.append(AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"]))
+        if sweep := self.only(CollectiveRecord):
             fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
         return fabrics
 
@@ -161,16 +154,11 @@ class PredictResult(Result):
         network, ranks = "10gbe" if named is None else find_networks(named)[0].name, most if most > 1 else 8
         if self.config.get("is_own", True):
             return (f"paceline.tune(model, step, network={network!r}, network_ranks={ranks})",)
-        model = f"--model {self.profile.model}"
-        return (
-            f"paceline tune {model} --network {network} --network-ranks {ranks}",
-            f"paceline scale ranks {model} --ranks 1,2",
-        )
+        return (f"paceline tune --model {self.profile.model} --network {network} --network-ranks {ranks}",)
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {
-            "model": self.profile.model, "assumptions": list(self.findings), "source": "simulated"
-        }  # fmt: skip
+        more = {"model": self.profile.model, "assumptions": list(self.findings), "source": "simulated"}
+        return super().to_json() | more
 
 
 def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
@@ -186,35 +174,30 @@ def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Fig
         for row in line:
             face = "white" if row.doubt else color
             axes.plot([row.world_size], [100 * row.efficiency], marker, color=color, markerfacecolor=face)
-    label_counts(axes, [row.world_size for row in rows])
-    axes.set_ylim(0, 105)
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("weak-scaling efficiency (%)")
+    label_values(axes, [row.world_size for row in rows])
+    axes.set(ylim=(0, 105), xlabel="ranks", ylabel="weak-scaling efficiency (%)")
     place_legend(figure, axes)
     return figure
-
-
-# -- bucket sizes, from tables of layers ------------------------------------------------------------------------------
 
 
 POINTS = (
     Column("bucket size", lambda p: _join(p.low_bytes, p.high_bytes), "text", is_key=True),
     *raw_columns("low_bytes", "high_bytes"),
     Column("buckets", lambda p: len(p.cuts), "count", "num_buckets", priority=2),
-    Column("backward", lambda p: p.backward_s, "ms", "backward_s", priority=3),
-    Column("exposed", lambda p: p.step.exposed_s, "ms", "exposed_s", priority=1),
-    Column(None, lambda p: "simulated", "text", "source"),
+    Column("backward", "backward_s", "ms", "backward_s", priority=3),
+    Column("exposed", "step.exposed_s", "ms", "exposed_s", priority=1),
+    Column(None, lambda p: "simulated", key="source"),
 )
 CHANGES = (
-    Column("changed", lambda c: c.what, "text", "changed", is_key=True),
-    Column("by", lambda c: c.factor, lambda factor: f"x {factor:g}", "factor", is_key=True),
-    Column("best bucket size", lambda c: _join(*c.curve.plateau), "text", priority=3),
-    Column(None, lambda c: c.curve.plateau[0], "bytes", "plateau_low_bytes"),
-    Column(None, lambda c: c.curve.plateau[1], "bytes", "plateau_high_bytes"),
+    Column("changed", "what", key="changed", is_key=True),
+    Column("by", "factor", "x {:g}".format, "factor", is_key=True),
+    Column("best bucket size", lambda c: _join(*c.curve.plateau), priority=3),
+    Column(None, lambda c: c.curve.plateau[0], key="plateau_low_bytes"),
+    Column(None, lambda c: c.curve.plateau[1], key="plateau_high_bytes"),
     Column("buckets", lambda c: len(c.curve.best.cuts), "count", priority=1),
-    Column("backward", lambda c: c.curve.best.backward_s, "ms", priority=2),
-    Column("exposed", lambda c: c.curve.best.step.exposed_s, "ms"),
-    Column(None, lambda c: _to_json(c.curve.best), "text", "best"),
+    Column("backward", "curve.best.backward_s", "ms", priority=2),
+    Column("exposed", "curve.best.step.exposed_s", "ms"),
+    Column(None, lambda c: _to_json(c.curve.best), key="best"),
 )
 
 
@@ -225,29 +208,13 @@ def _to_json(point: CapPoint) -> dict[str, Any]:
 class CapsResult(Result):
     """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce."""
 
-    verbs = ("predict csv",)
-
-    @cached_property
-    def job(self) -> Job:
-        sizes = [record for record in self.records if isinstance(record, LayerSizeRecord)]
-        return build_job_from_tables(sizes, [r for r in self.records if isinstance(r, LayerTimeRecord)])
-
-    @cached_property
-    def cost(self) -> MeasuredCurve:
-        sweep = [record for record in self.records if isinstance(record, CollectiveRecord)]
-        return fit_curve((record.num_bytes, record.time_s) for record in sweep)
-
-    @cached_property
-    def caps(self) -> CapCurve:
-        return estimate_caps(self.job, MachineCosts(curve=self.cost))
-
-    @cached_property
-    def changes(self) -> list[Change]:
-        return estimate_sensitivity(self.job, MachineCosts(curve=self.cost), self.cost)
-
-    @cached_property
-    def free_plan(self) -> tuple[tuple[int, ...], SimulatedStep]:
-        return find_best_cuts(self.job, MachineCosts(curve=self.cost))
+    def __init__(self, run: Run, folder: Path | None = None) -> None:
+        super().__init__(run, folder)
+        self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
+        self.cost = fit_curve((record.num_bytes, record.time_s) for record in self.only(CollectiveRecord))
+        costs = MachineCosts(curve=self.cost)
+        self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
+        self.free_plan = find_best_cuts(self.job, costs)
 
     @property
     def answer(self) -> str:
@@ -308,14 +275,11 @@ def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     least = max(curve.points[0].high_bytes, 1) / MIB
     draw_caps(axes, curve.points, [point.backward_s for point in curve.points], "predicted")
-    low, high = curve.plateau
+    low, high, best = *curve.plateau, curve.best
     axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, label="within 1 % of the best")
-    best = curve.best
     axes.plot([best.high_bytes / MIB], [best.backward_s * 1e3], "o", color=COLORS[2], label="best predicted")
     axes.axhline(curve.local_s * 1e3, color=COLORS[6], linestyle=":", linewidth=1, label="one rank alone")
-    axes.set_xlim(left=least)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("backward with communication (ms)")
+    axes.set(xlim=(least, None), ylim=(0, None), ylabel="backward with communication (ms)")
     place_legend(figure, axes)
     return figure
 
@@ -324,5 +288,4 @@ def draw_caps(axes: Axes, points: Sequence[CapPoint], seconds: Sequence[float], 
     """A line of times against bucket sizes, flat over each interval of caps."""
     xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
     axes.plot(xs, [second * 1e3 for second in seconds for _ in range(2)], color=COLORS[0], label=label)
-    axes.set_xscale("log")
-    axes.set_xlabel("bucket size (MiB)")
+    axes.set(xscale="log", xlabel="bucket size (MiB)")

@@ -8,39 +8,27 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
+from paceline.predict import traces as tracing
 from paceline.predict.advice import Advice, StepFacts
 from paceline.predict.networks import MeasuredFabric, find_networks
-from paceline.predict.traces import (
-    CATEGORIES,
-    Overview,
-    RankTrace,
-    StepLane,
-    build_lanes,
-    find_lanes,
-    merge_traces,
-    overview_from_json,
-    overview_to_json,
-    render_trace,
-)
+from paceline.predict.traces import CATEGORIES, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
 from paceline.records import LayerProfileRecord
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.layers import OUTSIDE
 from paceline.records.store import Run
-from paceline.report.plots import COLORS, new_figure
+from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.steps import PHASES, PhasesResult, StepResult, describe_cost
-from paceline.report.table import Column, Table, raw_columns
+from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 OVERVIEW = "overview.json"
@@ -49,8 +37,6 @@ MAX_RANKS = 8  # in one timeline
 _MAX_ROWS = 12  # of operators or kernels on a terminal
 _PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
 
-# -- layers ------------------------------------------------------------------------------------------------------------
-
 
 class ProfileResult(PhasesResult):
     """`paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its steps.
@@ -58,11 +44,9 @@ class ProfileResult(PhasesResult):
     `profile` is the record of the layers, None where they were not measured, `steps` the records of the phases.
     """
 
-    verbs = ("profile", "profile layers")
-
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         super().__init__(run, folder)
-        self.profile = next((record for record in run.records if isinstance(record, LayerProfileRecord)), None)
+        self.profile = next(iter(self.only(LayerProfileRecord)), None)
 
     @property
     def answer(self) -> str:
@@ -70,9 +54,8 @@ class ProfileResult(PhasesResult):
         if self.steps or profile is None:
             return super().answer
         step_s = profile.timing.median_s
-        parts = [f"{getattr(profile, name).median_s / step_s:.0%} {name}" for name in _PHASE_COLORS]
-        where = f"(batch {profile.batch_size}): {', '.join(parts)}"
-        return f"A step of {profile.model} takes {format_duration(step_s)} {where}."
+        parts = ", ".join(f"{getattr(profile, name).median_s / step_s:.0%} {name}" for name in _PHASE_COLORS)
+        return f"A step of {profile.model} takes {format_duration(step_s)} (batch {profile.batch_size}): {parts}."
 
     @property
     def findings(self) -> list[str]:
@@ -105,7 +88,7 @@ class ProfileResult(PhasesResult):
         return [f"paceline predict --model-profile {self.folder} --network 10gbe --ranks 2,8,64"]
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"notes": list(self.findings)}
+        return super().to_json() | {"notes": self.findings}
 
 
 class _Part(NamedTuple):
@@ -127,39 +110,30 @@ def list_parameters(profile: LayerProfileRecord) -> list[_Part]:
     return [_Part(profile, *row) for row in zip(profile.parameters, itertools.count(), ready, strict=False)]
 
 
-def _count_bytes(block: _Part) -> int:
-    return sum(parameter.num_bytes for parameter in block.profile.parameters_of(block.of.name))
-
-
-def _find_share(block: _Part) -> float:
-    """Of the profiled backward."""
-    return float(statistics.median(block.of.backward_s)) / (block.profile.profiled_backward.median_s or 1.0)
-
-
 BLOCKS = (
     *raw_columns("profile.model"),
-    Column("block", attrgetter("of.name"), key="block", is_key=True),
-    Column("gradients", _count_bytes, "bytes", "num_bytes", priority=1),
+    Column("block", "of.name", key="block", is_key=True),
+    Column("gradients", lambda r: sum(p.num_bytes for p in r.profile.parameters_of(r.of.name)), "bytes", "num_bytes",
+           priority=1),
     Column("forward", lambda r: statistics.median(r.of.forward_s), "ms", "forward_s", priority=2),
     Column("backward", lambda r: statistics.median(r.of.backward_s), "ms", "backward_s", priority=3),
-    Column("of backward", _find_share, "percent.1", "share_of_backward"),
+    Column("of backward", lambda r: statistics.median(r.of.backward_s) / (r.profile.profiled_backward.median_s or 1.0),
+           "percent.1", "share_of_backward"),
     Column("last ready", lambda r: r.profile.ready_of(r.of.name), "ms", "last_ready_s", priority=2),
-    Column("source", attrgetter("profile.source"), key="source", priority=-1),
-)
+    *text_columns("profile.source", priority=-1),
+)  # fmt: skip
 PARAMETERS = (
-    Column("#", attrgetter("place"), "number", "index"),
-    *raw_columns("profile.model"),
-    Column(None, attrgetter("of.name"), key="parameter"),
+    Column("#", "place", "number", "index"),
+    *raw_columns("profile.model", parameter="of.name", ready_s="of.median_s"),
     Column(None, lambda r: list(r.of.aliases), key="aliases"),
-    Column("parameter", attrgetter("of.names"), is_key=True),
+    Column("parameter", "of.names", is_key=True),
     Column("block", lambda r: r.of.block or OUTSIDE),
     Column(None, lambda r: r.of.block or None, key="block"),
-    Column("type", attrgetter("of.dtype"), key="dtype"),
-    Column("bytes", attrgetter("of.num_bytes"), "bytes", "num_bytes"),
-    Column(None, attrgetter("of.median_s"), key="ready_s"),
+    Column("type", "of.dtype", key="dtype"),
+    Column("bytes", "of.num_bytes", "bytes", "num_bytes"),
     Column("ready (ms)", lambda r: "never" if r.of.median_s is None else format_ms(r.of.median_s), str, priority=1),
-    Column("ready so far", attrgetter("ready_bytes"), "bytes", "ready_bytes"),
-    Column("source", attrgetter("profile.source"), key="source"),
+    Column("ready so far", "ready_bytes", "bytes", "ready_bytes"),
+    *text_columns("profile.source"),
 )
 
 
@@ -167,21 +141,17 @@ def describe_layers(profile: LayerProfileRecord) -> list[str]:
     """What the tables do not show: the plain step, what profiling costs, and what is odd about the gradients."""
     parts = ", ".join(f"{phase} {format_ms(getattr(profile, phase).median_s)}" for phase in _PHASE_COLORS)
     step, backward = describe_cost(profile.step_cost, "a step"), describe_cost(profile.backward_cost, "backward")
+    order = "in the same order" if profile.is_order_stable else "in a changing order, here that of the medians,"
     lines = [
         f"plain step {format_ms(profile.timing.median_s)} ms: {parts}",
         f"profiling costs {step}; {backward}",
-        "gradients became ready in the same order in every step"
-        if profile.is_order_stable
-        else "the order in which gradients became ready changed between steps: it is that of the medians",
+        f"gradients became ready {order} in every step",
     ]
     if tied := [p.names for p in profile.parameters if p.aliases]:
         lines.append(f"tied, and ready only after the last use: {'; '.join(tied)}")
     if profile.unused:
         lines.append(f"without a gradient: {', '.join(p.name for p in profile.unused)}")
     return [*lines, profile.note] if profile.note else lines
-
-
-_NEAR = 0.04  # of an axis: labels of points that are closer would print over each other
 
 
 def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
@@ -204,25 +174,21 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
         axes.annotate(text, (x, y), xytext=(offset, 3), textcoords="offset points", fontsize=7.5, ha=side)
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.06 * profile.num_bytes / MIB)
-    axes.set_xlabel("time since backward began (ms)")
-    axes.set_ylabel("gradients ready (MiB)")
+    axes.set(xlabel="time since backward began (ms)", ylabel="gradients ready (MiB)")
     axes.legend(fontsize=8.5, frameon=False, loc="lower right", bbox_to_anchor=(0.94, 0.0))
     return figure
 
 
 def _join_labels(marks: list[tuple[float, float, str]], width: float) -> list[tuple[float, float, str]]:
-    """One label for marks that lie close together: the last of them, and how many more there are."""
+    """One label for marks that would print over each other: the last of them, and how many more there are."""
     groups: list[list[tuple[float, float, str]]] = []
     for mark in marks:
-        first = groups[-1][0] if groups else mark
-        if groups and mark[0] - first[0] < _NEAR * width and mark[1] - first[1] < _NEAR * marks[-1][1]:
+        first = groups[-1][0] if groups else None
+        if first and mark[0] - first[0] < 0.04 * width and mark[1] - first[1] < 0.04 * marks[-1][1]:
             groups[-1].append(mark)
         else:
             groups.append([mark])
     return [(x, y, name + (f" +{len(others)}" if others else "")) for *others, (x, y, name) in groups]
-
-
-# -- traces ------------------------------------------------------------------------------------------------------------
 
 
 class TraceResult(Result):
@@ -232,13 +198,11 @@ class TraceResult(Result):
     folder. `traces` are those of the ranks, None of a saved run; `plot` draws one step of them.
     """
 
-    verbs = ("profile trace",)
-
     def __init__(
         self,
         run: Run,
         folder: Path | None = None,
-        document: dict[str, Any] | None = None,
+        document: Any = None,
         traces: Sequence[RankTrace] = (),
         plot: bool = True,
     ) -> None:
@@ -247,20 +211,20 @@ class TraceResult(Result):
         path = (folder or Path()) / OVERVIEW
         try:
             self.document: dict[str, Any] = json.loads(path.read_text()) if document is None else document
-            self.overviews = [overview_from_json(one) for one in self.document["overviews"]]
+            self.overviews = [tracing.overview_from_json(one) for one in self.document["overviews"]]
             self.facts = StepFacts(**self.document["facts"])
             self.advice: list[dict[str, Any]] = self.document["advice"]
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path} cannot be read: {error}; `paceline profile trace` writes it") from None
-        model, ranks = self.config.get("model", "the model"), format_number_of(self.facts.world_size, "rank")
-        self._name = f"{model} on {ranks}, batch {self.facts.batch_size}, {self.facts.precision}"
+        self._model, ranks = self.config.get("model", "the model"), format_number_of(self.facts.world_size, "rank")
+        self._name = f"{self._model} on {ranks}, batch {self.facts.batch_size}, {self.facts.precision}"
 
     @staticmethod
     def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Advice]) -> dict[str, Any]:
         """What `overview.json` holds."""
         names = ("kind", "gain_s", "factor", "certainty", "text")
         return {
-            "overviews": [overview_to_json(overview) for overview in overviews],
+            "overviews": [tracing.overview_to_json(overview) for overview in overviews],
             "facts": asdict(facts),
             "advice": [{name: getattr(one, name) for name in names} for one in advice],
         }
@@ -304,13 +268,17 @@ class TraceResult(Result):
     def figures(self) -> dict[str, Callable[[], Figure]]:
         if not self._plot:
             return {}
-        model, wrapper = self.config.get("model", "the model"), self.config.get("wrapper", "unknown wrapper")
-        title = f"One step of {model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
-        return {"timeline": lambda: plot_timeline(build_lanes(self.traces), title, self.run.environment.machine)}
+        wrapper = self.config.get("wrapper", "unknown wrapper")
+        title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
+        return {
+            "timeline": lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.run.environment.machine)
+        }
 
     def files(self) -> dict[str, str | bytes]:
         files: dict[str, str | bytes] = {OVERVIEW: json.dumps(self.document, indent=1) + "\n"}
-        return files | ({"trace.json.gz": render_trace(merge_traces(self.traces))} if self.traces else {})
+        return files | (
+            {"trace.json.gz": tracing.render_trace(tracing.merge_traces(self.traces))} if self.traces else {}
+        )
 
     @property
     def next_steps(self) -> list[str]:
@@ -324,36 +292,31 @@ class TraceResult(Result):
 _SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
 
 
-def _phase_column(phase: str) -> Column:
-    return Column(phase, lambda o: o.phases_s.get(phase), "ms", f"{phase}_s")
-
-
-def _gpu_column(name: str | None, field: str) -> Column:
-    return Column(name, lambda o: None if o.gpu is None else getattr(o.gpu, field), "percent.1", f"gpu_{field}")
+def _gpu_column(name: str, field: str) -> Column:
+    return Column(name, f"gpu.{field}", "percent.1", f"gpu_{field}")
 
 
 # A row is the overview of one rank. The shares sum to the step.
 OVERVIEWS = (
-    Column("rank", attrgetter("rank"), "number", "rank", is_key=True),
-    *raw_columns("world_size"),
-    Column("device", attrgetter("device"), key="device"),
+    Column("rank", "rank", "number", "rank", is_key=True),
+    *text_columns("device"),
     Column("steps", lambda o: len(o.steps), "number", "steps", priority=-1),
-    Column("step", attrgetter("step_s"), "ms", "step_s", is_key=True),
+    Column("step", "step_s", "ms", "step_s", is_key=True),
     *(
         Column(_SHOWN.get(c, c), partial(Overview.share, category=c), "percent.1", f"{c}_share", priority=2)
         for c in CATEGORIES
     ),
-    *map(_phase_column, _PHASE_COLORS),
+    *(Column(p, lambda o, p=p: o.phases_s.get(p), "ms", f"{p}_s") for p in _PHASE_COLORS),  # type: ignore[misc]
     _gpu_column("GPU busy", "busy"),
     _gpu_column("SM efficiency (est.)", "sm_efficiency"),
     _gpu_column("occupancy (est.)", "occupancy"),
     _gpu_column("tensor cores", "tensor_core_share"),
     _gpu_column("messages of kernels", "communication_share"),
-    *(_gpu_column(None, name) for name in ("missed_s", "kernel_s", "num_kernels")),
+    *raw_columns("world_size", "message_s", "host_s"),
+    *raw_columns(gpu_missed_s="gpu.missed_s", gpu_kernel_s="gpu.kernel_s", gpu_num_kernels="gpu.num_kernels"),
     *(Column(None, partial(Overview.seconds, category=c), key=f"{c}_s") for c in CATEGORIES),
-    *raw_columns("message_s", "host_s"),
-    Column("peak memory", attrgetter("peak_bytes"), "bytes", "peak_bytes", priority=-1),
-    Column("source", attrgetter("source"), key="source", priority=-1),
+    Column("peak memory", "peak_bytes", "bytes", "peak_bytes", priority=-1),
+    *text_columns("source", priority=-1),
 )
 
 
@@ -364,10 +327,10 @@ def choose_overview_columns(overviews: Sequence[Overview]) -> list[Column]:
 
 
 OPERATORS = (
-    Column("operator", attrgetter("name"), key="name", is_key=True),
-    Column("calls/step", attrgetter("calls"), "{:g}".format, "calls"),
-    Column("self (ms/step)", attrgetter("self_s"), format_ms, "self_s", priority=2),
-    Column("total (ms/step)", attrgetter("total_s"), format_ms, "total_s", priority=1),
+    Column("operator", "name", key="name", is_key=True),
+    Column("calls/step", "calls", "{:g}".format, "calls"),
+    Column("self (ms/step)", "self_s", format_ms, "self_s", priority=2),
+    Column("total (ms/step)", "total_s", format_ms, "total_s", priority=1),
 )
 
 
@@ -378,109 +341,70 @@ def _shorten(name: str, width: int = 44) -> str:
 
 KERNELS = (
     Column("kernel", lambda r: _shorten(r.name), is_key=True),
-    *raw_columns("name"),
-    Column("kind", attrgetter("kind"), key="kind"),
-    Column("calls/step", attrgetter("calls"), "{:g}".format, "calls"),
-    Column("time (ms/step)", attrgetter("time_s"), format_ms, "time_s", priority=3),
+    *text_columns("kind"),
+    Column("calls/step", "calls", "{:g}".format, "calls"),
+    Column("time (ms/step)", "time_s", format_ms, "time_s", priority=3),
     Column("mean (µs)", lambda r: r.mean_s * 1e6, "{:.1f}".format, priority=1),
-    *raw_columns("mean_s"),
-    Column("occupancy (est.)", attrgetter("occupancy"), "percent.1", "occupancy", priority=-1),
-    *raw_columns("uses_tensor_cores"),
+    Column("occupancy (est.)", "occupancy", "percent.1", "occupancy", priority=-1),
+    *raw_columns("name", "mean_s", "uses_tensor_cores"),
     Column("tensor cores", lambda r: r.uses_tensor_cores if r.uses_tensor_cores or r.kind == "matmul" else None, "yes"),
 )
 
 
-# -- timeline ----------------------------------------------------------------------------------------------------------
-
-# The height of a row of buckets, the width of a label as a share of the step, and how many labels can be read.
-_ROW, _LABEL_WIDTH, _MAX_LABELS = 0.22, 0.065, 16
-_WAITING, _MOVING, _EXPOSED = "#F5D9A8", "#E69F00", "#D55E00"
+# The height of a row of buckets, and how many of their labels can be read.
+_ROW, _MAX_LABELS = 0.22, 16
 
 
 def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figure:
     """For each rank a lane of phases and one of buckets, in ms; what moves after the end of backward is hatched."""
-    from matplotlib.figure import Figure
-
+    figure, axes = new_figure(title, f"measured. {subtitle}")
     end_ms = max(lane.end_s for lane in lanes) * 1e3
-    rows: dict[int, list[int]] = {}  # of each bucket, so that neither it nor its label is drawn over another
-    for lane in lanes:
-        label_s = _LABEL_WIDTH * end_ms / 1e3 if len(lane.buckets) <= _MAX_LABELS else 0.0
-        rows[lane.rank] = find_lanes((bucket.ready_s, bucket.done_s + label_s) for bucket in lane.buckets)
-    heights = {rank: 0.65 + _ROW * (max(places, default=-1) + 1) for rank, places in rows.items()}
-    figure = Figure(figsize=(9.6, 1.7 + 0.8 * sum(heights.values())), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold")
-    axes.text(0, 1.0, f"measured. {subtitle}", transform=axes.transAxes, fontsize=8.5, color="#555555", va="bottom")
+    exposed = dict.fromkeys(format_duration(pick(lane.exposed_s for lane in lanes)) for pick in (min, max))
+    hatched = {"facecolors": "white", "edgecolors": "#D55E00", "hatch": "//////", "lw": 0.8}
     ticks: dict[float, str] = {}
     top = 0.0
+
+    def draw(first_s: float, last_s: float, at: float, height: float, label: str, **style: Any) -> None:
+        if last_s > first_s:
+            axes.broken_barh([(first_s * 1e3, (last_s - first_s) * 1e3)], (at, height), label=label, **style)
+
     for lane in lanes:
-        bottom = top + heights[lane.rank]
         ticks[top + 0.2] = f"rank {lane.rank}"
-        _draw_phases(axes, lane, top, end_ms)
-        if lane.buckets:
+        for name, first_s, last_s in lane.phases:
+            draw(first_s, last_s, top, 0.4, name, facecolors=_PHASE_COLORS[name])
+            words, color = f"{name} {format_ms(last_s - first_s)}", "white" if name == "backward" else "black"
+            if (last_s - first_s) * 1e3 > 0.011 * len(words) * end_ms:
+                place = (first_s + last_s) / 2 * 1e3, top + 0.2
+                axes.text(*place, words, ha="center", va="center", fontsize=7.5, color=color)
+        # Neither a bucket nor its label is drawn over another.
+        label_s = 0.065 * end_ms / 1e3 if len(lane.buckets) <= _MAX_LABELS else 0.0
+        rows = tracing.find_lanes((bucket.ready_s, bucket.done_s + label_s) for bucket in lane.buckets)
+        bottom = top + 0.65 + _ROW * (max(rows, default=-1) + 1)
+        free_s = float("inf") if lane.backward_end_s is None else lane.backward_end_s
+        for bucket, row in zip(lane.buckets, rows, strict=True):
+            at, height, hidden_s = (
+                top + 0.47 + _ROW * row,
+                0.85 * _ROW,
+                min(max(bucket.launch_s, free_s), bucket.done_s),
+            )
+            draw(bucket.ready_s, bucket.launch_s, at, height, "bucket ready, gathered", facecolors="#F5D9A8")
+            draw(bucket.launch_s, hidden_s, at, height, "bucket on its way", facecolors="#E69F00")
+            draw(hidden_s, bucket.done_s, at, height, f"exposed ({' to '.join(exposed)})", **hatched)
+            if label_s:  # beside the bar, where hatching does not cross it
+                beside = bucket.done_s * 1e3 + 0.004 * end_ms, at + 0.42 * _ROW
+                axes.text(*beside, format_bytes(bucket.num_bytes), fontsize=6.5, va="center", color="#333333")
+        if rows:
             ticks[(top + bottom) / 2 + 0.15] = "buckets"
-            _draw_buckets(axes, lane, rows[lane.rank], top + 0.47, end_ms)
-            if lane.backward_end_s is not None:
-                axes.plot([lane.backward_end_s * 1e3] * 2, [top, bottom - 0.2], color="#000000", lw=0.9, ls=":")
-        if lane is not lanes[-1]:
-            axes.axhline(bottom - 0.1, color="#DDDDDD", lw=0.8)
+            axes.plot([min(free_s * 1e3, end_ms)] * 2, [top, bottom - 0.2], color="#000000", lw=0.9, ls=":")
+        axes.axhline(bottom - 0.1, color="#DDDDDD", lw=0.8)
         top = bottom
+    figure.set_size_inches(9.6, 1.7 + 0.8 * top)
     axes.set_yticks(list(ticks), list(ticks.values()), fontsize=8.5)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(top - 0.1, -0.12)
-    axes.set_xlim(0, end_ms * 1.01)
-    axes.set_xlabel("ms since the first rank began the step")
-    axes.grid(True, axis="x", alpha=0.25)
+    axes.set(ylim=(top - 0.1, -0.12), xlim=(0, end_ms * 1.01), xlabel="ms since the first rank began the step")
+    axes.grid(False, axis="y")
     axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    _place_legend(figure, lanes)
+    place_legend(figure, axes)
     return figure
-
-
-def _draw_phases(axes: Axes, lane: StepLane, top: float, end_ms: float) -> None:
-    for name, first_s, last_s in lane.phases:
-        start_ms, width_ms = first_s * 1e3, (last_s - first_s) * 1e3
-        axes.broken_barh([(start_ms, width_ms)], (top, 0.4), facecolors=_PHASE_COLORS[name])
-        words, color = f"{name} {format_ms(last_s - first_s)}", "white" if name == "backward" else "black"
-        if width_ms > 0.011 * len(words) * end_ms:
-            place = start_ms + width_ms / 2, top + 0.2
-            axes.text(*place, words, ha="center", va="center", fontsize=7.5, color=color)
-
-
-def _draw_buckets(axes: Axes, lane: StepLane, rows: Sequence[int], top: float, end_ms: float) -> None:
-    free_s = float("inf") if lane.backward_end_s is None else lane.backward_end_s
-    for bucket, row in zip(lane.buckets, rows, strict=True):
-        place = (top + _ROW * row, 0.85 * _ROW)
-        hidden_s = min(max(bucket.launch_s, free_s), bucket.done_s)
-        for first_s, last_s, options in (
-            (bucket.ready_s, bucket.launch_s, {"facecolors": _WAITING}),
-            (bucket.launch_s, hidden_s, {"facecolors": _MOVING}),
-            (hidden_s, bucket.done_s, {"facecolors": "white", "edgecolors": _EXPOSED, "hatch": "//////", "lw": 0.8}),
-        ):
-            if last_s > first_s:
-                axes.broken_barh([(first_s * 1e3, (last_s - first_s) * 1e3)], place, **options)
-        if len(rows) <= _MAX_LABELS:  # beside the bar, where hatching does not cross it
-            beside = bucket.done_s * 1e3 + 0.004 * end_ms, place[0] + 0.42 * _ROW
-            axes.text(*beside, format_bytes(bucket.num_bytes), fontsize=6.5, va="center", color="#333333")
-
-
-def _place_legend(figure: Figure, lanes: Sequence[StepLane]) -> None:
-    from matplotlib.patches import Patch
-
-    names = dict.fromkeys(name for lane in lanes for name, _, _ in lane.phases)
-    entries = [Patch(facecolor=_PHASE_COLORS[name], label=name) for name in names]
-    if any(lane.buckets for lane in lanes):
-        exposed = dict.fromkeys(format_duration(pick(lane.exposed_s for lane in lanes)) for pick in (min, max))
-        entries += [
-            Patch(facecolor=_WAITING, label="bucket ready, gathered"),
-            Patch(facecolor=_MOVING, label="bucket on its way"),
-            Patch(facecolor="white", edgecolor=_EXPOSED, hatch="//////", label=f"exposed ({' to '.join(exposed)})"),
-        ]
-    # Outside of the axes and by the figure's own measure, so that it keeps its distance at any height.
-    figure.legend(handles=entries, fontsize=8, frameon=False, loc="outside lower center", ncols=len(entries))
-
-
-# -- networks ----------------------------------------------------------------------------------------------------------
 
 
 class CommTableResult(StepResult):
@@ -489,25 +413,21 @@ class CommTableResult(StepResult):
     `sweeps` are networks that were measured; those of a saved run are in the runs that `--curve` named.
     """
 
-    verbs = ("profile comm-table",)
-
     def __init__(self, run: Run, folder: Path | None = None, sweeps: Sequence[MeasuredFabric] = ()) -> None:
         super().__init__(run, folder)
-        profile = next((record for record in run.records if isinstance(record, LayerProfileRecord)), None)
         self.rows: list[CommRow] = []
-        if profile is not None:
-            self.rows = build_comm_table(profile, find_networks(self.config["networks"]), sweeps, self.config["ranks"])
+        for profile in self.only(LayerProfileRecord):
+            self.rows += build_comm_table(profile, find_networks(self.config["networks"]), sweeps, self.config["ranks"])
 
     @property
     def answer(self) -> str:
         if not self.rows:
             return "No step was measured."
         best, worst = (pick(self.rows, key=lambda row: row.step.exposed_share) for pick in (min, max))
-        parts = [
-            f"{row.step.exposed_share:.1%} of a step on {row.step.network} with "
-            f"{format_number_of(row.step.world_size, 'rank')}"
-            for row in ([best] if best is worst else [best, worst])
-        ]
+        parts = dict.fromkeys(
+            f"{row.step.exposed_share:.1%} of a step on {row.step.network} with {row.step.world_size:,} ranks"
+            for row in (best, worst)
+        )
         return (
             f"A step of {best.model} computes for {format_duration(best.step.local_s)} and sends "
             f"{format_bytes(best.num_bytes)} of gradients. Predicted exposed communication, with the best bucket size: "
@@ -533,24 +453,20 @@ class CommTableResult(StepResult):
 
 
 COMM = (
-    Column("model", lambda r: r.model, key="model"),
-    Column("gradients", lambda r: r.num_bytes, "bytes", "gradient_bytes", priority=-1),
-    Column("network", lambda r: r.step.network, key="network", is_key=True),
-    Column("ranks", lambda r: r.step.world_size, "number", "world_size", is_key=True),
-    Column("compute", lambda r: r.step.local_s, "ms", "compute_s", priority=1),
-    *raw_columns("backward_s", "compute_source"),
-    Column("comm", lambda r: r.message_s, "ms", "comm_s", priority=1),
-    Column("overhead", lambda r: r.overhead, "percent.1", "overhead", priority=2),
-    *raw_columns("step.algorithm"),
-    Column("step", lambda r: r.step.step_s, "ms", "step_s", priority=3),
-    *raw_columns("step.low_s", "step.high_s", "step.exposed_s"),
-    Column("exposed", lambda r: r.step.exposed_share, "percent.1", "exposed_overhead", priority=3),
+    *text_columns("model"),
+    Column("gradients", "num_bytes", "bytes", "gradient_bytes", priority=-1),
+    *text_columns("step.network", is_key=True),
+    Column("ranks", "step.world_size", "number", "world_size", is_key=True),
+    Column("compute", "step.local_s", "ms", "compute_s", priority=1),
+    Column("comm", "message_s", "ms", "comm_s", priority=1),
+    Column("overhead", "overhead", "percent.1", "overhead", priority=2),
+    Column("step", "step.step_s", "ms", "step_s", priority=3),
+    Column("exposed", "step.exposed_share", "percent.1", "exposed_overhead", priority=3),
+    *raw_columns("backward_s", "compute_source", "step.algorithm", "step.low_s", "step.high_s", "step.exposed_s"),
     *raw_columns("step.best_cap_bytes", "assumption", "step.source"),
     Column("source", lambda r: f"compute {r.compute_source}, comm {r.step.source}", priority=-2),
 )
 
-
-# -- two profiles ------------------------------------------------------------------------------------------------------
 
 # The settings in which two runs of phases may differ without a remark: only cells that both have are compared.
 _MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
@@ -587,8 +503,6 @@ class ComparedRow:
 class ComparisonResult(Result):
     """`profile --compare`: two traces, or the phases of two runs, and the ratio of each quantity."""
 
-    verbs = (COMPARE,)
-
     @classmethod
     def of(cls, first: Result, second: Result, environment: Environment) -> ComparisonResult:
         """Compare two profiles. They were not taken in turns: the machine may have changed between them."""
@@ -601,12 +515,10 @@ class ComparisonResult(Result):
             )
         elif isinstance(first, StepResult) and isinstance(second, StepResult) and first.steps and second.steps:
             quantities = _OF_PHASES
+            tables = (Table("", "", PHASES, one.steps).rows_json() for one in (first, second))
             here, there = (
-                {
-                    f"{format_number_of(row['world_size'], 'rank')}, batch {row['batch_size']}: ": row
-                    for row in Table("", "", PHASES, one.steps).rows_json()
-                }
-                for one in (first, second)
+                {f"{format_number_of(row['world_size'], 'rank')}, batch {row['batch_size']}: ": row for row in rows}
+                for rows in tables
             )
         else:
             raise ConfigError(
@@ -616,9 +528,7 @@ class ComparisonResult(Result):
             )
         common = [cell for cell in here if cell in there]
         if not common:
-            raise ConfigError(
-                "{} and {} have no number of ranks and batch size in common".format(*names), code="mismatch"
-            )
+            raise ConfigError(f"{' and '.join(names)} have no ranks and batch size in common", code="mismatch")
         rows = [
             ComparedRow(
                 cell + ("samples/s" if name == "samples_per_s" else name.removesuffix("_s").replace("_", " ")),
@@ -668,19 +578,19 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def _compared_columns(name: str) -> tuple[Column, Column]:
+def _compared_columns(name: str) -> list[Column]:
     """One side of the comparison: in its own unit for people, raw for programs."""
-    pick = attrgetter(name)
-    return (
-        Column(name, lambda r: None if pick(r) is None else _FORMATS[r.unit](pick(r)), str, is_key=True),
-        Column(None, pick, key=name),
-    )
+
+    def say(row: ComparedRow) -> str | None:
+        return None if (value := getattr(row, name)) is None else _FORMATS[row.unit](value)
+
+    return [Column(name, say, str, is_key=True), *raw_columns(name)]
 
 
 COMPARED = (
-    Column("quantity", attrgetter("name"), key="name", is_key=True),
+    Column("quantity", "name", key="name", is_key=True),
     *raw_columns("unit"),
     *_compared_columns("first"),
     *_compared_columns("second"),
-    Column("second / first", attrgetter("ratio"), "ratio", "ratio"),
+    Column("second / first", "ratio", "ratio", "ratio"),
 )

@@ -7,43 +7,48 @@ import html
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.errors import RecordError
 from paceline.records.environment import NOISY, Doubt, find_doubts
 from paceline.records.kinds import CheckRecord, Record
 from paceline.records.store import RUN_FILE, Run, load_run, save_run, write_new
 from paceline.records.training import CONFIG_FILE
-from paceline.report.table import Column, Table, wrap
+from paceline.report.table import Column, Table, raw_columns, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The modules with the results of verbs. Each is imported when a run of one of its verbs is shown.
-_MODULES = {
-    "collectives": ("bench allreduce", "bench chunks"),
-    "large_batch": ("scale large-batch",),
-    "predictions": ("predict", "predict csv"),
-    "profiles": ("profile", "profile layers", "profile trace", "profile comm-table", "profile --compare"),
-    "scaling": ("scale batch", "scale ranks", "scale report"),
-    "steps": ("bench wrappers", "profile phases"),
-    "training": ("train",),
-    "tuning": ("tune",),
+R = TypeVar("R", bound=Record)
+# The class of the result of each verb, by its module, which is imported when such a run is shown.
+_CLASSES = {
+    "bench allreduce": "collectives.CollectiveResult",
+    "bench chunks": "collectives.ChunksResult",
+    "bench wrappers": "steps.WrappersResult",
+    "doctor": "result.DoctorResult",
+    "predict": "predictions.PredictResult",
+    "predict csv": "predictions.CapsResult",
+    "profile": "profiles.ProfileResult",
+    "profile --compare": "profiles.ComparisonResult",
+    "profile comm-table": "profiles.CommTableResult",
+    "profile layers": "profiles.ProfileResult",
+    "profile phases": "steps.PhasesResult",
+    "profile trace": "profiles.TraceResult",
+    "scale batch": "scaling.BatchResult",
+    "scale large-batch": "large_batch.LargeBatchResult",
+    "scale ranks": "scaling.RanksResult",
+    "scale report": "scaling.ReportResult",
+    "train": "training.TrainRunResult",
+    "tune": "tuning.TuneResult",
 }
-_CLASSES: dict[str, type[Result]] = {}
 
 
 class Result:
-    """What a verb returns. A subclass names its verbs and says what its records mean.
+    """What a verb returns. A subclass says what the records of its verb mean.
 
     Everything is derived from `run`, so a run folder, however old, gives the same result again (`load_result`).
     `folder` is where the run was saved, None where it was not.
     """
-
-    verbs: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls) -> None:
-        _CLASSES.update(dict.fromkeys(cls.verbs, cls))
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run, self.folder = run, folder
@@ -90,6 +95,10 @@ class Result:
     @property
     def records(self) -> tuple[Record, ...]:
         return self.run.records
+
+    def only(self, kind: type[R]) -> list[R]:
+        """The records of one kind."""
+        return [record for record in self.records if isinstance(record, kind)]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -192,14 +201,8 @@ class Result:
 class DoctorResult(Result):
     """`paceline doctor`: one record for each check."""
 
-    verbs = ("doctor",)
-
-    @property
-    def checks(self) -> list[CheckRecord]:
-        return [record for record in self.records if isinstance(record, CheckRecord)]
-
     def _list(self, status: str) -> str:
-        return ", ".join(check.name for check in self.checks if check.status == status)
+        return ", ".join(check.name for check in self.only(CheckRecord) if check.status == status)
 
     @property
     def failure(self) -> str:
@@ -216,13 +219,12 @@ class DoctorResult(Result):
 
     def tables(self) -> list[Table]:
         columns = (
-            Column("", lambda check: check.status, str, "status", is_key=True),
-            Column("check", lambda check: check.name, "text", "name", is_key=True),
-            Column(None, lambda check: check.found, "text", "found"),
-            Column(None, lambda check: check.advice, "text", "advice"),
+            Column("", "status", str, "status", is_key=True),
+            Column("check", "name", key="name", is_key=True),
+            *raw_columns("found", "advice"),
             Column("found", lambda check: check.found + (f" -> {check.advice}" if check.advice else ""), "words"),
         )
-        return [Table("checks", "", columns, self.checks)]
+        return [Table("checks", "", columns, self.only(CheckRecord))]
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -230,6 +232,19 @@ class DoctorResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         return {"ok": not self.failure} | super().to_json()
+
+
+_JOB_DEFAULTS = {
+    "model": None, "wrapper": "paceline", "data": "synthetic", "batch_size": None, "precision": "fp32",
+    "backend": "auto", "channels": None, "hidden": None, "context": None,
+}  # fmt: skip
+
+
+def describe_job(config: dict[str, Any]) -> str:
+    """The options of a command that describe the job of this configuration."""
+    given = {name: value for name in _JOB_DEFAULTS if (value := config.get(name)) not in (None, _JOB_DEFAULTS[name])}
+    words = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
+    return " ".join(f"--{name.replace('_', '-')} {' '.join(map(str, value))}" for name, value in words.items())
 
 
 def _pick(named: dict[str, Any], name: str | None, what: str) -> Any:
@@ -244,11 +259,11 @@ def _pick(named: dict[str, Any], name: str | None, what: str) -> Any:
 
 def build_result(run: Run, folder: Path | None = None) -> Result:
     """The result of a run, of the class of its verb."""
-    module = next((module for module, verbs in _MODULES.items() if run.verb in verbs), None)
-    if run.verb not in _CLASSES and module is not None:
-        importlib.import_module(f"paceline.report.{module}")
     is_empty = run.verb.startswith("bench ") and not run.records  # interrupted before its first cell
-    return (Result if is_empty else _CLASSES.get(run.verb, Result))(run, folder)
+    module, _, name = ("" if is_empty else _CLASSES.get(run.verb, "")).partition(".")
+    kind = getattr(importlib.import_module(f"paceline.report.{module}"), name) if module else Result
+    result: Result = kind(run, folder)
+    return result
 
 
 def load_result(path: str | Path) -> Result:

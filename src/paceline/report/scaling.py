@@ -1,6 +1,6 @@
-"""The results of `paceline scale`: tables, what they say in sentences, and the page of a study.
+"""The results of `paceline scale`: tables, what they say in sentences, figures, and the page of a study.
 
-Figures are in `scaling_plots`. What the numbers mean is in `records.steps` and `records.training`.
+What the numbers mean is in `records.steps` and `records.training`.
 """
 
 from __future__ import annotations
@@ -10,54 +10,34 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from paceline.errors import MeasurementError, PacelineError
 from paceline.predict.networks import find_networks
 from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_assumptions, simulate_scaling
-from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, Record, StepRecord
+from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, StepRecord
 from paceline.records.environment import Environment
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import Ratio
-from paceline.records.steps import (
-    ScalePoint,
-    Straggler,
-    compare_points,
-    find_peak_of,
-    find_straggler,
-    list_points,
-)
+from paceline.records.steps import ScalePoint, Straggler, compare_points, find_peak_of, find_straggler, list_points
 from paceline.records.store import Run
 from paceline.records.training import find_knee
+from paceline.report.plots import COLORS, MARKERS, build_panels, label_values, new_figure, place_legend
 from paceline.report.result import Result, load_result
-from paceline.report.table import Column, Table, raw_columns
-from paceline.units import MIB, format_ms, format_number_of, format_rate, format_speed, parse_counts
+from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
+from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate, format_speed, parse_counts
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PAGE = "report.md"
 NO_PREDICTION = "No prediction for"
 STUDIES = ("scale batch", "scale ranks", "scale large-batch")
-_NEAR = 0.1  # a prediction that is called good
-
-R = TypeVar("R", bound=Record)
 _three = "{:.3f}".format
-
-
-def only(records: Sequence[Record], kind: type[R]) -> list[R]:
-    return [record for record in records if isinstance(record, kind)]
-
-
-def text_columns(*paths: str) -> list[Column]:
-    """The attribute at each dotted path, under its last name."""
-    return [Column(path.split(".")[-1], attrgetter(path), key=path.split(".")[-1]) for path in paths]
-
-
-# -- batch sizes on one rank -------------------------------------------------------------------------------------------
 
 
 def build_batch_table(records: Sequence[BatchRecord]) -> Table:
@@ -69,28 +49,21 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
 
     columns = [
         *text_columns("model", "data", "device", "precision"),
-        *raw_columns("threads", "num_samples"),
-        Column("batch size", lambda r: r.batch_size, "number", "batch_size", is_key=True),
-        Column("steps per epoch", lambda r: r.num_steps, "number", "num_steps", priority=-1),
-        Column("epoch (s)", lambda r: r.epoch_s, _three, "epoch_s", priority=1),
-        Column(None, lambda r: r.timing and r.timing.p10_s, key="epoch_p10_s"),
-        Column(None, lambda r: r.timing and r.timing.p90_s, key="epoch_p90_s"),
-        Column("step", lambda r: r.step_s, "ms", "step_s", priority=2),
-        Column("samples/s", lambda r: r.samples_per_s, format_speed, "samples_per_s", priority=3),
-        Column("data wait (s)", lambda r: r.data_wait_s, _three, "data_wait_s", priority=-1),
-        Column("peak memory (MiB)", lambda r: r.peak_bytes or None, _say_mib, "peak_bytes", priority=2),
+        Column("batch size", "batch_size", "number", "batch_size", is_key=True),
+        Column("steps per epoch", "num_steps", "number", "num_steps", priority=-1),
+        Column("epoch (s)", "epoch_s", _three, "epoch_s", priority=1),
+        Column("step", "step_s", "ms", "step_s", priority=2),
+        Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
+        Column("data wait (s)", "data_wait_s", _three, "data_wait_s", priority=-1),
+        Column("peak memory", lambda r: r.peak_bytes or None, "bytes", "peak_bytes", priority=2),
         Column("noise", noise, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
-        *raw_columns("failure"),
+        *raw_columns("threads", "num_samples", "failure", epoch_p10_s="timing.p10_s", epoch_p90_s="timing.p90_s"),
         Column(None, lambda r: r is knee, key="is_knee"),
         Column(None, lambda r: r.timing.count if r.timing else 0, key="num_epochs"),
         *text_columns("source"),
     ]
     return Table("batch", "batch sizes on one rank", columns, records)
-
-
-def _say_mib(num_bytes: int) -> str:
-    return f"{num_bytes / MIB:,.0f}"
 
 
 def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
@@ -102,19 +75,15 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     rates = {record.batch_size: record.samples_per_s for record in records if record.samples_per_s}
     best, here = max(rates, key=lambda size: rates[size]), knee.batch_size
     reached = f"{rates[here] / rates[best]:.0%} of the best {format_speed(rates[best])} samples/s (at {best})"
+    text = f"Throughput grows up to batch size {here} (the knee), which reaches {reached}."
     if len(rates) == 1:
         text = f"Batch size {here}, the only one measured, reaches {format_speed(rates[here])} samples/s."
     elif here == max(rates):
         text = f"Throughput grows up to batch size {here}, the largest measured: try larger ones."
     elif here == min(rates):
         text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
-    else:
-        text = f"Throughput grows up to batch size {here} (the knee), which reaches {reached}."
-    memory = f" and the process peaks at {_say_mib(knee.peak_bytes)} MiB" if knee.peak_bytes else ""
+    memory = f" and the process peaks at {format_bytes(knee.peak_bytes)}" if knee.peak_bytes else ""
     return [text, f"At batch size {here} a step takes {format_ms(knee.step_s or 0.0)} ms{memory}.", *failed]
-
-
-# -- ranks -------------------------------------------------------------------------------------------------------------
 
 
 def is_split(record: StepRecord) -> bool:
@@ -136,6 +105,10 @@ class ScaleLine:
     def record(self) -> StepRecord:
         return self.point.record
 
+    @property
+    def split(self) -> StepRecord | None:
+        return self.record if is_split(self.record) else None
+
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
     """Each point in the given order, with what it is compared with; MeasurementError where one is above the peak."""
@@ -151,87 +124,63 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
     ]
 
 
-def say_ratio(ratio: Ratio) -> str:
-    """The ratio with its noise, and whether it is 1 within that."""
-    if ratio.noise is None:
-        return f"{ratio.value:.3f} (one repetition)"
-    verdict = "" if ratio.is_clear else " (within the noise)"
-    return "1" if ratio == Ratio(1.0, 0.0) else f"{ratio.value:.3f} ± {ratio.noise:.3f}{verdict}"
-
-
 def _say_cell(record: StepRecord | PredictedPoint, unit: str = " samples") -> str:
     return f"{record.cell_size}{unit} {'per rank' if record.mode == 'weak' else 'in all'}"
-
-
-def _ratio_columns(name: str, key: str, of: Callable[[ScaleLine], Ratio | None]) -> list[Column]:
-    return [
-        Column(name, of, say_ratio, priority=-1),
-        Column(None, lambda line: (ratio := of(line)) and ratio.value, key=key),
-        Column(None, lambda line: (ratio := of(line)) and ratio.noise, key=f"{key}_noise"),
-    ]
 
 
 # What says which step a row is about. `cell_size` counts samples per rank (weak) or over all ranks (strong).
 _FIRST = (
     *text_columns("record.model", "record.device"),
-    Column("mode", lambda s: s.record.mode, key="mode", priority=-2),
-    *raw_columns("record.data", "record.precision", "record.threads", "record.accumulate", "record.batch_size"),
-    *raw_columns("record.cell_size", "record.wrapper", "record.backend"),
+    *text_columns("record.mode", priority=-2),
     Column("samples", lambda s: _say_cell(s.record, ""), is_key=True),
-    Column("global batch", lambda s: s.record.global_batch_size, "number", "global_batch_size", priority=-2),
-    Column("ranks", lambda s: s.record.world_size, "number", "world_size", is_key=True),
-    Column("wrapper", lambda s: s.record.variant, is_key=True),
+    Column("global batch", "record.global_batch_size", "number", "global_batch_size", priority=-2),
+    Column("ranks", "record.world_size", "number", "world_size", is_key=True),
+    Column("wrapper", "record.variant", is_key=True),
+    *raw_columns("record.data", "record.precision", "record.threads", "record.accumulate", "record.batch_size"),
+    *raw_columns("record.cell_size", "record.wrapper", "record.backend", num_repetitions="record.timing.count"),
 )
-_LAST = (
-    Column(None, lambda s: s.record.timing.count, key="num_repetitions"),
-    Column("source", lambda s: s.record.source, key="source", priority=-2),
-)
+_LAST = text_columns("record.source", priority=-2)
 
 # Efficiencies are fractions of 1, `alone_s` is one rank's step in the same cell.
 SCALING = (
     *_FIRST,
-    Column("step", lambda s: s.record.timing.median_s, "ms", "step_s", priority=2),
-    Column("p10", lambda s: s.record.timing.p10_s, "ms", "step_p10_s", priority=-2),
-    Column("p90", lambda s: s.record.timing.p90_s, "ms", "step_p90_s", priority=-2),
-    Column(None, lambda s: s.point.alone.timing.median_s, key="alone_s"),
-    Column("samples/s", lambda s: s.record.samples_per_s, format_speed, "samples_per_s", priority=0),
-    Column("speed-up", lambda s: s.point.speedup, "ratio", "speedup", priority=3),
-    Column("ideal", lambda s: s.record.world_size, "number", "ideal_speedup", priority=-2),
-    Column("efficiency", lambda s: s.point.efficiency, _three, "efficiency", priority=4),
-    Column("±", lambda s: s.point.efficiency_noise, _three, "efficiency_noise", priority=1),
-    Column(None, lambda s: s.point.slowdown if is_split(s.record) else None, key="compute_slowdown"),
-    *_ratio_columns("/ torch", "efficiency_over_torch", lambda line: line.to_torch),
-    *_ratio_columns("/ torch on gloo", "efficiency_over_torch_on_gloo", lambda line: line.to_torch_on_gloo),
+    Column("step", "record.timing.median_s", "ms", "step_s", priority=2),
+    Column("p10", "record.timing.p10_s", "ms", "step_p10_s", priority=-2),
+    Column("p90", "record.timing.p90_s", "ms", "step_p90_s", priority=-2),
+    Column("samples/s", "record.samples_per_s", format_speed, "samples_per_s", priority=0),
+    Column("speed-up", "point.speedup", "ratio", "speedup", priority=3),
+    Column("ideal", "record.world_size", "number", "ideal_speedup", priority=-2),
+    Column("efficiency", "point.efficiency", _three, "efficiency", priority=4),
+    Column("±", "point.efficiency_noise", _three, "efficiency_noise", priority=1),
+    Column(None, lambda s: s.point.slowdown if s.split else None, key="compute_slowdown"),
+    *raw_columns(alone_s="point.alone.timing.median_s"),
+    *ratio_columns("/ torch", "to_torch", "efficiency_over_torch"),
+    *ratio_columns("/ torch on gloo", "to_torch_on_gloo", "efficiency_over_torch_on_gloo"),
     *_LAST,
 )
-
-
-def _say_overlap(overlap: float) -> str:
-    """A rank also waits for others to arrive, so a step may expose more than its messages take: nothing is hidden."""
-    return f"{overlap:.1%}" if overlap > 0 else "none"
 
 
 # Null where no steps without communication were timed.
 COMMUNICATION = (
     *_FIRST,
-    Column("step", lambda s: s.record.timing.median_s, "ms", "step_s", priority=0),
-    Column("compute", lambda s: s.record.compute_s if is_split(s.record) else None, "ms", "compute_s", priority=2),
-    Column("exposed", lambda s: s.record.exposed_s if is_split(s.record) else None, "ms", "exposed_s", priority=3),
-    Column("±", lambda s: s.record.exposed_noise_s, "ms", "exposed_noise_s", priority=-1),
-    Column("of step", lambda s: s.record.overhead if is_split(s.record) else None, "percent.1", "exposed_share",
-           priority=4),
-    Column("busy", lambda s: s.record.busy_s, "ms", "busy_s", priority=-1),
-    Column("overlap", lambda s: s.record.overlap if is_split(s.record) else None, _say_overlap, "overlap", priority=1),
+    Column("step", "record.timing.median_s", "ms", "step_s", priority=0),
+    Column("compute", "split.compute_s", "ms", "compute_s", priority=2),
+    Column("exposed", "split.exposed_s", "ms", "exposed_s", priority=3),
+    Column("±", "record.exposed_noise_s", "ms", "exposed_noise_s", priority=-1),
+    Column("of step", "split.overhead", "percent.1", "exposed_share", priority=4),
+    Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
+    # A rank also waits for others to arrive, so a step may expose more than its messages take: nothing is hidden.
+    Column("overlap", "split.overlap", lambda overlap: f"{max(0.0, overlap):.1%}", "overlap", priority=1),
     *_LAST,
-)  # fmt: skip
+)
 
 BANDWIDTH = (
     *_FIRST,
-    Column("sent per step", lambda s: s.record.num_bytes, "bytes", "num_bytes", priority=0),
-    Column("messages", lambda s: s.record.num_messages, "number", "num_messages", priority=-1),
-    Column("busy", lambda s: s.record.busy_s, "ms", "busy_s", priority=-1),
-    Column("busbw (GB/s)", lambda s: s.record.busbw_bytes_per_s, format_rate, "busbw_bytes_per_s", priority=3),
-    Column("peak (GB/s)", lambda s: s.peak, format_rate, "peak_bytes_per_s", priority=1),
+    Column("sent per step", "record.num_bytes", "bytes", "num_bytes", priority=0),
+    Column("messages", "record.num_messages", "number", "num_messages", priority=-1),
+    Column("busy", "record.busy_s", "ms", "busy_s", priority=-1),
+    Column("busbw (GB/s)", "record.busbw_bytes_per_s", format_rate, "busbw_bytes_per_s", priority=3),
+    Column("peak (GB/s)", "peak", format_rate, "peak_bytes_per_s", priority=1),
     Column("of peak", lambda s: s.peak and s.record.busbw_bytes_per_s / s.peak, "percent.1", "peak_share", priority=2),
     *_LAST,
 )
@@ -243,33 +192,26 @@ def match_predictions(predicted: Sequence[PredictedPoint], points: Sequence[Scal
     return [replace(q, measured=known.get((q.variant, (q.mode, q.cell_size), q.world_size))) for q in predicted]
 
 
-def _say_source(point: PredictedPoint) -> str:
-    measured = "" if point.measured is None else f" and {point.measured.record.source}"
-    return f"{point.source}{measured}{', doubtful' if point.doubt else ''}"
-
-
 # `source` is that of the prediction.
 PREDICTED = (
-    Column("wrapper", lambda q: q.variant, key="variant", is_key=True),
-    Column("network", lambda q: q.network, key="network", is_key=True),
+    Column("wrapper", "variant", key="variant", is_key=True),
+    *text_columns("network", is_key=True),
     Column("samples", lambda q: _say_cell(q, ""), is_key=True),
-    *raw_columns("mode", "cell_size", "alone_s"),
-    Column("ranks", lambda q: q.world_size, "{:,}".format, "world_size", is_key=True),
-    Column("predicted step", lambda q: q.step_s, "ms", "step_s", priority=2),
-    Column("low", lambda q: q.low_s, "ms", "low_s", priority=-1),
-    Column("high", lambda q: q.high_s, "ms", "high_s", priority=-1),
-    Column("measured step", lambda q: q.measured_s, "ms", "measured_step_s", priority=1),
-    Column("error", lambda q: q.error, "{:+.1%}".format, "error", priority=3),
-    Column("predicted speed-up", lambda q: q.speedup, "ratio", "speedup", priority=-2),
-    Column("predicted efficiency", lambda q: q.efficiency, _three, "efficiency", priority=0),
+    Column("ranks", "world_size", "{:,}".format, "world_size", is_key=True),
+    Column("predicted step", "step_s", "ms", "step_s", priority=2),
+    Column("low", "low_s", "ms", "low_s", priority=-1),
+    Column("high", "high_s", "ms", "high_s", priority=-1),
+    Column("measured step", "measured_s", "ms", "measured_step_s", priority=1),
+    Column("error", "error", "{:+.1%}".format, "error", priority=3),
+    Column("predicted speed-up", "speedup", "ratio", "speedup", priority=-2),
+    Column("predicted efficiency", "efficiency", _three, "efficiency", priority=0),
     Column(None, lambda q: q.band(q.efficiency)[0], key="efficiency_low"),
     Column(None, lambda q: q.band(q.efficiency)[1], key="efficiency_high"),
-    Column("measured efficiency", lambda q: q.measured and q.measured.efficiency, _three, "measured_efficiency",
-           priority=-1),
-    Column(None, lambda q: q.measured and q.measured.record.source, key="measured_source"),
-    *raw_columns("is_covered", "doubt", "source"),
-    Column("source", _say_source, priority=-2),
-)  # fmt: skip
+    Column("measured efficiency", "measured.efficiency", _three, "measured_efficiency", priority=-1),
+    *raw_columns("mode", "cell_size", "alone_s", "is_covered", "doubt", "source"),
+    *raw_columns(measured_source="measured.record.source"),
+    Column("source", lambda q: f"{q.source}{', doubtful' if q.doubt else ''}", priority=-2),
+)
 
 
 def _say_place(record: StepRecord) -> str:
@@ -284,14 +226,12 @@ def _say_cause(point: ScalePoint) -> str:
         return " There is no loss beyond the noise."
     if not is_split(record):
         return ""
-    exposed = f"exposed communication is {record.overhead:.0%} of the step"
+    exposed, is_weak = f"exposed communication is {record.overhead:.0%} of the step", record.mode == "weak"
     if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
         return f" The cause: {exposed}." if record.exposed_s > 0 else ""
-    if record.mode == "weak":
-        why = f"ranks slow each other down, computing takes {point.slowdown:.2f} times as long as on one rank"
-    else:
-        why = f"a rank's share of the batch takes {point.slowdown:.2f} times its share of one rank's time"
-    return f" The cause: {why} ({exposed})."
+    why = "ranks slow each other down, computing" if is_weak else "a rank's share of the batch"
+    than = "as long as on one rank" if is_weak else "its share of one rank's time"
+    return f" The cause: {why} takes {point.slowdown:.2f} times {than} ({exposed})."
 
 
 def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
@@ -328,18 +268,6 @@ def pick_leaders(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
     return [*best.values(), *([] if worst is None or worst in best.values() else [worst])]
 
 
-def summarize(leaders: Sequence[ScaleLine]) -> list[str]:
-    """The best of each mode in one sentence."""
-    parts, ranks = [], max((line.record.world_size for line in leaders), default=0)
-    for mode in ("weak", "strong"):
-        here = [line.point for line in leaders if (line.record.mode, line.record.world_size) == (mode, ranks)]
-        if here:
-            best = max(here, key=lambda point: point.efficiency)
-            value = f"{best.efficiency:.0%} efficiency" if mode == "weak" else f"{best.speedup:.2f} times the speed"
-            parts.append(f"{value} in {mode} scaling ({best.record.variant}, {_say_cell(best.record)})")
-    return [f"{format_number_of(ranks, 'rank').capitalize()} reach {' and '.join(parts)}."] if parts else []
-
-
 def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
     """Cells that one slow rank disturbed, once for each number of ranks."""
     worst: dict[tuple[str, int], Straggler] = {}
@@ -356,10 +284,7 @@ def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
 
 def find_undisturbed(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
     """Those of several ranks, without the ones that were timed in turns with a straggler."""
-
-    def where(line: ScaleLine) -> tuple[object, ...]:
-        return line.record.cell, line.record.job, line.record.world_size, line.record.source
-
+    where = attrgetter("record.cell", "record.job", "record.world_size", "record.source")
     disturbed = {where(line) for line in lines if find_straggler(line.record)}
     return [line for line in lines if line.record.world_size > 1 and where(line) not in disturbed]
 
@@ -391,12 +316,11 @@ def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
         return []
     worst, point = max(known, key=lambda pair: pair[0])
     mean, inside = statistics.fmean(error for error, _ in known), sum(bool(point.is_covered) for _, point in known)
-    near = sum(error <= _NEAR for error, _ in known)
     ranks = ", ".join(str(n) for n in sorted({point.world_size for _, point in known}))
     return [
         f"Predicted from half the ranks, {format_number_of(len(known), 'step')} on {ranks} ranks are off by {mean:.1%} "
-        f"on average and by {worst:.1%} at most ({point.variant}, {_say_cell(point)}); "
-        f"{near} by at most {_NEAR:.0%}, and {inside} lie in their 90 % intervals."
+        f"on average and by {worst:.1%} at most ({point.variant}, {_say_cell(point)}); {inside} lie in their 90 % "
+        "intervals."
     ]
 
 
@@ -414,14 +338,10 @@ def describe_predictions(points: Sequence[PredictedPoint]) -> list[str]:
             low, high = point.band(value)
             found.append(f"{word} {value:.2f} ({low:.2f} to {high:.2f}) on {point.world_size:,} ranks")
         doubt = first.doubt or last.doubt  # more ranks are not less doubtful
-        texts.append(
-            f"More ranks ({last.source}), {last.variant}, {_say_cell(last)} ({network}): {', '.join(found)}"
-            f"{f'; doubtful: {doubt}' if doubt else ''}."
-        )
+        text = f"More ranks ({last.source}), {last.variant}, {_say_cell(last)} ({network}): {', '.join(found)}"
+        texts.append(f"{text}; doubtful: {doubt}." if doubt else f"{text}.")
     return texts
 
-
-# -- the page ----------------------------------------------------------------------------------------------------------
 
 _DEFINITIONS = (
     ("weak scaling", "the samples per rank stay the same; efficiency is T(1) / T(n)"),
@@ -442,12 +362,12 @@ _DEFINITIONS = (
 
 def describe_machine(environment: Environment) -> str:
     """The machine and the software of a run in one line."""
-    versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items())
-    software = f"{environment.system}, Python {environment.python}, {versions}"
-    details = ", ".join(f"{name} {value}" for name, value in environment.details.items() if name != "gpu")
+    versions = {"Python": environment.python} | environment.versions
+    details = {name: value for name, value in environment.details.items() if name != "gpu"}
+    listed = [", ".join(f"{name} {value}" for name, value in one.items()) for one in (versions, details)]
     commit = environment.git_commit and f"commit {environment.git_commit}"
-    parts = (f"{environment.host}: {environment.machine}", software, details, f"`{environment.command_line}`", commit)
-    return "; ".join(filter(None, parts))
+    parts = (f"{environment.host}: {environment.machine}", environment.system, *listed, f"`{environment.command_line}`")
+    return "; ".join(filter(None, (*parts, commit)))
 
 
 def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, warnings: Sequence[str]) -> str:
@@ -471,7 +391,131 @@ def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, w
     return "\n\n".join([*blocks, *details]) + "\n"
 
 
-# -- results -----------------------------------------------------------------------------------------------------------
+def draw_line(axes: Axes, number: int, points: Sequence[tuple[float, float, float]], label: str, ls: str = "-") -> None:
+    """The line of this number through points of x, y and the error of y."""
+    color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+    xs, ys, errors = zip(*points, strict=True)
+    axes.errorbar(xs, ys, errors, color=color, marker=marker, ms=5, lw=1.6, capsize=3, ls=ls, label=label)
+
+
+def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
+    """Samples/s and peak memory against batch size, with the knee, and a cross where a batch did not fit."""
+    source = ", ".join(dict.fromkeys(record.source for record in records))
+    figure, axes = new_figure(f"{records[0].model} on one rank: batch size", subtitle)
+    timed = sorted((r for r in records if r.timing), key=lambda r: r.batch_size)
+    xs, rates = [r.batch_size for r in timed], [r.samples_per_s or 0.0 for r in timed]
+    ends = [[r.num_samples / getattr(r.timing, name) for r in timed] for name in ("p90_s", "p10_s")]
+    errors = [[abs(end - rate) for end, rate in zip(one, rates, strict=True)] for one in ends]
+    axes.errorbar(xs, rates, errors, color=COLORS[0], marker="o", capsize=3, label=f"samples/s ({source})")
+    axes.set(ylim=(0, 1.2 * max(rates, default=1.0)), xlabel="batch size", ylabel="samples/s, line p10 to p90")
+    knee = find_knee(records)
+    if knee is not None:
+        axes.axvline(knee.batch_size, color="#555555", ls=":", lw=1.2, label=f"knee: {knee.batch_size}")
+    failed = [r.batch_size for r in records if r.failure]
+    if failed:
+        axes.plot(failed, [0] * len(failed), "x", color=COLORS[1], ms=9, mew=2, clip_on=False, label="does not fit")
+    if any(r.peak_bytes for r in timed):
+        beside, peaks = axes.twinx(), [r.peak_bytes / MIB for r in timed]
+        beside.plot(xs, peaks, "--", color=COLORS[2], marker="s", ms=4, label=f"peak memory ({source})")
+        beside.set(ylim=(0, 1.2 * max(peaks)), ylabel="peak memory (MiB)")
+        beside.spines[["top"]].set_visible(False)
+    place_legend(figure, *figure.axes)
+    label_values(axes, [r.batch_size for r in records])
+    return figure
+
+
+def plot_ranks(
+    mode: str, points: Sequence[ScalePoint], subtitle: str, predicted: Sequence[PredictedPoint] = ()
+) -> Figure:
+    """Weak-scaling efficiency, or strong-scaling speed-up on log axes, against ranks: a panel for each batch size, with
+    the ideal line and predictions."""
+    is_weak = mode == "weak"
+    kept = [p for p in points if p.record.mode == mode and p.record.world_size > 1]
+    beyond = [q for q in predicted if q.mode == mode]
+    sizes = sorted({p.record.cell_size for p in kept} | {q.cell_size for q in beyond})
+    names = list(dict.fromkeys([p.record.variant for p in kept] + [q.variant for q in beyond]))
+    where = "per rank" if is_weak else "over all ranks"
+    figure, panels = build_panels([f"{size:,} samples {where}" for size in sizes], f"{mode} scaling", subtitle)
+    for axes, size in zip(panels, sizes, strict=True):
+        here = [p for p in kept if p.record.cell_size == size]
+        there = [q for q in beyond if q.cell_size == size]
+        counts = sorted({1, *(p.record.world_size for p in here), *(q.world_size for q in there)})
+        axes.plot(counts, [1 if is_weak else n for n in counts], ":", color="#000000", lw=1.2, label="ideal")
+        _draw_ranks(axes, here, there, names, is_weak)
+        axes.set_xlabel("ranks", fontsize=9)
+        label_values(axes, counts)
+    # All panels share the y axis, so that the highest point of all decides.
+    if is_weak:
+        panels[0].set_ylim(0, max([1.1, *(1.05 * (p.efficiency + (p.efficiency_noise or 0.0)) for p in kept)]))
+    else:
+        panels[0].set_yscale("log", base=2)
+        panels[0].yaxis.set_major_formatter("{x:g}")
+    panels[0].set_ylabel(f"{'efficiency' if is_weak else 'speed-up'} T(1)/T(n), ± 95 %")
+    place_legend(figure, *panels)
+    return figure
+
+
+def _draw_ranks(
+    axes: Axes, points: Sequence[ScalePoint], predicted: Sequence[PredictedPoint], names: Sequence[str], is_weak: bool
+) -> None:
+    """A line for each variant, from one rank alone on. Predictions of measured ranks are crosses; those of more ranks
+    go on, dashed and with their interval, from the best variant's line: all of them would hide each other."""
+
+    def value(point: ScalePoint | PredictedPoint) -> float:
+        return point.efficiency if is_weak else point.speedup
+
+    beyond = sorted((q for q in predicted if q.measured is None), key=lambda q: q.world_size)
+    leader = max(beyond, key=lambda q: (q.world_size, value(q))).variant if beyond else ""
+    for number, name in enumerate(names):
+        color = COLORS[number % len(COLORS)]
+        found = sorted((p for p in points if p.record.variant == name), key=lambda p: p.record.world_size)
+        for source in dict.fromkeys(p.record.source for p in found):
+            line = [p for p in found if p.record.source == source]
+            noises = [(p.efficiency_noise if is_weak else p.ratio.noise) or 0.0 for p in line]
+            drawn = [(p.record.world_size, value(p), noise) for p, noise in zip(line, noises, strict=True)]
+            style = "-" if source == "measured" else "-."
+            draw_line(axes, number, [(1, 1.0, 0.0), *drawn], f"{name} ({source})", style)
+        for q in (q for q in predicted if q.variant == name and q.measured is not None):
+            axes.plot(q.world_size, value(q), "x", color=color, ms=6, mew=1.4)
+        networks = dict.fromkeys(q.network for q in beyond) if name == leader else {}
+        for style, network in zip(("--", "-.", ":") * len(networks), networks, strict=False):
+            curve = [q for q in beyond if (q.variant, q.network) == (name, network)]
+            joined = [(p.record.world_size, value(p)) for p in found[-1:]] + [(q.world_size, value(q)) for q in curve]
+            label = f"{name}, {network} ({curve[0].source})"
+            axes.plot(*zip(*joined, strict=True), style, color=color, marker=".", ms=3, lw=1.1, label=label)
+            lows, highs = zip(*(q.band(value(q)) for q in curve), strict=True)
+            axes.fill_between([q.world_size for q in curve], lows, highs, color=color, alpha=0.13, lw=0)
+    if len(beyond) < len(predicted):
+        axes.plot([], [], "x", color="#555555", label="predicted from half the ranks (simulated)")
+
+
+def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
+    """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
+    variant and mode."""
+    groups: dict[str, list[StepRecord]] = {}
+    for record in sorted(filter(is_split, records), key=lambda r: (r.cell_size, r.world_size)):
+        groups.setdefault(f"{record.variant}, {record.mode} ({record.source})", []).append(record)
+    figure, panels = build_panels(list(groups), "where the time of a step goes", subtitle)
+    source = ", ".join(dict.fromkeys(r.source for group in groups.values() for r in group))
+    for axes, group in zip(panels, groups.values(), strict=True):
+        sizes = list(dict.fromkeys(r.cell_size for r in group))
+        # A gap between batch sizes, so that the eye compares ranks at one size.
+        xs = [place + 0.6 * sizes.index(r.cell_size) for place, r in enumerate(group)]
+        compute, exposed = [1e3 * r.compute_s for r in group], [1e3 * r.exposed_s for r in group]
+        axes.bar(xs, compute, 0.8, color=COLORS[0], label=f"compute ({source})")
+        style: dict[str, Any] = {"color": COLORS[1], "label": f"exposed communication ({source}), ± 95 %"}
+        noise = [1e3 * (r.exposed_noise_s or 0.0) for r in group]
+        bars = axes.bar(xs, exposed, 0.8, bottom=compute, yerr=noise, capsize=2, **style)
+        axes.bar_label(bars, [f"{r.overhead:.0%}" for r in group], fontsize=7.5, padding=2)
+        axes.set_xticks(xs, [f"{r.world_size}\n{r.cell_size:,}" for r in group])
+        where = "per rank" if group[0].mode == "weak" else "over all ranks"
+        axes.set_xlabel(f"ranks, and samples {where}", fontsize=9)
+        axes.set_xlim(-0.7, max(xs[-1], 3.0) + 0.7)
+        axes.margins(y=0.12)
+        axes.grid(False, axis="x")
+    panels[0].set_ylabel("step (ms); exposed in % of it")
+    place_legend(figure, *panels)
+    return figure
 
 
 class StudyResult(Result):
@@ -479,11 +523,7 @@ class StudyResult(Result):
 
     topic: ClassVar[str] = ""
     sentences: Sequence[str] = ()
-
-    @property
-    def assumptions(self) -> list[str]:
-        """Those of the predictions."""
-        return []
+    assumptions: Sequence[str] = ()  # of the predictions
 
     @property
     def sources(self) -> list[str]:
@@ -516,7 +556,7 @@ class StudyResult(Result):
         return [*page, *super().places]
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {"assumptions": self.assumptions}
+        return super().to_json() | {"assumptions": list(self.assumptions)}
 
     def files(self) -> dict[str, str | bytes]:
         return {PAGE: render_page(self.run.verb, [self], self.folder, self.warnings)}
@@ -525,25 +565,19 @@ class StudyResult(Result):
 class BatchResult(StudyResult):
     """`scale batch`: epochs on one rank at several batch sizes."""
 
-    verbs = ("scale batch",)
     topic = "Batch size on one rank"
 
-    @cached_property
-    def rows(self) -> list[BatchRecord]:
-        return only(self.records, BatchRecord)
+    def __init__(self, run: Run, folder: Path | None = None) -> None:
+        super().__init__(run, folder)
+        self.rows = self.only(BatchRecord)
+        self.sentences = describe_batches(self.rows)
 
     def tables(self) -> list[Table]:
         return [build_batch_table(self.rows)]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        from paceline.report.scaling_plots import plot_batches
-
         is_timed = any(record.timing is not None for record in self.rows)
         return {"batch": lambda: plot_batches(self.rows, self.subtitle)} if is_timed else {}
-
-    @cached_property
-    def sentences(self) -> list[str]:  # type: ignore[override]
-        return describe_batches(self.rows)
 
     @property
     def next_steps(self) -> list[str]:
@@ -554,26 +588,19 @@ class BatchResult(StudyResult):
 class RanksResult(StudyResult):
     """`scale ranks`: weak and strong scaling of all wrappers, and the curve predicted for more ranks."""
 
-    verbs = ("scale ranks",)
     topic = "Ranks"
 
-    @cached_property
-    def steps(self) -> list[StepRecord]:
-        return only(self.records, StepRecord)
-
-    @cached_property
-    def several(self) -> list[StepRecord]:
-        return [record for record in self.steps if record.world_size > 1]
-
-    @cached_property
-    def points(self) -> list[ScalePoint]:
-        return list_points(self.steps)
+    def __init__(self, run: Run, folder: Path | None = None) -> None:
+        super().__init__(run, folder)
+        self.steps = self.only(StepRecord)
+        self.several = [record for record in self.steps if record.world_size > 1]
+        self.points = list_points(self.steps)
 
     @cached_property
     def _lines(self) -> tuple[list[ScaleLine], str]:
         """The lines of all tables, and why the bandwidths among them are not shown."""
         try:
-            return list_lines(self.points, only(self.records, CollectiveRecord)), ""
+            return list_lines(self.points, self.only(CollectiveRecord)), ""
         except MeasurementError as error:
             return list_lines(self.points), str(error)
 
@@ -585,7 +612,7 @@ class RanksResult(StudyResult):
     def _predicted(self) -> tuple[list[PredictedPoint], list[str]]:
         """More ranks, from all that was measured; and the largest measured number from half as many, to compare it with
         its measurement. Nothing where no layers were profiled. With the assumptions, or why there is no prediction."""
-        if not self.several or not only(self.records, LayerProfileRecord):
+        if not self.several or not self.only(LayerProfileRecord):
             return [], []
         networks = find_networks(self.config["network"])
         most = max(record.world_size for record in self.several)
@@ -610,7 +637,7 @@ class RanksResult(StudyResult):
         return match_predictions(points, self.points), list(notes)
 
     @property
-    def assumptions(self) -> list[str]:
+    def assumptions(self) -> list[str]:  # type: ignore[override]
         return self._predicted[1]
 
     @property
@@ -620,14 +647,10 @@ class RanksResult(StudyResult):
     def tables(self) -> list[Table]:
         (lines, failure), predicted = self._lines, self._predicted[0]
         rates = [] if failure else [line for line in lines if line.record.busbw_bytes_per_s is not None]
+        several = [line for line in lines if line.record.world_size > 1]
         tables = [
             Table("scaling", "ranks", SCALING, lines),
-            Table(
-                "communication",
-                "compute and communication",
-                COMMUNICATION,
-                [line for line in lines if line.record.world_size > 1],
-            ),
+            Table("communication", "compute and communication", COMMUNICATION, several),
             Table("bandwidth", "bandwidth and its measured peak", BANDWIDTH, rates),
             # A terminal shows the predictions that can be compared; the findings have the others.
             Table("predicted", "predicted", PREDICTED, predicted, shown=[q for q in predicted if q.measured]),
@@ -635,15 +658,12 @@ class RanksResult(StudyResult):
         return [table for table in tables if table.rows]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        from paceline.report.scaling_plots import plot_communication, plot_ranks
-
         modes = [mode for mode in ("weak", "strong") if any(record.mode == mode for record in self.several)]
         drawn: dict[str, Callable[[], Figure]] = {
-            mode: lambda mode=mode: plot_ranks(mode, self.points, self.subtitle, self._predicted[0])  # type: ignore[misc]
-            for mode in modes
+            mode: partial(plot_ranks, mode, self.points, self.subtitle, self._predicted[0]) for mode in modes
         }
         if any(map(is_split, self.steps)):
-            drawn["communication"] = lambda: plot_communication(self.steps, self.subtitle)
+            drawn["communication"] = partial(plot_communication, self.steps, self.subtitle)
         return drawn
 
     @cached_property
@@ -652,9 +672,8 @@ class RanksResult(StudyResult):
         undisturbed = find_undisturbed(lines)
         leaders = pick_leaders(undisturbed or [line for line in lines if line.record.world_size > 1])
         return [
-            *summarize(leaders),
-            *describe_stragglers(self.steps),
             *describe_lines(leaders, lines),
+            *describe_stragglers(self.steps),
             *describe_contests(undisturbed),
             *[f"{line}." for line in self.assumptions if line.startswith(NO_PREDICTION)][:1],
             *describe_errors(predicted),
@@ -670,13 +689,12 @@ class RanksResult(StudyResult):
 class ReportResult(StudyResult):
     """`scale report`: several studies on one page. Its run names them (`config["runs"]`, relative to its folder)."""
 
-    verbs = ("scale report",)
-
     def __init__(self, run: Run, folder: Path | None = None, parts: Sequence[Result] | None = None) -> None:
         super().__init__(run, folder)
         if parts is None:
             parts = [load_result((folder or Path()) / path) for path in run.config["runs"]]
         self.parts = [part for part in parts if isinstance(part, StudyResult)]
+        self.assumptions = [line for part in self.parts for line in part.assumptions]
 
     @property
     def answer(self) -> str:
@@ -687,10 +705,6 @@ class ReportResult(StudyResult):
         return [line for part in self.parts for line in part.findings]
 
     @property
-    def assumptions(self) -> list[str]:
-        return [line for part in self.parts for line in part.assumptions]
-
-    @property
     def warnings(self) -> tuple[str, ...]:
         return tuple(f"`{part.run.verb}`: {line}" for part in self.parts for line in part.warnings)
 
@@ -699,14 +713,10 @@ class ReportResult(StudyResult):
         return next((part.failure for part in self.parts if part.failure), "")
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {
-            "page": None if self.folder is None else str(self.folder / PAGE),
-            "runs": [None if part.folder is None else str(part.folder) for part in self.parts],
-            "tables": {
-                str(part.folder or part.run.verb): {table.name: table.rows_json() for table in part.tables()}
-                for part in self.parts
-            },
-        }
+        tables = {str(p.folder or p.run.verb): {t.name: t.rows_json() for t in p.tables()} for p in self.parts}
+        runs = [None if part.folder is None else str(part.folder) for part in self.parts]
+        page = None if self.folder is None else str(self.folder / PAGE)
+        return super().to_json() | {"page": page, "runs": runs, "tables": tables}
 
     def files(self) -> dict[str, str | bytes]:
         page = render_page("Does it scale?", self.parts, self.folder, self.warnings)

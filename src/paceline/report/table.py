@@ -10,7 +10,6 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 from paceline import units
@@ -22,20 +21,15 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "number": lambda value: str(value) if isinstance(value, int) else f"{value:.4g}",
     "count": units.format_count,
     "bytes": units.format_bytes,
-    "memory": units.format_memory,
     "ms": units.format_ms,
     "s": lambda value: f"{value:.1f}",
-    "duration": units.format_duration,
     "GB/s": units.format_rate,
-    "samples/s": units.format_speed,
     "ratio": lambda value: f"{value:.2f}",
-    "factor": lambda value: f"{value:.2f}x",
     "percent": lambda value: f"{value:.0%}",
     "percent.1": lambda value: f"{value:.1%}",
-    "percent.2": lambda value: f"{value:.2%}",
     "yes": lambda value: "yes" if value else "no",
 }
-_HEADED = ("ms", "s", "GB/s", "samples/s")
+_HEADED = ("ms", "s", "GB/s")
 _GAP = 2
 _MIN_WORDS = 24  # a column of words is wrapped, but not below this width
 
@@ -44,14 +38,14 @@ _MIN_WORDS = 24  # a column of words is wrapped, but not below this width
 class Column:
     """One column, written once for every form of a table.
 
-    `value(row)` is the raw number or text, None where there is none. `unit` says how people read it: a name of
-    `_FORMATS`, or a function. `key` names the column in JSON and CSV, where the raw value is written (rates in GB/s);
-    without a key it is for people alone, without a name for programs alone. A narrow terminal drops columns, those of
-    the lowest priority first and the rightmost of equal ones; a key column (`is_key`) is never dropped.
+    `value` is a function of a row, or the dotted path of an attribute; None where there is none. `unit` says how it is
+    read: a name of `_FORMATS`, or a function. `key` names the column in JSON and CSV, where the raw value is written
+    (rates in GB/s); without a key it is for people alone, without a name for programs alone. A narrow terminal drops
+    columns, those of the lowest priority first and the rightmost of equal ones, but never a key column (`is_key`).
     """
 
     name: str | None
-    value: Callable[[Any], Any]
+    value: Callable[[Any], Any] | str
     unit: str | Callable[[Any], str] = "text"
     key: str | None = None
     is_key: bool = False
@@ -67,22 +61,50 @@ class Column:
 
     def cell(self, row: Any) -> str:
         """The value of a row as people read it; empty where there is none."""
-        value = self.value(row)
+        value = self._find(row)
         if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
             return ""
         return (_FORMATS[self.unit] if isinstance(self.unit, str) else self.unit)(value)
 
     def raw(self, row: Any) -> Any:
         """The value of a row for programs. JSON has no infinity, which is None here."""
-        value = self.value(row)
+        value = self._find(row)
         if isinstance(value, float) and not math.isfinite(value):
             return None
         return value / units.GB if self.unit == "GB/s" and value is not None else value
 
+    def _find(self, row: Any) -> Any:
+        if callable(self.value):
+            return self.value(row)
+        for name in self.value.split("."):
+            row = None if row is None else getattr(row, name)
+        return row
 
-def raw_columns(*paths: str) -> list[Column]:
-    """Columns for programs alone: the attribute at each dotted path, under its last name."""
-    return [Column(None, attrgetter(path), key=path.split(".")[-1]) for path in paths]
+
+def raw_columns(*paths: str, **named: str) -> list[Column]:
+    """Columns for programs alone: the attribute at each dotted path, under its last name or the given one."""
+    return [
+        Column(None, path, key=key) for key, path in ({path.split(".")[-1]: path for path in paths} | named).items()
+    ]
+
+
+def text_columns(*paths: str, **options: Any) -> list[Column]:
+    """The attribute at each dotted path, for people and for programs under its last name."""
+    return [Column(path.split(".")[-1], path, key=path.split(".")[-1], **options) for path in paths]
+
+
+def ratio_columns(name: str | None, path: str, key: str, noise_key: str = "", priority: int = -1) -> list[Column]:
+    """A `Ratio` with its noise for people, unless there is no name; both as numbers for programs."""
+    shown = [] if name is None else [Column(name, path, _format_ratio, priority=priority)]
+    return [*shown, *raw_columns(**{key: f"{path}.value", noise_key or f"{key}_noise": f"{path}.noise"})]
+
+
+def _format_ratio(ratio: Any) -> str:
+    """`=` marks a ratio that is 1 within the noise, `?` one of a single repetition."""
+    if ratio.noise is None:
+        return f"{ratio.value:.3f} ?"
+    is_itself = (ratio.value, ratio.noise) == (1.0, 0.0)
+    return "1" if is_itself else f"{ratio.value:.3f} ± {ratio.noise:.3f}{'' if ratio.is_clear else ' ='}"
 
 
 @dataclass(frozen=True)
@@ -121,25 +143,25 @@ class Table:
     def markdown(self) -> str:
         """All columns for people that hold anything."""
         shown = self._show(self.rows)
-        lines = ["|" + "|".join("--:" if one.column.is_number else "---" for one in shown) + "|"]
+        rule = "|" + "|".join("--:" if one.column.is_number else "---" for one in shown) + "|"
         rows = ([cell.replace("|", "\\|") for cell in row] for row in zip(*(one.cells for one in shown), strict=True))
         head, *body = ("| " + " | ".join(row) + " |" for row in ([one.column.header for one in shown], *rows))
-        return "\n".join([head, *lines, *body]) + "\n"
+        return "\n".join([head, rule, *body]) + "\n"
 
     def html(self) -> str:
         """All columns for people, for a notebook."""
         shown = self._show(self.rows)
-
-        def build_row(cells: Sequence[str], tag: str) -> str:
-            sides = ("right" if one.column.is_number else "left" for one in shown)
-            parts = zip(cells, sides, strict=True)
-            return "".join(f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>' for cell, side in parts)
-
-        head = build_row([one.column.header for one in shown], "th")
-        rows = zip(*(one.cells for one in shown), strict=True)
-        body = "".join(f"<tr>{build_row(row, 'td')}</tr>" for row in rows)
+        sides = ["right" if one.column.is_number else "left" for one in shown]
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        rows = [("th", [one.column.header for one in shown])]
+        rows += [("td", list(cells)) for cells in zip(*(one.cells for one in shown), strict=True)]
+        lines = []
+        for tag, cells in rows:
+            parts = [
+                f'<{tag} style="text-align:{s}">{html.escape(c)}</{tag}>' for c, s in zip(cells, sides, strict=True)
+            ]
+            lines.append(f"<tr>{''.join(parts)}</tr>")
+        return f"<table>{caption}{''.join(lines)}</table>"
 
     def terminal(self, width: int | None = 80) -> str:
         """The table for a terminal of this width; None shows every column, however wide.
@@ -171,9 +193,8 @@ class Table:
 
     def _show(self, rows: Sequence[Any]) -> list[_Shown]:
         """The columns for people in which some row has a value."""
-        shown = [
-            _Shown(column, [column.cell(row) for row in rows]) for column in self.columns if column.name is not None
-        ]
+        named = [column for column in self.columns if column.name is not None]
+        shown = [_Shown(column, [column.cell(row) for row in rows]) for column in named]
         return [one for one in shown if not rows or any(one.cells)]
 
 

@@ -16,35 +16,29 @@ from paceline.records import training as records
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.store import Run, write_new
 from paceline.report.plots import COLORS, new_figure, place_legend
-from paceline.report.result import Result
-from paceline.report.table import Column, Table
+from paceline.report.result import Result, describe_job
+from paceline.report.table import Column, Table, raw_columns
 from paceline.units import format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PARTS = ("step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
-# Options of a job that another command takes, too, and their defaults.
-_JOB_OPTIONS = {
-    "model": "cnn", "data": "synthetic", "batch_size": None, "precision": "fp32", "wrapper": "paceline",
-    "backend": "auto",
-}  # fmt: skip
 
 
-_COLUMNS: Sequence[Column] = (
+_COLUMNS = (
     Column("epoch", lambda e: e.epoch + 1, "number", "epoch", is_key=True),
-    Column("steps", lambda e: e.num_steps, "number", "steps", priority=-1),
-    Column(None, lambda e: e.num_samples, "number", "samples"),
-    Column("loss", lambda e: e.loss, "{:.4f}".format, "loss", is_key=True),
-    Column("accuracy", lambda e: e.accuracy, "percent.1", "accuracy"),
-    Column("test loss", lambda e: e.test_loss, "{:.4f}".format, "test_loss", priority=1),
-    Column("test accuracy", lambda e: e.test_accuracy, "percent.1", "test_accuracy", priority=2),
-    Column("time", lambda e: e.seconds, "s", "seconds", priority=1),
-    Column("samples/s", lambda e: e.samples_per_s, format_speed, "samples_per_s", priority=2),
-    Column(None, lambda e: e.exposed_comm_s, "s", "exposed_comm_s"),
-    Column("exposed comm", lambda e: e.exposed_share, "percent.1", "exposed_share", priority=1),
-    Column(None, lambda e: e.data_wait_s, "s", "data_wait_s"),
-    Column("data wait", lambda e: e.data_wait_share, "percent.1", priority=-1),
+    Column("steps", "num_steps", "number", "steps", priority=-1),
+    *raw_columns(samples="num_samples"),
+    Column("loss", "loss", "{:.4f}".format, "loss", is_key=True),
+    Column("accuracy", "accuracy", "percent.1", "accuracy"),
+    Column("test loss", "test_loss", "{:.4f}".format, "test_loss", priority=1),
+    Column("test accuracy", "test_accuracy", "percent.1", "test_accuracy", priority=2),
+    Column("time", "seconds", "s", "seconds", priority=1),
+    Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=2),
+    Column("exposed comm", "exposed_share", "percent.1", "exposed_share", priority=1),
+    Column("data wait", "data_wait_share", "percent.1", priority=-1),
+    *raw_columns("exposed_comm_s", "data_wait_s"),
 )
 
 
@@ -53,8 +47,6 @@ class TrainRunResult(Result):
 
     `run.config` has the settings, and in `outcome` its `steps`, `world_size`, `backend`, `device`, `num_parameters`.
     """
-
-    verbs = ("train",)
 
     def __init__(self, run: Run, folder: Path | None = None, rows: Sequence[dict[str, Any]] | None = None) -> None:
         super().__init__(run, folder)
@@ -97,25 +89,23 @@ class TrainRunResult(Result):
         epochs = self.epochs
         if not epochs:
             return "No step was taken."
-
-        def add_up(name: str) -> float:
-            return sum(getattr(epoch, name) or 0.0 for epoch in epochs)
-
-        text, seconds = f"loss {epochs[-1].loss:.4g}", add_up("seconds")
+        seconds, num_samples, wait_s, exposed_s = (
+            sum(getattr(epoch, name) or 0.0 for epoch in epochs)
+            for name in ("seconds", "num_samples", "data_wait_s", "exposed_comm_s")
+        )
+        text = f"loss {epochs[-1].loss:.4g}"
         tested = next((epoch for epoch in reversed(epochs) if epoch.test_loss is not None), None)
-        if tested is not None and tested.test_accuracy is not None:
-            text += f", test accuracy {tested.test_accuracy:.1%}"
-        elif tested is not None:
-            text += f", test loss {tested.test_loss:.4g}"
+        if tested is not None:
+            accuracy = tested.test_accuracy
+            text += f", test loss {tested.test_loss:.4g}" if accuracy is None else f", test accuracy {accuracy:.1%}"
         length, ranks = format_number_of(len(epochs), "epoch"), format_number_of(self.world_size, "rank")
-        parts = [f"{text} after {length} on {ranks}{'' if self.finished else ' (not finished)'}"]
+        text += f" after {length} on {ranks}{'' if self.finished else ' (not finished)'}"
         if seconds:
-            parts.append(f"{format_speed(add_up('num_samples') / seconds)} samples/s")
-            timed_s = sum(epoch.seconds for epoch in epochs if epoch.exposed_comm_s is not None)
-            if self.world_size > 1 and timed_s:
-                parts.append(f"{add_up('exposed_comm_s') / timed_s:.0%} of the time is exposed communication")
-            parts.append(f"data wait {add_up('data_wait_s') / seconds:.0%}")
-        return "; ".join(parts) + "."
+            text += f"; {format_speed(num_samples / seconds)} samples/s; data wait {wait_s / seconds:.0%}"
+        timed_s = sum(epoch.seconds for epoch in epochs if epoch.exposed_comm_s is not None)
+        if self.world_size > 1 and timed_s:
+            text += f"; {exposed_s / timed_s:.0%} of the time is exposed communication"
+        return f"{text}."
 
     @property
     def findings(self) -> Sequence[str]:
@@ -139,9 +129,8 @@ class TrainRunResult(Result):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        given = [(name, value) for name, default in _JOB_OPTIONS.items() if (value := self.config[name]) != default]
-        words = "".join(f" --{name.replace('_', '-')} {value}" for name, value in given)
-        steps = [] if self.world_size == 1 else [f"paceline profile phases --ranks {self.world_size}{words}"]
+        job = f"--ranks {self.world_size} {describe_job(self.config)}"
+        steps = [] if self.world_size == 1 else [f"paceline profile phases {job}"]
         if self.folder is not None:
             ends = "epochs" if self.config.get("steps") is None else "steps"
             more = f" --{ends} {2 * self.config[ends]}" if self.finished and not self.config.get("batch_growth") else ""
@@ -190,10 +179,8 @@ def load_training(folder: str | Path) -> TrainRunResult:
 def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> Figure:
     """The loss of every step, and the test loss and accuracy where they were measured."""
     figure, axes = new_figure(title, f"{subtitle}; measured")
-    axes.plot(
-        [row["step"] for row in rows], [row["loss"] for row in rows], color=COLORS[0], linewidth=0.9, alpha=0.8,
-        label="training loss",
-    )  # fmt: skip
+    steps, losses = ([row[name] for row in rows] for name in ("step", "loss"))
+    axes.plot(steps, losses, color=COLORS[0], linewidth=0.9, alpha=0.8, label="training loss")
     tested = [row for row in rows if row.get("test_loss") is not None]
     at, accuracy = [row["step"] for row in tested], [row.get("test_accuracy") for row in tested]
     if tested:

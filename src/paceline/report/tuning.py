@@ -22,7 +22,7 @@ from paceline.records import StepRecord
 from paceline.records.samples import Ratio
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.predictions import draw_caps
-from paceline.report.result import Result
+from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of
 
@@ -31,42 +31,35 @@ if TYPE_CHECKING:
 
 # Below this share of a step, nothing is gained by measuring an input again.
 _LEAST_DOUBT = 0.001
-# The options that `train` needs again to build the job that was tuned.
-_JOB_OPTIONS = ("data", "batch_size", "precision", "backend", "channels", "hidden", "context")
-
-
 GRID = (
-    Column("bucket size", lambda p: p.cap_bytes, "bytes", "cap_bytes", is_key=True),
-    Column("buckets", lambda p: p.estimate.num_buckets, "count", "num_buckets", priority=2),
-    Column("predicted", lambda p: p.estimate.step_s, "ms", "predicted_s", priority=5),
+    Column("bucket size", "cap_bytes", "bytes", "cap_bytes", is_key=True),
+    Column("buckets", "estimate.num_buckets", "count", "num_buckets", priority=2),
+    Column("predicted", "estimate.step_s", "ms", "predicted_s", priority=5),
     Column("90 % (ms)", lambda p: f"{format_ms(p.estimate.low_s)} to {format_ms(p.estimate.high_s)}", str, priority=1),
-    *raw_columns("estimate.low_s", "estimate.high_s"),
-    Column("measured", lambda p: p.measured_s, "ms", "measured_s", priority=5),
-    Column("error", lambda p: p.error, lambda error: f"{error:+.1%}", priority=4),
-    Column("predicted exposed", lambda p: p.estimate.exposed_s, "ms", "predicted_exposed_s"),
-    Column("measured exposed", lambda p: p.exposed_s, "ms", "measured_exposed_s"),
-    *raw_columns("same_layout"),
-    Column("source", lambda p: "simulated" if p.measured is None else p.measured.source, "text", "source"),
+    Column("measured", "measured_s", "ms", "measured_s", priority=5),
+    Column("error", "error", "{:+.1%}".format, priority=4),
+    Column("predicted exposed", "estimate.exposed_s", "ms", "predicted_exposed_s"),
+    Column("measured exposed", "exposed_s", "ms", "measured_exposed_s"),
+    *raw_columns("estimate.low_s", "estimate.high_s", "same_layout"),
+    Column("source", lambda p: "simulated" if p.measured is None else p.measured.source, key="source"),
 )
 BUCKETS = (
     Column("bucket", lambda row: row[0], "count", "bucket", is_key=True),
     Column("size", lambda row: row[1].num_bytes, "bytes", "num_bytes", is_key=True),
     Column("ready", lambda row: row[1].ready_s, "ms", "ready_s", priority=3),
-    Column(None, lambda row: row[1].launch_s, "s", "launch_s"),
-    Column(None, lambda row: row[1].start_s, "s", "start_s"),
+    Column(None, lambda row: row[1].launch_s, key="launch_s"),
+    Column(None, lambda row: row[1].start_s, key="start_s"),
     Column("queued", lambda row: row[1].queue_s, "ms"),
     Column("in flight", lambda row: row[1].done_s - row[1].start_s, "ms", priority=2),
     Column("done", lambda row: row[1].done_s, "ms", "done_s", priority=3),
     Column("after backward", lambda row: max(0.0, row[1].done_s - row[2]), "ms", priority=1),
-    Column("source", lambda row: "simulated", "text", "source"),
+    Column("source", lambda row: "simulated", key="source"),
 )
 
 
 class TuneResult(Result):
     """`tune`: `plan` is the answer, `gain` the measured ratio of its step to the default's (None if not confirmed),
     `verdict` is "use" or "keep", `candidates` are the bucket sizes with what was predicted and measured."""
-
-    verbs = ("tune",)
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -92,7 +85,7 @@ class TuneResult(Result):
     @property
     def step(self) -> StepRecord:
         """A record of the run, for what they all share."""
-        return next(record for record in self.records if isinstance(record, StepRecord))
+        return self.only(StepRecord)[0]
 
     @property
     def title(self) -> str:
@@ -147,42 +140,24 @@ class TuneResult(Result):
     def next_steps(self) -> Sequence[str]:
         if self.folder is None or self.config.get("data") is None:
             return ("paceline.DDP(model, plan=result.plan)",)
-        job, is_emulated = self._describe_job(), self.tuning.settings.network is not None
+        job = describe_job({"model": self.step.model, "wrapper": self.step.wrapper} | self.config)
         # An emulated network has one rank here: its plan is for the ranks of the real one, which a launcher starts.
-        ranks = "" if is_emulated else f" --ranks {self.step.world_size}"
+        ranks = "" if self.tuning.settings.network else f" --ranks {self.step.world_size}"
         if self.verdict == "use":
             return (f"paceline train {job}{ranks} --plan {self.folder / 'plan.json'}",)
-        if is_emulated:
-            return (f"paceline tune {job} --ranks 2",)
-        return (f"paceline profile phases {job}{ranks}", f"paceline tune {job} --network 1gbe --network-ranks 8")
-
-    def _describe_job(self) -> str:
-        """The options of the command line that describe the job of a model by name."""
-        options = [f"--model {self.step.model}"]
-        if self.step.wrapper != "paceline":
-            options.append(f"--wrapper {self.step.wrapper}")
-        for name in _JOB_OPTIONS:
-            value = self.config.get(name)
-            if value not in (None, "auto", "synthetic", "fp32"):
-                listed = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-                options.append(f"--{name.replace('_', '-')} {listed}")
-        return " ".join(options)
+        return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
 
     def to_json(self) -> dict[str, Any]:
         tuning, judgement, step = self.tuning, self.tuning.judgement, self.step
         times = {label: record.timing.median_s for label, record in judgement.confirmed.items()}
         best = judgement.best_measured
-        return super().to_json() | {
-            "model": step.model,
-            "wrapper": step.wrapper,
-            "backend": step.backend,
+        return super().to_json() | judgement.scores | {
+            **{name: getattr(step, name) for name in ("model", "wrapper", "backend")},
+            **{name: getattr(judgement, name) for name in ("noise", "regret")},
             "world_size": tuning.settings.network_ranks if tuning.settings.network else step.world_size,
-            **judgement.scores,
             "flat": judgement.is_flat,
-            "noise": judgement.noise,
             "best_predicted_cap_bytes": judgement.best_predicted.cap_bytes,
             "best_measured_cap_bytes": None if best is None else best.cap_bytes,
-            "regret": judgement.regret,
             "keeps_default": tuning.keeps_default,
             "predicted_gain": tuning.choice.gain,
             "plan": None if self.folder is None else str(self.folder / "plan.json"),
@@ -190,7 +165,7 @@ class TuneResult(Result):
             "recommended_measured_s": times.get(judgement.recommended),
             "default_measured_s": times.get("default"),
             "verdict": self.answer,
-        }
+        }  # fmt: skip
 
 
 def describe_errors(judgement: Judgement) -> list[str]:
@@ -213,24 +188,21 @@ def describe_answer(tuning: Tuning) -> str:
     choice, judgement = tuning.choice, tuning.judgement
     count, gain = format_number_of(choice.estimate.num_buckets, "bucket"), judgement.gain
     if choice.is_default or (gain is None and tuning.keeps_default):
-        sizes = f"all bucket sizes lie within {judgement.spread:.1%}"
+        sizes = f"all bucket sizes lie within {judgement.spread:.1%}, the noise being {judgement.noise or 0:.1%}"
         if judgement.is_flat:
-            noise = f"the noise being {judgement.noise:.1%}" if judgement.noise else "predicted"
-            return f"flat: keep the default, {count}: {sizes}, {noise}"
+            return f"flat: keep the default, {count}: {sizes}"
         regret = "" if judgement.regret is None else f" (regret {judgement.regret:.1%})"
         return f"keep the default, {count}: no plan is predicted to gain more than the noise; {sizes}{regret}"
     cap = f"bucket size {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "the plan"
+    predicted = f"predicted {choice.gain:.1%} less than the default"
     if gain is None:
-        return f"use {cap}, {count}: predicted {choice.gain:.1%} less than the default"
+        return f"use {cap}, {count}: {predicted}"
     noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
-    took = f"{abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}"
+    took = f"took {abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}, measured in turns"
     if gain.is_clear and gain.value <= 1:
-        return (
-            f"use {cap}, {count}: it takes {took} than the default, measured in turns; predicted {choice.gain:.1%}, "
-            f"regret {judgement.regret:.1%}"
-        )
-    why = ": a wrong prediction" if gain.is_clear else ", within the noise"
-    return f"keep the default: {cap}, {count}, was predicted to take {choice.gain:.1%} less, and took {took}{why}"
+        return f"use {cap}, {count}: {predicted}, and {took}; regret {judgement.regret:.1%}"
+    why = "a wrong prediction" if gain.is_clear else "within the noise"
+    return f"keep the default: {cap}, {count}, was {predicted}, and {took}: {why}"
 
 
 def describe_torch(tuning: Tuning) -> str:
@@ -255,7 +227,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     caps = estimate_caps(tuning.model.job, tuning.model.costs).points
     caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
     draw_caps(axes, caps, [cap.step.step_s for cap in caps], "predicted, every bucket size")
-    axes.set_xlim(least / MIB, most / MIB)
+    axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
     low, high = [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points]
     sizes = [point.cap_bytes / MIB for point in points]
     axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
@@ -264,16 +236,22 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
         sizes, timings = [size for size, _ in measured], [timing for _, timing in measured]
         centers = [timing.median_s * 1e3 for timing in timings]
         errors = [[(t.median_s - t.p10_s) * 1e3 for t in timings], [(t.p90_s - t.median_s) * 1e3 for t in timings]]
-        style: dict[str, Any] = {"fmt": "o-", "capsize": 3, "linewidth": 1, "label": "measured: median, p10 to p90"}
-        axes.errorbar(sizes, centers, yerr=errors, color=COLORS[1], **style)
+        axes.errorbar(
+            sizes,
+            centers,
+            yerr=errors,
+            color=COLORS[1],
+            fmt="o-",
+            capsize=3,
+            lw=1,
+            label="measured: median, p10 to p90",
+        )
         best_ms, size = min(zip(centers, sizes, strict=True))
         axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
     best = judgement.best_predicted
-    x, y = best.cap_bytes / MIB, best.estimate.step_s * 1e3
-    axes.plot([x], [y], "D", color=COLORS[2], markersize=8, label="best predicted")
-    plain_ms = tuning.model.plain_s * 1e3
-    axes.axhline(plain_ms, color=COLORS[6], linestyle=":", linewidth=1, label="without communication")
-    axes.set_ylabel("step (ms)")
+    center = [best.cap_bytes / MIB], [best.estimate.step_s * 1e3]
+    axes.plot(*center, "D", color=COLORS[2], markersize=8, label="best predicted")
+    axes.axhline(tuning.model.plain_s * 1e3, color=COLORS[6], ls=":", lw=1, label="without communication")
     place_legend(figure, axes)
     return figure
 

@@ -13,11 +13,8 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place in the world, as its launcher set it.
-
-    `local_rank` and `local_world_size` are None where the launcher sets nothing about hosts (Kubernetes sets
-    RANK and WORLD_SIZE alone); the ranks then exchange their hosts.
-    """
+    """A rank's place in the world, as its launcher set it; what is None (Kubernetes sets RANK and WORLD_SIZE alone)
+    follows from the hosts that the ranks exchange."""
 
     rank: int
     world_size: int
@@ -101,9 +98,7 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
     world_size = _read_int(variables, size_name)
     if rank is None or world_size is None:
         found, missing = (launcher.rank, size_name) if world_size is None else (size_name, launcher.rank)
-        raise ConfigError(
-            f"{found} is set and {missing} is not: start the ranks with torchrun or srun, or unset {found} to run alone"
-        )
+        raise ConfigError(f"{found} is set and {missing} is not: start with torchrun or srun, or unset it to run alone")
     if world_size < 1 or rank >= world_size:
         raise ConfigError(f"{launcher.rank}={rank} and {size_name}={world_size}: ranks count from 0 to {size_name} - 1")
 

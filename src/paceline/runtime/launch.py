@@ -1,4 +1,4 @@
-"""Local ranks: started, watched, and ended without orphans.
+"""Local ranks, started, watched, and ended without orphans.
 
 They see torchrun's variables, and are forked by a server that has imported torch, or spawned where that cannot be.
 """
@@ -38,12 +38,12 @@ from paceline.units import format_memory
 RANK_BYTES = 200 * 2**20
 # After the first failure, how long to listen for others, so that a victim is not taken for the culprit.
 _AFTERMATH_S = 1.0
-# How often to check that the ranks are alive while no message comes.
-_LOOK_S = 0.5
-# How long a rank may take to obey SIGTERM before SIGKILL.
-_GRACE_S = 3.0
-# A wait without a limit, for calls that take no infinity.
-_LONG_S = 1e6
+_LOOK_S = 0.5  # how often to check that the ranks are alive while no message comes
+_GRACE_S = 3.0  # how long a rank may take to obey SIGTERM before SIGKILL
+_LONG_S = 1e6  # a wait without a limit, for calls that take no infinity
+# Variables that no library reads when it is imported: a change of these does not make the server's imports stale.
+_HARMLESS = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM", "PWD", "OLDPWD", "_"}
+_Hear = Callable[[int, Any], None] | None
 
 
 def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
@@ -52,16 +52,8 @@ def check_rank_count(num_ranks: int, bytes_per_rank: int = 0) -> None:
         raise ConfigError(f"{num_ranks} ranks: at least 1 is needed")
     each, have = RANK_BYTES + bytes_per_rank, machine.available_memory_bytes()
     if num_ranks * each > have:
-        raise ConfigError(
-            f"{num_ranks} ranks need about {format_memory(num_ranks * each)} of memory and {format_memory(have)} "
-            f"are free: use fewer ranks or smaller sizes (at most {have // each} ranks of this size)"
-        )
-
-
-# -- the fork server --------------------------------------------------------------------------------------------------
-
-# Variables that no library reads when it is imported: a change of these does not make the server's imports stale.
-_HARMLESS = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM", "PWD", "OLDPWD", "_"}
+        text = f"{num_ranks} ranks need about {format_memory(num_ranks * each)} and {format_memory(have)} are free"
+        raise ConfigError(f"{text}: use fewer ranks or smaller sizes (at most {have // each} ranks of this size)")
 
 
 class _Server:
@@ -74,10 +66,8 @@ class _Server:
         self.owner, self.imports = os.getpid(), _describe_imports()
         self._lock, self._state = threading.Lock(), b""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        source = (
-            f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime.worker import serve_forks; "
-            f"serve_forks({theirs.fileno()}, {os.getpid()})"
-        )
+        source = f"import sys; sys.path[:] = {sys.path!r}; from paceline.runtime import worker; "
+        source += f"worker.serve_forks({theirs.fileno()}, {os.getpid()})"
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         command = [multiprocessing.spawn.get_executable(), *flags, "-c", source]
         with theirs, _sigint_blocked():
@@ -122,13 +112,9 @@ class _Forked:
         """What the server reports next: the process's id, then its exit code."""
         try:
             number = int(self._status.recv())
+            self._pid, self._code = (number, None) if self._pid is None else (self._pid, number)
         except (EOFError, OSError):
             self._code = -signal.SIGKILL  # the server is gone, and with it everything that it forked
-            return
-        if self._pid is None:
-            self._pid = number
-        else:
-            self._code = number
 
     @property
     def pid(self) -> int | None:
@@ -185,9 +171,6 @@ def _find_server() -> _Server | None:
         return found
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Rank:
     """The launcher's end of one rank."""
@@ -198,11 +181,8 @@ class _Rank:
     was_heard: bool = False
 
 
-class RankPool:
-    """Warm local ranks that run one job after another.
-
-    After a failed job the ranks are ended, and the next job starts new ones.
-    """
+class RankPool(contextlib.AbstractContextManager["RankPool"]):
+    """Warm local ranks for one job after another. After a failed job they are ended, and the next one starts others."""
 
     def __init__(self, num_ranks: int) -> None:
         check_rank_count(num_ranks)
@@ -210,21 +190,13 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._server: _Server | None = None
 
-    def __enter__(self) -> RankPool:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(
-        self,
-        fn: Callable[..., Any] | str,
-        args: Sequence[Any] = (),
-        *,
-        num_ranks: int | None = None,
-        timeout_s: float | None = None,
-        on_message: Callable[[int, Any], None] | None = None,
-    ) -> list[Any]:
+        self, fn: Callable[..., Any] | str, args: Sequence[Any] = (), *, num_ranks: int | None = None,
+        timeout_s: float | None = None, on_message: _Hear = None,
+    ) -> list[Any]:  # fmt: skip
         """Call `fn(*args)` on the first `num_ranks` ranks and return their values in rank order.
 
         `fn` may be given as "package.module:name", which only the ranks import: the launcher then needs no torch.
@@ -239,7 +211,7 @@ class RankPool:
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
         with unwind_on_sigterm():
             try:
-                self._start(num_ranks)
+                self.start(num_ranks)
                 self._await_ranks(num_ranks, deadline)
                 with _serve_store(self._server) as port:
                     variables = _job_variables(num_ranks, port)
@@ -260,10 +232,6 @@ class RankPool:
                 self.close()
                 raise
 
-    def start(self) -> None:
-        """Start the ranks now, so that torch is imported while the caller does something else; `run` would too."""
-        self._start(self.num_ranks)
-
     def pids(self) -> list[int]:
         """The process ids of the ranks, in rank order; waits for those that are just being started."""
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
@@ -283,21 +251,23 @@ class RankPool:
             rank.process.join()
             rank.process.close()
 
-    def _start(self, num_ranks: int) -> None:
+    def start(self, num_ranks: int | None = None) -> None:
+        """Start ranks now, so that torch is imported while the caller does something else; `run` would too."""
         # First, for it raises in a script without a main guard, and no server may be started for that.
         preparation = multiprocessing.spawn.get_preparation_data("")
         preparation["authkey"] = bytes(preparation["authkey"])
         if not self._ranks:
             self._server = _find_server()
-        for rank in range(len(self._ranks), num_ranks):
+        for rank in range(len(self._ranks), num_ranks or self.num_ranks):
             preparation["name"] = f"paceline-rank-{rank}"
             link, far_link = multiprocessing.Pipe()
             stacks, far_stacks = multiprocessing.Pipe(duplex=False)
             # Deferred: half started, a rank would be neither waited for nor ended.
             with far_link, far_stacks, defer_signals():
                 if self._server is None:
+                    is_main = threading.current_thread() is threading.main_thread()
                     process: Any = multiprocessing.get_context("spawn").Process(
-                        target=serve_jobs_spawned, args=(rank, far_link, far_stacks), name=preparation["name"]
+                        target=serve_jobs_spawned, args=(rank, far_link, far_stacks, is_main), name=preparation["name"]
                     )
                     multiprocessing.resource_tracker.ensure_running()  # its start would unblock what is blocked below
                     with _sigint_blocked():
@@ -317,7 +287,7 @@ class RankPool:
         if self._server is not None and not self._server.is_ready(max(0.0, deadline - time.monotonic())):
             self.close()
             _can_fork = False
-            self._start(num_ranks)
+            self.start(num_ranks)
         for rank in self._ranks[:num_ranks]:
             while not rank.was_heard and rank.process.exitcode is None and time.monotonic() < deadline:
                 if rank.link.poll(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
@@ -325,9 +295,7 @@ class RankPool:
                         rank.was_heard = bool(rank.link.recv_bytes())  # "ready"
                     break
 
-    def _collect(
-        self, num_ranks: int, deadline: float, on_message: Callable[[int, Any], None] | None
-    ) -> tuple[dict[int, Any], list[Failure]]:
+    def _collect(self, num_ranks: int, deadline: float, on_message: _Hear) -> tuple[dict[int, Any], list[Failure]]:
         """Listen to all ranks until each has answered, one has failed, or time is up."""
         values: dict[int, Any] = {}
         failures: list[Failure] = []
@@ -378,39 +346,31 @@ class RankPool:
 
 
 def _describe_death(rank: int, code: int, was_heard: bool) -> Failure:
+    summary = f"exited with code {code}"
     if code < 0:
         names = {known.value: known.name for known in signal.Signals}
         summary = f"was killed by {names.get(-code, f'signal {-code}')}"
         summary += " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
-    else:
-        summary = f"exited with code {code}"
-        if not was_heard:
-            summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
+    elif not was_heard:
+        summary += " while it started: a script that starts ranks must do so under `if __name__ == '__main__':`"
     return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "")
 
 
 def _make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
     """The error of the rank that failed first; one that only lost its peer may have lost a rank that `returned`."""
-    has_lost_returned = failure.is_secondary and bool(returned)
-    if failure.error is not None and not has_lost_returned:
+    lost = f" (rank {', '.join(map(str, returned))} had already returned)" if failure.is_secondary and returned else ""
+    if failure.error is not None and not lost:
         failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
         return failure.error
-    message = f"rank {failure.rank} of {num_ranks} {failure.summary}"
-    if has_lost_returned:
-        message += f" (rank {', '.join(map(str, returned))} had already returned)"
-    if failure.trace:
-        message += f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}"
+    trace = f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}" if failure.trace else ""
+    message = f"rank {failure.rank} of {num_ranks} {failure.summary}{lost}{trace}"
     return LaunchError(message, failure.rank, failure.trace, failure.code)
 
 
 def run_ranks(
-    fn: Callable[..., Any],
-    num_ranks: int,
-    args: Sequence[Any] = (),
-    *,
-    timeout_s: float | None = None,
-    on_message: Callable[[int, Any], None] | None = None,
-) -> list[Any]:
+    fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = (), *, timeout_s: float | None = None,
+    on_message: _Hear = None,
+) -> list[Any]:  # fmt: skip
     """Call `fn(*args)` on `num_ranks` ranks and return their values in rank order.
 
     In a plain program this starts local ranks, and ends all of them before it returns, whatever happens; see
@@ -424,18 +384,15 @@ def run_ranks(
             return pool.run(fn, args, timeout_s=timeout_s, on_message=on_message)
     place = read_place()
     if place.world_size != num_ranks:
-        raise ConfigError(
-            f"{num_ranks} ranks requested in a world of {place.world_size} that {place.launcher} launched: request "
-            f"{place.world_size}, launch {num_ranks}, or use paceline.RankPool to start local ranks inside this one",
-            code="world-size",
-        )
+        found = f"{num_ranks} ranks requested in a world of {place.world_size} that {place.launcher} launched"
+        raise ConfigError(f"{found}: request {place.world_size}, or start local ranks with RankPool", code="world-size")
     listening = listen(lambda message: on_message(place.rank, message)) if on_message else contextlib.nullcontext()
     if place.world_size == 1:
         with listening:
             return [fn(*args)]
-    from paceline.runtime.rendezvous import Gathering
+    from paceline.runtime import rendezvous
 
-    gathering = Gathering(place)
+    store = rendezvous.open_gathering(place)
     try:
         with listening:
             value = fn(*args)
@@ -443,12 +400,12 @@ def run_ranks(
     except BaseException as error:
         failure = describe_failure(place.rank, error)
         # Another rank's failure may be the cause of this one.
-        cause = gathering.find_failure() if failure.is_secondary else b""
-        gathering.fail(pickle.dumps(failure))
+        cause = rendezvous.find_failure(store) if failure.is_secondary else b""
+        rendezvous.fail(store, place, pickle.dumps(failure))
         if cause:
             raise _make_error(pickle.loads(cause), num_ranks) from error
         raise
-    values, failed = gathering.gather(data, timeout_s)
+    values, failed = rendezvous.gather(store, place, data, timeout_s)
     if failed:
         raise _make_error(pickle.loads(failed), num_ranks)
     return [pickle.loads(item) for item in values]
@@ -461,10 +418,8 @@ def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"{name} and its arguments cannot be sent to another process ({error}): "
-            "use a function at the top level of a module, and plain values"
-        ) from None
+        text = f"{name} and its arguments cannot be sent to another process ({error})"
+        raise ConfigError(f"{text}: use a function at the top level of a module, and plain values") from None
 
 
 def _job_variables(num_ranks: int, port: int) -> dict[str, str]:
@@ -474,14 +429,10 @@ def _job_variables(num_ranks: int, port: int) -> dict[str, str]:
         "PACELINE_LAUNCHER": "paceline", "PACELINE_JOB": secrets.token_hex(8),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # this process serves the store, as torchrun's agent does
     }  # fmt: skip
-    loopback = machine.loopback_interface()
-    if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
+    if (loopback := machine.loopback_interface()) and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Left alone, gloo resolves the host's name, which on a laptop may be unreachable or nobody's.
         variables["GLOO_SOCKET_IFNAME"] = loopback
     return variables
-
-
-# -- signals ----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -521,10 +472,8 @@ def unwind_on_sigterm() -> Iterator[None]:
     def unwind(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        with handle_signals(unwind, signal.SIGTERM):
-            yield
-    else:
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with handle_signals(unwind, *([signal.SIGTERM] if is_default else [])):
         yield
 
 
@@ -540,8 +489,7 @@ def _sigint_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _serve_store(server: _Server | None) -> Iterator[int]:
-    """A store for one job on a loopback port that the kernel chose; in a process of its own unless torch is imported
-    here, so that a launcher need not import it."""
+    """The port of a store for one job; in a process of its own unless torch is imported here."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         port = listener.getsockname()[1]
         if server is None or "torch.distributed" in sys.modules:

@@ -34,14 +34,6 @@ def _need_world() -> None:
         raise LaunchError("no process group is open: call paceline.init() first")
 
 
-def _local_rank() -> int:
-    world = current_world()
-    if world is not None:
-        return world.local_rank
-    text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    return int(text) if text.isdigit() else 0
-
-
 def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The group of exactly the mesh's ranks; a mesh of several dimensions has one only if it is the world."""
     long = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
@@ -55,15 +47,17 @@ def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def ranks(mesh: DeviceMesh | None = None) -> Ranks:
     """This process's ranks, in the world or inside a mesh (all of it, whatever its dimensions)."""
     _need_world()
-    mesh = get.mesh if mesh is None else mesh
-    global_rank = dist.get_rank()
+    mesh, world = get.mesh if mesh is None else mesh, current_world()
+    text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    local_rank = world.local_rank if world is not None else int(text) if text.isdigit() else 0
+    rank = global_rank = dist.get_rank()
     if mesh is None:
-        return Ranks(global_rank, dist.get_world_size(), global_rank, _local_rank())
+        return Ranks(rank, dist.get_world_size(), global_rank, local_rank)
     members = mesh.mesh.flatten().tolist()
     rank = members.index(global_rank) if global_rank in members else -1
     if rank >= 0 and (group := _find_group(mesh)) is not None:
         rank = dist.get_rank(group)  # as collectives count, whatever the order of the mesh
-    return Ranks(rank, len(members), global_rank, _local_rank())
+    return Ranks(rank, len(members), global_rank, local_rank)
 
 
 _FACTS = {"ws": "world_size", "rank": "rank", "grank": "global_rank", "lrank": "local_rank"}
@@ -98,10 +92,8 @@ class _Get:
         if (rank := dist.get_rank()) not in mesh.mesh.flatten().tolist():
             raise ConfigError(f"rank {rank} is not part of the mesh {mesh.mesh.tolist()}: it has no group there")
         if (group := _find_group(mesh)) is None:
-            raise ConfigError(
-                f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole: "
-                f"use one dimension of it, such as mesh[{(mesh.mesh_dim_names or (0,))[0]!r}]"
-            )
+            text = f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole"
+            raise ConfigError(f"{text}: use one dimension, such as mesh[{(mesh.mesh_dim_names or (0,))[0]!r}]")
         return group
 
     def register_mesh(self, mesh: DeviceMesh | None) -> _Get:

@@ -1,7 +1,4 @@
-"""The rendezvous of ranks: a store by TCP, by file or in memory, and what ranks exchange on it before any group.
-
-Every wait has a limit and names the missing ranks. Process groups are made elsewhere, from the store.
-"""
+"""The rendezvous of ranks: a store by TCP, by file or in memory, and what ranks exchange on it before any group."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ from paceline.runtime.environment import Place
 
 # How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.
 _STORE_S, _LINGER_S = 120.0, 3.0
-
-
+_STALE = "{0} is left over from an earlier run, or in use by another: remove it and {0}.*, or use a new path"
 # By address and job, with how often each was opened. A second world at the same address reuses the store under a prefix
 # of its own: the keys of the first are still there, and a store that rank 0 opened again could be mistaken for the old.
 _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
@@ -53,45 +49,43 @@ def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "")
     return dist.PrefixStore(f"paceline/{attempt}/{topic}{counts[topic]}", store)
 
 
-class Gathering:
-    """Every rank's bytes over the launcher's store: needs no process group, and so outlives the worlds of a program.
+def open_gathering(place: Place) -> Any:
+    """A store for `gather` or `fail`, one of which every rank must call: it outlives the worlds of a program."""
+    return open_store("env://", place, _STORE_S, "gather-")
 
-    Collective: every rank must make one, then call either `gather` or `fail`.
-    """
 
-    def __init__(self, place: Place) -> None:
-        self._place, self._store = place, open_store("env://", place, _STORE_S, "gather-")
-
-    def gather(self, mine: bytes, timeout_s: float | None) -> tuple[list[bytes], bytes]:
-        """The bytes of all ranks in rank order and nothing; or nothing and what the first rank to `fail` said."""
-        limit_s = math.inf if timeout_s is None else timeout_s
+def gather(store: Any, place: Place, mine: bytes, timeout_s: float | None) -> tuple[list[bytes], bytes]:
+    """The bytes of all ranks in rank order and nothing; or nothing and what the first rank to `fail` said."""
+    limit_s = math.inf if timeout_s is None else timeout_s
+    try:
         late = f"did not return within {limit_s:g} s"
-        try:
-            values = _exchange(self._store, self._place, "value", mine, limit_s, late, self.find_failure)
-            failure = b"" if values else self.find_failure()
-        except dist.DistError as error:
-            text = f"lost the store of the job, probably with rank 0: {str(error).splitlines()[0]}"
-            raise LaunchError(f"rank {self._place.rank} {text}", code="peer-lost") from None
-        self._leave()
-        return values, failure
+        values = _exchange(store, place, "value", mine, limit_s, late, lambda: find_failure(store))
+        failure = b"" if values else find_failure(store)
+    except dist.DistError as error:
+        text = f"lost the store of the job, probably with rank 0: {str(error).splitlines()[0]}"
+        raise LaunchError(f"rank {place.rank} {text}", code="peer-lost") from None
+    _leave(store, place)
+    return values, failure
 
-    def fail(self, what: bytes) -> None:
-        """Report a failure to every rank that gathers, now or later."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.add("failures", 1) == 1:
-                self._store.set("failed", what)
-            self._leave()
 
-    def find_failure(self) -> bytes:
-        return bytes(self._store.get("failed")) if self._store.check(["failed"]) else b""
+def fail(store: Any, place: Place, what: bytes) -> None:
+    """Report a failure to every rank that gathers, now or later."""
+    with contextlib.suppress(RuntimeError):
+        if store.add("failures", 1) == 1:
+            store.set("failed", what)
+        _leave(store, place)
 
-    def _leave(self) -> None:
-        """Rank 0 may serve the store, and then must not exit before the others have read it."""
-        left = self._store.add("left", 1)
-        deadline = time.monotonic() + _LINGER_S
-        while self._place.rank == 0 and left < self._place.world_size and time.monotonic() < deadline:
-            time.sleep(0.01)
-            left = self._store.add("left", 0)
+
+def find_failure(store: Any) -> bytes:
+    return bytes(store.get("failed")) if store.check(["failed"]) else b""
+
+
+def _leave(store: Any, place: Place) -> None:
+    """Rank 0 may serve the store, and then must not exit before the others have read it."""
+    left, deadline = store.add("left", 1), time.monotonic() + _LINGER_S
+    while place.rank == 0 and left < place.world_size and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left = store.add("left", 0)
 
 
 def close_stores() -> None:
@@ -111,17 +105,16 @@ def serve_local_store(listener: int) -> dist.TCPStore:
 def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Store:
     url = urlparse(rendezvous)
     if url.scheme == "env":
-        if place.world_size == 1 and place.master_addr is None:
+        host, port = place.master_addr, place.master_port
+        if place.world_size == 1 and host is None:
             return dist.HashStore()
-        if place.master_addr is None or place.master_port is None:
-            missing = "MASTER_ADDR" if place.master_addr is None else "MASTER_PORT"
-            raise ConfigError(
-                f"rank {place.rank} of {place.world_size} has no rendezvous, for {missing} is not set: start the ranks "
-                "with torchrun, or pass rendezvous='tcp://HOST:PORT' or 'file:///PATH'"
-            )
+        if host is None or port is None:
+            missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
+            text = f"rank {place.rank} of {place.world_size} has no rendezvous, for {missing} is not set: start it with"
+            raise ConfigError(f"{text} torchrun, or pass rendezvous='tcp://HOST:PORT' or 'file:///PATH'")
         # Under torchrun and under our own launcher the agent serves the store, and every rank is a client of it.
         served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return _open_tcp(place.master_addr, place.master_port, place, place.rank == 0 and not served, timeout_s)
+        return _open_tcp(host, port, place, place.rank == 0 and not served, timeout_s)
     if url.scheme == "tcp":
         with contextlib.suppress(ValueError):  # a port that is none
             if url.hostname and url.port:
@@ -135,7 +128,6 @@ def _connect_store(rendezvous: str, place: Place, timeout_s: float) -> dist.Stor
 
 
 def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float) -> dist.Store:
-    who = f"rank {place.rank} of {place.world_size}"
     deadline, reason = time.monotonic() + timeout_s, ""
     while not serve:  # until rank 0 listens; torch would wait too, and end with a page of text
         try:
@@ -146,10 +138,8 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
             if isinstance(error, socket.gaierror):
                 reason = f"the name does not resolve: {reason}"
         if time.monotonic() > deadline:
-            raise LaunchError(
-                f"{who} could not reach {host}:{port} within {timeout_s:g} s ({reason}): "
-                "is rank 0 running, and may this host reach it?"
-            )
+            text = f"rank {place.rank} could not reach {host}:{port} within {timeout_s:g} s"
+            raise LaunchError(f"{text} ({reason}): is rank 0 running, and may this host reach it?")
         time.sleep(0.05)
     limit = timedelta(seconds=timeout_s)
     try:
@@ -158,11 +148,8 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
     except RuntimeError as error:
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
-            raise LaunchError(
-                f"port {port} on {host} is taken, probably by another job: choose another MASTER_PORT, "
-                "or start with `torchrun --standalone`, which finds a free one"
-            ) from None
-        raise LaunchError(f"{who} could not open the store at {host}:{port}: {text}") from None
+            text = "is taken, probably by another job: choose another MASTER_PORT, or use `torchrun --standalone`"
+        raise LaunchError(f"port {port} on {host} {text}") from None
 
 
 def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
@@ -173,18 +160,15 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
     else:
         while not (token := _read_claim(path)):
             if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"rank {place.rank} of {place.world_size} waited {timeout_s:g} s for rank 0 to open {path}: "
-                    "is rank 0 running, and does it see the same file system?"
-                )
+                text = f"rank {place.rank} of {place.world_size} waited {timeout_s:g} s for rank 0 to open {path}"
+                raise LaunchError(f"{text}: is rank 0 running, and does it see the same file system?")
             time.sleep(0.02)
     # A name of its own for every claim: a late rank of an old store cannot touch a new one.
     store = dist.FileStore(f"{path}.{token}", place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
 
     def close() -> None:
-        # The store's own file is removed with the last FileStore that is freed; removed earlier, a late rank's would
-        # create it again.
+        # Not the store's own file: the last FileStore that is freed removes it, and a late rank's would make it again.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         os.close(held)
@@ -192,12 +176,6 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
     if held >= 0:
         _closers.callback(close)
     return store
-
-
-def _stale(path: Path) -> LaunchError:
-    return LaunchError(
-        f"{path} is left over from an earlier run, or in use by another: remove it and {path}.*, or use a new path"
-    )
 
 
 def _claim(path: Path) -> tuple[str, int]:
@@ -213,7 +191,7 @@ def _claim(path: Path) -> tuple[str, int]:
         os.link(temporary, path)
     except FileExistsError:
         os.close(handle)
-        raise _stale(path) from None
+        raise LaunchError(_STALE.format(path)) from None
     finally:
         os.unlink(temporary)
     return token, handle
@@ -222,18 +200,16 @@ def _claim(path: Path) -> tuple[str, int]:
 def _read_claim(path: Path) -> str:
     """The token of a living rank 0, or nothing while there is no file; raises for a file that a dead one left."""
     try:
-        handle = os.open(path, os.O_RDWR)
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.read(handle, 100).decode(errors="replace")
-    finally:
-        os.close(handle)
-    if path.exists():
-        raise _stale(path)
-    return ""  # it was removed by a run that ended just now
+    if path.exists():  # else it was removed by a run that ended just now
+        raise LaunchError(_STALE.format(path))
+    return ""
 
 
 def find_host_id() -> str:
@@ -253,10 +229,7 @@ def await_ranks(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
         store.set("size", str(place.world_size))
     elif store.check(["size"]) and (size := store.get("size").decode()) != str(place.world_size):
         raise LaunchError(f"rank {place.rank} has WORLD_SIZE {place.world_size} and rank 0 has {size}: they must agree")
-    late = (
-        f"did not arrive within {timeout_s:g} s: check that they started (under Slurm: `srun`, not a bare call in the "
-        "batch script)"
-    )
+    late = f"did not arrive within {timeout_s:g} s: check that they started (under Slurm, with `srun`)"
     return [host.decode() for host in _exchange(store, place, "here", find_host_id().encode(), timeout_s, late)]
 
 
@@ -278,14 +251,9 @@ def agree_on_backend(store: dist.Store, place: Place, backend: str, refusal: str
 
 
 def _exchange(
-    store: Any,
-    place: Place,
-    topic: str,
-    mine: bytes,
-    timeout_s: float,
-    late: str,
+    store: Any, place: Place, topic: str, mine: bytes, timeout_s: float, late: str,
     is_over: Callable[[], Any] = lambda: False,
-) -> list[bytes]:
+) -> list[bytes]:  # fmt: skip
     """Every rank's bytes, in rank order, over the store alone; nothing once it `is_over`. `late` ends the error."""
     store.set(f"{topic}/{place.rank}", mine)
     keys = [f"{topic}/{rank}" for rank in range(place.world_size)]

@@ -23,9 +23,9 @@ from paceline.records.environment import Environment, capture_environment, find_
 from paceline.records.kinds import Record
 from paceline.records.store import RUN_FILE, STUDY_FILE, Run, RunFolder, Study, load_run
 from paceline.runtime.environment import Place, is_launched, read_place
-from paceline.runtime.launch import RankPool, check_rank_count, defer_signals, handle_signals, unwind_on_sigterm
+from paceline.runtime.launch import RankPool, check_rank_count, handle_signals, unwind_on_sigterm
 from paceline.runtime.worker import find_function, listen
-from paceline.units import format_duration, format_number_of
+from paceline.units import format_number_of
 
 if TYPE_CHECKING:
     import rich.progress
@@ -38,8 +38,8 @@ _LINE_S = 10.0
 # a launcher that got a signal passes it on to ranks that already have it.
 _ECHO_S = 0.3
 
-# A function of the ranks: "package.module:name", which only the ranks import, or a call that imports it here.
-Load = str | Callable[[], Callable[..., Any]]
+# What ranks call: a function, or "package.module:name", which only the ranks import.
+Function = str | Callable[..., Any]
 Describe = Callable[[Sequence[Record]], str]
 
 
@@ -47,8 +47,8 @@ Describe = Callable[[Sequence[Record]], str]
 class Progress:
     """What a rank posts on its way: `done` of `total` cells or steps (one in progress counts in part).
 
-    `label` says what is being done. `records` are those of a cell that is now finished; an interrupted run saves them.
-    `line` is a line that must be shown, wherever the output goes.
+    `records` are those of a cell that is now finished; an interrupted run saves them. `line` is shown on a line of its
+    own, wherever the output goes.
     """
 
     done: float
@@ -67,7 +67,7 @@ class Task:
     """
 
     name: str
-    load: Load
+    function: Function
     arguments: tuple[Any, ...] = ()
     ranks: int = 1
     weight: float = 1.0
@@ -81,8 +81,8 @@ class Session:
 
     `place` is None where the ranks are started here, or where this process alone is measured (`here`). `folder` is None
     where nothing is to be written; ranks other than 0 have one only to read from, when a run is resumed. `is_finished`
-    says that a resumed run has all of its records. `warnings` are reasons to doubt that the verb adds. `saved` may be
-    set by a verb that saves in its own way: it describes what is on disk ("step 40"), for the message of an interrupt.
+    says that a resumed run has all of its records. `warnings` are reasons to doubt that the verb adds. `saved` is set
+    by a verb that saves in its own way: it describes what is on disk ("step 40"), for the message of an interrupt.
     """
 
     verb: str
@@ -99,8 +99,7 @@ class Session:
     warnings: list[str] = field(default_factory=list)
     saved: Callable[[], str] | None = None
     signal: int = 0  # the one for which ranks were asked to save and stop
-    _posted: list[Record] = field(default_factory=list)
-    _num_posted: int = 0  # cells
+    _posted: list[tuple[Record, ...]] = field(default_factory=list)  # by cells
     _cells: tuple[str, ...] = ()
     _num_cells: float = 0
     _parts: list[Session] = field(default_factory=list)
@@ -112,19 +111,14 @@ class Session:
     def is_leader(self) -> bool:
         return self.place is None or self.place.rank == 0
 
-    # -- running -------------------------------------------------------------------------------------------------------
+    def ask(self, function: Function, args: tuple[Any, ...] = (), ranks: int | None = None, saves: bool = False) -> Any:
+        """Call the function on the ranks and return the value of rank 0 (in a launched world: of this rank).
 
-    def ask(
-        self, load: Load, arguments: tuple[Any, ...] = (), ranks: int | None = None, on_interrupt: str = "stop"
-    ) -> Any:
-        """Call the loaded function on the ranks and return the value of rank 0 (in a launched world: of this rank).
-
-        Records that it posts are saved if the run is interrupted. `on_interrupt` "stop" ends the ranks; "save" passes
-        the first Ctrl-C or SIGTERM to them, so that they save and return, and notes it in `signal`; a second one ends
-        them at once.
+        Records that it posts are saved if the run is interrupted. A function that `saves` gets the first Ctrl-C or
+        SIGTERM itself, as SIGTERM, and returns (`signal` notes it); a second one ends the ranks at once.
         """
-        with ProgressDisplay(self.verb, self.progress if self.is_leader else False) as display:
-            return self._call(Task("", load, arguments, ranks or self.ranks), display, on_interrupt == "save")
+        with ProgressDisplay(self.verb, self.progress) as display:
+            return self._call(Task("", function, args, ranks or self.ranks), display, saves)
 
     def run(self, tasks: Sequence[Task], describe: Describe | None = None, at_once: int = 1) -> list[Record]:
         """The records of all tasks, in order: of those that are saved already, and of the others, run and saved now.
@@ -132,37 +126,22 @@ class Session:
         `at_once` tasks run at a time, each on ranks of its own. `describe` says a few words about a finished task.
         """
         if self.place is not None and at_once > 1:
-            raise ConfigError(
-                f"--at-once {at_once} in a launched world of {self.place.world_size}: its ranks run one task after the "
-                "other; leave it out, or start without the launcher",
-                code="launched",
-            )
+            text = f"--at-once {at_once} in a launched world: its ranks run one task after the other; leave it out"
+            raise ConfigError(text, code="launched")
         self._cells, self._num_cells = tuple(task.name for task in tasks), len(tasks)
-        kept = {}
-        if self.study is not None:
-            found = {task.name: self.study.find(task.name) for task in tasks}
-            kept = {name: records for name, records in found.items() if records is not None}
+        found = {} if self.study is None else {name: self.study.find(name) for name in self._cells}
+        kept = {name: records for name, records in found.items() if records is not None}
         missing = [task for task in tasks if task.name not in kept]
         if missing:
             if self.place is None and not self.here:
                 check_rank_count(max(task.ranks for task in missing) * at_once)
-            progress = self.progress if self.is_leader else False
-            with ProgressDisplay(self.verb, progress, tasks, tuple(kept), describe) as display:
+            with ProgressDisplay(self.verb, self.progress, tasks, tuple(kept), describe) as display:
                 self._run_missing(missing, kept, min(at_once, len(missing)), display)
         return [record for task in tasks for record in kept[task.name]]
 
     def _run_missing(
         self, tasks: Sequence[Task], kept: dict[str, list[Record]], at_once: int, display: ProgressDisplay
     ) -> None:
-        def call(task: Task) -> Any:
-            try:
-                return self._call(task, display)
-            except LaunchError as error:
-                records = task.on_death(error) if task.on_death is not None else None
-                if records is None:
-                    raise
-                return records
-
         def finish(task: Task, records: list[Record]) -> None:
             kept[task.name] = records
             if self.study is not None and self.is_leader:
@@ -174,45 +153,44 @@ class Session:
                 if task.follow is not None:
                     before = [record for records in kept.values() for record in records]
                     task = dataclasses.replace(task, arguments=task.follow(before))
-                finish(task, call(task))
+                finish(task, self._call(task, display))
             return
-        _load(tasks[0].load)  # once, here: threads that import torch at the same time would wait for each other
-        workers = concurrent.futures.ThreadPoolExecutor(at_once)
-        try:
-            started = {workers.submit(call, task): task for task in tasks}
-            for future in concurrent.futures.as_completed(started):
-                finish(started[future], future.result())
-        except BaseException:
-            workers.shutdown(wait=False, cancel_futures=True)
-            self.close()
-            raise
-        finally:
-            workers.shutdown()
+        with concurrent.futures.ThreadPoolExecutor(at_once) as workers:
+            try:
+                started = {workers.submit(self._call, task, display): task for task in tasks}
+                for future in concurrent.futures.as_completed(started):
+                    finish(started[future], future.result())
+            except BaseException:
+                workers.shutdown(wait=False, cancel_futures=True)
+                self.close()
+                raise
 
     def _call(self, task: Task, display: ProgressDisplay, saves: bool = False) -> Any:
         """The value of the task's function: here, or of rank 0 on warm ranks that belong to this thread."""
 
         def hear(rank: int, message: Progress) -> None:
             if not task.name:  # of a run without tasks, the cells are those that the ranks post
-                self._posted.extend(message.records)
-                self._num_posted += bool(message.records)
+                self._posted += [message.records] if message.records else []
                 self._num_cells = message.total
             display.hear(task.name, message)
 
         if self.place is not None or self.here:
             with listen(lambda message: hear(0, message)):
-                return find_function(_load(task.load))(*task.arguments)
+                return find_function(task.function)(*task.arguments)
         pool = self._get_pool(task.ranks)
         with self._forward_signals(pool) if saves else contextlib.nullcontext():
-            function = _load(task.load)  # while the ranks start
-            if self.signal:  # before there was a rank that could save anything
-                raise SystemExit(128 + self.signal)
             try:
-                return pool.run(function, task.arguments, num_ranks=task.ranks, on_message=hear)[0]
-            except LaunchError:
+                return pool.run(task.function, task.arguments, num_ranks=task.ranks, on_message=hear)[0]
+            except LaunchError as error:
                 if self.signal:  # it came before the ranks had begun to listen for it
                     raise SystemExit(128 + self.signal) from None
-                raise
+                records = task.on_death(error) if task.on_death is not None else None
+                if records is None:
+                    raise
+                return records
+            finally:
+                if self._is_closed:  # by another thread, just before ranks were started here
+                    pool.close()
 
     def _get_pool(self, ranks: int) -> RankPool:
         with self._lock:
@@ -233,15 +211,14 @@ class Session:
 
         def forward(number: int, frame: FrameType | None) -> None:
             nonlocal came_s
-            if self.signal:
-                if time.monotonic() - came_s <= _ECHO_S:
-                    return
+            if not self.signal:
+                self.signal, came_s = number, time.monotonic()
+                self._say("stopping after this step, with a checkpoint; interrupt once more to stop at once")
+                for pid in pool.pids():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)  # ranks of our own ignore SIGINT
+            elif time.monotonic() - came_s > _ECHO_S:
                 raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-            self.signal, came_s = number, time.monotonic()
-            self._say("stopping after this step, with a checkpoint; interrupt once more to stop at once")
-            for pid in pool.pids():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)  # ranks of our own ignore SIGINT
 
         with handle_signals(forward, signal.SIGINT, signal.SIGTERM):
             yield
@@ -254,15 +231,10 @@ class Session:
                 pool.close()
             self._pools.clear()
 
-    # -- saving --------------------------------------------------------------------------------------------------------
-
     def save(
-        self,
-        records: Sequence[Record],
-        details: dict[str, Any] | None = None,
-        doubts: Sequence[str] | None = None,
+        self, records: Sequence[Record], details: dict[str, Any] | None = None, doubts: Sequence[str] | None = None,
         complete: bool = True,
-    ) -> Run:
+    ) -> Run:  # fmt: skip
         """The finished run, saved as `run.json` where this session writes. Its warnings are the reasons to doubt it.
 
         `details` is what only a rank knows of the environment. `doubts` are those that follow from the records: by
@@ -299,10 +271,7 @@ class Session:
 
     @contextlib.contextmanager
     def open_part(self, name: str, verb: str, config: dict[str, Any], same_machine: bool = False) -> Iterator[Session]:
-        """A run that is part of this one, in the folder `name` inside of its folder: resumed where it was started.
-
-        Its cells are kept there, and it is this session that says what is saved when it is interrupted.
-        """
+        """A run that is part of this one, in the folder `name` inside of its folder: resumed where it was started."""
         assert self.folder is not None
         place = self.folder / name
         place.mkdir(exist_ok=True)
@@ -318,11 +287,9 @@ class Session:
             with contextlib.suppress(OSError):  # it stays unless it is empty
                 place.rmdir()
 
-    # -- what an interrupt says ----------------------------------------------------------------------------------------
-
     def _say_cells(self) -> str:
-        count = self._num_posted if self.study is None else self.study.count()
-        total = f" of {self._num_cells:.0f}" if self._num_cells else ""
+        count = len(self._posted) if self.study is None else self.study.count()
+        total = f" of {self._num_cells:.0f}" if self._num_cells else ""  # resumed, and interrupted before it is known
         return f"{count}{total} cells" if count else ""
 
     def _save_unfinished(self) -> str:
@@ -330,52 +297,41 @@ class Session:
         if self.folder is None or not self.is_leader:
             return ""
         if self.is_finished:
-            return f"all records are saved in {self.folder}"
-        is_posted = self.study is None and bool(self._posted) and not (self.folder / RUN_FILE).exists()
-        if is_posted:
-            self.save(self._posted, complete=False)
+            return f"all records saved in {self.folder}"
+        kept = self._say_cells()
         if self.saved is not None:
-            kept = [self.saved()]
+            kept = self.saved()
         elif self._parts:
             about = [(part, "finished" if part.is_finished else part._say_cells()) for part in self._parts]
-            kept = [f"{part.folder.name} ({cells})" for part, cells in about if cells and part.folder is not None]
-        else:
-            kept = [self._say_cells()] if is_posted or self.study is not None else []
-        kept = [words for words in kept if words]
-        if not kept:
-            if self.study is not None:
-                self.study.discard()
-            return ""
-        are = "are" if len(kept) > 1 or (kept[0].endswith("cells") and not kept[0].startswith("1 ")) else "is"
+            kept = ", ".join(f"{part.folder.name} ({cells})" for part, cells in about if part.folder and cells)
+        elif self.study is None and kept:
+            self.save([record for records in self._posted for record in records], complete=False)
+        elif self.study is not None and not kept:
+            self.study.discard()
         where = f"; resume with: paceline {self.verb} --resume {self.folder}" if self.can_resume else ""
-        return f"{', '.join(kept)} {are} saved{where or f' in {self.folder}'}"
+        return f"{kept} saved{where or f' in {self.folder}'}" if kept else ""
 
     def _say(self, text: str) -> None:
         if self.is_leader:
             print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-# -- opening -----------------------------------------------------------------------------------------------------------
-
-
-def choose_ranks(requested: Sequence[int] | None, default: Sequence[int] = (2,)) -> tuple[tuple[int, ...], list[str]]:
+def choose_ranks(requested: Sequence[int] | None) -> tuple[tuple[int, ...], list[str]]:
     """The numbers of ranks to measure, and a warning about those that the launched world cannot hold.
 
-    Without a request: all of the launched world or, in a plain process, the default. A launched world of one rank, such
-    as a shell of a batch job, does not limit a request: local ranks are started for it.
+    Without a request: all of the launched world, else 2. A launched world of one rank, such as a shell of a batch job,
+    does not limit a request: local ranks are started for it.
     """
     size = read_place().world_size if is_launched() else None
     if requested is None:
-        return (tuple(default) if size is None else (size,)), []
+        return (size or 2,), []
     if size is None or size == 1:
         return tuple(requested), []
-    left_out = [n for n in requested if n > size]
-    listed = ", ".join(map(str, left_out))
-    if len(left_out) == len(requested):
-        message = f"--ranks {listed} in a launched world of {size}: start more ranks, or leave out --ranks"
-        raise ConfigError(message, code="launched")
-    note = f"not measured: {listed} ranks, because the launched world has {size}"
-    return tuple(n for n in requested if n <= size), [note] if left_out else []
+    fitting, others = tuple(n for n in requested if n <= size), ", ".join(str(n) for n in requested if n > size)
+    if not fitting:
+        text = f"--ranks {others} in a launched world of {size}: start more ranks, or leave out --ranks"
+        raise ConfigError(text, code="launched")
+    return fitting, [f"not measured: {others} ranks, because the launched world has {size}"] if others else []
 
 
 def joins_world(ranks: int) -> bool:
@@ -393,25 +349,15 @@ def find_place() -> Place | None:
 
 @contextlib.contextmanager
 def open_session(
-    verb: str,
-    config: dict[str, Any],
-    *,
-    ranks: int = 1,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
-    progress: bool | None = None,
-    cells: bool = False,
-    can_resume: bool | None = None,
-    same_machine: bool = False,
-    here: bool = False,
-    whole: Session | None = None,
-) -> Iterator[Session]:
+    verb: str, config: dict[str, Any], *, ranks: int = 1, out: str | Path | None = None,
+    resume: str | Path | None = None, progress: bool | None = None, cells: bool = False, can_resume: bool = False,
+    same_machine: bool = False, here: bool = False, whole: Session | None = None,
+) -> Iterator[Session]:  # fmt: skip
     """The one way to run a verb: ranks, the run's folder, progress on stderr, and a word on what an interrupt left.
 
     Without `out` nothing is written. With it, the run gets a folder `out/TIME-verb`, made before the work and removed
     again if it stays empty; `resume` is the folder of an interrupted run instead. With `cells`, every finished task is
-    saved, and the run can be resumed; `same_machine` refuses to resume it on another machine. `can_resume` says that
-    the verb has its own way to do so (training).
+    saved, and the run can be resumed, by default on any machine; `can_resume` says that the verb itself can resume it.
     `progress` True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
     `here` starts no ranks, for what cannot be sent to them (a user's own model): this process runs the tasks, as a rank
     of its process group if it has opened one, of the launched world if there is one, and else alone.
@@ -420,8 +366,8 @@ def open_session(
     """
     place = find_place() if here else read_place() if joins_world(ranks) else None
     if place is not None and place.world_size < ranks:
-        message = f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer"
-        raise ConfigError(message, code="launched")
+        text = f"{ranks} ranks in a launched world of {place.world_size}: start more ranks, or use fewer"
+        raise ConfigError(text, code="launched")
     environment = capture_environment()  # now, because our own ranks will raise the load
     if place is not None and place.world_size > 1:  # every rank returns the same result, its warnings included
         from paceline.runtime.world import share_first
@@ -443,10 +389,8 @@ def open_session(
                 study = Study.load(folder, verb)
                 begun = study.config.get("machine")
                 if same_machine and begun != machine and not (folder / RUN_FILE).exists():
-                    raise ConfigError(
-                        f"--resume {folder}: it was started on {begun}, and this is {machine}: times cannot be mixed",
-                        code="other-machine",
-                    )
+                    text = f"it was started on {begun}, and this is {machine}: times cannot be mixed"
+                    raise ConfigError(f"--resume {folder}: {text}", code="other-machine")
             else:
                 line = (environment if whole is None else whole.environment).command_line
                 study = Study.begin(folder, verb, config | {"machine": machine}, line)
@@ -455,9 +399,8 @@ def open_session(
         if folder is not None and is_leader:
             stack.callback(os.close, lock_folder(folder))
         session = Session(
-            verb, config, ranks, environment, place, folder, study, progress, here=here,
-            is_finished=folder is not None and (folder / RUN_FILE).exists(),
-            can_resume=cells if can_resume is None else can_resume,
+            verb, config, ranks, environment, place, folder, study, progress if is_leader else False, here,
+            is_finished=folder is not None and (folder / RUN_FILE).exists(), can_resume=cells or can_resume,
         )  # fmt: skip
         stack.callback(session.close)
         stack.enter_context(unwind_on_sigterm())
@@ -480,27 +423,15 @@ def lock_folder(folder: Path, timeout_s: float = 0.0) -> int:
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
         except BlockingIOError:
-            if time.monotonic() < until_s:
-                time.sleep(0.05)
-                continue
-            os.close(handle)
-            text = f"{folder} is used by another process: wait until it ends, or stop it"
-            raise ConfigError(text, code="locked") from None
+            if time.monotonic() >= until_s:
+                os.close(handle)
+                text = f"{folder} is used by another process: wait until it ends, or stop it"
+                raise ConfigError(text, code="locked") from None
+            time.sleep(0.05)
         except OSError:  # a file system without locks
-            pass
-        return handle
-
-
-def _load(load: Load) -> str | Callable[..., Any]:
-    """What a pool is given: a name as it is, and else the function, imported where no signal can interrupt that."""
-    if isinstance(load, str):
-        return load
-    with defer_signals():
-        return load()
-
-
-# -- progress ----------------------------------------------------------------------------------------------------------
+            return handle
 
 
 class ProgressDisplay:
@@ -517,34 +448,25 @@ class ProgressDisplay:
         self._has_bar = progress is not False and sys.stderr.isatty()
         self._has_lines = bool(progress) and not self._has_bar
         self._weights = {task.name: task.weight for task in tasks}
-        self._total = sum(self._weights.values())
+        self._total, self._count = sum(self._weights.values(), 0.0), len(finished)
         self._parts = {name: self._weights[name] for name in finished}  # what is done of each task
-        self._before, self._count = self._done, len(finished)
-        self._begin_s = self._line_s = time.monotonic()
+        self._line_s = time.monotonic()
         self._bar: rich.progress.Progress | None = None
-        self._bar_task: Any = None
-
-    @property
-    def _done(self) -> float:
-        return sum(self._parts.values())
 
     def __enter__(self) -> ProgressDisplay:
         if self._has_bar:
             import rich.console
-            import rich.progress
+            from rich import progress
 
-            self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("{task.description}", markup=False),
-                rich.progress.BarColumn(bar_width=20),
-                rich.progress.TaskProgressColumn(),
-                rich.progress.TimeElapsedColumn(),
-                rich.progress.TextColumn("{task.fields[left]}"),
-                console=rich.console.Console(stderr=True, highlight=False),
-                transient=True,
-                redirect_stdout=False,  # stdout is for the result alone
-            )
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=20),
+                progress.TaskProgressColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
+                progress.TextColumn("left"), console=rich.console.Console(stderr=True, highlight=False), transient=True,
+                redirect_stdout=False, speed_estimate_period=3600.0,  # stdout is for the result alone
+            )  # fmt: skip
             self._bar.start()
-            self._bar_task = self._bar.add_task("starting ranks", total=self._total or None, left="")
+            self._bar.add_task("", total=None)
+            self._update("starting ranks")
         elif self._count:
             self._print(f"saved already: {self._count} of {len(self._weights)} cells")
         return self
@@ -560,14 +482,14 @@ class ProgressDisplay:
                 self._parts[name] = min(1.0, message.done / message.total) * self._weights[name]
             else:
                 self._total, self._parts[""] = message.total, message.done
-            label = " ".join(part for part in (name, message.label) if part)
-            self._update(label)
+            label = f"{name} {message.label}".strip()
+            share = self._update(label)
             if message.line:
                 self._print(message.line)
-            elif not name and message.records:
-                self._print_line(f"{message.done:.0f} of {message.total:.0f} cells ({message.label})")
-            elif time.monotonic() - self._line_s > _LINE_S:
-                self._print_line(f"{self._done / self._total if self._total else 0:.0%} ({label})")
+            elif self._bar is None and not name and message.records:
+                self._print(f"{message.done:.0f} of {message.total:.0f} cells ({message.label})")
+            elif self._bar is None and time.monotonic() - self._line_s > _LINE_S:
+                self._print(f"{share:.0%} ({label})")
 
     def finish(self, name: str, records: Sequence[Record]) -> None:
         """The task of this name is finished, and saved where it can be."""
@@ -575,25 +497,16 @@ class ProgressDisplay:
             self._parts[name] = self._weights[name]
             self._count += 1
             self._update(name)
-            words = self._describe(records) if self._describe is not None else ""
-            self._print_line(f"{self._count} of {len(self._weights)} cells ({name}{': ' if words else ''}{words})")
+            words = f"{name}: {self._describe(records)}" if self._describe is not None else name
+            if self._bar is None:
+                self._print(f"{self._count} of {len(self._weights)} cells ({words})")
 
-    def _say_left(self) -> str:
-        fresh, elapsed_s = self._done - self._before, time.monotonic() - self._begin_s
-        if fresh <= 0 or self._done >= self._total or elapsed_s < 2.0:
-            return ""
-        left_s = elapsed_s * (self._total - self._done) / fresh
-        return f"about {format_duration(left_s) if left_s < 60 else f'{left_s / 60:.0f} min'} left"
-
-    def _update(self, label: str) -> None:
+    def _update(self, label: str) -> float:
+        """Redraw the bar; the share that is done."""
+        done = sum(self._parts.values())
         if self._bar is not None:
-            left = self._say_left()
-            self._bar.update(self._bar_task, completed=self._done, total=self._total, description=label, left=left)
-
-    def _print_line(self, text: str) -> None:
-        if self._has_lines:
-            left = self._say_left()
-            self._print(f"{text}, {left}" if left else text)
+            self._bar.update(self._bar.task_ids[0], completed=done, total=self._total or None, description=label)
+        return done / self._total if self._total else 0.0
 
     def _print(self, text: str) -> None:
         self._line_s = time.monotonic()

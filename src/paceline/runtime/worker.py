@@ -50,7 +50,7 @@ class Failure:
 def find_code(error: BaseException | None) -> str:
     """The code of an error, or of its cause; "peer-lost" for what torch's backends say of a lost peer.
 
-    The one place that reads the texts of backends. Only their own texts count: a user's error may use the same words.
+    Only their own texts count: a user's error may use the same words.
     """
     while error is not None:
         if isinstance(error, PacelineError) and error.code:
@@ -74,7 +74,8 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
     return Failure(rank, when_s, summary, trace, ours, find_code(error) in ("peer-lost", "timeout"))
 
 
-# -- messages to the launcher -----------------------------------------------------------------------------------------
+_JOB_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 _link: Connection | None = None
 _link_lock = threading.Lock()
@@ -105,9 +106,6 @@ def _answer(kind: str, content: Any) -> None:
     data = pickle.dumps((kind, content))  # plain pickle: tensors go by value, and outlive the rank
     with _link_lock:
         _link.send_bytes(data)
-
-
-# -- the jobs of a rank -----------------------------------------------------------------------------------------------
 
 
 def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
@@ -144,16 +142,24 @@ def serve_jobs(rank: int, link: Connection, stacks: Connection) -> None:
             os.environ.update(before)
 
 
-def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection) -> None:
+def serve_jobs_spawned(rank: int, link: Connection, stacks: Connection, by_main_thread: bool) -> None:
     """`serve_jobs` in a process of its own, where ranks cannot be forked; it ends with its parent."""
+    parent: Any = multiprocessing.parent_process()
 
     def watch() -> None:
-        if (parent := multiprocessing.parent_process()) is not None:
-            parent.join()
-            os._exit(1)
+        parent.join()
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="paceline-parent-watch").start()
+    if by_main_thread and sys.platform == "linux":  # the kernel's signal follows the thread that started this process
+        _die_with_parent(parent.pid)
     serve_jobs(rank, link, stacks)
+
+
+def _die_with_parent(parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
 
 
 def find_function(fn: Callable[..., Any] | str) -> Callable[..., Any]:
@@ -177,11 +183,8 @@ def _close_groups() -> None:
 #
 # One process imports torch and forks every rank, so that a rank costs milliseconds instead of an import. It has one
 # thread, has not initialised CUDA, and has run no OpenMP region, so that its forks are sound. It ends with the
-# launcher, which it watches by a pidfd, and ranks end with it by the kernel's death signal. A rank's link brings what
-# `multiprocessing` would send to a spawned process.
-
-_JOB_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+# launcher, which it watches by a pidfd, and ranks end with it. A rank's link brings what `multiprocessing` would send
+# to a spawned process.
 
 
 def serve_forks(control_fd: int, launcher_pid: int) -> None:
@@ -195,7 +198,12 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
 
         gc.collect()
         gc.freeze()  # collections in ranks then write to fewer shared pages
-        control.send(b"ready" if _has_one_thread() else b"threads")
+        # Python warns of other threads, but numpy's BLAS stops its own before a fork; so they are counted after one.
+        warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        if not (pid := os.fork()):
+            os._exit(0)
+        os.waitpid(pid, 0)
+        control.send(b"ready" if len(os.listdir("/proc/self/task")) == 1 else b"threads")
     except OSError:  # the launcher is gone; or the kernel has no such call, and it will spawn ranks instead
         os._exit(1)
     poller = select.poll()
@@ -213,15 +221,12 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
                 continue
             kind = b""
             if fd == control_fd:
-                with contextlib.suppress(
-                    OSError
-                ):  # closed by a launcher that was interrupted before it read everything
+                with contextlib.suppress(OSError):  # its launcher was interrupted before it read everything
                     kind, descriptors, _, _ = socket.recv_fds(control, 16, 8)
             if not kind:  # the launcher is gone; the ranks follow
                 os._exit(0)
             link, status = Connection(descriptors[0]), Connection(descriptors[1], readable=False)
-            pid = _fork()
-            if pid == 0:
+            if not (pid := os.fork()):
                 control.close()
                 status.close()
                 for other, (_, other_status) in children.items():
@@ -238,27 +243,12 @@ def serve_forks(control_fd: int, launcher_pid: int) -> None:
             poller.register(child_fd, select.POLLIN)
 
 
-def _fork() -> int:
-    with warnings.catch_warnings():  # Python warns of other threads: numpy's BLAS stops its own before a fork
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
-
-
-def _has_one_thread() -> bool:
-    """Whether this process has no other thread once the libraries that handle forks have handled one."""
-    pid = _fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    return len(os.listdir("/proc/self/task")) == 1
-
-
 def _run_child(kind: bytes, link: Connection, descriptors: list[int], launcher_fd: int, launcher_pid: int) -> None:
     """The life of a forked process; does not return."""
-    code, server = 1, os.getppid()
+    code = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != server or select.select([launcher_fd], [], [], 0)[0]:
+        _die_with_parent(os.getppid())
+        if select.select([launcher_fd], [], [], 0)[0]:
             os._exit(1)
         if kind == b"store":  # here, so that the launcher need not import torch
             from paceline.runtime.rendezvous import serve_local_store

@@ -17,18 +17,17 @@ import torch
 import torch.distributed as dist
 
 from paceline import machine
-from paceline.errors import ConfigError, LaunchError, PacelineError
+from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.rendezvous import Gathering, agree_on_backend, await_ranks, find_host_id, open_store
+from paceline.runtime.rendezvous import agree_on_backend, await_ranks, find_host_id, gather, open_gathering, open_store
 from paceline.transport import register, why_not
 from paceline.units import format_number_of
 
-# How long a failed rank waits for its groups to be destroyed.
-_DESTROY_S = 2.0
+_DESTROY_S = 2.0  # how long a failed rank waits for its groups to be destroyed
 
 
 @dataclass(frozen=True)
-class World:
+class World(contextlib.AbstractContextManager["World"]):
     """This rank's world, open. Leaving the `with` block, `close()` and the end of the process all destroy it."""
 
     rank: int
@@ -62,11 +61,7 @@ class World:
 
     def close(self) -> None:
         """Destroy the process groups; does nothing the second time."""
-        if _open is self:
-            shutdown()
-
-    def __enter__(self) -> World:
-        return self
+        self.__exit__(None, None, None)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if _open is self:
@@ -82,17 +77,11 @@ def current_world() -> World | None:
 
 
 def init(
-    backend: str = "auto",
-    device: str = "auto",
-    *,
-    rendezvous: str = "env://",
-    rank: int | None = None,
-    world_size: int | None = None,
-    threads: int | None = None,
-    timeout_s: float = 600.0,
+    backend: str = "auto", device: str = "auto", *, rendezvous: str = "env://", rank: int | None = None,
+    world_size: int | None = None, threads: int | None = None, timeout_s: float = 600.0,
     rendezvous_timeout_s: float = 120.0,
     announce: Callable[[str], None] | None = lambda line: print(f"paceline: {line}", file=sys.stderr, flush=True),
-) -> World:
+) -> World:  # fmt: skip
     """Join the world and return it. Collective: every rank must call this.
 
     The world comes from torchrun's, Slurm's or mpirun's variables, or from `rank` and `world_size`; without
@@ -105,16 +94,13 @@ def init(
     `timeout_s` bounds each collective, `rendezvous_timeout_s` the wait for the other ranks.
     """
     global _open
-    if dist.is_initialized():
-        raise ConfigError(
-            "a process group is already open in this process: close it first (`paceline.shutdown()`, or "
-            "`torch.distributed.destroy_process_group()` if torch opened it)"
-        )
-    place = _settle_place(rank, world_size)
+    limits = f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}"
+    refuse(
+        (dist.is_initialized(), "a process group is already open in this process: close it, as by paceline.shutdown()"),
+        (timeout_s <= 0 or rendezvous_timeout_s <= 0, f"{limits}: both must be above 0"),
+    )
+    place, backend = _settle_place(rank, world_size), machine.canonical_backend(backend)
     register()
-    backend = machine.canonical_backend(backend)
-    if timeout_s <= 0 or rendezvous_timeout_s <= 0:
-        raise ConfigError(f"timeout_s={timeout_s}, rendezvous_timeout_s={rendezvous_timeout_s}: both must be above 0")
     store = open_store(rendezvous, place, rendezvous_timeout_s)
     limit = timedelta(seconds=timeout_s)
     try:
@@ -161,10 +147,8 @@ def join_world(backend: str = "auto", device: str = "auto", threads: int | None 
     if _open is not None or dist.is_initialized():
         found = _open.backend if _open is not None else machine.canonical_backend(str(dist.get_backend()))
         if machine.canonical_backend(backend) not in ("auto", found):
-            raise ConfigError(
-                f"backend {backend} in a process whose group is on {found}: leave it out, or close that group first",
-                code="already-open",
-            )
+            text = f"backend {backend} in a process whose group is on {found}: leave it out, or close that group first"
+            raise ConfigError(text, code="already-open")
     if _open is not None:
         yield _open
     elif not dist.is_initialized():
@@ -185,7 +169,7 @@ def share_first(place: Place, value: Any) -> Any:
     if dist.is_initialized():
         with join_world() as world:
             return world.share(value)[0]
-    return pickle.loads(Gathering(place).gather(pickle.dumps(value), 120.0)[0][0])
+    return pickle.loads(gather(open_gathering(place), place, pickle.dumps(value), 120.0)[0][0])
 
 
 def _adopt(device: str) -> World:
@@ -233,8 +217,8 @@ def _destroy(error: BaseException | None) -> None:
 
 
 def _destroy_groups(failed: bool) -> None:
-    """Destroy all groups. After a failure a plain destroy may wait for collectives that nobody will join any more; the
-    error that is being raised must not wait with it."""
+    """Destroy all groups. After a failure that may wait for collectives that nobody will join any more; the error that
+    is being raised must not wait with it."""
     if not dist.is_initialized():
         return
     if not failed:
@@ -275,14 +259,14 @@ def _choose_device(device: str, backend: str, local_rank: int, local_size: int) 
     if device == "cpu":
         return torch.device("cpu"), ""
     kind, _, index = device.partition(":")
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise ConfigError(f"device {device!r} is unknown: use auto, cpu, cuda or cuda:INDEX")
-    if gpus == 0:
-        built = "" if torch.backends.cuda.is_built() else f" and torch {torch.__version__} is built without CUDA"
-        raise ConfigError(f"device {device!r} needs a GPU, but none is visible{built}: use the device cpu")
-    number = int(index) if index else local_rank % gpus
-    if number >= gpus:
-        raise ConfigError(f"device {device!r} does not exist: GPUs count from 0 to {gpus - 1} here")
+    number = int(index) if index.isdigit() else local_rank % max(1, gpus)
+    built = "" if torch.backends.cuda.is_built() else f" and torch {torch.__version__} is built without CUDA"
+    refuse(
+        (kind != "cuda" or (index and not index.isdigit()),
+         f"device {device!r} is unknown: use auto, cpu, cuda or cuda:INDEX"),
+        (gpus == 0, f"device {device!r} needs a GPU, but none is visible{built}: use the device cpu"),
+        (number >= gpus, f"device {device!r} does not exist: GPUs count from 0 to {gpus - 1} here"),
+    )  # fmt: skip
     return torch.device("cuda", number), ""
 
 
@@ -297,29 +281,25 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
 
     `cpu:gloo,cuda:nccl` names one for each device; a bare name stands for every device.
     """
-    backend = machine.canonical_backend(backend)
+    backend, gpus = machine.canonical_backend(backend), torch.cuda.device_count()
     listed = [known for known in dist.Backend.backend_list if known not in (dist.Backend.UNDEFINED, "fake")]
     known = [known for known in listed if known == "nccl" or dist.is_backend_available(known)]
+    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     for part in backend.split(","):
         device, _, name = part.strip().rpartition(":")
-        if name.lower() not in known:
-            raise ConfigError(f"backend {name!r} is unknown: torch knows {', '.join(known)} here")
-        if device not in ("", "cpu", "cuda"):
-            raise ConfigError(f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda")
-        if name == "nccl":
-            if not torch.cuda.is_available() or not dist.is_nccl_available():
-                raise ConfigError("backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo")
-            if (gpus := torch.cuda.device_count()) < local_world_size:
-                raise ConfigError(
-                    f"backend nccl needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here; "
-                    f"use at most {gpus}, or the backend gloo with the device cuda, which can share one"
-                )
-            if device_type != "cuda" and backend == "nccl":
-                raise ConfigError("backend nccl works on GPUs only and the device is cpu: use the backend gloo")
-        elif name == "shm" and why_not():
-            raise ConfigError(f"backend shm is not available here: {why_not()}; use the backend gloo")
-        elif name == "gloo" and not dist.is_gloo_available():
-            raise LaunchError("this torch is built without gloo, which Paceline needs for its control traffic")
+        is_nccl = name == "nccl"
+        refuse(
+            (name.lower() not in known, f"backend {name!r} is unknown: torch knows {', '.join(known)} here"),
+            (device not in ("", "cpu", "cuda"),
+             f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda"),
+            (is_nccl and not has_nccl, "backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo"),
+            (is_nccl and gpus < local_world_size,
+             f"backend nccl needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here; "
+             f"use at most {gpus}, or the backend gloo with the device cuda, which can share one"),
+            (backend == "nccl" and device_type != "cuda",
+             "backend nccl works on GPUs only and the device is cpu: use the backend gloo"),
+            (name == "shm" and why_not(), f"backend shm is not available here: {why_not()}; use the backend gloo"),
+        )  # fmt: skip
 
 
 def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:

@@ -10,7 +10,6 @@ import functools
 from datetime import timedelta
 from typing import Any
 
-from paceline.transport.native import load_library
 from paceline.transport.native import why_not as why_not
 
 
@@ -32,12 +31,6 @@ def register() -> None:
             for name in ("shm", "paceline"):
                 dist.Backend.register_backend(name, make, extended_api=True, devices=["cpu"])
             _patch_monitored_barrier(dist)
-
-
-def describe_kernels() -> str:
-    """The name of the kernels that were chosen for this processor."""
-    name: bytes = load_library().pln_cpu()
-    return name.decode()
 
 
 def _patch_monitored_barrier(dist: Any) -> None:

@@ -1,7 +1,7 @@
 """The process group of the backend `shm`: collectives between ranks of one host in shared memory, the rest on gloo.
 
 Which way an operation goes follows from what ranks that agree see alike (kind, type, sizes, and their hosts), never
-from how one of them calls it. How ranks wait, and add up, does not belong here (`native`).
+from how one of them calls it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ _TorchGroup: Any = dist.ProcessGroup
 
 
 class PacelineGroup(_TorchGroup):
-    """What `init_process_group("shm")` and `new_group(backend="shm")` make.
-
-    Collective: every rank of the group must make one.
-    """
+    """What `init_process_group("shm")` and `new_group(backend="shm")` make. Collective: every rank must make one."""
 
     def __init__(self, options: Any, backend_options: Any = None) -> None:
         rank, size = options.group_rank, options.group_size
@@ -74,8 +71,6 @@ class PacelineGroup(_TorchGroup):
         self._levels = None
         if len(set(hosts)) > 1:
             self._levels = TwoLevels(self._store, self._native, hosts, self._rank, names, self._timeout)
-
-    # -- beside the collectives ----------------------------------------------------------------------------------------
 
     @property
     def shares_memory(self) -> bool:
@@ -120,8 +115,6 @@ class PacelineGroup(_TorchGroup):
         for name in ("_native", "_host"):  # those that exist, if the constructor failed half-way
             if hasattr(self, name):
                 getattr(self, name).close()
-
-    # -- collectives in shared memory ---------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.AllreduceOptions, opts, timeout)
@@ -257,8 +250,6 @@ class PacelineGroup(_TorchGroup):
                 self._pending.pop(id(work))
             raise
         return work
-
-    # -- the rest -----------------------------------------------------------------------------------------------------
 
     def _backend(self, tensor: torch.Tensor) -> Any:
         if is_wrapper_subclass(tensor):

@@ -22,10 +22,8 @@ from paceline.transport import native
 from paceline.transport.works import DTYPES, After, Futures, Tensors, TensorWork
 
 _PIECE_BYTES = 1 << 20
-# How often a leader that waits for other hosts checks whether one of them has failed.
-_LOOK_S = 0.25
-# How long a leader that lost its connection waits for a report that names the rank.
-_REPORT_S = 1.0
+_LOOK_S = 0.25  # how often a leader that waits for other hosts checks whether one of them has failed
+_REPORT_S = 1.0  # how long a leader that lost its connection waits for a report that names the rank
 _REDUCE: dict[int, Any] = {
     native.SUM: dist.ReduceOp.SUM, native.AVG: dist.ReduceOp.SUM, native.MIN: dist.ReduceOp.MIN,
     native.MAX: dist.ReduceOp.MAX,
@@ -64,10 +62,9 @@ class HostsWork(TensorWork):
 
 
 class TwoLevels:
-    """Ranks whose `hosts` these are, in rank order; those of this host share memory in `inside`.
+    """Ranks whose `hosts` these are, in rank order; those of this host share memory in `inside`. Collective.
 
     `names` are the ranks in error messages. Operations run one after the other, on a thread that starts with the first.
-    Collective: every rank must make one.
     """
 
     def __init__(
@@ -120,8 +117,6 @@ class TwoLevels:
                     self._failure = self._report_failure(error)
             work.conclude(self._failure)
 
-    # -- one all-reduce -----------------------------------------------------------------------------------------------
-
     def _all_reduce(self, work: HostsWork) -> None:
         """Inside, between, inside; every rank of a host goes through the same operations inside, in the same order."""
         inside = native.SUM if work.op == native.AVG else work.op
@@ -169,8 +164,6 @@ class TwoLevels:
                 time.sleep(_LOOK_S / 5)
             lost = f"the connection to the host of rank {self._others} failed: {str(error).splitlines()[0]}"
             raise (reason or native.TransportError(lost, code="peer-lost")) from error
-
-    # -- failures -----------------------------------------------------------------------------------------------------
 
     def _report_failure(self, error: Exception) -> Exception:
         """Report the reason to all hosts and leave the group of this one; returns the first error."""

@@ -1,7 +1,4 @@
-"""The compiled core by its C interface: loading it, and a group of ranks in memory that is already shared.
-
-Tensors and torch do not belong here (`group`), neither does who shares memory with whom (`shared`).
-"""
+"""The compiled core by its C interface: loading it, and a group of ranks in memory that is already shared."""
 
 from __future__ import annotations
 
@@ -10,9 +7,6 @@ import functools
 import importlib.machinery
 import os
 import platform
-import shutil
-import subprocess
-import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,17 +28,8 @@ Operation = tuple[int, int, int, int, int, int, int]
 # The lanes that an operation uses, and its number in each.
 Ticket = list[tuple[int, int]]
 
-SOURCES = Path(__file__).parent / "native"
-# No contraction of products and sums: every kind of processor must round alike.
-COMPILE_FLAGS = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-ffp-contract=off", "-fPIC", "-pthread"]
-COMPILE_FLAGS += ["-fvisibility=hidden"]  # only what the header declares is exported
 _VERSION = 3  # PLN_VERSION in the header
-
-
-_FORKED = (
-    "this process was forked from a rank, and the rank's process group is not its own: start processes with `spawn`, "
-    "or open a group here"
-)
+_FORKED = "this process was forked from a rank, and the rank's group is not its own: start it with `spawn`"
 # The code of each failure, and its text where the core has none.
 _ERRORS = {
     DEAD: ("peer-lost", ""), STOPPED: ("peer-lost", ""), LEFT: ("peer-lost", ""), TIMEOUT: ("timeout", ""),
@@ -53,43 +38,22 @@ _ERRORS = {
 }  # fmt: skip
 
 
-class TransportError(CollectiveError, RuntimeError):
+class TransportError(CollectiveError):
     """A group in shared memory that can be used no more; a `RuntimeError` too, as torch's own backends raise."""
 
 
 def find_library() -> Path | None:
     """The compiled core beside this module, if it was built for this machine."""
-    override = os.environ.get("PACELINE_NATIVE_LIBRARY")
-    if override:
+    if override := os.environ.get("PACELINE_NATIVE_LIBRARY"):
         return Path(override)
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_native{suffix}")
-        if path.exists():
-            return path
-    return None
-
-
-def build_library(target: Path | None = None, flags: Sequence[str] = (), compiler: str | None = None) -> Path:
-    """Compile the core; by default where `find_library` looks, as `pip install` does."""
-    compiler = compiler or os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise ConfigError("no C compiler (cc, gcc or clang) is here: the shared-memory transport cannot be built")
-    target = target or Path(__file__).with_name(f"_native{sysconfig.get_config_var('EXT_SUFFIX')}")
-    sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    command = [*compiler.split(), *COMPILE_FLAGS, *flags, "-shared", *sources, "-o", str(draft)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ConfigError(f"the shared-memory transport does not compile: {done.stderr.strip() or done.stdout.strip()}")
-    draft.replace(target)
-    return target
+    paths = [Path(__file__).with_name(f"_native{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return next((path for path in paths if path.exists()), None)
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
     """The core, with its functions typed; `ConfigError` where it cannot be had. Calls release the GIL."""
-    reason = why_not()
-    if reason:
+    if reason := why_not():
         raise ConfigError(f"the shared-memory transport is not available: {reason}")
     library = ctypes.CDLL(str(find_library()))
     pointer, number, size, seconds = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_double
@@ -135,10 +99,7 @@ def why_not() -> str:
 
 
 def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
-    """The number of lanes for ranks of one host that have `cores` each: one where no core is spare.
-
-    `requested` is PACELINE_LANES on the first of them, which counts for all.
-    """
+    """The lanes of ranks on one host with `cores` each, one where no core is spare, or PACELINE_LANES of the first."""
     if not requested:
         return max(1, min(4, min(cores) // len(cores)))
     if requested not in map(str, range(1, 17)):
@@ -230,10 +191,8 @@ class Lanes:
         number = min(len(self._handles), count * item // _LANE_BYTES)
         line = _LINE_BYTES // item
         each = -(-count // (number * line)) * line
-        return [
-            (kind, dtype, op, root, source + at * item, target + at * item, min(each, count - at))
-            for at in range(0, count, each)
-        ]
+        pieces = [(at, min(each, count - at)) for at in range(0, count, each)]
+        return [(kind, dtype, op, root, source + at * item, target + at * item, length) for at, length in pieces]
 
     def _fail(self, handle: int, code: int, ticket: Ticket) -> TransportError:
         """One lane has failed, and so must the others: none may write later to memory that the caller has freed."""

@@ -32,16 +32,12 @@ _POPULATE_WRITE, _HUGE_PAGES = 23, 14
 _ACCEPTED = b"accepted"
 
 
-def identify_host() -> str:
-    """What ranks must have in common to share memory: kernel, user, and namespaces in which they find each other."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")]
-    return " ".join([boot, str(os.geteuid()), *spaces])
-
-
 def exchange_places(store: dist.Store, rank: int, size: int) -> list[dict[str, Any]]:
     """Every rank's host, process, cores and requested lanes, in rank order. Collective: every rank must call this."""
-    place = {"host": identify_host(), "pid": os.getpid(), "cores": machine.count_cores()}
+    # To share memory, ranks need one kernel, one user, and namespaces in which they find each other.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    host = " ".join([boot, str(os.geteuid()), *(os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid"))])
+    place = {"host": host, "pid": os.getpid(), "cores": machine.count_cores()}
     store.set(f"place/{rank}", json.dumps(place | {"lanes": os.environ.get("PACELINE_LANES", "")}))
     return [json.loads(store.get(f"place/{other}")) for other in range(size)]
 
@@ -99,18 +95,15 @@ class HostGroup:
             peer.close()
         self._peers.clear()
 
-    # -- connecting ---------------------------------------------------------------------------------------------------
-
     def _connect_all(self, store: dist.Store, key: str) -> None:
         """Connect every rank to the first. It accepts only the processes of its peers, and only with the secret."""
         if self.index:
-            first, seconds = self._names[0], f"{self._timeout_s:g} s"
+            first = self._names[0]
             try:
                 store.wait([key], timedelta(seconds=self._timeout_s))
             except RuntimeError as error:
-                raise LaunchError(
-                    f"rank {first} did not open shared memory within {seconds}", code="timeout"
-                ) from error
+                message = f"rank {first} did not open shared memory within {self._timeout_s:g} s"
+                raise LaunchError(message, code="timeout") from error
             address, secret = json.loads(store.get(key))
             link = self._peers[0] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             link.settimeout(self._timeout_s)
@@ -168,8 +161,6 @@ class HostGroup:
             self._peers[index] = link
         else:
             link.close()
-
-    # -- memory -------------------------------------------------------------------------------------------------------
 
     def _exchange(self, total: int) -> int:
         """The first rank's new anonymous file, as a descriptor of this process."""

@@ -1,7 +1,4 @@
-"""What the process group builds on: tensors as the core sees them, and torch's `Work` and `Future`.
-
-Which operation goes where does not belong here (`group`).
-"""
+"""What the process group builds on: tensors as the core sees them, and torch's `Work` and `Future`."""
 
 from __future__ import annotations
 
@@ -22,8 +19,6 @@ Tensors = Sequence[torch.Tensor]
 # What is left to do when an operation has finished.
 After = Callable[[], Any] | None
 Actions = Sequence[Callable[[], Any]]
-
-# -- tensors -----------------------------------------------------------------------------------------------------------
 
 DTYPES = {
     torch.float32: native.F32, torch.float64: native.F64, torch.bfloat16: native.BF16, torch.float16: native.F16,
@@ -57,14 +52,9 @@ def as_run_in_place(tensor: torch.Tensor) -> tuple[torch.Tensor, After]:
     """The same for a tensor that is written, with the function that copies the result back if there is a copy."""
     run = as_run(tensor)
     if run is not tensor and torch._debug_has_internal_overlap(tensor) == 1:
-        raise ValueError(
-            "a tensor whose elements share memory (such as an expanded one) cannot hold a result: clone it first"
-        )
+        raise ValueError("a tensor whose elements share memory (an expanded one) cannot hold a result: clone it first")
     # Through `data`: as with every backend, what a collective writes does not count as a change that autograd sees.
     return run, None if run is tensor else functools.partial(tensor.data.copy_, run)
-
-
-# -- works and futures -------------------------------------------------------------------------------------------------
 
 
 class TensorWork(Work):
@@ -123,14 +113,9 @@ class NativeWork(TensorWork):
     """
 
     def __init__(
-        self,
-        lanes: native.Lanes,
-        result: Tensors,
-        futures: Futures,
-        after: Actions,
-        memory: Any,
+        self, lanes: native.Lanes, result: Tensors, futures: Futures, after: Actions, memory: Any,
         kept: dict[int, NativeWork],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(result, futures)
         self.tickets: list[native.Ticket] = []
         self._lanes, self._after, self._memory, self._kept = lanes, after, memory, kept
@@ -194,12 +179,11 @@ class Futures:
             if work.future is not None:
                 return work.future
             future = work.future = torch.futures.Future()
-            is_late = self._is_closed
-            if not is_late:
+            if not self._is_closed:
                 self._provide_thread()
                 self._waiting.put(work)
-        if is_late:  # so is the operation, one way or the other
-            _complete(future, work.result(), work.find_error())
+                return future
+        _complete(future, work.result(), work.find_error())  # late, and so is the operation, one way or the other
         return future
 
     def close(self) -> None:

@@ -78,8 +78,7 @@ def train(
         rows_wanted = folder is None or session.place is not None
         with _discard_false_start(folder if resume is None and session.is_leader else None):
             arguments = (wanted, folder, resume is not None, rows_wanted)
-            stop = "stop" if folder is None else "save"
-            outcome = session.ask("paceline.training.loop:train", arguments, on_interrupt=stop)
+            outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None)
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
             number = session.signal or outcome.signal
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)

@@ -11,10 +11,10 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import DataForm
+from paceline.workloads.data import DataForm, shorten_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,13 +26,6 @@ _ALL = (_CONFIG, _WEIGHTS, "model-*.safetensors", _INDEX)
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _HUB_TIMEOUT_S = 5
 _CLASSES = {"tokens": "AutoModelForCausalLM", "pairs": "AutoModelForSequenceClassification"}
-
-
-class _Source(NamedTuple):
-    """A folder with a configuration, and why there are no weights to load from it; empty where there are."""
-
-    folder: Path
-    lack: str = ""
 
 
 def check_source(name: str) -> None:
@@ -52,20 +45,20 @@ def check_source(name: str) -> None:
 
 def read_limits(name: str) -> tuple[int, int]:
     """The vocabulary, and the longest context (a large number where the model states none)."""
-    return _limits(name, _load_config(_find_source(name, (_CONFIG,)).folder))
+    return _limits(name, _load_config(_find_source(name, (_CONFIG,))[0]))
 
 
 def describe_weights(name: str) -> str:
     """Where the weights come from, in one line. Searches as `build_hf` does, and caches the answer."""
-    source = _find_source(name, _ALL)
-    return f"hf:{name}: random weights, {source.lack}" if source.lack else f"hf:{name}: weights from {source.folder}"
+    folder, lack = _find_source(name, _ALL)
+    return f"hf:{name}: random weights, {lack}" if lack else f"hf:{name}: weights from {folder}"
 
 
 def build_hf(name: str, form: DataForm) -> nn.Module:
     """A causal language model for tokens, a classifier of sequences for pairs, with float32 parameters."""
     check_source(name)
-    source = _find_source(name, _ALL)
-    config = _load_config(source.folder)
+    folder, lack = _find_source(name, _ALL)
+    config = _load_config(folder)
     _fit_config(name, config, form)
     import torch
     import transformers  # type: ignore[import-not-found,unused-ignore]
@@ -77,24 +70,21 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
     config.update(dtype)
     options: dict[str, Any] = {"config": config, "trust_remote_code": False, **dtype}
     try:
-        if source.lack:
+        if lack:
             return maker.from_config(**options)  # type: ignore[no-any-return]
-        module = maker.from_pretrained(source.folder, use_safetensors=True, local_files_only=True, **options)
+        module = maker.from_pretrained(folder, use_safetensors=True, local_files_only=True, **options)
         return module.train()  # type: ignore[no-any-return]
     except Exception as error:
-        raise ConfigError(f"model hf:{name} cannot be built for {form.kind}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(f"model hf:{name} cannot be built for {form.kind}: {shorten_error(error)}") from error
 
 
 @lru_cache
-def _find_source(name: str, files: tuple[str, ...]) -> _Source:
-    """The folder of a model: given, in the hub's cache, fetched from the hub, or kept here, in this order."""
+def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
+    """The folder of a model, and why there are no weights in it; empty where there are. The folder is given, in the
+    hub's cache, fetched from the hub, or kept here, in this order."""
     path, wants_weights = Path(name).expanduser(), _WEIGHTS in files
     if path.is_dir():
-        return _inspect_folder(path) if wants_weights else _Source(path)
+        return _inspect_folder(path) if wants_weights else (path, "")
     reason, cached = "", None
     for options in ({"local_files_only": True}, {"etag_timeout": _HUB_TIMEOUT_S}):
         try:
@@ -102,35 +92,34 @@ def _find_source(name: str, files: tuple[str, ...]) -> _Source:
             folder = Path(hub.snapshot_download(name, allow_patterns=files, **options))
         except Exception as error:
             # The hub's errors have no common parent in all of its versions; the text below names it.
-            reason = _first_line(error)
+            reason = shorten_error(error)
             continue
         if (folder / _CONFIG).is_file():
             if not wants_weights or not _missing_weights(folder):
-                return _Source(folder)
+                return folder, ""
             if "local_files_only" not in options:
                 raise ConfigError(f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read")
             cached = folder
     if cached is not None:
-        return _Source(cached, "because only its configuration is in the cache and the hub cannot be reached")
+        return cached, "because only its configuration is in the cache and the hub cannot be reached"
     kept = _KEPT / name.replace("/", "--")
     if kept.is_dir():
-        return _Source(kept, "because the hub cannot be reached and Paceline brings only its configuration")
+        return kept, "because the hub cannot be reached and Paceline brings only its configuration"
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
     what = f"model hf:{name} is neither a folder here nor in the hub's cache, and cannot be fetched ({offline})"
     raise ConfigError(f"{what}: give the path of a folder with its {_CONFIG}")
 
 
-def _inspect_folder(folder: Path) -> _Source:
+def _inspect_folder(folder: Path) -> tuple[Path, str]:
     missing = _missing_weights(folder)
     if not missing:
-        return _Source(folder)
+        return folder, ""
     if missing != [_WEIGHTS]:
         raise ConfigError(f"model folder {folder} lacks {', '.join(missing)}, named in {_INDEX}: copy them there")
-    pickles = [pickle for pickle in _PICKLES if (folder / pickle).exists()]
-    if pickles:
+    if pickles := [pickle for pickle in _PICKLES if (folder / pickle).exists()]:
         text = f"has its weights in a pickle ({pickles[0]}), which can run code: save safetensors"
         raise ConfigError(f"model folder {folder} {text}")
-    return _Source(folder, f"because {folder} holds only a configuration")
+    return folder, f"because {folder} holds only a configuration"
 
 
 def _missing_weights(folder: Path) -> list[str]:
@@ -140,7 +129,7 @@ def _missing_weights(folder: Path) -> list[str]:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index} is damaged: {_first_line(error)}") from error
+            raise ConfigError(f"{index} is damaged: {shorten_error(error)}") from error
     return sorted(name for name in names if not (folder / name).is_file())
 
 
@@ -149,7 +138,7 @@ def _load_config(folder: Path) -> Any:
         loader = importlib.import_module("transformers").AutoConfig
         return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ConfigError(f"{folder / _CONFIG} cannot be used: {_first_line(error)}") from error
+        raise ConfigError(f"{folder / _CONFIG} cannot be used: {shorten_error(error)}") from error
 
 
 def _limits(name: str, config: Any) -> tuple[int, int]:

@@ -20,23 +20,16 @@ def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float 
     layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
     width = math.prod(shape)
     for _ in range(3 if hidden else 0):
-        layers += [nn.Linear(width, hidden), nn.ReLU(), *_dropout(dropout)]
+        layers += [nn.Linear(width, hidden), nn.ReLU()] + [nn.Dropout(dropout)] * bool(dropout)
         width = hidden
     return nn.Sequential(*layers, nn.Linear(width, outputs))
-
-
-def _dropout(dropout: float) -> list[nn.Module]:
-    return [nn.Dropout(dropout)] if dropout else []
 
 
 def build_cnn(
     shape: tuple[int, ...], channels: tuple[int, ...], hidden: int, num_classes: int, dropout: float = 0.0
 ) -> nn.Module:
-    """A 3 x 3 convolution for each of `channels`, then two linear layers.
-
-    The sides are halved after every convolution but the first; the first two take one pixel off each side. For 10
-    classes of 28 x 28 grey images (32, 64) with 128 hidden have 1.2 M elements, (64, 128, 256) with 2048 have 19.3 M.
-    """
+    """A 3 x 3 convolution for each of `channels`, then two linear layers. The sides are halved after every convolution
+    but the first; the first two take one pixel off each side."""
     channels_in, height, width = shape
     layers: list[nn.Module] = []
     for number, channels_out in enumerate(channels):
@@ -50,7 +43,8 @@ def build_cnn(
             what = f"{len(channels)} convolutions on images of {shape[1]} x {shape[2]}"
             raise ConfigError(f"{what}: no pixel is left after {number + 1}, give at most {number} channels")
         channels_in = channels_out
-    layers += [nn.Flatten(), nn.Linear(channels_in * height * width, hidden), nn.ReLU(), *_dropout(dropout)]
+    layers += [nn.Flatten(), nn.Linear(channels_in * height * width, hidden), nn.ReLU()]
+    layers += [nn.Dropout(dropout)] * bool(dropout)
     return nn.Sequential(*layers, nn.Linear(hidden, num_classes))
 
 
@@ -92,30 +86,25 @@ class _BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He 2016) behind a stem that makes 64 channels of an image."""
+    """ResNet-18 (He 2016) with a 3 x 3 stem that keeps the size of 32 x 32 images; or for those of ImageNet, 224 x 224,
+    a 7 x 7 stem and a pooling that divide their sides by 4."""
 
-    def __init__(self, stem: list[nn.Module], num_classes: int) -> None:
+    def __init__(self, channels: int = 3, num_classes: int = 10, for_imagenet: bool = False) -> None:
         super().__init__()
-        self.stem = nn.Sequential(*stem)
+        size, stride = (7, 2) if for_imagenet else (3, 1)
+        conv = nn.Conv2d(channels, 64, size, stride=stride, padding=size // 2, bias=False)
+        pool = [nn.MaxPool2d(3, stride=2, padding=1)] if for_imagenet else []
+        self.stem = nn.Sequential(conv, nn.BatchNorm2d(64), nn.ReLU(), *pool)
         blocks: list[nn.Module] = []
         channels_in = 64
-        for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-            blocks += [_BasicBlock(channels_in, channels, stride), _BasicBlock(channels, channels, 1)]
-            channels_in = channels
+        for channels_out, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
+            blocks += [_BasicBlock(channels_in, channels_out, stride), _BasicBlock(channels_out, channels_out, 1)]
+            channels_in = channels_out
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels_in, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))  # type: ignore[no-any-return]
-
-
-def build_resnet18(channels: int = 3, num_classes: int = 10, for_imagenet: bool = False) -> nn.Module:
-    """A 3 x 3 stem that keeps the size of 32 x 32 images; or for those of ImageNet, 224 x 224, a 7 x 7 stem and a
-    pooling that divide their sides by 4."""
-    size, stride = (7, 2) if for_imagenet else (3, 1)
-    conv = nn.Conv2d(channels, 64, size, stride=stride, padding=size // 2, bias=False)
-    pool = [nn.MaxPool2d(3, stride=2, padding=1)] if for_imagenet else []
-    return ResNet18([conv, nn.BatchNorm2d(64), nn.ReLU(), *pool], num_classes)
 
 
 class _Attention(nn.Module):
@@ -150,14 +139,19 @@ class _Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 (Radford 2019): learned positions, and a head tied to the embedding. No dropout by default, so that
-    steps repeat. With `num_classes` a linear layer on the last token of each sequence replaces the tied head.
-    """
+    """GPT-2 (Radford 2019): learned positions, and a head tied to the embedding. With `num_classes` a linear layer on
+    the last token of each sequence replaces the tied head."""
 
     def __init__(
-        self, *, layers: int, width: int, heads: int, vocabulary: int = 50257, context: int = 1024,
-        num_classes: int = 0, dropout: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        vocabulary: int,
+        context: int,
+        num_classes: int = 0,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
@@ -174,10 +168,8 @@ class GPT2(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits: of every next token, or of the classes.
-
-        The mask is 1 on tokens and 0 on padding, which must come after them: no token looks ahead, so none sees it.
-        """
+        """Logits: of every next token, or of the classes. The mask is 1 on tokens and 0 on padding, which must come
+        after them: no token looks ahead, so none sees it."""
         length, context = ids.shape[1], self.positions.num_embeddings
         if length > context:
             # On a GPU the lookup would fail without saying where or why.
@@ -204,15 +196,12 @@ class Outcome(NamedTuple):
 def compute_outcome(
     model: Callable[..., Any], batch: Batch, form: DataForm, *, label_smoothing: float = 0.0
 ) -> Outcome:
-    """Cross-entropy where there are classes, squared error where numbers are predicted; summed, in float32.
-
-    `label_smoothing` is the share of a target that is spread evenly over all classes.
-    """
+    """Cross-entropy where there are classes, squared error where numbers are predicted; summed, in float32."""
     output = model(batch.inputs) if batch.mask is None else model(batch.inputs, attention_mask=batch.mask)
     predicted, targets = getattr(output, "logits", output), batch.targets.reshape(-1)
     if not isinstance(predicted, torch.Tensor):
-        what = f"the model returned {type(predicted).__name__}"
-        raise ConfigError(f"{what}: it must return a tensor, or an object with `logits`")
+        kind = type(predicted).__name__
+        raise ConfigError(f"the model returned {kind}: it must return a tensor, or an object with `logits`")
     returned = f"the model returned the shape {tuple(predicted.shape)}"
     if form.num_classes == 0:
         if predicted.numel() != targets.numel():
@@ -233,11 +222,9 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The blocks in the order of definition, by name; each can be called, holds parameters, and is there once.
-
-    A module that holds a stack (several layers that have parts of their own, in a list or in sequence) is taken apart;
-    the layers of a stack are blocks. What has no parameters, such as an activation, is none, unless it is all there is.
-    """
+    """The blocks in the order of definition, by name; each can be called, holds parameters, and is there once. A module
+    that holds a stack (several layers that have parts of their own, in a list or in sequence) is taken apart; the
+    layers of a stack are blocks."""
     prefix = ""
     # A module that only holds another, as a wrapper does, says nothing about its blocks.
     while len(inner := _trained_children(module)) == 1 and next(module.parameters(recurse=False), None) is None:

@@ -6,7 +6,6 @@ Checking reads the file and runs nothing of it; building imports it, as Python w
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -15,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import DataForm
+from paceline.workloads.data import DataForm, suggest
 
 if TYPE_CHECKING:
     from torch import nn
+
+_GIVE = "give the name of a function in it that returns the module"
 
 
 def is_own(name: str) -> bool:
@@ -37,7 +38,7 @@ def check_own(name: str) -> None:
         raise ConfigError(f"model file {path} is not Python: {error}") from error
     names = _defined_names(tree)
     if function not in names and "*" not in names:
-        raise ConfigError(f"model file {path} defines no {function}: {_nearest(function, names)}")
+        raise ConfigError(f"model file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
 
 
 def _split(name: str) -> tuple[Path, str]:
@@ -65,11 +66,6 @@ def _defined_names(tree: ast.AST) -> list[str]:
     return names
 
 
-def _nearest(function: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(function, names, 3)
-    return f"did you mean {' or '.join(near)}?" if near else "give the name of a function in it that returns the module"
-
-
 def build_own(name: str, form: DataForm) -> nn.Module:
     """Call the user's function, with the form of the data if it takes one argument."""
     from torch import nn
@@ -87,8 +83,7 @@ def build_own(name: str, form: DataForm) -> nn.Module:
         if folder in sys.path:
             sys.path.remove(folder)
     if not isinstance(module, nn.Module):
-        found = f"a value of type {type(module).__name__}"
-        raise ConfigError(f"model {name} returned {found}: it must return a torch.nn.Module")
+        raise ConfigError(f"model {name} returned a {type(module).__name__}: it must return a torch.nn.Module")
     return module
 
 
@@ -105,7 +100,7 @@ def _load_function(path: Path, function: str) -> Callable[..., Any]:
     found = getattr(module, function, None)
     if not callable(found):
         what = f"{function} of type {type(found).__name__}" if hasattr(module, function) else f"no {function}"
-        raise ConfigError(f"model file {path} defines {what}: {_nearest(function, list(vars(module)))}")
+        raise ConfigError(f"model file {path} defines {what}: {suggest(function, vars(module))}{_GIVE}")
     return found  # type: ignore[no-any-return]
 
 

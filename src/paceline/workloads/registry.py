@@ -6,14 +6,13 @@ Loads without torch, so that a command can refuse a request before any rank star
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ConfigError
 from paceline.workloads import huggingface, own
-from paceline.workloads.data import Batch, DataForm
+from paceline.workloads.data import Batch, DataForm, suggest
 
 if TYPE_CHECKING:
     import torch
@@ -44,32 +43,20 @@ class Model(NamedTuple):
     form: DataForm
 
 
-class _GPT2Size(NamedTuple):
-    layers: int
-    width: int
-    heads: int
-    vocabulary: int = 50257
-    context: int = 1024
-
-
-# The published sizes and two small ones; `gpt2-tiny` reads bytes and three marks. With other data, the vocabulary and
-# the number of positions are those of the data.
-GPT2_SIZES = {
-    "gpt2-tiny": _GPT2Size(4, 128, 4, vocabulary=259, context=128),
-    "gpt2-mini": _GPT2Size(4, 256, 4, vocabulary=4096, context=64),
-    "gpt2": _GPT2Size(12, 768, 12),
-    "gpt2-medium": _GPT2Size(24, 1024, 16),
-    "gpt2-large": _GPT2Size(36, 1280, 20),
-    "gpt2-xl": _GPT2Size(48, 1600, 25),
+# Layers, width, heads, and of the default data vocabulary and context: the published sizes and two small ones, of which
+# `gpt2-tiny` reads bytes and three marks.
+_GPT2_SIZES = {
+    "gpt2-tiny": (4, 128, 4, 259, 128),
+    "gpt2-mini": (4, 256, 4, 4096, 64),
+    "gpt2": (12, 768, 12, 50257, 1024),
+    "gpt2-medium": (24, 1024, 16, 50257, 1024),
+    "gpt2-large": (36, 1280, 20, 50257, 1024),
+    "gpt2-xl": (48, 1600, 25, 50257, 1024),
 }
 
 
-def _numbers_form(num_features: int, num_classes: int = 0) -> DataForm:
-    return DataForm(kind="numbers", shape=(num_features,), num_classes=num_classes)
-
-
-def _images_form(channels: int, side: int, num_classes: int) -> DataForm:
-    return DataForm(kind="images", shape=(channels, side, side), num_classes=num_classes)
+def _form(kind: str, *shape: int, num_classes: int = 0) -> DataForm:
+    return DataForm(kind=kind, shape=shape, num_classes=num_classes)
 
 
 def _tokens_form(vocabulary: int, context: int) -> DataForm:
@@ -78,13 +65,13 @@ def _tokens_form(vocabulary: int, context: int) -> DataForm:
 
 _HF_KINDS = ("tokens", "pairs")
 MODELS = {
-    "linear": Model(("numbers", "images"), (), _numbers_form(64)),
-    "mlp": Model(("numbers", "images"), ("hidden", "dropout"), _numbers_form(64)),
-    "cnn": Model(("images",), ("channels", "hidden", "dropout"), _images_form(1, 28, 10)),
-    "resnet18": Model(("images",), (), _images_form(3, 32, 10)),
-    "resnet18-imagenet": Model(("images",), (), _images_form(3, 224, 1000)),
-    **{name: Model(_HF_KINDS, ("dropout",), _tokens_form(*size[-2:])) for name, size in GPT2_SIZES.items()},
-    "tiny": Model((), (), _numbers_form(8, 8)),  # learns no data: for benchmarks alone
+    "linear": Model(("numbers", "images"), (), _form("numbers", 64)),
+    "mlp": Model(("numbers", "images"), ("hidden", "dropout"), _form("numbers", 64)),
+    "cnn": Model(("images",), ("channels", "hidden", "dropout"), _form("images", 1, 28, 28, num_classes=10)),
+    "resnet18": Model(("images",), (), _form("images", 3, 32, 32, num_classes=10)),
+    "resnet18-imagenet": Model(("images",), (), _form("images", 3, 224, 224, num_classes=1000)),
+    **{name: Model(_HF_KINDS, ("dropout",), _tokens_form(*size[-2:])) for name, size in _GPT2_SIZES.items()},
+    "tiny": Model((), (), _form("numbers", 8, num_classes=8)),  # learns no data: for benchmarks alone
 }
 NAMES = tuple(name for name, model in MODELS.items() if model.kinds)
 _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
@@ -100,13 +87,12 @@ def check_model(name: str, options: ModelOptions) -> None:
     elif name in NAMES:
         taken = MODELS[name].options
     else:
-        near = difflib.get_close_matches(name, NAMES, 3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ConfigError(f"model {name!r} is unknown: {hint}known are {', '.join((*NAMES, *_OTHERS))}")
+        known = f"known are {', '.join((*NAMES, *_OTHERS))}"
+        raise ConfigError(f"model {name!r} is unknown: {suggest(name, NAMES)}{known}")
     for option, value in options.given.items():
         if option not in taken:
-            takes = f"it takes {', '.join(taken)}" if taken else "it takes no options"
-            raise ConfigError(f"model {name} has no {option} (given: {_show(value)}): {takes}")
+            takes = ", ".join(taken) or "no options"
+            raise ConfigError(f"model {name} has no {option} (given: {_show(value)}): it takes {takes}")
     channels, hidden, dropout = options.channels, options.hidden, options.dropout
     if channels is not None and (not channels or min(channels) < 1):
         raise ConfigError(f"channels ({_show(channels)}): give one number of at least 1 for each convolution")
@@ -124,8 +110,7 @@ def default_form(name: str, options: ModelOptions) -> DataForm:
     """The form of the synthetic data that this model is trained on where no data is named. Imports no torch."""
     check_model(name, options)
     if own.is_own(name):
-        text = "does not say what data it takes: name a data set, or a kind such as synthetic:images"
-        raise ConfigError(f"model {name} {text}")
+        raise ConfigError(f"model {name} does not say what data it takes: name it, such as synthetic:images")
     if name.startswith(HF_PREFIX):
         vocabulary, context = huggingface.read_limits(name.removeprefix(HF_PREFIX))
         return _tokens_form(vocabulary, min(128, context))
@@ -134,16 +119,12 @@ def default_form(name: str, options: ModelOptions) -> DataForm:
 
 def describe_model(name: str) -> str:
     """What a person should know before training this model, such as that its weights are random; mostly empty."""
-    is_hf = name.startswith(HF_PREFIX)
-    return huggingface.describe_weights(name.removeprefix(HF_PREFIX)) if is_hf else ""
+    return huggingface.describe_weights(name.removeprefix(HF_PREFIX)) if name.startswith(HF_PREFIX) else ""
 
 
 def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
-    """The module that learns data of this form, with float32 parameters.
-
-    It gives (batch, num_classes) for images and pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers;
-    an `hf:` model returns an object that has this as `logits`.
-    """
+    """The module that learns data of this form, with float32 parameters. It gives (batch, num_classes) for images and
+    pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers."""
     check_model(name, options)
     if own.is_own(name):
         return own.build_own(name, form)
@@ -169,21 +150,18 @@ def _build(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
     if name == "cnn":
         return models.build_cnn(shape, options.channels or (32, 64), hidden or 128, num_outputs, dropout)
     if name.startswith("resnet18"):
-        return models.build_resnet18(shape[0], num_outputs, for_imagenet=name == "resnet18-imagenet")
+        return models.ResNet18(shape[0], num_outputs, for_imagenet=name == "resnet18-imagenet")
     if name == "tiny":
         return models.build_tiny(num_parameters=1000, width=shape[0])
-    sizes = dict(zip(("layers", "width", "heads"), GPT2_SIZES[name], strict=False))
+    layers, width, heads, *_ = _GPT2_SIZES[name]
     num_classes = form.num_classes if form.kind == "pairs" else 0
-    return models.GPT2(**sizes, vocabulary=form.vocabulary, context=shape[0], num_classes=num_classes, dropout=dropout)
+    return models.GPT2(layers, width, heads, form.vocabulary, shape[0], num_classes, dropout)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model at the size at which benchmarks step through it, with its synthetic batches.
-
-    `num_parameters` counts tensors, as a wrapper sees them; `num_elements` their elements. A tied tensor counts once.
-    `form` None means the model's default.
-    """
+    """A model at the size at which benchmarks step through it, with its synthetic batches. `num_parameters` counts
+    tensors, as a wrapper sees them; `num_elements` their elements. `form` None means the model's default."""
 
     model: str
     num_parameters: int
@@ -224,7 +202,7 @@ WORKLOADS = {
     workload.model: workload
     for workload in (
         # wide layers and a small batch: communication takes longer than arithmetic on a CPU
-        Workload("mlp", 8, 16_785_408, 2, _numbers_form(2048, 2048), ModelOptions(hidden=2048)),
+        Workload("mlp", 8, 16_785_408, 2, _form("numbers", 2048, num_classes=2048), ModelOptions(hidden=2048)),
         # a small network for images of digits
         Workload("cnn", 8, 1_199_882, 16),
         # BatchNorm, and 32 x 32 images: arithmetic takes longer than communication

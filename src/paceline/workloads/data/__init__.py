@@ -5,7 +5,8 @@ Loads without torch. `sources` finds files, `formats` reads them, `sets` holds t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,22 @@ IGNORED = -100
 TAILS = ("keep", "drop", "pad")
 
 
+def shorten_error(error: Exception) -> str:
+    """The text of another library's error on one line of limited length."""
+    return " ".join(str(error).split())[:160] or type(error).__name__
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`did you mean NAME? `, or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), 3)
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataForm:
-    """What a model must take and give to be trained on a data set.
-
-    `images`: inputs (batch, channels, height, width), a class each. `numbers`: inputs (batch, features), one number to
-    be predicted. `tokens`: inputs (batch, context) of ids, the next id for each. `pairs`: the same inputs with a mask,
-    padded at the end to the longest of the batch, and a class for each pair. `num_classes` is 0 for numbers.
-    """
+    """What a model must take and give. `images`: inputs (batch, channels, height, width), a class each. `numbers`:
+    inputs (batch, features), a number each, 0 classes. `tokens`: inputs (batch, context) of ids, the next id for each.
+    `pairs`: the same inputs with a mask, padded at the end to the longest of the batch, and a class for each pair."""
 
     kind: str
     shape: tuple[int, ...]
@@ -48,10 +57,7 @@ class DataForm:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one rank: inputs, targets and, where sequences are padded, a mask that is 1 on tokens.
-
-    A model is called as `model(inputs)`, or `model(inputs, attention_mask=mask)` where there is a mask.
-    """
+    """Samples of one rank: inputs, targets and, where sequences are padded, a mask that is 1 on tokens."""
 
     inputs: torch.Tensor
     targets: torch.Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import math
@@ -18,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigError
-from paceline.workloads.data.sources import BATCHES, Found, shorten_error
+from paceline.workloads.data import shorten_error
+from paceline.workloads.data.sources import BATCHES, Found
 
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -34,8 +36,8 @@ def _refuse_unreadable(path: Path, what: str, *damage: type[Exception]) -> Itera
     except ConfigError:
         raise
     except damage as error:
-        text = f"truncated or damaged {what} ({shorten_error(error)}): get the file again"
-        raise ConfigError(f"{path}: {text}") from error
+        text = f"{path}: truncated or damaged {what} ({shorten_error(error)}): get the file again"
+        raise ConfigError(text) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
 
@@ -45,11 +47,8 @@ def _check_labels(path: Path, labels: Labels, num_classes: int, num_samples: int
     if len(labels) != num_samples:
         raise ConfigError(f"{path}: {len(labels)} labels for {num_samples} samples: the files do not belong together")
     if len(wrong := np.flatnonzero((labels < 0) | (labels >= num_classes))):
-        text = f"label {labels[wrong[0]]} of row {wrong[0]} (from 0): needed is 0 to {num_classes - 1}"
-        raise ConfigError(f"{path}: {text}")
-
-
-# -- images -----------------------------------------------------------------------------------------------------------
+        row = wrong[0]
+        raise ConfigError(f"{path}: label {labels[row]} of row {row} (from 0): needed is 0 to {num_classes - 1}")
 
 
 def load_images(found: Found, split: str, channels: int, limit: int | None) -> tuple[Bytes, Labels]:
@@ -60,8 +59,8 @@ def load_images(found: Found, split: str, channels: int, limit: int | None) -> t
         return pixels[:, None], classes
     if found.layout == "parquet":
         return _load_parquet_images(found.files, channels, limit)
-    parts = _open_archive(found.files[0], split) if found.layout == "tar" else _open_batches(found.files)
-    images, labels = zip(*(_read_batch(path, data) for path, data in parts), strict=True)
+    batches = _open_archive(found.files[0], split) if found.layout == "tar" else dict.fromkeys(found.files)
+    images, labels = zip(*(_read_batch(path, data) for path, data in batches.items()), strict=True)
     return np.concatenate(images), np.concatenate(labels)
 
 
@@ -74,9 +73,8 @@ def _load_array(path: Path, num_dims: int) -> Bytes:
         raise ConfigError(f"{path}: magic number {magic or 'missing'}: needed is {needed}, an idx file of bytes")
     header_bytes = 4 + 4 * num_dims
     shape = [int.from_bytes(data[at : at + 4], "big") for at in range(4, header_bytes, 4)]
-    expected_bytes = header_bytes + math.prod(shape)
-    if len(data) != expected_bytes:
-        needed = f"needed are {expected_bytes:,} for {' x '.join(map(str, shape))}"
+    if len(data) != header_bytes + math.prod(shape):
+        needed = f"needed are {header_bytes + math.prod(shape):,} for {' x '.join(map(str, shape))}"
         raise ConfigError(f"{path}: {len(data):,} bytes: {needed}: get the file again")
     return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
 
@@ -88,34 +86,23 @@ def _encode(text: str, encoding: str) -> bytes:
 
 
 # The same function under the names that numpy 1 and numpy 2 write. Python 3 writes bytes by `_codecs.encode`.
-_RECONSTRUCT = np.empty(0).__reduce__()[0]
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("_codecs", "encode"): _encode,
-}
+_ALLOWED: dict[str, Any] = {
+    "numpy.ndarray": np.ndarray, "numpy.dtype": np.dtype, "_codecs.encode": _encode,
+    **{f"numpy.{core}.multiarray._reconstruct": np.empty(0).__reduce__()[0] for core in ("core", "_core")},
+}  # fmt: skip
 
 
 class _ArrayUnpickler(pickle.Unpickler):
     """Builds arrays and plain containers; any other name in the pickle is refused before it is looked up."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED:
-            raise ConfigError(f"asks for {module}.{name}")
-        return _ALLOWED[module, name]
+        if (wanted := f"{module}.{name}") not in _ALLOWED:
+            raise ConfigError(f"asks for {wanted}")
+        return _ALLOWED[wanted]
 
 
-def _open_batches(files: Sequence[Path]) -> Iterator[tuple[Path, bytes]]:
-    for file in files:
-        with _refuse_unreadable(file, "batch"):
-            data = file.read_bytes()
-        yield file, data
-
-
-def _open_archive(path: Path, split: str) -> list[tuple[Path, bytes]]:
-    """The same from the archive, of which nothing is written to disk."""
+def _open_archive(path: Path, split: str) -> dict[Path, bytes | None]:
+    """The batches of the archive, of which nothing is written to disk."""
     found: dict[str, bytes] = {}
     damage = (tarfile.TarError, EOFError, zlib.error)
     with _refuse_unreadable(path, "archive", *damage), tarfile.open(path) as archive:
@@ -125,11 +112,14 @@ def _open_archive(path: Path, split: str) -> list[tuple[Path, bytes]]:
                 found[name] = file.read()
     if missing := [name for name in BATCHES[split] if name not in found]:
         raise ConfigError(f"{path}: no {', '.join(missing)} inside: needed is cifar-10-python.tar.gz as given out")
-    return [(path / name, found[name]) for name in BATCHES[split]]
+    return {path / name: found[name] for name in BATCHES[split]}
 
 
-def _read_batch(path: Path, data: bytes) -> tuple[Bytes, Labels]:
-    """A file of CIFAR-10."""
+def _read_batch(path: Path, data: bytes | None) -> tuple[Bytes, Labels]:
+    """A file of CIFAR-10, with its content if it has been read."""
+    if data is None:
+        with _refuse_unreadable(path, "batch"):
+            data = path.read_bytes()
     try:
         content = _ArrayUnpickler(io.BytesIO(data), encoding="bytes").load()
     except ConfigError as error:
@@ -161,8 +151,8 @@ def _load_parquet_images(files: Sequence[Path], channels: int, limit: int | None
             with Image.open(io.BytesIO(cell["bytes"] if isinstance(cell, dict) else cell)) as picture:
                 pixels = np.asarray(picture.convert("L" if channels == 1 else "RGB"))
         except Exception as error:  # Pillow's decoders raise errors of every type
-            text = f"the image of row {row} (from 0) cannot be decoded: {shorten_error(error)}"
-            raise ConfigError(f"{file}: {text}") from error
+            text = f"{file}: the image of row {row} (from 0) cannot be decoded: {shorten_error(error)}"
+            raise ConfigError(text) from error
         pixels = pixels.reshape(*pixels.shape[:2], channels).transpose(2, 0, 1)
         if images and pixels.shape != images[0].shape:
             raise ConfigError(f"{file}: the image of row {row} is {pixels.shape}: the first one is {images[0].shape}")
@@ -202,11 +192,8 @@ def _rows(
         raise ConfigError(f"{files[-1]}: no rows")
 
 
-# -- pairs of sentences -----------------------------------------------------------------------------------------------
-
-_HEADER = ("Quality", "#1 ID", "#2 ID", "#1 String", "#2 String")
-_QUOTED = re.compile(r'"((?:[^"]|"")*)"|([^"\t]*)')
-_QUOTED_LINE = re.compile(rf"(?:{_QUOTED.pattern})(?:\t(?:{_QUOTED.pattern}))*")
+_HEADER = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
+_QUOTED = r'(?:"(?:[^"]|"")*"|[^"\t]*)'
 
 
 def load_pairs(found: Found, limit: int | None) -> tuple[list[str], list[str], Labels]:
@@ -215,62 +202,45 @@ def load_pairs(found: Found, limit: int | None) -> tuple[list[str], list[str], L
         rows = [(row[3], row[4], int(row[0])) for row in _read_paraphrases(found.files[0])]
     else:
         columns = (("sentence1",), ("sentence2",), ("label",))
-        rows = [(first, second, label) for _, _, (first, second, label) in _rows(found.files, columns, limit)]
+        rows = [cells for *_, cells in _rows(found.files, columns, limit)]
     labels = np.array([label for *_, label in rows], np.int64)
     _check_labels(found.files[0], labels, 2, len(rows))
     return [first for first, *_ in rows], [second for _, second, _ in rows], labels
 
 
 def _read_paraphrases(path: Path) -> list[list[str]]:
-    """The fields of MRPC's lines.
-
-    In the files as given out a quote is a quote. Copies go around that a spreadsheet has rewritten: there a field with
-    quotes is in quotes itself and its own are doubled. A copy is known by its lines, of which all obey that rule.
-    """
+    """The fields of MRPC's lines. In the files as given out a quote is a quote. Copies go around that a spreadsheet has
+    rewritten: there a field with quotes is in quotes itself and its own are doubled. A copy is known by its lines, of
+    which all obey that rule."""
     with _refuse_unreadable(path, "text", UnicodeDecodeError):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     while lines and not lines[-1]:
         lines.pop()
-    if not lines or tuple(lines[0].split("\t")) != _HEADER:
+    if not lines or lines[0].split("\t") != _HEADER:
         first = lines[0][:80] if lines else ""
         raise ConfigError(f"{path}: the first line is {first!r}: needed are the tab-separated names {_HEADER}")
     marked = [line for line in lines if '"' in line]
-    quoted = any('""' in line for line in marked) and all(_QUOTED_LINE.fullmatch(line) for line in marked)
+    is_copy = any('""' in line for line in marked)
+    is_copy = is_copy and all(re.fullmatch(f"{_QUOTED}(?:\t{_QUOTED})*", line) for line in marked)
+    table = csv.reader(lines[1:], delimiter="\t", quoting=csv.QUOTE_MINIMAL if is_copy else csv.QUOTE_NONE)
     rows = []
-    for number, line in enumerate(lines[1:], start=2):
-        fields = _unquote(line) if quoted and '"' in line else line.split("\t")
+    for number, fields in enumerate(table, start=2):
         if len(fields) != len(_HEADER):
             raise ConfigError(f"{path}, line {number}: {len(fields)} fields: needed are {len(_HEADER)}")
         if not re.fullmatch(r"-?\d+", fields[0]):
             raise ConfigError(f"{path}, line {number}: the label is {fields[0]!r}: needed is 0 or 1")
-        rows.append(fields)
+        # A tab cannot be in a field of this corpus: one in quotes is a comma that was taken for a separator.
+        rows.append([field.replace("\t", ",") for field in fields])
     if not rows:
         raise ConfigError(f"{path}: no lines below the header")
     return rows
 
 
-def _unquote(line: str) -> list[str]:
-    fields, at = [], 0
-    while at <= len(line):
-        match = _QUOTED.match(line, at)
-        assert match is not None
-        inside, plain = match.groups()
-        # A tab cannot be in a field of this corpus: one in quotes is a comma that was taken for a separator.
-        fields.append(plain if inside is None else inside.replace('""', '"').replace("\t", ","))
-        at = match.end() + 1
-    return fields
-
-
-# -- tokens -----------------------------------------------------------------------------------------------------------
-
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are the bytes of UTF-8; 256 pads, 257 separates two sentences, 258 ends a text or pair.
-
-    `pair_context` is a length that nearly all pairs of sentences of MRPC fit in.
-    """
+    """Ids 0 to 255 are the bytes of UTF-8; 256 pads, 257 separates two sentences, 258 ends a text or pair."""
 
     name, vocabulary = "bytes", 259
     pad, separator, end = 256, 257, 258
@@ -324,10 +294,8 @@ def load_tokenizer(choice: str, model_folder: str | None) -> ByteTokenizer:
 
 
 def load_text(files: Sequence[Path], split: str, tokenizer: ByteTokenizer, context: int) -> Ids:
-    """The concatenated ids of a split, with the end id after each file; at least context + 1 of them.
-
-    The last tenth of each file, by bytes, is the test split: a folder's files may differ, and both splits see all.
-    """
+    """The concatenated ids of a split, with the end id after each file; at least context + 1 of them. The last tenth of
+    each file, by bytes, is the test split: a folder's files may differ, and both splits see all."""
     parts: list[Ids] = []
     for file in files:
         with _refuse_unreadable(file, "UTF-8 text", UnicodeDecodeError):
@@ -340,6 +308,5 @@ def load_text(files: Sequence[Path], split: str, tokenizer: ByteTokenizer, conte
     stream = np.concatenate(parts)
     if len(stream) < context + 1:
         found = f"{files[0] if len(files) == 1 else files[0].parent}: {len(stream)} tokens in the {split} split"
-        needed = f"needed are at least {context + 1} for a context of {context}"
-        raise ConfigError(f"{found}: {needed}: give more text, or a smaller context")
+        raise ConfigError(f"{found}: needed are at least {context + 1}: give more text, or a smaller context")
     return stream

@@ -6,7 +6,7 @@ import functools
 import zlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -105,10 +105,7 @@ _PARTS = 1 << 14
 @dataclass(frozen=True)
 class Augmentation:
     """A random crop of the image padded by `pad` pixels that mirror its edge, a horizontal flip where it may, and a
-    square of `cutout` pixels a side, perhaps partly outside, in which nothing is seen.
-
-    It follows from seed, epoch and index alone: the same on any rank, for any number of ranks, and after a resume.
-    """
+    hidden square of `cutout` pixels a side, perhaps partly outside. It follows from seed, epoch and index alone."""
 
     pad: int
     flip: bool
@@ -117,8 +114,8 @@ class Augmentation:
     _tables: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def draw(self, num_samples: int, epoch: int) -> torch.Tensor:
-        """Of every sample of an epoch: the shift down, the shift right, the flip, and with a cutout the row and the
-        column of its middle, in parts of `_PARTS` of the image. On the host."""
+        """Of every sample of an epoch, on the host: the shifts down and right, the flip, and with a cutout the row and
+        column of its middle, in parts of `_PARTS` of the image."""
         # A thread that fetches ahead may be in the next epoch already: the table is handed on, not looked up again.
         table = self._tables.get((num_samples, epoch))
         if table is None:
@@ -212,9 +209,7 @@ def build_synthetic(
     request: DataRequest, split: str, form: DataForm | None = None, device: torch.device | str = "cpu"
 ) -> DataSet:
     """`synthetic:KIND`, or `synthetic` for the kind of `form`, which also gives shape, classes and vocabulary.
-
-    `request.samples` is the size of the training split; the test split has a fixed one.
-    """
+    `request.samples` is the size of the training split; the test split has a fixed one."""
     kind = request.name.partition(":")[2] or (form.kind if form else "")
     if not kind:
         raise ConfigError(f"synthetic data of which kind? give synthetic:KIND, one of {', '.join(_FORMS)}")
@@ -225,16 +220,16 @@ def build_synthetic(
     count = request.samples if request.samples and split == "train" else _SIZES[split]
     build = {"images": _images, "numbers": _numbers, "pairs": _pairs, "tokens": _tokens}[kind]
     labels: _Labels = {"name": request.name, "split": split, "source": "made"}
-    purposes, device = ("rule", f"samples of {split}"), torch.device(device)
+    purposes = ("rule", f"samples of {split}")
     rule, draw = (torch.Generator(device).manual_seed(derive_seed(purpose, request.seed)) for purpose in purposes)
     if kind == "pairs":
-        if form.vocabulary < 4 or form.shape[0] < 3:
-            what = f"synthetic pairs of {form.shape[0]} tokens out of {form.vocabulary}"
+        context = form.shape[0]
+        if form.vocabulary < 4 or context < 3:
+            what = f"synthetic pairs of {context} tokens out of {form.vocabulary}"
             raise ConfigError(f"{what}: needed are at least 3 tokens out of 4")
         # Lengths are drawn on the host, where `take` asks for them.
         host = torch.Generator().manual_seed(derive_seed(f"lengths of {split}", request.seed))
-        shortest = max(3, form.shape[0] // 2)
-        labels["lengths"] = torch.randint(shortest, form.shape[0] + 1, (count,), generator=host)
+        labels["lengths"] = torch.randint(max(3, context // 2), context + 1, (count,), generator=host)
     return build(form, count, rule, draw, labels)
 
 
@@ -291,19 +286,11 @@ def _pairs(form: DataForm, count: int, rule: torch.Generator, draw: torch.Genera
     return PairData(form=replace(form, num_classes=2), inputs=inputs, targets=targets, **labels)
 
 
-class _Look(NamedTuple):
-    """How images of a set are shown to a model. Digits are not flipped: a mirrored one is another sign."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    pad: int
-    flip: bool
-
-
+# Mean and standard deviation of each channel, the padding of a crop, and whether to flip: a mirrored digit is another.
 _LOOKS = {
-    "mnist": _Look((0.1307,), (0.3081,), pad=2, flip=False),
-    "fashion-mnist": _Look((0.2860,), (0.3530,), pad=2, flip=True),
-    "cifar10": _Look((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), pad=4, flip=True),
+    "mnist": ((0.1307,), (0.3081,), 2, False),
+    "fashion-mnist": ((0.2860,), (0.3530,), 2, True),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 4, True),
 }
 
 
@@ -311,11 +298,8 @@ def load_data(
     request: DataRequest, split: str, form: DataForm | None = None,
     device: torch.device | str = "cpu", model_folder: str | None = None,
 ) -> DataSet:  # fmt: skip
-    """A split of a data set, `train` or `test`.
-
-    `form` is what suits the model: the kind and shape of a synthetic set, which is made on `device`, or the context of
-    text. `model_folder` may hold the model's own tokenizer.
-    """
+    """A split of a data set, `train` or `test`. `form` is what suits the model: the kind and shape of a synthetic set,
+    which is made on `device`, or the context of text. `model_folder` may hold the model's own tokenizer."""
     if split not in SPLITS:
         raise ConfigError(f"split {split!r} is unknown: known are {', '.join(SPLITS)}")
     check_request(request)
@@ -325,8 +309,9 @@ def load_data(
     path = load_from_hub(request.name) if request.path is None else Path(request.path)
     found = find_files(request.name, path, split)
     labels: _Labels = {"name": request.name, "split": split, "source": f"from {found.layout} in {path}"}
-    data = _load_images(request, split, found, labels, limit) if request.name in _LOOKS else None
-    if data is None:
+    if request.name in _LOOKS:
+        data = _load_images(request, split, found, labels, limit)
+    else:
         tokenizer = formats.load_tokenizer(request.tokenizer, model_folder)
         labels["source"] += f", tokens by {tokenizer.name}"
         if request.name == "mrpc":
@@ -342,14 +327,11 @@ def load_data(
 def _load_images(request: DataRequest, split: str, found: Found, labels: _Labels, limit: int | None) -> DataSet:
     mean, std, pad, flip = _LOOKS[request.name]
     images, classes = formats.load_images(found, split, len(mean), limit)
-    is_augmented = split == "train" and request.is_augmented
-    return ImageData(
-        form=DataForm(kind="images", shape=images.shape[1:], num_classes=formats.NUM_CLASSES),
-        inputs=torch.from_numpy(images[:limit].copy()), targets=torch.from_numpy(classes[:limit].copy()),
-        mean=mean, std=std,
-        augmentation=Augmentation(pad, flip, request.seed, request.cutout) if is_augmented else None,
-        **labels,
-    )  # fmt: skip
+    form = DataForm(kind="images", shape=images.shape[1:], num_classes=formats.NUM_CLASSES)
+    if split == "train" and request.is_augmented:
+        labels["augmentation"] = Augmentation(pad, flip, request.seed, request.cutout)
+    inputs, targets = (torch.from_numpy(values[:limit].copy()) for values in (images, classes))
+    return ImageData(form=form, inputs=inputs, targets=targets, mean=mean, std=std, **labels)
 
 
 def _load_pairs(
@@ -361,12 +343,10 @@ def _load_pairs(
     for number, row in enumerate(rows):
         ids[number, : len(row)] = row
     vocabulary, pad = tokenizer.vocabulary, tokenizer.pad
-    return PairData(
-        form=DataForm(kind="pairs", shape=(context,), num_classes=2, vocabulary=vocabulary, pad=pad),
-        inputs=torch.from_numpy(ids), targets=torch.from_numpy(classes[:limit].copy()),
-        lengths=torch.tensor([len(row) for row in rows]),
-        **labels,
-    )  # fmt: skip
+    form = DataForm(kind="pairs", shape=(context,), num_classes=2, vocabulary=vocabulary, pad=pad)
+    inputs, targets = torch.from_numpy(ids), torch.from_numpy(classes[:limit].copy())
+    lengths = torch.tensor([len(row) for row in rows])
+    return PairData(form=form, inputs=inputs, targets=targets, lengths=lengths, **labels)
 
 
 def _load_blocks(found: Found, labels: _Labels, tokenizer: formats.ByteTokenizer, context: int) -> DataSet:

@@ -19,12 +19,9 @@ from paceline.workloads.data import TAILS
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The samples of one epoch in the order of training, cut into windows: one window is one global batch.
-
-    The order follows from `seed` and `epoch` alone. `tail` says what becomes of a last window that is not full: it is
-    kept short, dropped, or filled with the first samples of the same order. `global_batch_size` is that of all windows,
-    or a tuple of that of each, of which only the last may be larger than what is left.
-    """
+    """The samples of one epoch in the order of training, cut into windows: one window is one global batch. `tail` says
+    what becomes of a last window that is not full: it is kept short, dropped, or filled with the first samples of the
+    same order. `global_batch_size` is that of all windows, or a tuple of that of each."""
 
     num_samples: int
     global_batch_size: int | tuple[int, ...]
@@ -78,10 +75,8 @@ class EpochOrder:
 
 
 class MicroBatch(NamedTuple):
-    """What one rank computes at once. The first `num_counted` samples count in the loss: all of them, or none.
-
-    One that does not count still holds a sample, so that its forward and backward match those of other ranks.
-    """
+    """What one rank computes at once. Its samples count in the loss, or `num_counted` is 0: then one sample is there
+    only so that forward and backward match those of other ranks."""
 
     indices: torch.Tensor
     num_counted: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 import urllib.error
 import urllib.request
@@ -13,16 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import KINDS
+from paceline.workloads.data import KINDS, shorten_error, suggest
 
 SPLITS = ("train", "test")
 # A reader, and the parts that must all be there; a part is a list of patterns of which the first that matches serves.
 _Layout = tuple[str, tuple[tuple[str, ...], ...]]
-
-
-def shorten_error(error: Exception) -> str:
-    """The text of another library's error on one line of limited length."""
-    return " ".join(str(error).split())[:160]
 
 
 class Found(NamedTuple):
@@ -67,9 +61,7 @@ _MRPC_FILES = "msr_paraphrase_train.txt and msr_paraphrase_test.txt"
 _SOURCES = {
     "mnist": _Source("ylecun/mnist", "mnist", _IDX_FILES, _IDX, ("mnist", "MNIST/raw")),
     "fashion-mnist": _Source(_FASHION, "fashion_mnist", _IDX_FILES, _IDX, ("fashion_mnist", "FashionMNIST/raw")),
-    "cifar10": _Source(
-        "uoft-cs/cifar10", "plain_text", "cifar-10-python.tar.gz", _CIFAR, ("cifar-10-batches-py", "plain_text")
-    ),
+    "cifar10": _Source("uoft-cs/cifar10", "plain_text", _TAR[1][0][0], _CIFAR, ("cifar-10-batches-py", "plain_text")),
     "mrpc": _Source("nyu-mll/glue", "mrpc", _MRPC_FILES, _MRPC, ("mrpc", "MRPC")),
 }
 
@@ -121,15 +113,14 @@ def explain_source(name: str) -> str:
     """Why a set without a path cannot be fetched, and what to do instead; empty where it can be fetched."""
     if name not in _SOURCES:
         return f"{name} needs a path: give {name}:PATH, a file or a folder of .txt files"
-    lacking = [module for module in ("huggingface_hub", "pyarrow") if find_spec(module) is None]
-    needs = f"{name} without a path comes from the hub, which needs {' and '.join(lacking)}"
+    lacking = " and ".join(module for module in ("huggingface_hub", "pyarrow") if find_spec(module) is None)
+    needs = f"{name} without a path comes from the hub, which needs {lacking}"
     return f"{needs}: {_advise(name)}" if lacking else ""
 
 
 def _advise(name: str) -> str:
-    source = _SOURCES[name]
-    parquet = f"the parquet files of {source.repo} ({source.folder})"
-    return f"get {source.files}, or {parquet}, on this machine and pass {name}:FOLDER"
+    repo, folder, files, *_ = _SOURCES[name]
+    return f"get {files}, or the parquet files of {repo} ({folder}), on this machine and pass {name}:FOLDER"
 
 
 def load_from_hub(name: str) -> Path:
@@ -139,8 +130,8 @@ def load_from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import ENDPOINT
 
-    folder = _SOURCES[name].folder
-    wanted = {"repo_id": _SOURCES[name].repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
+    repo, folder, *_ = _SOURCES[name]
+    wanted = {"repo_id": repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
     try:
         copy = Path(snapshot_download(**wanted, local_files_only=True)) / folder
         for split in SPLITS:
@@ -157,22 +148,23 @@ def load_from_hub(name: str) -> Path:
 
 def _check_reachable(address: str) -> None:
     """Raise if a server does not answer soon: the hub's library waits minutes for one that does not."""
-    troubles: list[Exception] = []
+    troubles = [f"no answer from {address} in {2 * _TIMEOUT_S} s"]
 
     def ask() -> None:
         try:
             urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=_TIMEOUT_S).close()
+            troubles.clear()
         except urllib.error.HTTPError:
-            pass  # any answer shows that it is there
+            troubles.clear()  # any answer shows that it is there
         except Exception as error:
-            troubles.append(error)
+            troubles[0] = str(error)
 
     # In a thread, because a DNS lookup has no timeout.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(2 * _TIMEOUT_S)
-    if thread.is_alive() or troubles:
-        raise TimeoutError(str(troubles[0]) if troubles else f"no answer from {address} in {2 * _TIMEOUT_S} s")
+    if troubles:
+        raise TimeoutError(troubles[0])
 
 
 _IMAGES = ("mnist", "fashion-mnist", "cifar10")
@@ -210,9 +202,8 @@ def parse_data(text: str) -> tuple[str, str | None]:
     if name == "synthetic":
         name, rest = text.rstrip(":"), ""
     if name not in DATA_NAMES:
-        near = difflib.get_close_matches(name, DATA_NAMES, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"data {name!r} is unknown: {hint}known are {', '.join(DATA_NAMES)}; files are NAME:PATH")
+        known = f"known are {', '.join(DATA_NAMES)}; files are NAME:PATH"
+        raise ConfigError(f"data {name!r} is unknown: {suggest(name, DATA_NAMES)}{known}")
     return name, rest or None
 
 
@@ -236,8 +227,9 @@ def check_request(request: DataRequest) -> None:
         return
     if tokenizer not in ("auto", "bytes"):
         if not Path(tokenizer).is_dir():
-            text = "is not a folder: needed is auto, bytes, or a tokenizer's folder"
-            raise ConfigError(f"tokenizer {tokenizer!r} {text}")
+            raise ConfigError(
+                f"tokenizer {tokenizer!r} is not a folder: needed is auto, bytes, or a tokenizer's folder"
+            )
         if find_spec("transformers") is None:
             raise ConfigError(f"tokenizer {tokenizer!r} needs transformers: install paceline[hf]")
     if request.path is not None:
