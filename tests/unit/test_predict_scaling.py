@@ -19,9 +19,9 @@ from paceline.predict.job import Job
 from paceline.predict.networks import find_network
 from paceline.predict.scaling import (
     ScalingEvidence,
-    Slowdown,
     describe_assumptions,
     estimate_maximum,
+    estimate_slowdown,
     estimate_spread,
     estimate_wait,
     interpolate_logs,
@@ -395,16 +395,16 @@ def test_what_no_factor_explains_is_added_as_it_is():
 
 
 def test_the_slow_down_goes_on_along_a_line():
-    line, short = Slowdown(((1, 1.0), (2, 1.1), (4, 1.3))), Slowdown(((1, 1.0), (2, 1.1)))
-    assert line.estimate(8) == pytest.approx(1.7)
-    assert short.estimate(4) == pytest.approx(1.3)
-    assert line.estimate(2) == pytest.approx(1.1) and line.estimate(1) == pytest.approx(1)
+    line = ((1, 1.0), (2, 1.1), (4, 1.3))
+    assert estimate_slowdown(line, 8) == pytest.approx(1.7)
+    assert estimate_slowdown(line[:2], 4) == pytest.approx(1.3)
+    assert [estimate_slowdown(line, count) for count in (1, 2)] == pytest.approx([1, 1.1])
     # One rank says nothing of its neighbours, and they never make it quicker.
-    assert Slowdown(((1, 1.0),)).estimate(16) == 1
-    assert Slowdown(((1, 1.0),), -2.0).estimate(2) == Slowdown(((1, 1.0),), 2.0).estimate(2) > 1.15
+    assert estimate_slowdown(line[:1], 16) == 1
+    assert estimate_slowdown(line[:1], 2, -2.0) == estimate_slowdown(line[:1], 2, 2.0) > 1.15
     # Never faster than the ranks, and never down.
-    assert Slowdown(((1, 1.0), (2, 1.0), (4, 4.0))).estimate(8) <= 8
-    assert Slowdown(((1, 1.0), (2, 1.2), (4, 1.1))).estimate(8) == pytest.approx(1.1)
+    assert estimate_slowdown(((1, 1.0), (2, 1.0), (4, 4.0)), 8) <= 8
+    assert estimate_slowdown(((1, 1.0), (2, 1.2), (4, 1.1)), 8) == pytest.approx(1.1)
 
 
 def test_a_sweep_goes_on_half_way_to_a_line_where_that_is_more_than_its_family():

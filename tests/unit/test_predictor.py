@@ -217,7 +217,7 @@ def every_cut(count):
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_an_interval_is_around_its_estimate(cap_bytes, noise):
     model = build(replace(SLOW, noise=noise))
-    estimate = model.estimate_cap(cap_bytes)
+    estimate = model.estimate(model.job.cut(cap_bytes))
     assert 0 < estimate.low_s < estimate.step_s < estimate.high_s
     assert estimate.step_s == simulate(model.job, estimate.cuts, model.costs).step_s == estimate.step.step_s
     assert estimate.exposed_s == pytest.approx(estimate.step_s - model.plain_s)

@@ -218,7 +218,7 @@ def test_the_emulated_network_is_what_messages_cost():
             others.check(ranks)
         assert caught.value.code == "ranks"
     tuning = tune(SLOW, settings=settings)
-    one = tuning.model.estimate_cap(8 * MIB)
+    one = tuning.model.estimate(tuning.model.job.cut(8 * MIB))
     # A ring of four at 1 Gb/s: each byte goes 1.5 times over the wire.
     assert one.exposed_s > 1.5 * 8 * MIB / 125e6
 

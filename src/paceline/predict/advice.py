@@ -66,10 +66,9 @@ def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness |
     if not overviews:
         raise RecordError("no overview to judge by: record at least one rank")
     first = min(overviews, key=lambda overview: overview.seconds("communication"))
-    found = [*_on_messages(first, facts)]
+    found = [*_on_messages(first, facts), *_on_waiting(first)]
     if lateness is not None:
         found += _on_lateness(lateness, max(overview.seconds("communication") for overview in overviews), first.step_s)
-    found += _on_waiting(first)
     if first.gpu is not None:
         found += _on_gpu(first, first.gpu, facts)
     advice = [Advice(kind, text, gain_s, certainty, first.step_s) for kind, gain_s, certainty, text in found]
@@ -83,24 +82,17 @@ def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Found]:
     gpu, exposed = overview.gpu, format_duration(exposed_s)
     share = gpu.communication_share if gpu else overview.share("communication")
     more, later = 2 * facts.accumulate, share / (share + 2 * (1 - share))
-    text = (
-        f"messages are {share:.0%} of {'kernel time' if gpu else 'the step'}, and {exposed} per step is exposed: "
-        f"accumulating over {more} micro-batches instead of {facts.accumulate} would bring them to about "
-        f"{later:.0%} and save {format_duration(exposed_s / more)} per micro-batch"
-    )
+    text = f"messages are {share:.0%} of {'kernel time' if gpu else 'the step'}, and {exposed} per step is exposed: "
+    text += f"accumulating over {more} micro-batches instead of {facts.accumulate} would bring them to about "
+    text += f"{later:.0%} and save {format_duration(exposed_s / more)} per micro-batch"
     yield "accumulate", exposed_s / 2, "computed", text
-    halved_s = min(exposed_s, message_s / 2)
-    text = (
-        f"{exposed} of messages per step is exposed: half the bytes, by a communication hook "
-        f"that sends bf16, would save about {format_duration(halved_s)} if their time follows their size"
-    )
+    halved_s, backward_s = min(exposed_s, message_s / 2), overview.phases_s.get("backward", 0.0)
+    text = f"{exposed} of messages per step is exposed: half the bytes, by a communication hook "
+    text += f"that sends bf16, would save about {format_duration(halved_s)} if their time follows their size"
     yield "compress", halved_s, "estimated", text
-    backward_s = overview.phases_s.get("backward", 0.0)
     if 0 < message_s < backward_s:
-        text = (
-            f"messages take {format_duration(message_s)} and backward {format_duration(backward_s)}, yet "
-            f"{exposed} is exposed: another plan of buckets (--plan) could hide nearly all of it"
-        )
+        text = f"messages take {format_duration(message_s)} and backward {format_duration(backward_s)}, yet "
+        text += f"{exposed} is exposed: another plan of buckets (--plan) could hide nearly all of it"
         yield "buckets", exposed_s, "at most", text
 
 
@@ -109,10 +101,8 @@ def _on_lateness(lateness: Lateness, waited_s: float, step_s: float) -> Iterator
     gain_s, late = min(lateness.mean_s, waited_s), format_duration(lateness.mean_s)
     text = f"ranks come to messages {late} apart, and take turns in being last: look for other load on the hosts"
     if lateness.share >= 0.75:
-        text = (
-            f"the others wait {late} per step for rank {lateness.rank}, last in {lateness.share:.0%} of steps: look at "
-            "its cores, its GPU's clock, and the size of its batches"
-        )
+        text = f"the others wait {late} per step for rank {lateness.rank}, last in {lateness.share:.0%} of steps: look "
+        text += "at its cores, its GPU's clock, and the size of its batches"
     if gain_s >= _WORTH * step_s:
         yield "late rank", gain_s, "at most", text
 
@@ -121,23 +111,17 @@ def _on_waiting(overview: Overview) -> Iterator[Found]:
     """Data, copies, and an optimizer that goes over the parameters again and again."""
     for category, kind, text in (
         ("data", "data", "the step waits {} for data, {:.0%} of it: smaller inputs, or batches that are made ahead"),
-        (
-            "copy", "copies", "copies take {} in which nothing else runs, {:.0%} of the step: pin the batches' memory "
-            "and copy with non_blocking=True",
-        ),
+        ("copy", "copies", "copies take {} in which nothing else runs, {:.0%} of the step: pin the batches' memory "
+         "and copy with non_blocking=True"),
     ):  # fmt: skip
         waited_s, share = overview.seconds(category), overview.share(category)
         if share >= _WORTH:
             yield kind, waited_s, "at most", text.format(format_duration(waited_s), share)
     seconds, passes = overview.phases_s.get("optimizer", 0.0), overview.optimizer_passes
     if seconds >= 0.1 * overview.step_s and passes > 1:
-        gain_s = seconds * (1 - 1 / passes)
-        text = (
-            f"the optimizer takes {format_duration(seconds)}, {seconds / overview.step_s:.0%} of the step, and goes "
-            f"over the parameters with {passes} operators: with fused=True it is one, at most "
-            f"{format_duration(gain_s)} less"
-        )
-        yield "optimizer", gain_s, "at most", text
+        text = f"the optimizer takes {format_duration(seconds)}, {seconds / overview.step_s:.0%} of the step, and goes "
+        text += f"over the parameters with {passes} operators: with fused=True it is one"
+        yield "optimizer", seconds * (1 - 1 / passes), "at most", text
 
 
 def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Found]:
@@ -146,19 +130,15 @@ def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Found
     if idle_s >= _IDLE_WORTH * step_s:
         # The host's time is that of its launches, whatever they work on; the GPU's grows with the batch.
         needed = facts.batch_size * _FILL / max(gpu.busy, 1e-3)
-        text = (
-            f"the GPU is {gpu.busy:.0%} busy, and {format_duration(idle_s)} of the step is the host's: a batch of "
-            f"{2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size}, if memory allows"
-            f"{'' if facts.is_compiled else ', or --compile'}; bounded by the GPU alone, a step would be "
-            f"{step_s / (step_s - idle_s):.1f} times as fast"
-        )
+        text = f"the GPU is {gpu.busy:.0%} busy, and {format_duration(idle_s)} of the step is the host's: a batch of "
+        text += f"{2 ** math.ceil(math.log2(needed))} instead of {facts.batch_size}, if memory allows"
+        text += f"{'' if facts.is_compiled else ', or --compile'}; bounded by the GPU alone, a step would be "
+        text += f"{step_s / (step_s - idle_s):.1f} times as fast"
         yield "host", idle_s, "at most", text
     mean_s, launching_s = gpu.kernel_s / gpu.num_kernels, gpu.num_kernels * gpu.launch_s
     if gpu.num_kernels >= 1 and mean_s <= _TINY_KERNEL_S and min(launching_s, idle_s) >= worth_s:
-        text = (
-            f"{gpu.num_kernels:.0f} kernels per step of {format_duration(mean_s)} each take "
-            f"{format_duration(launching_s)} to launch: --compile, or a CUDA graph, launches fewer"
-        )
+        text = f"{gpu.num_kernels:.0f} kernels per step of {format_duration(mean_s)} each take "
+        text += f"{format_duration(launching_s)} to launch: --compile, or a CUDA graph, launches fewer"
         yield "launches", min(launching_s, idle_s), "at most", text
     assumed = max(1.0, next(ratio for names, ratio in _PEAK_RATIOS if re.search(names, gpu.name, re.I)) / 2)
     # A step is never shorter than the host's own work.
@@ -166,21 +146,18 @@ def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Found
     if gain_s >= worth_s:
         half = "fp16" if _WITHOUT_BF16.search(gpu.name) else "bf16"
         todo = f"--precision {half}" if facts.precision == "fp32" else "sizes that are multiples of 8"
-        text = (
-            f"tensor cores idle: {format_duration(gpu.missed_s)} of matrix kernels per step do not use them: {todo}; "
-            f"estimated {format_duration(gain_s)} less, if they become {assumed:.1f} times as fast, half of what the "
-            f"peaks of {gpu.name or 'a GPU that is not known'} promise"
+        text = f"{format_duration(gpu.missed_s)} of matrix kernels per step do not use tensor cores: {todo}; estimated "
+        text += (
+            f"{format_duration(gain_s)} less, if they become {assumed:.1f} times as fast, half of what the peaks of "
         )
+        text += f"{gpu.name or 'a GPU that is not known'} promise"
         yield "tensor cores", gain_s, "estimated", text
-    if gpu.sm_efficiency is not None and gpu.busy > 0:
-        filled = min(1.0, gpu.sm_efficiency / gpu.busy)
-        gain_s = overview.seconds("kernel") * (1 - filled)
-        if filled <= 0.6 and gain_s >= worth_s:
-            text = (
-                f"while kernels run, {filled:.0%} of the SMs have a block: a batch larger than {facts.batch_size} "
-                f"costs little more, at most {format_duration(gain_s)} less for the same samples"
-            )
-            yield "batch", gain_s, "at most", text
+    filled = 1.0 if gpu.sm_efficiency is None or gpu.busy <= 0 else min(1.0, gpu.sm_efficiency / gpu.busy)
+    gain_s = overview.seconds("kernel") * (1 - filled)
+    if filled <= 0.6 and gain_s >= worth_s:
+        text = f"while kernels run, {filled:.0%} of the SMs have a block: a batch larger than {facts.batch_size} costs "
+        text += f"little more, at most {format_duration(gain_s)} less for the same samples"
+        yield "batch", gain_s, "at most", text
 
 
 def _name_bound(overview: Overview) -> Advice:

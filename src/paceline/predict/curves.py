@@ -6,6 +6,7 @@ A `CostCurve` holds for a fixed number of ranks. Which curve serves a network on
 from __future__ import annotations
 
 import bisect
+import contextlib
 import difflib
 import math
 import random
@@ -67,12 +68,19 @@ class Resample:
         return self.source.gauss(0, 1) if self.source else 0.0
 
 
+def median_noise(timing: Samples) -> float:
+    """The standard deviation of the median of repeated times, 1.25 of those of their mean, as a share of it."""
+    return 1.25 * timing.stdev_s / math.sqrt(timing.count) / timing.median_s
+
+
+def find_nearest(counts: Iterable[int], world_size: int) -> int:
+    """By ratio, and of two as near the larger one: more is known of many ranks from many."""
+    return min(counts, key=lambda count: (abs(math.log(count / world_size)), -count))
+
+
 def hold_draws(value: float, draws: Sequence[float]) -> tuple[float, float]:
     """The 90 % interval: from p5 to p95 of the draws, and never without the value itself."""
     return (min(value, quantile(draws, 0.05)), max(value, quantile(draws, 0.95))) if draws else (value, value)
-
-
-# -- measured ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -113,9 +121,8 @@ class MeasuredCurve(CostCurve):
 
 
 def _doubt_size(num_bytes: float, most_bytes: int) -> str:
-    if num_bytes <= _REACH * most_bytes:
-        return ""
-    return f"{format_bytes(num_bytes)} is beyond twice the largest measured size, {format_bytes(most_bytes)}"
+    text = f"{format_bytes(num_bytes)} is beyond twice the largest measured size, {format_bytes(most_bytes)}"
+    return text if num_bytes > _REACH * most_bytes else ""
 
 
 def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
@@ -126,8 +133,6 @@ def fit_curve(points: Iterable[tuple[int, float]]) -> MeasuredCurve:
     sizes = tuple(sorted(by_size))
     return MeasuredCurve(sizes, tuple(by_size[size] for size in sizes))
 
-
-# -- by algorithm ------------------------------------------------------------------------------------------------------
 
 # What an all-reduce of x bytes on p ranks needs: latencies one after the other, and bytes through the narrowest place.
 FAMILIES: dict[str, Callable[[float, int], tuple[float, float]]] = {
@@ -179,10 +184,8 @@ class FamilyCurve(CostCurve):
         if self.world_size < 1:
             raise ConfigError(f"an all-reduce on {self.world_size} ranks: at least 1 is needed")
         if self.algorithm == "shared" and self.world_size > _MOST_ON_ONE_HOST:
-            raise ConfigError(
-                f"{self.world_size:,} ranks do not fit in the memory of one host; the limit is {_MOST_ON_ONE_HOST}: "
-                "use fewer --ranks, or name a --network"
-            )
+            limit = f"more than {_MOST_ON_ONE_HOST} do not fit in the memory of one host"
+            raise ConfigError(f"{self.world_size:,} ranks: {limit}; use fewer --ranks, or name a --network")
 
     @property
     def error(self) -> float:
@@ -232,9 +235,7 @@ def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str) -> Fami
     if alpha_s < 0:  # noise on nearly proportional data; the best line through the origin instead
         alpha_s, slope = 0.0, v1 / vv
     if slope <= 1e-9 * (alpha_s + slope):  # rounding of equal times leaves a slope of either sign
-        raise MeasurementError(
-            "the times do not grow with the size, so they have no bandwidth: measure larger messages"
-        )
+        raise MeasurementError("the times do not grow with the size, and have no bandwidth: measure larger messages")
     sizes, ranks = [point[0] for point in points], max(point[1] for point in points)
     residuals = tuple(alpha_s * a + slope * b - 1 for a, b in zip(u, v, strict=True))
     return FamilyCurve(algorithm, ranks, alpha_s, scale / slope, min(sizes), max(sizes), ranks, residuals)
@@ -255,91 +256,61 @@ def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[Collectiv
         curves.setdefault(record.key, []).append(record)
     fits = []
     for curve in curves.values():
-        try:
+        with contextlib.suppress(MeasurementError):
             fits.append((curve[0], fit_line((record.num_bytes, record.time_s) for record in curve)))
-        except MeasurementError:
-            continue
     return fits
 
 
-# -- made of other curves ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class TwoLevelCurve(CostCurve):
+class DerivedCurve(CostCurve):
+    """A curve by two functions: mostly of other curves."""
+
+    seconds: Callable[[float], float]
+    explained: Callable[[float], tuple[str, str]] = lambda num_bytes: ("measured", "")
+
+    def estimate_s(self, num_bytes: float) -> float:
+        return self.seconds(num_bytes)
+
+    def explain(self, num_bytes: float) -> tuple[str, str]:
+        return self.explained(num_bytes)
+
+
+def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
     """Reduce-scatter inside each node, all-reduce between the nodes, all-gather inside: one after the other.
 
     Inside, that is as much as a ring. Between, the ranks of a node send 1/m each and share the node's link, so that all
     bytes pass it; `between` is a curve over nodes.
     """
 
-    inside: CostCurve
-    between: CostCurve
+    def explain(num_bytes: float) -> tuple[str, str]:
+        algorithm, doubt = between.explain(num_bytes)
+        return f"two-level ({algorithm})", inside.explain(num_bytes)[1] or doubt
 
-    def estimate_s(self, num_bytes: float) -> float:
-        return self.inside.estimate_s(num_bytes) + self.between.estimate_s(num_bytes)
-
-    def explain(self, num_bytes: float) -> tuple[str, str]:
-        algorithm, doubt = self.between.explain(num_bytes)
-        return f"two-level ({algorithm})", self.inside.explain(num_bytes)[1] or doubt
+    return DerivedCurve(lambda num_bytes: inside.estimate_s(num_bytes) + between.estimate_s(num_bytes), explain)
 
 
-@dataclass(frozen=True)
-class BestCurve(CostCurve):
+def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
     """For each message the algorithm that is quickest for its size."""
-
-    curves: tuple[CostCurve, ...]
-
-    def estimate_s(self, num_bytes: float) -> float:
-        return min(curve.estimate_s(num_bytes) for curve in self.curves)
-
-    def explain(self, num_bytes: float) -> tuple[str, str]:
-        return min(self.curves, key=lambda curve: curve.estimate_s(num_bytes)).explain(num_bytes)
+    return curves[0] if len(curves) == 1 else DerivedCurve(
+        lambda num_bytes: min(curve.estimate_s(num_bytes) for curve in curves),
+        lambda num_bytes: min(curves, key=lambda curve: curve.estimate_s(num_bytes)).explain(num_bytes),
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ScaledCurve(CostCurve):
+def scale_curve(measured: MeasuredCurve, there: FamilyCurve, here: FamilyCurve) -> CostCurve:
     """A measured curve, with its bends, on other ranks: each time grows as the family does from `there` to `here`."""
 
-    measured: MeasuredCurve
-    there: FamilyCurve
-    here: FamilyCurve
-
-    def estimate_s(self, num_bytes: float) -> float:
-        if num_bytes <= 0 or self.here.world_size == 1:
+    def estimate_s(num_bytes: float) -> float:
+        if num_bytes <= 0 or here.world_size == 1:
             return 0.0
         # Below the smallest measured size the curve is flat, and so must be what it is multiplied by.
-        size = max(num_bytes, self.measured.sizes[0])
-        return self.measured.estimate_s(size) * self.here.estimate_s(size) / self.there.estimate_s(size)
+        size = max(num_bytes, measured.sizes[0])
+        return measured.estimate_s(size) * here.estimate_s(size) / there.estimate_s(size)
 
-    def explain(self, num_bytes: float) -> tuple[str, str]:
-        algorithm, measured_on = self.here.algorithm, self.there.world_size
-        name = "measured" if self.here.world_size == measured_on else f"{algorithm}, measured on {measured_on}"
+    def explain(num_bytes: float) -> tuple[str, str]:
+        is_own = here.world_size == there.world_size
+        name = "measured" if is_own else f"{here.algorithm}, measured on {there.world_size}"
         # The sizes are those of this curve: the fit may have seen larger ones on other ranks.
-        return name, "; ".join(filter(None, (self.here.explain(0)[1], self.measured.explain(num_bytes)[1])))
+        return name, "; ".join(filter(None, (here.explain(0)[1], measured.explain(num_bytes)[1])))
 
-
-@dataclass(frozen=True)
-class ContinuedCurve(CostCurve):
-    """An all-reduce on more ranks of a host than were measured; `shifted` is the curve of its family as it might be.
-
-    The family lets each rank bring a link of its own, and a straight line through the last two sweeps lets none: where
-    the line is more, the mean of both, size by size.
-    """
-
-    plain: CostCurve
-    shifted: CostCurve
-    near: CostCurve
-    last: CostCurve
-    steps: float
-
-    def estimate_s(self, num_bytes: float) -> float:
-        plain_s = self.plain.estimate_s(num_bytes)
-        if plain_s <= 0:
-            return 0.0
-        last_s = self.last.estimate_s(num_bytes)
-        line_s = last_s + max(0.0, last_s - self.near.estimate_s(num_bytes)) * self.steps
-        return (plain_s + max(plain_s, line_s)) / 2 * self.shifted.estimate_s(num_bytes) / plain_s
-
-    def explain(self, num_bytes: float) -> tuple[str, str]:
-        return self.plain.explain(num_bytes)
+    return DerivedCurve(estimate_s, explain)

@@ -82,9 +82,6 @@ class Job:
         return replace(self, before_s=count * self.before_s + (count - 1) * self.backward_s)
 
 
-# -- from a layer profile ----------------------------------------------------------------------------------------------
-
-
 def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = None) -> Job:
     """Gradients in ready order, and the plain step around them, by medians.
 
@@ -132,18 +129,14 @@ def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -
 
     Whole repetitions are drawn, for their phases are slow together; ready times stretch with backward.
     """
-    source = random.Random(seed)
-    draws = []
-    for _ in range(count):
-        resample = Resample(source)
+    source, draws = random.Random(seed), []
+    for resample in (Resample(source) for _ in range(count)):
         total_s = resample.median(record.backward)
         before_s, after_s = _find_around(record, resample)
         ready = tuple(min(total_s, moment * (total_s / job.backward_s)) for moment in job.ready_s)
         draws.append(replace(job, ready_s=ready, backward_s=total_s, before_s=before_s, after_s=after_s))
     return draws
 
-
-# -- from tables of layers ---------------------------------------------------------------------------------------------
 
 # The tensors of a GPT-2 block in the order in which their gradients are ready, as (multiples of width^2, of width),
 # and the share of the block's backward that has passed by then. Matrix products take the time: two for each weight.
@@ -169,11 +162,9 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
     notes: list[str] = []
     if is_tied:
         notes.append(f"{last.layer} and {first.layer} are one tied tensor: counted once, ready at the end of backward")
-    untimed = [record.layer for record in sizes if _normalize(record.layer) not in seconds]
-    if untimed:
+    if untimed := [record.layer for record in sizes if _normalize(record.layer) not in seconds]:
         notes.append(f"no times for {', '.join(untimed)}: taken as 0, at their place in backward")
-    unknown = sorted(set(seconds) - {_normalize(record.layer) for record in sizes})
-    if unknown:
+    if unknown := sorted(set(seconds) - {_normalize(record.layer) for record in sizes}):
         raise RecordError(f"times for layers that have no size: {', '.join(unknown)}")
     gradients, ready = [], []
     now_s, taken_apart = 0.0, 0
@@ -199,18 +190,15 @@ def _normalize(layer: str) -> str:
 
 
 def _median(record: LayerTimeRecord) -> float:
-    timing = record.timing
-    value = timing.median_s if timing.median_s is not None else timing.mean_s
+    value = record.timing.mean_s if record.timing.median_s is None else record.timing.median_s
     if value is None:
         raise RecordError(f"{record.layer} has neither a median nor a mean")
     return value
 
 
 def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:
-    """(name, parameters, share of the layer's backward) for each tensor; weights and biases of one layer go together.
-
-    A block of width w has 12 w^2 + 13 w parameters.
-    """
+    """(name, parameters, share of the layer's backward) for each tensor; weights and biases go together."""
+    # A block of width w has 12 w^2 + 13 w parameters.
     near = round(math.sqrt(record.num_params / 12))
     widths = [w for w in (near - 1, near, near + 1) if w > 0 and 12 * w**2 + 13 * w == record.num_params]
     if not widths or "block" not in record.layer.lower():

@@ -5,6 +5,7 @@ The numbers of named networks are assumptions, each with its source. A measured 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import re
@@ -13,21 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from paceline.errors import ConfigError, MeasurementError, RecordError
+from paceline.errors import ConfigError, MeasurementError, RecordError, refuse
 from paceline.machine import canonical_backend
-from paceline.predict.curves import (
-    BestCurve,
-    ContinuedCurve,
-    CostCurve,
-    FamilyCurve,
-    Resample,
-    ScaledCurve,
-    TwoLevelCurve,
-    check_algorithm,
-    fit_curve,
-    fit_family,
-    suggest,
-)
+from paceline.predict import curves
+from paceline.predict.curves import CostCurve, FamilyCurve
 from paceline.predict.simulate import SERVERS
 from paceline.records import CollectiveRecord
 from paceline.records.samples import Samples
@@ -53,10 +43,8 @@ class Network:
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf or not 0 < self.bandwidth_bytes_per_s < math.inf:
-            raise ConfigError(
-                f"network {self.name} has {self.latency_s} s and {self.bandwidth_bytes_per_s} bytes/s: "
-                "the latency must not be negative, and the bandwidth above 0"
-            )
+            has = f"{self.latency_s} s and {self.bandwidth_bytes_per_s} bytes/s"
+            raise ConfigError(f"network {self.name} has {has}: a latency of 0 or more, and a bandwidth above 0")
 
     def describe(self, place: str) -> str:
         rate, latency = format_rate(self.bandwidth_bytes_per_s), format_duration(self.latency_s)
@@ -91,7 +79,7 @@ def find_network(text: str) -> Network:
         bytes_per_s = float(rate) * _PREFIXES[prefix] / (1 if unit == "B" else 8)
         return Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as given")
     listed = f"known are {', '.join(known)}, or write its rate and latency as 10Gb/s,50us"
-    raise ConfigError(f"unknown network {text!r}: {suggest(name, known)}{listed}")
+    raise ConfigError(f"unknown network {text!r}: {curves.suggest(name, known)}{listed}")
 
 
 def find_networks(text: str) -> list[Network]:
@@ -101,9 +89,6 @@ def find_networks(text: str) -> list[Network]:
     if not found:
         raise ConfigError(f"--network {text!r} names none: known are {', '.join(known.name for known in NETWORKS)}")
     return list(dict.fromkeys(found))
-
-
-# -- fabrics -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -116,16 +101,13 @@ class AssumedFabric:
     algorithm: str = "auto"
 
     def __post_init__(self) -> None:
-        check_algorithm(self.algorithm)
-        if self.ranks_per_node < 1:
-            raise ConfigError(f"{self.ranks_per_node} ranks per node: at least 1")
-        if self.algorithm == "shared":
-            raise ConfigError(
-                f"algorithm shared on the network {self.network.name}: shared memory is no network; "
-                "give the --allreduce run of a host instead"
-            )
-        if self.algorithm == "two-level" and self.ranks_per_node == 1:
-            raise ConfigError("algorithm two-level with 1 rank per node has one level: give --ranks-per-node")
+        curves.check_algorithm(self.algorithm)
+        refuse(
+            (self.ranks_per_node < 1, f"{self.ranks_per_node} ranks per node: at least 1"),
+            (self.algorithm == "shared", "shared memory is no network: give the --allreduce run of a host"),
+            (self.algorithm == "two-level" and self.ranks_per_node == 1,
+             "algorithm two-level with 1 rank per node has one level: give --ranks-per-node"),
+        )  # fmt: skip
 
     @property
     def name(self) -> str:
@@ -150,7 +132,7 @@ class AssumedFabric:
         if world_size <= per_node and per_node > 1:
             return _on(inside, ("ring",) if asked == "two-level" else flat, world_size, "inside")
         nodes = _on(self.network, ("ring", "tree"), math.ceil(world_size / per_node))
-        two_level = TwoLevelCurve(_on(inside, ("ring",), per_node), nodes)
+        two_level = curves.join_levels(_on(inside, ("ring",), per_node), nodes)
         if asked == "two-level":
             return two_level
         slower = self.network
@@ -169,11 +151,7 @@ def _on(
 ) -> CostCurve:
     """The best of some algorithms on this many ranks of a network."""
     rates = (network.latency_s, network.bandwidth_bytes_per_s)
-    return choose_best([*(FamilyCurve(name, count, *rates, place=place) for name in names), *more])
-
-
-def choose_best(curves: Sequence[CostCurve]) -> CostCurve:
-    return curves[0] if len(curves) == 1 else BestCurve(tuple(curves))
+    return curves.choose_best([*(FamilyCurve(name, count, *rates, place=place) for name in names), *more])
 
 
 @dataclass(frozen=True)
@@ -214,15 +192,15 @@ class MeasuredFabric:
         )
 
     def build_curve(self, world_size: int) -> CostCurve:
-        # The nearest by ratio, and of two as near the larger one: more is known of many ranks from many.
-        nearest = min(self.sweeps, key=lambda count: (abs(math.log(count / world_size)), -count))
-        factor = 1.0
+        nearest, factor = curves.find_nearest(self.sweeps, world_size), 1.0
         if nearest != world_size:
             error = min(fit.error for fit in self.fits) + ERROR_PER_DOUBLING * abs(math.log2(world_size / nearest))
             factor = math.exp(self.shift * error)
-        measured = fit_curve((size, statistics.median(times) * factor) for size, times in self.sweeps[nearest].items())
-        return choose_best([
-            ScaledCurve(measured, replace(fit, world_size=nearest), replace(fit, world_size=world_size))
+        measured = curves.fit_curve(
+            (size, statistics.median(times) * factor) for size, times in self.sweeps[nearest].items()
+        )
+        return curves.choose_best([
+            curves.scale_curve(measured, replace(fit, world_size=nearest), replace(fit, world_size=world_size))
             for fit in self.fits
         ])  # fmt: skip
 
@@ -232,17 +210,30 @@ class MeasuredFabric:
         return len(self.ranks) > 1 and self.fits[0].algorithm in ("gloo", "shared")
 
     def build_continued_curve(self, world_size: int) -> CostCurve:
-        """The fabric's own curve; for more ranks of one host than were measured the continued one."""
+        """The fabric's own curve, continued to more ranks of one host than were measured.
+
+        The family lets each rank bring a link of its own, and a straight line through the last two sweeps lets none:
+        where the line is more, the mean of both, size by size.
+        """
         shifted = self.build_curve(world_size)
         if not self.is_continued or world_size <= self.ranks[-1]:
             return shifted
-        near, last = self.ranks[-2:]
-        plain, steps = replace(self, shift=0.0).build_curve(world_size), (world_size - last) / (last - near)
-        return ContinuedCurve(plain, shifted, self.build_curve(near), self.build_curve(last), steps)
+        before, most = self.ranks[-2:]
+        near, last, steps = self.build_curve(before), self.build_curve(most), (world_size - most) / (most - before)
+        plain = replace(self, shift=0.0).build_curve(world_size)
+
+        def estimate_s(num_bytes: float) -> float:
+            if num_bytes <= 0:
+                return 0.0
+            plain_s, last_s = plain.estimate_s(num_bytes), last.estimate_s(num_bytes)
+            line_s = last_s + max(0.0, last_s - near.estimate_s(num_bytes)) * steps
+            return (plain_s + max(plain_s, line_s)) / 2 * shifted.estimate_s(num_bytes) / plain_s
+
+        return curves.DerivedCurve(estimate_s, plain.explain)
 
     def draw(self, source: random.Random) -> Self:
         sweeps = {
-            count: {size: Resample(source).take(times) for size, times in by_size.items()}
+            count: {size: curves.Resample(source).take(times) for size, times in by_size.items()}
             for count, by_size in self.sweeps.items()
         }
         return replace(self, sweeps=sweeps, shift=source.gauss(0, 1))
@@ -258,7 +249,7 @@ def build_measured_fabric(
 
     Where a backend was measured on ordinary and on shared memory the latter is taken: the wrapper's buckets lie there.
     """
-    check_algorithm(algorithm)
+    curves.check_algorithm(algorithm)
     if algorithm == "two-level":
         raise ConfigError("algorithm two-level cannot be fitted to one sweep: name a --network with --ranks-per-node")
     records = [record for record in records if record.collective == "all_reduce" and record.world_size > 1]
@@ -277,7 +268,7 @@ def build_measured_fabric(
     own = {"gloo": ("gloo",), "shm": ("shared",)}.get(canonical_backend(records[0].backend), ("ring", "tree"))
     points = [(record.num_bytes, record.world_size, statistics.median(_seconds(record))) for record in records]
     try:
-        fits = tuple(fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))
+        fits = tuple(curves.fit_family(points, name) for name in (own if algorithm == "auto" else (algorithm,)))
     except MeasurementError as error:
         raise RecordError(f"{kinds[0]}: {error}") from None
     sweeps: dict[int, dict[int, tuple[float, ...]]] = {}
@@ -293,15 +284,12 @@ def build_measured_fabric(
 def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:
     """A fabric for each backend, device and dtype that has a curve."""
     kinds: dict[tuple[str, str, str], list[CollectiveRecord]] = {}
-    for record in records:
-        if record.collective == "all_reduce":
-            kinds.setdefault((record.backend, record.device, record.dtype), []).append(record)
+    for record in (record for record in records if record.collective == "all_reduce"):
+        kinds.setdefault((record.backend, record.device, record.dtype), []).append(record)
     fabrics = []
     for kind in kinds.values():
-        try:
+        with contextlib.suppress(RecordError):  # one size, or times that do not grow: no curve
             fabrics.append(build_measured_fabric(kind, None))
-        except RecordError:  # one size, or times that do not grow: no curve
-            continue
     return fabrics
 
 

@@ -16,27 +16,20 @@ from functools import cached_property
 
 from paceline.errors import MeasurementError
 from paceline.plan import Gradient, Plan, plan_by_cuts
-from paceline.predict.curves import CostCurve, Resample, fit_curve
+from paceline.predict.curves import CostCurve, Resample, fit_curve, median_noise
 from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps, find_best_cuts
 from paceline.predict.simulate import SERVERS, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
-from paceline.records.samples import Ratio, Samples, compare_times
+from paceline.records.samples import Ratio, compare_times
 from paceline.units import format_bytes
 
-_SLOWEST = 0.02
-_DRAWS = 40
-_SEED = 11
+_DRAWS, _SEED = 40, 11
 # The standard deviation of what the model leaves out, as a share of what communication adds.
 _MODEL_ERROR = 0.10
 _Z90, _Z95 = 1.645, 1.96
-# The standard deviation of a median, in those of a mean.
-_MEDIAN_NOISE = 1.25
 # A free plan that is not this much better than one cap is not worth its length.
 _WORTH = 0.002
-
-
-# -- job and costs from records ----------------------------------------------------------------------------------------
 
 
 class Evidence:
@@ -81,29 +74,20 @@ def fit_job(
     if curve is None:
         curve = fit_curve((record.num_bytes, median(record.timing)) for record in evidence.sweep)
     pairs = [curve.estimate_s(record.chunk_bytes) / median(record.timing) for record in evidence.pairs]
+    pair_rate = _limit(statistics.median(pairs)) if pairs else 1.0
     servers = SERVERS.get(plain.backend, 1) if evidence.sweep else 1
     emulated = Contention(basis="an emulated network takes no core")
     contention = emulated if is_emulated else _fit_contention(evidence, curve, resample, backward_s)
-    costs = replace(
-        MachineCosts.assume(curve, servers, contention),
-        launch_s=launch_s,
-        gather_s_per_byte=gather_s / profile.num_bytes,
-        pair_rate=_limit(statistics.median(pairs)) if pairs else 1.0,
-        finish_s=buffers_s if is_ours else 0.0,
-    )
-    job = Job(
-        gradients=tuple(Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype) for p in used),
-        ready_s=tuple(min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used),
-        backward_s=backward_s,
-        before_s=before_s + (0.0 if is_ours else buffers_s),
-        after_s=after_s,
-        device=plain.device,
-    )
-    return job, costs
+    gather, finish_s = gather_s / profile.num_bytes, buffers_s if is_ours else 0.0
+    gradients = (Gradient(p.name, p.num_bytes, p.num_bytes // max(1, p.num_elements), p.dtype) for p in used)
+    ready = (min(backward_s, (p.median_s or 0.0) * backward_s / profiled_s) for p in used)
+    before_s += 0.0 if is_ours else buffers_s
+    job = Job(tuple(gradients), tuple(ready), backward_s, before_s, after_s, plain.device)
+    return job, MachineCosts(curve, servers, launch_s, gather, contention, pair_rate, finish_s)
 
 
 def _limit(rate: float) -> float:
-    return min(1.0, max(_SLOWEST, rate))
+    return min(1.0, max(0.02, rate))
 
 
 def _fit_contention(evidence: Evidence, curve: CostCurve, resample: Resample, backward_s: float) -> Contention:
@@ -126,9 +110,6 @@ def _fit_contention(evidence: Evidence, curve: CostCurve, resample: Resample, ba
     sizes = tuple(sorted(rates))
     basis = f"fitted to steps during which messages of {' and '.join(map(format_bytes, sizes))} were sent"
     return Contention(sizes, tuple(rates[size][0] for size in sizes), tuple(rates[size][1] for size in sizes), basis)
-
-
-# -- predictions -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,7 +150,7 @@ class Predictor:
         self._draws = [fit_job(evidence, curve, Resample(source)) for _ in range(_DRAWS)]
         self.plain_s = evidence.plain.timing.median_s
         # A measured point has the noise of its median, too: that of as many steps as calibrated it.
-        self.noise = _estimate_noise(evidence.plain.timing)
+        self.noise = median_noise(evidence.plain.timing)
 
     def estimate(self, cuts: Sequence[int]) -> Estimate:
         step = simulate(self.job, cuts, self.costs)
@@ -178,9 +159,6 @@ class Predictor:
         model_s = _MODEL_ERROR * max(0.0, exposed_s)
         sd_s = math.sqrt(spread_s**2 + model_s**2 + (self.noise * step.step_s) ** 2)
         return Estimate(tuple(cuts), max(0.0, step.step_s - _Z90 * sd_s), step.step_s + _Z90 * sd_s, exposed_s, step)
-
-    def estimate_cap(self, cap_bytes: int) -> Estimate:
-        return self.estimate(self.job.cut(cap_bytes))
 
     def estimate_doubts(self, cuts: Sequence[int]) -> dict[str, float]:
         """The standard deviation of the step, as a share of it, that comes from each input alone; the largest first."""
@@ -234,16 +212,6 @@ class Predictor:
         # What never had a gradient is sent last, with the rest of the last bucket.
         missing = [index for index in range(len(gradients)) if index not in set(order)]
         return plan_by_cuts(gradients, [*order, *missing], [*cuts[:-1], len(gradients)], rule)
-
-
-def _estimate_noise(timing: Samples) -> float:
-    """The standard deviation of the median of repeated times, as a share of it."""
-    if timing.count < 2:
-        return 0.0
-    return _MEDIAN_NOISE * timing.stdev_s / math.sqrt(timing.count) / timing.median_s
-
-
-# -- judged by measured steps ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -303,29 +271,28 @@ class Judgement:
         `exposed_error` is the mean error over what communication adds on average, `exposed_step_error` over the step;
         `coverage` is the share of points in their intervals.
         """
-        names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "kendall_tau")
         points = self.measured
         if not points:
+            names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "kendall_tau")
             return dict.fromkeys(names)
         pairs = [(point.estimate.step_s, point.best_s) for point in points]
         errors = [abs(point.error or 0.0) for point in points]
         added_s = sum(abs(point.exposed_s or 0.0) for point in points)
         wrong_s = sum(abs(point.estimate.exposed_s - (point.exposed_s or 0.0)) for point in points)
-        values = (
-            statistics.fmean(errors),
-            max(errors),
-            wrong_s / added_s if added_s else None,
-            sum(abs(here - there) for here, there in pairs) / sum(there for _, there in pairs),
-            sum(bool(point.is_covered) for point in points) / len(points),
-            kendall_tau(pairs),
-        )
-        return dict(zip(names, values, strict=True))
+        return {
+            "mape": statistics.fmean(errors),
+            "max_error": max(errors),
+            "exposed_error": wrong_s / added_s if added_s else None,
+            "exposed_step_error": sum(abs(here - there) for here, there in pairs) / sum(there for _, there in pairs),
+            "coverage": sum(bool(point.is_covered) for point in points) / len(points),
+            "kendall_tau": kendall_tau(pairs),
+        }
 
     @property
     def noise(self) -> float:
         """The half-width of the 95 % interval of a median here."""
-        timings = [point.measured.timing for point in self.points if point.measured is not None]
-        return _Z95 * statistics.median(map(_estimate_noise, timings)) if timings else 0.0
+        noises = [median_noise(point.measured.timing) for point in self.points if point.measured is not None]
+        return _Z95 * statistics.median(noises) if noises else 0.0
 
     @property
     def spread(self) -> float:

@@ -6,28 +6,29 @@ Measured efficiency and speed-up are in `records.steps`.
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from paceline.errors import ConfigError, RecordError
 from paceline.machine import canonical_backend
 from paceline.plan import plan_like_torch
-from paceline.predict.curves import CostCurve, Resample, TwoLevelCurve, hold_draws
-from paceline.predict.job import Job, build_job_from_profile, draw_jobs
-from paceline.predict.networks import (
-    ASSUMED_ERROR,
-    ERROR_PER_DOUBLING,
-    AssumedFabric,
-    MeasuredFabric,
-    Network,
-    build_measured_fabric,
+from paceline.predict.curves import (
+    CostCurve,
+    DerivedCurve,
+    Resample,
+    find_nearest,
+    hold_draws,
+    join_levels,
+    median_noise,
 )
+from paceline.predict.job import Job, build_job_from_profile, draw_jobs
+from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, MeasuredFabric, Network
+from paceline.predict.networks import build_measured_fabric as build_fabric
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.samples import quantile
@@ -35,37 +36,21 @@ from paceline.records.steps import ScalePoint, find_straggler
 from paceline.units import format_ms
 
 _DRAWS, _SEED = 40, 17
-# Messages of a step take at most this many times what they take alone, or as small a part of it.
-_MOST_FACTOR, _HALVINGS = 3.0, 20
-# The standard deviation of a median, in those of a mean.
-_MEDIAN_NOISE = 1.25
-# Less than this share of a step is no difference.
-_NOTHING = 1e-3
 # The standard deviation of a continued slow-down for each doubling of the ranks, on top of half of what it grew by;
 # and of one rank alone, which says nothing of its neighbours: they only ever slow it.
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
-_MOST_SPREAD = 0.5
-_STRATA = 1000
-# p90 - p10 of a normal distribution, in standard deviations.
-_P10_TO_P90 = 2 * statistics.NormalDist().inv_cdf(0.9)
-
-
-# -- the slowest of many ranks -----------------------------------------------------------------------------------------
 
 
 def estimate_maximum(inverse: Callable[[float], float], count: int) -> float:
-    """The expected largest of `count` independent values whose inverse distribution function is given.
-
-    F^-1(U^(1/count)) has the distribution of the largest. U goes through the middles of equal strata: the same answer
-    every time, and no noise.
-    """
+    """The expected largest of `count` independent values whose inverse distribution function is given."""
     if count < 1:
         raise ConfigError(f"the largest of {count} values: at least 1 is needed")
-    moments = ((place + 0.5) / _STRATA for place in range(_STRATA))
-    return math.fsum(inverse(math.exp(math.log(u) / count)) for u in moments) / _STRATA
+    # F^-1(U^(1/count)) has its distribution. U goes through the middles of equal strata: no noise.
+    moments = ((place + 0.5) / 1000 for place in range(1000))
+    return math.fsum(inverse(math.exp(math.log(u) / count)) for u in moments) / 1000
 
 
-@functools.lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
+@lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
 def estimate_wait(spread: float, count: int) -> float:
     """How much longer than a rank the slowest of `count` takes, as a share of the median: lognormal times.
 
@@ -78,19 +63,14 @@ def estimate_wait(spread: float, count: int) -> float:
     # For a lognormal time of median 1: sd^2 = (e^(s^2) - 1) e^(s^2), solved for s.
     sigma = math.sqrt(math.log((1 + math.sqrt(1 + 4 * spread**2)) / 2))
     normal = statistics.NormalDist()
-
-    def inverse(p: float) -> float:
-        return math.exp(sigma * normal.inv_cdf(p))
-
-    return estimate_maximum(inverse, count) - estimate_maximum(inverse, 1)
+    largest, one = (estimate_maximum(lambda p: math.exp(sigma * normal.inv_cdf(p)), n) for n in (count, 1))
+    return largest - one
 
 
 def estimate_spread(seconds: Sequence[float]) -> float:
     """The relative standard deviation of repeated times, from p10 and p90: one outlier does not make it."""
-    return (quantile(seconds, 0.9) - quantile(seconds, 0.1)) / _P10_TO_P90 / statistics.median(seconds)
-
-
-# -- what a curve may learn from ---------------------------------------------------------------------------------------
+    p10_to_p90 = 2 * statistics.NormalDist().inv_cdf(0.9)  # of a normal distribution, in standard deviations
+    return (quantile(seconds, 0.9) - quantile(seconds, 0.1)) / p10_to_p90 / statistics.median(seconds)
 
 
 @dataclass(frozen=True)
@@ -133,25 +113,18 @@ class ScalingEvidence:
         steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
         alone = [record for record in steps if record.world_size == 1]
         own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend, r.cell) == (wrapper, backend, cell)]
-        return cls(
-            wrapper,
-            backend,
-            (*(r for r in alone if r.cell == cell), *(_join_no_comm(record, steps) for record in own)),
-            tuple(record for record in records if isinstance(record, LayerProfileRecord)),
-            tuple(record for record in records if isinstance(record, CollectiveRecord)),
-            ranks_at_hand,
-            one_rank_s={record.global_batch_size: record.timing.median_s for record in alone},
-            layouts={record.world_size: record.bucket_bytes for record in own if record.bucket_bytes},
-        )
+        cells = (*(r for r in alone if r.cell == cell), *(_join_no_comm(record, steps) for record in own))
+        profiles = tuple(record for record in records if isinstance(record, LayerProfileRecord))
+        collectives = tuple(record for record in records if isinstance(record, CollectiveRecord))
+        one_rank_s = {record.global_batch_size: record.timing.median_s for record in alone}
+        layouts = {record.world_size: record.bucket_bytes for record in own if record.bucket_bytes}
+        return cls(wrapper, backend, cells, profiles, collectives, ranks_at_hand, one_rank_s, layouts)
 
     def calibrated_up_to(self, world_size: int) -> ScalingEvidence:
         """The evidence of at most this many ranks. One rank sends nothing, so the smallest sweep stays with it."""
         most = max(world_size, min((r.world_size for r in self.collectives), default=0))
-        return replace(
-            self,
-            records=tuple(r for r in self.records if r.world_size <= world_size),
-            collectives=tuple(r for r in self.collectives if r.world_size <= most),
-        )
+        records = tuple(r for r in self.records if r.world_size <= world_size)
+        return replace(self, records=records, collectives=tuple(r for r in self.collectives if r.world_size <= most))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -170,7 +143,7 @@ class ScalingEvidence:
     def spread(self) -> float:
         """How far the steps of ranks lie apart without communication, as a standard deviation over their median."""
         rows = self.shared[-1].phase("no_comm").seconds if self.shared else ((1.0,),)
-        return min(_MOST_SPREAD, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
+        return min(0.5, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
 
     @property
     def variant(self) -> str:
@@ -199,39 +172,28 @@ class ScalingEvidence:
         found = [r for r in self.collectives if (r.collective, canonical_backend(r.backend)) == ("all_reduce", backend)]
         memory = "shared" if self.wrapper == "paceline" else "ordinary"
         found = [record for record in found if record.memory == memory] or found
-        return build_measured_fabric(found, self.backend) if found else None
+        return build_fabric(found, self.backend) if found else None
 
     def list_buckets(self, world_size: int) -> tuple[int, ...]:
         """The wrapper's buckets on these ranks or the nearest known ones."""
         if self.layouts:
-            return self.layouts[_find_nearest(self.layouts, world_size)]
+            return self.layouts[find_nearest(self.layouts, world_size)]
         gradients = self.jobs[0].gradients
         return plan_like_torch(gradients, range(len(gradients))).bucket_bytes
 
 
-def _find_nearest(counts: Mapping[int, object], world_size: int) -> int:
-    """By ratio, and of two as near the larger one."""
-    return min(counts, key=lambda count: (abs(math.log(count / world_size)), -count))
-
-
 def _join_no_comm(record: StepRecord, steps: Sequence[StepRecord]) -> StepRecord:
-    """The record with the steps without communication of all wrappers of its cell and ranks.
-
-    Of each repetition the median of the slowest ranks, and the others as far behind it as in the median.
-    """
+    """The record with the steps without communication of all wrappers of its cell and ranks."""
     alike = [r for r in steps if (r.job, r.cell, r.world_size) == (record.job, record.cell, record.world_size)]
     found = [r.no_comm for r in alike if r.no_comm is not None and r.no_comm.count == record.timing.count]
     if record.no_comm is None or len(found) < 2:
         return record
-    joined = []
+    joined = []  # of each repetition the median of the slowest ranks, and the others as far behind it as in the median
     for number in range(record.timing.count):
         slowest_s = statistics.median(samples.reduced_s[number] for samples in found)
         row = [statistics.median(times) for times in zip(*(samples.seconds[number] for samples in found), strict=True)]
         joined.append(tuple(time_s / max(row) * slowest_s for time_s in row))
     return replace(record, no_comm=replace(record.no_comm, seconds=tuple(joined)))
-
-
-# -- growth with the ranks of a host -----------------------------------------------------------------------------------
 
 
 def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> float:
@@ -248,31 +210,22 @@ def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> flo
     return from_y * math.exp(slope * math.log(place / from_x))
 
 
-@dataclass(frozen=True)
-class Slowdown:
-    """How much longer a rank computes next to others: (ranks, factor), one rank first. On measured ranks as measured.
+def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shift: float = 0.0) -> float:
+    """How much longer a rank computes next to others, from (ranks, factor), one rank first: as measured where it was.
 
-    Beyond them a straight line through the last two: what ranks share, they share with one more each. It never falls,
-    and never grows faster than the ranks. `shift` is how many standard deviations off the continued part is.
+    Beyond, a straight line through the last two: what ranks share, they share with one more each. It never falls, and
+    never grows faster than the ranks. `shift` is how many standard deviations off the continued part is.
     """
-
-    points: Sequence[tuple[int, float]]
-    shift: float = 0.0
-
-    def estimate(self, world_size: int) -> float:
-        last, top = self.points[-1]
-        if len(self.points) == 1:
-            return top * math.exp(abs(self.shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
-        if world_size <= last:
-            return interpolate_logs(self.points, world_size)
-        before, low = self.points[-2]
-        line = top + max(0.0, (top - low) / (last - before)) * (world_size - last)
-        continued = min(line, top * world_size / last)
-        error = SLOWDOWN_ERROR * math.log2(max(1, world_size / last)) + _GROWTH_ERROR * math.log(continued / top)
-        return continued * math.exp(self.shift * error)
-
-
-# -- the curve and its points ------------------------------------------------------------------------------------------
+    last, top = points[-1]
+    if len(points) == 1:
+        return top * math.exp(abs(shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
+    if world_size <= last:
+        return interpolate_logs(points, world_size)
+    before, low = points[-2]
+    line = top + max(0.0, (top - low) / (last - before)) * (world_size - last)
+    continued = min(line, top * world_size / last)
+    error = SLOWDOWN_ERROR * math.log2(max(1, world_size / last)) + _GROWTH_ERROR * math.log(continued / top)
+    return continued * math.exp(shift * error)
 
 
 @dataclass(frozen=True)
@@ -338,7 +291,7 @@ def simulate_scaling(
     best = _ScalingCurve(evidence, networks, Resample())
     draws = [_ScalingCurve(evidence, networks, Resample(source)) for _ in range(_DRAWS)]
     # The median that a prediction is compared with has the noise of its own repetitions.
-    noise = _MEDIAN_NOISE * alone.timing.stdev_s / math.sqrt(alone.timing.count) / alone.timing.median_s
+    noise = median_noise(alone.timing)
     noises = [math.exp(source.gauss(0, noise)) for _ in draws]
     points = []
     for world_size in ranks:
@@ -351,17 +304,6 @@ def simulate_scaling(
             where = evidence.variant, alone.mode, alone.cell_size, world_size
             points.append(PredictedPoint(*where, step_s, low_s, high_s, best.alone_s, network, doubt))
     return points
-
-
-@dataclass(frozen=True)
-class _SlowedCurve(CostCurve):
-    """The messages of one step, each `factor` times as long as alone. Looked up: one step is simulated many times."""
-
-    seconds: Mapping[float, float]
-    factor: float
-
-    def estimate_s(self, num_bytes: float) -> float:
-        return self.factor * self.seconds[num_bytes]
 
 
 class _ScalingCurve:
@@ -383,7 +325,7 @@ class _ScalingCurve:
             factors.append(resample.median(record.phase("no_comm")) / base_s)
         if alone.mode == "weak":  # more ranks are never quicker: a factor below the one before it is noise
             factors = list(itertools.accumulate(factors, max))
-        self.slowdown = Slowdown(list(zip(evidence.ranks, factors, strict=True)), resample.gauss())
+        self.slowed, self.slowed_shift = list(zip(evidence.ranks, factors, strict=True)), resample.gauss()
         self.jobs = [
             draw_jobs(profile, job, 1, source.randrange(1 << 30))[0] if source else job
             for profile, job in zip(evidence.profiles, evidence.jobs, strict=True)
@@ -404,7 +346,7 @@ class _ScalingCurve:
         compute_s = interpolate_logs(self.one_rank_s, evidence.count_samples(world_size))
         if world_size == 1:
             return compute_s
-        compute_s *= self.slowdown.estimate(min(world_size, most))
+        compute_s *= estimate_slowdown(self.slowed, min(world_size, most), self.slowed_shift)
         if world_size > most and evidence.spread:
             here, there = (1 + estimate_wait(evidence.spread, count) for count in (most, world_size))
             compute_s *= there / here
@@ -414,7 +356,7 @@ class _ScalingCurve:
         compute_s = self.compute_s(world_size)
         if world_size == 1:
             return compute_s
-        nearest = _find_nearest(self.corrections, world_size) if self.corrections else 1
+        nearest = find_nearest(self.corrections, world_size) if self.corrections else 1
         factor, extra_s = self.corrections.get(nearest, (1.0, 0.0))
         away = abs(math.log2(min(world_size, self.evidence.most_on_host) / nearest))
         factor *= math.exp(self.shift * ERROR_PER_DOUBLING * away)
@@ -428,7 +370,8 @@ class _ScalingCurve:
         job = self.jobs[sizes.index(min(sizes))].accumulate(accumulate)
         # The profiled step is made as long as `compute_s`. The optimizer does not shrink with the batch.
         compute_s = self.compute_s(world_size)
-        after_s = min(job.after_s * self.slowdown.estimate(min(world_size, evidence.most_on_host)), compute_s / 2)
+        slowed = estimate_slowdown(self.slowed, min(world_size, evidence.most_on_host), self.slowed_shift)
+        after_s = min(job.after_s * slowed, compute_s / 2)
         stretch = (compute_s - after_s) / job.computing_s
         job = replace(job, ready_s=tuple(s * stretch for s in job.ready_s), backward_s=job.backward_s * stretch)
         # A bucket is complete with the gradient at which as large a share of all bytes is ready.
@@ -441,26 +384,23 @@ class _ScalingCurve:
         contention = self.find_contention(world_size)
 
         def expose(factor: float) -> float:
-            slowed = _SlowedCurve(seconds, factor)
-            costs = MachineCosts.assume(slowed, servers, contention)
-            return simulate(job, layout, costs).exposed_s
+            slowed = DerivedCurve(lambda num_bytes: factor * seconds[num_bytes])
+            return simulate(job, layout, MachineCosts.assume(slowed, servers, contention)).exposed_s
 
         return expose
 
     def _fit_correction(self, world_size: int, exposed_s: float) -> tuple[float, float]:
-        """The factor on messages with which the simulated step exposes what the measured one did, and what is left.
-
-        Where even the largest explains less than half of it the messages are hidden, and all of the difference is left.
-        """
+        """The factor on messages with which the simulated step exposes what the measured one did, and what is left."""
         expose = self._build_exposed(world_size)
-        low, high = 1 / _MOST_FACTOR, _MOST_FACTOR
+        low, high = 1 / 3.0, 3.0  # times what they take alone
         as_alone_s, most_s = expose(1.0), expose(high)
-        if abs(as_alone_s - exposed_s) < _NOTHING * self.compute_s(world_size) or most_s < exposed_s / 2:
+        # Where even the largest explains less than half of it, the messages are hidden and all of it is left.
+        if abs(as_alone_s - exposed_s) < 1e-3 * self.compute_s(world_size) or most_s < exposed_s / 2:
             return 1.0, exposed_s - as_alone_s
         if most_s <= exposed_s or expose(low) > exposed_s:
             factor = high if most_s <= exposed_s else low
             return factor, exposed_s - expose(factor)
-        for _ in range(_HALVINGS):
+        for _ in range(20):
             middle = math.sqrt(low * high)
             low, high = (middle, high) if expose(middle) <= exposed_s else (low, middle)
         return low, exposed_s - expose(low)
@@ -479,21 +419,18 @@ class _ScalingCurve:
         if here not in self._inside:
             self._inside[here] = self.fabric.build_continued_curve(here)
         inside = self._inside[here]
-        return inside if nodes == 1 else TwoLevelCurve(inside, self.networks[place].build_curve(nodes))
+        return inside if nodes == 1 else join_levels(inside, self.networks[place].build_curve(nodes))
 
     def describe_doubt(self, world_size: int, place: int) -> str:
         if world_size == 1:
             return ""
-        doubts = []
-        most = max(self.corrections, default=1)
+        most, doubts = max(self.corrections, default=1), []
         if not self.corrections:
             doubts.append("no step on several ranks calibrates it: they are taken not to slow each other")
         elif world_size > 2 * most:
             doubts.append(f"{world_size:,} ranks are beyond twice the most whose steps calibrate it, {most}")
-        doubts += [
-            f"rank {straggler.rank} was disturbed in steps on {straggler.record.world_size} ranks"
-            for straggler in filter(None, map(find_straggler, self.evidence.shared))
-        ]
+        late = filter(None, map(find_straggler, self.evidence.shared))
+        doubts += [f"rank {one.rank} was disturbed in steps on {one.record.world_size} ranks" for one in late]
         doubts.append(self._build_curve(world_size, place).explain(max(self.evidence.list_buckets(world_size)))[1])
         return "; ".join(filter(None, doubts))
 
@@ -503,19 +440,20 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
     curve = _ScalingCurve(evidence, networks, Resample())
     ranks = ", ".join(map(str, evidence.ranks))
     lines = [f"{evidence.variant}: calibrated on steps of {ranks} ranks; more ranks than that are simulated"]
-    if curve.corrections:
-        factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowdown.points[1:])
-        found = ", ".join(
-            f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")
-            for count, (factor, extra_s) in curve.corrections.items()
-        )
-        lines += [
-            f"without communication a rank takes a multiple of the step of one alone, its wrapper included: {factors}; "
-            "on more it grows along the line through the last two",
-            f"messages of a step take a multiple of those of the sweep, plus seconds that it does not explain: {found}",
+    factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowed[1:])
+    found = (
+        f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")
+        for count, (factor, extra_s) in curve.corrections.items()
+    )
+    lines += (
+        [
+            "without communication a rank takes a multiple of the step of one alone, and on more ranks along the line "
+            f"through the last two: {factors}",
+            f"messages take a multiple of those of the sweep, and time that it does not explain: {', '.join(found)}",
         ]
-    else:
-        lines.append("no steps on several ranks: neighbours do not slow a rank, and messages take what the sweep's do")
+        if factors
+        else ["no steps on several ranks: they do not slow each other, and messages take what the sweep's do"]
+    )
     lines.append(f"contention: {curve.find_contention(2).basis}")
     if evidence.alone.device == "cpu":
         lines.append(f"{evidence.ranks_at_hand} ranks fit this host")
@@ -530,12 +468,12 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
     if networks and evidence.most_on_host > 1:
         lines += [
             f"beyond it, hosts of {evidence.most_on_host} ranks: reduced inside, then between, one by one",
-            "hosts do not slow each other's computing, but all wait for the slowest rank: ranks lie "
-            f"{evidence.spread:.1%} apart (standard deviation), as measured without communication",
+            f"hosts do not slow each other, but all wait for the slowest rank: they lie {evidence.spread:.1%} apart "
+            "(one sd), as measured without communication",
         ]
-    return [
-        *lines,
-        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; a standard deviation of "
-        f"{ERROR_PER_DOUBLING:.0%} on messages and {SLOWDOWN_ERROR:.0%} on computing for each doubling away from what "
-        f"was measured, and {ASSUMED_ERROR:.0%} on a network that is only named",
-    ]
+    lines.append(
+        f"interval: 90 % of {_DRAWS} draws from the repetitions of the inputs; one sd is {ERROR_PER_DOUBLING:.0%} on "
+        f"messages and {SLOWDOWN_ERROR:.0%} on computing for each doubling away from what was measured, and "
+        f"{ASSUMED_ERROR:.0%} on a network that is only named"
+    )
+    return lines

@@ -16,10 +16,6 @@ from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 
 # Within this share of the best, sizes are one plateau: no measurement distinguishes them.
 PLATEAU = 0.01
-_MAX_ROUNDS = 200
-
-
-# -- one cap -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,9 +125,8 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
     for what, factor in itertools.product(("B", "alpha", "beta"), (0.1, 0.5, 2.0, 10.0)):
         other_job, other_costs = job, costs
         if what == "B":
-            sizes = (max(1, round(size * factor)) for size in job.sizes)
-            found = tuple(replace(g, num_bytes=size) for g, size in zip(job.gradients, sizes, strict=True))
-            other_job = replace(job, gradients=found)
+            found = (replace(g, num_bytes=max(1, round(g.num_bytes * factor))) for g in job.gradients)
+            other_job = replace(job, gradients=tuple(found))
         else:
             seconds = []
             for size, measured_s in points:
@@ -143,9 +138,6 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
     return changes
 
 
-# -- free plans --------------------------------------------------------------------------------------------------------
-
-
 def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:
     """Where to cut the ready order so that the last message ends soonest: exact for one server and no contention.
 
@@ -153,13 +145,11 @@ def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:
     with gradient j.
     """
     count, totals, latest = len(job.sizes), job.totals, job.latest_s
-    ends = [0.0] * (count + 1)
-    previous = [0] * (count + 1)
+    ends, previous = [0.0] * (count + 1), [0] * (count + 1)
     for j in range(1, count + 1):
         best_s = float("inf")
         for i in range(j):
-            start_s = max(ends[i], latest[j - 1])
-            end_s = start_s + overhead_s + curve.estimate_s(totals[j] - totals[i])
+            end_s = max(ends[i], latest[j - 1]) + overhead_s + curve.estimate_s(totals[j] - totals[i])
             # Of two that end at the same moment, the one with fewer buckets: their overheads are real.
             if end_s < best_s - 1e-15:
                 best_s, previous[j] = end_s, i
@@ -181,9 +171,8 @@ def find_best_cuts(
 
 def _improve(job: Job, costs: MachineCosts, cuts: tuple[int, ...]) -> tuple[tuple[int, ...], SimulatedStep]:
     """Move, drop and add one cut at a time while that helps."""
-    best = simulate(job, cuts, costs)
-    tried = {cuts}
-    for _ in range(_MAX_ROUNDS):
+    best, tried = simulate(job, cuts, costs), {cuts}
+    for _ in range(200):
         for neighbour in _list_neighbours(cuts, len(job.sizes)):
             if neighbour in tried:
                 continue
@@ -202,8 +191,7 @@ def _list_neighbours(cuts: tuple[int, ...], count: int) -> Iterator[tuple[int, .
     for index, cut in enumerate(inner):
         rest = inner[:index] + inner[index + 1 :]
         yield (*rest, count)
-        for shift in (-8, -4, -2, -1, 1, 2, 4, 8):
-            moved = cut + shift
+        for moved in (cut + shift for shift in (-8, -4, -2, -1, 1, 2, 4, 8)):
             if 0 < moved < count and moved not in rest:
                 yield (*sorted([*rest, moved]), count)
     for start, end in itertools.pairwise([0, *inner, count]):

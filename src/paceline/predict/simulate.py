@@ -88,9 +88,7 @@ class MachineCosts:
 
     def __post_init__(self) -> None:
         if self.servers < 1 or not 0 < self.pair_rate <= 1:
-            raise ConfigError(
-                f"{self.servers} servers, a pair at the rate {self.pair_rate}: at least 1, and a rate above 0, up to 1"
-            )
+            raise ConfigError(f"{self.servers} servers, pairs at {self.pair_rate}: at least 1, at a rate in (0, 1]")
 
     @classmethod
     def assume(cls, curve: CostCurve, servers: int, contention: Contention) -> MachineCosts:

@@ -27,23 +27,17 @@ import numpy.typing as npt
 from paceline.errors import RecordError
 from paceline.records.kinds import decode
 
-# -- events ------------------------------------------------------------------------------------------------------------
-
 Event = dict[str, Any]
 
-# The categories of our own events: a bucket on its way, and a bucket that is ready and waits for its turn.
-BUCKET, BUCKET_WAIT = "bucket", "bucket_wait"
-# The instant at which a rank's own backward was over, and how long a bucket waited for its turn, in µs.
-BACKWARD_OVER, WAITED = "backward over", "waited us"
+# Our own events: a bucket on its way, one that is ready and waits for its turn (`WAITED`: that long, in µs), and the
+# instant at which a rank's own backward was over.
+BUCKET, BUCKET_WAIT, WAITED, BACKWARD_OVER = "bucket", "bucket_wait", "waited us", "backward over"
 # What the analysis or a reader of the picture needs; the rest is most of a trace's size.
 _KEPT_ARGUMENTS = {
     "stream", "device", "grid", "block", "blocks per SM", "warps per SM", "est. achieved occupancy %", "bytes",
     "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Device Type", "name", "labels",
     "Collective name", "In msg nelems", "Group size", WAITED,
 }  # fmt: skip
-_FOREIGN = ("Spans", "Traces", "")  # tracks about the profiler itself
-_STEP = re.compile(r"step \d+")
-
 _COLLECTIVE_KERNEL = re.compile(r"nccl(Dev)?Kernel|^nccl|rcclGeneric|mscclKernel|(one|two)_shot_all_reduce")
 # `nccl:` ranges of the host are launches: the kernel is the message. Other backends move data on the host.
 _COLLECTIVE_RANGE = re.compile(
@@ -78,23 +72,15 @@ class RankTrace:
 
 def read_chrome(document: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> RankTrace:
     """A trace as torch's profiler exports it, without what nobody here needs."""
-    found = [event for event in document["traceEvents"] if _is_wanted(event)]
-    first_us = min(event["ts"] for event in found if event["ph"] != "M")
-    return RankTrace(
-        rank=rank,
-        world_size=world_size,
-        device="cuda" if any(event.get("cat") == "kernel" for event in found) else "cpu",
-        host=str(document.get("host_name", "")),
-        # Without a base, times are µs of the Unix clock: so wrote torch before 2.2.
-        origin_ns=int(document.get("baseTimeNanoseconds", 0)) + round(first_us * 1e3),
-        events=[_compact(event, first_us) for event in found],
-        properties=list(document.get("deviceProperties") or []),
-    )
-
-
-def _is_wanted(event: Mapping[str, Any]) -> bool:
-    is_known = "name" in event and event.get("pid") not in _FOREIGN and event.get("cat") != "Trace"
-    return is_known and (event.get("ph") == "M" or ("ph" in event and "ts" in event))
+    # Tracks without a name, "Spans" and "Traces" are about the profiler itself.
+    named = [e for e in document["traceEvents"] if "name" in e and e.get("pid") not in ("Spans", "Traces", "")]
+    known = [e for e in named if e.get("cat") != "Trace" and "ph" in e and ("ts" in e or e["ph"] == "M")]
+    first_us = min(event["ts"] for event in known if event["ph"] != "M")
+    device = "cuda" if any(event.get("cat") == "kernel" for event in known) else "cpu"
+    # Without a base, times are µs of the Unix clock: so wrote torch before 2.2.
+    origin_ns = int(document.get("baseTimeNanoseconds", 0)) + round(first_us * 1e3)
+    events, properties = [_compact(event, first_us) for event in known], list(document.get("deviceProperties") or [])
+    return RankTrace(rank, world_size, device, str(document.get("host_name", "")), origin_ns, events, properties)
 
 
 def _compact(event: Mapping[str, Any], first_us: float) -> Event:
@@ -110,8 +96,8 @@ def _compact(event: Mapping[str, Any], first_us: float) -> Event:
 
 def find_steps(events: Iterable[Event]) -> list[Event]:
     """The ranges of whole steps, in order."""
-    found = [e for e in events if e.get("cat") == "user_annotation" and e["ph"] == "X" and _STEP.fullmatch(e["name"])]
-    return sorted(found, key=lambda event: float(event["ts"]))
+    found = [e for e in events if e.get("cat") == "user_annotation" and e["ph"] == "X"]
+    return sorted((e for e in found if re.fullmatch(r"step \d+", e["name"])), key=lambda event: float(event["ts"]))
 
 
 def is_collective(event: Event) -> bool:
@@ -160,17 +146,12 @@ def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
     origin_ns = min(trace.origin_ns for trace in traces)
     # Viewers take process 0 and thread 0 for the idle task, and some identify threads by their number alone.
     threads, flows = itertools.count(1), itertools.count(1)
-    events: list[Event] = []
-    for trace in sorted(traces, key=lambda trace: trace.rank):
-        events += _renumber(trace, (trace.origin_ns - origin_ns) / 1e3, threads, flows)
+    ordered = sorted(traces, key=lambda trace: trace.rank)
+    events = [e for t in ordered for e in _renumber(t, (t.origin_ns - origin_ns) / 1e3, threads, flows)]
     events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
-    return {
-        "schemaVersion": 1,
-        "displayTimeUnit": "ms",
-        "baseTimeNanoseconds": origin_ns,
-        "deviceProperties": [properties for trace in traces for properties in trace.properties],
-        "traceEvents": events,
-    }
+    properties = [properties for trace in traces for properties in trace.properties]
+    document = {"schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": origin_ns}
+    return document | {"deviceProperties": properties, "traceEvents": events}
 
 
 def _renumber(trace: RankTrace, later_us: float, threads: Iterator[int], flows: Iterator[int]) -> Iterator[Event]:
@@ -186,10 +167,9 @@ def _renumber(trace: RankTrace, later_us: float, threads: Iterator[int], flows: 
         flow = {"id": flow_of[event.get("cat"), event["id"]]} if "id" in event else {}
         moved = {"pid": trace.rank + 1, "tid": thread_of[place], "ts": round(event["ts"] + later_us, 3)}
         yield {**event, **moved, **flow}
-    where = f"{trace.device}, {trace.host}" if trace.host else trace.device
     metadata: list[tuple[str, int, dict[str, Any]]] = [
         ("process_name", 0, {"name": f"rank {trace.rank} ({trace.device})"}),
-        ("process_labels", 0, {"labels": where}),
+        ("process_labels", 0, {"labels": ", ".join(filter(None, (trace.device, trace.host)))}),
         ("process_sort_index", 0, {"sort_index": trace.rank}),
     ]
     for place, tid in thread_of.items():
@@ -204,8 +184,6 @@ def render_trace(document: Mapping[str, Any]) -> bytes:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False)
     return gzip.compress(text.encode(), compresslevel=6, mtime=0)
 
-
-# -- intervals of time -------------------------------------------------------------------------------------------------
 
 Floats = npt.NDArray[np.float64]
 Edges = tuple[Floats, Floats]  # starts and ends of intervals
@@ -268,27 +246,20 @@ def find_lanes(intervals: Iterable[tuple[float, float]]) -> list[int]:
     return lanes
 
 
-# -- phases ------------------------------------------------------------------------------------------------------------
-
 PHASES = ("forward", "backward", "optimizer")
-_BACKWARD = "autograd::engine::evaluate_function"
 
 
-def phase_spans(events: Iterable[Event], begin: float, end: float) -> list[Span]:
-    """The annotated phases between two moments, by the GPU's times where it has them: the host runs ahead of it."""
-    own = [e for e in events if e["ph"] == "X" and begin <= e["ts"] < end and e["name"] in PHASES]
-    on_gpu = [e for e in own if e.get("cat") == "gpu_user_annotation"]
-    timed = {e["name"] for e in on_gpu}
-    marks = on_gpu + [e for e in own if e.get("cat") == "user_annotation" and e["name"] not in timed]
-    return sorted(((e["name"], e["ts"], min(end, e["ts"] + e["dur"])) for e in marks), key=lambda span: span[1])
-
-
-def _find_phases(events: Sequence[Event], windows: Floats) -> dict[str, Floats]:
-    """Begin and end of each span of each phase, in order; a phase that the trace does not show is left out."""
-    marked = [e for e in events if e["name"] in PHASES]
-    spans = [span for begin, end in windows for span in phase_spans(marked, begin, end)]
-    chosen = {phase: [span[1:] for span in spans if span[0] == phase] for phase in PHASES}
-    return {phase: np.array(found, dtype=np.float64) for phase, found in chosen.items() if found}
+def _find_phases(events: Iterable[Event], windows: Iterable[tuple[float, float]]) -> list[Span]:
+    """The annotated phases of each window in order, by the GPU's times where it has them: the host runs ahead of it."""
+    kinds = ("gpu_user_annotation", "user_annotation")
+    marked = [e for e in events if e["name"] in PHASES and e["ph"] == "X" and e.get("cat") in kinds]
+    spans: list[Span] = []
+    for begin, end in windows:
+        own = [e for e in marked if begin <= e["ts"] < end]
+        timed = {e["name"] for e in own if e["cat"] == kinds[0]}
+        shown = [e for e in own if e["cat"] == kinds[0] or e["name"] not in timed]
+        spans += sorted(((e["name"], e["ts"], min(end, e["ts"] + e["dur"])) for e in shown), key=lambda span: span[1])
+    return spans
 
 
 @dataclass(frozen=True)
@@ -333,24 +304,20 @@ def _build_lane(trace: RankTrace, begin: float, end: float, later_s: float) -> S
         return later_s + (ts - begin) * 1e-6
 
     own = [e for e in trace.events if begin <= e.get("ts", -1.0) < end]
-    spans = phase_spans(trace.events, begin, end)
+    spans = _find_phases(trace.events, [(begin, end)])
     # When the last backward was over: by the wrapper, else by autograd, else by the annotation.
     marked = [e["ts"] for e in own if e["name"] == BACKWARD_OVER]
-    nodes = [e["ts"] + e["dur"] for e in own if e.get("cat") == "cpu_op" and e["name"].startswith(_BACKWARD)]
+    operators = (e for e in own if e.get("cat") == "cpu_op")
+    nodes = [e["ts"] + e["dur"] for e in operators if e["name"].startswith("autograd::engine::evaluate_function")]
     over = max(marked or nodes or [last for name, _, last in spans if name == "backward"], default=None)
     # A call of backward() also waits for the last messages: that is no work, and drawn as what it is.
     spans = [(name, first, min(last, over) if over and name == "backward" else last) for name, first, last in spans]
-    sent = [(e["args"], e["ts"], e["ts"] + e["dur"]) for e in own if e.get("cat") == BUCKET]
-    return StepLane(
-        rank=trace.rank,
-        phases=tuple((name, at(first), at(last)) for name, first, last in spans if last > first),
-        buckets=tuple(
-            BucketSpan(int(args["bytes"]), at(first - args.get(WAITED, 0.0)), at(first), at(last))
-            for args, first, last in sent
-        ),
-        backward_end_s=None if over is None else at(over),
-        end_s=at(end),
-    )
+    phases = tuple((name, at(first), at(last)) for name, first, last in spans if last > first)
+    buckets = []
+    for args, first, took in ((e["args"], e["ts"], e["dur"]) for e in own if e.get("cat") == BUCKET):
+        ready_s = at(first - args.get(WAITED, 0.0))
+        buckets.append(BucketSpan(int(args["bytes"]), ready_s, at(first), at(first + took)))
+    return StepLane(trace.rank, phases, tuple(buckets), None if over is None else at(over), at(end))
 
 
 # -- the overview of one rank ------------------------------------------------------------------------------------------
@@ -362,7 +329,6 @@ _FRAME = re.compile(r"autograd::engine::|torch::autograd::AccumulateGrad|c10d::|
 _DATA = re.compile(r"enumerate\(DataLoader\)|data$")
 # Calls in which the host waits for the device; the host has time there.
 _WAITING = re.compile(r"(cuda|hip|cu)\w*Synchronize")
-_LAUNCH = re.compile(r"(cuda|hip|cu)\w*LaunchKernel")
 _CALLS = ("cuda_runtime", "cuda_driver")
 _MAX_ROWS = 200
 
@@ -459,31 +425,36 @@ class Overview:
 
 def build_overview(trace: RankTrace) -> Overview:
     """Analyse the whole steps of one rank's trace."""
-    steps = find_steps(trace.events)
-    if not steps:
+    found = find_steps(trace.events)
+    if not found:
         raise RecordError(f"the trace of rank {trace.rank} has no step: annotate each as 'step N'")
-    windows = np.array([[step["ts"], step["ts"] + step["dur"]] for step in steps], dtype=np.float64)
+    windows = np.array([[step["ts"], step["ts"] + step["dur"]] for step in found], dtype=np.float64)
     windows[1:, 0] = np.maximum(windows[1:, 0], windows[:-1, 1])
     begin, end = windows[0, 0], windows[-1, 1]
     events = [e for e in trace.events if e["ph"] == "X" and e["ts"] < end and e["ts"] + e["dur"] > begin]
     begun = _begun_inside(events, windows)
     messages = find_messages(events)
     groups = _group(events, messages)
-    shares = attribute_time([_edges(group) for group in groups.values()], windows)
-    scale = 1e-6 / len(steps)
+    times_us = attribute_time([_edges(group) for group in groups.values()], windows)
+    steps = []
+    for step, wall_us, row_us in zip(found, np.diff(windows)[:, 0], times_us, strict=True):
+        seconds = dict.fromkeys(CATEGORIES, 0.0)
+        for group, time_us in zip([*groups, "other"], row_us, strict=True):
+            seconds["cpu" if group == "compute" else group] += float(time_us) * 1e-6
+        steps.append(StepShares(step["name"], float(wall_us) * 1e-6, seconds))
+    scale, phases = 1e-6 / len(steps), _find_phases(begun, windows)
+    spans = {name: np.array([span[1:] for span in phases if span[0] == name]).T for name in PHASES}
+    # The host works in operators and calls, unless it asks the device for a number and waits for it.
+    working = [e for e in events if e.get("cat") in ("cpu_op", *_CALLS)]
+    waiting = [e for e in working if e["cat"] in _CALLS and _WAITING.match(e["name"])]
     return Overview(
         rank=trace.rank,
         world_size=trace.world_size,
         device=trace.device,
-        steps=tuple(
-            _build_shares(step["name"], windows[number], groups, shares[number]) for number, step in enumerate(steps)
-        ),
-        phases_s={
-            name: union_time(spans[:, 0], spans[:, 1], windows) * scale
-            for name, spans in _find_phases(begun, windows).items()
-        },
+        steps=tuple(steps),
+        phases_s={name: union_time(edges[0], edges[1], windows) * scale for name, edges in spans.items() if edges.size},
         message_s=union_time(*_edges(messages), windows) * scale,
-        host_s=_host_time(events, windows) * scale,
+        host_s=float(attribute_time([_edges(waiting), _edges(working)], windows)[:, 1].sum()) * scale,
         optimizer_passes=_count_passes(begun, windows),
         operators=_operators(begun, len(steps)),
         kernels=_kernels(begun, len(steps)),
@@ -516,23 +487,9 @@ def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Eve
     return groups
 
 
-def _build_shares(name: str, window: Floats, groups: Iterable[str], times: Floats) -> StepShares:
-    seconds = dict.fromkeys(CATEGORIES, 0.0)
-    for group, time_us in zip([*groups, "other"], times, strict=True):
-        seconds["cpu" if group == "compute" else group] += float(time_us) * 1e-6
-    return StepShares(name, float(window[1] - window[0]) * 1e-6, seconds)
-
-
 def _edges(events: Sequence[Event]) -> Edges:
     starts = np.array([event["ts"] for event in events], dtype=np.float64)
     return starts, starts + np.array([event["dur"] for event in events], dtype=np.float64)
-
-
-def _host_time(events: Sequence[Event], windows: Floats) -> float:
-    """Time in which the host works. An operator that asks the device for a number, and waits for it, does not."""
-    working = [e for e in events if e.get("cat") == "cpu_op" or e.get("cat") in _CALLS]
-    waiting = [e for e in working if e["cat"] in _CALLS and _WAITING.match(e["name"])]
-    return float(attribute_time([_edges(waiting), _edges(working)], windows)[:, 1].sum())
 
 
 def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:
@@ -543,18 +500,17 @@ def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:
 
 def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
     """Of each operator: calls, time without the operators inside it, and total time, in µs."""
-    sums: dict[str, list[float]] = {}
-    threads: dict[Any, list[Event]] = {}
-    for event in events:
-        if event.get("cat") == "cpu_op":
-            threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+    threads: defaultdict[Any, list[Event]] = defaultdict(list)
+    for event in (event for event in events if event.get("cat") == "cpu_op"):
+        threads[event.get("pid"), event.get("tid")].append(event)
     for own in threads.values():
         stack: list[tuple[float, Event, list[float]]] = []  # end of an operator, the operator, times of those inside
         last: Event = {"ts": math.inf, "dur": 0.0}
         for event in [*sorted(own, key=lambda e: (e["ts"], -e["dur"])), last]:
             while stack and stack[-1][0] <= event["ts"]:
                 _, done, inner = stack.pop()
-                row = sums.setdefault(done["name"], [0, 0.0, 0.0])
+                row = sums[done["name"]]
                 row[:] = row[0] + 1, row[1] + max(0.0, done["dur"] - sum(inner)), row[2] + done["dur"]
             if stack:
                 stack[-1][2].append(event["dur"])
@@ -564,9 +520,9 @@ def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
 
 def _count_passes(events: Sequence[Event], windows: Floats) -> int:
     # Operators are the host's, and so must the range be in which they are looked for.
-    on_host = [event for event in events if event.get("cat") != "gpu_user_annotation"]
-    spans = _find_phases(on_host, windows).get("optimizer")
-    inside = [] if spans is None else _begun_inside(events, spans)
+    on_host = _find_phases((event for event in events if event.get("cat") != "gpu_user_annotation"), windows)
+    spans = np.array([span[1:] for span in on_host if span[0] == "optimizer"], dtype=np.float64)
+    inside = _begun_inside(events, spans) if spans.size else []
     alone = [row[1] for name, row in _own_times(inside).items() if name.startswith("aten::")]
     return sum(time_us > 0.05 * sum(alone) for time_us in alone)
 
@@ -578,21 +534,14 @@ def _operators(events: Sequence[Event], num_steps: int) -> tuple[OperatorRow, ..
 
 
 def _kernels(events: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
-    found: dict[str, list[Event]] = {}
-    for event in events:
-        if event.get("cat") == "kernel":
-            found.setdefault(event["name"], []).append(event)
-    rows = [
-        KernelRow(
-            name=name,
-            kind="communication" if is_collective(same[0]) else "matmul" if is_matmul(name) else "other",
-            calls=len(same) / num_steps,
-            time_s=_sum_us(same) * 1e-6 / num_steps,
-            uses_tensor_cores=uses_tensor_cores(name),
-            occupancy=_mean_occupancy(same),
-        )
-        for name, same in found.items()
-    ]
+    found: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in (event for event in events if event.get("cat") == "kernel"):
+        found[event["name"]].append(event)
+    rows = []
+    for name, same in found.items():
+        kind = "communication" if is_collective(same[0]) else "matmul" if is_matmul(name) else "other"
+        calls, time_s = len(same) / num_steps, _sum_us(same) * 1e-6 / num_steps
+        rows.append(KernelRow(name, kind, calls, time_s, uses_tensor_cores(name), _mean_occupancy(same)))
     return tuple(sorted(rows, key=lambda row: -row.time_s)[:_MAX_ROWS])
 
 
@@ -613,27 +562,27 @@ def _mean_occupancy(kernels: Sequence[Event]) -> float | None:
     return sum(time_us * share for time_us, share in pairs) / total if total else None
 
 
-def _blocks_per_sm(event: Event, num_sms: int) -> float | None:
-    blocks, grid = _argument(event, "blocks per SM"), (event.get("args") or {}).get("grid")
-    if blocks is None and isinstance(grid, list) and num_sms:
-        return math.prod(grid) / num_sms
-    return blocks
-
-
 def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], windows: Floats) -> GpuUse | None:
     kernels = [event for event in begun if event.get("cat") == "kernel"]
     total_us, wall_us, scale = _sum_us(kernels), float(np.diff(windows).sum()), 1e-6 / len(windows)
     if not total_us:
         return None
     properties = trace.properties[0] if trace.properties else {}
-    filled = [(e, _blocks_per_sm(e, int(properties.get("numSms", 0)))) for e in kernels]
-    known = [(event, min(1.0, blocks)) for event, blocks in filled if blocks is not None]
+    known, num_sms = [], int(properties.get("numSms", 0))
+    for event in kernels:
+        blocks, grid = _argument(event, "blocks per SM"), (event.get("args") or {}).get("grid")
+        if blocks is None and isinstance(grid, list) and num_sms:
+            blocks = math.prod(grid) / num_sms
+        if blocks is not None:
+            known.append((event, min(1.0, blocks)))
     weights = np.array([share for _, share in known])
     computing = [event for event in kernels if not is_collective(event)]
     matmuls = [event for event in computing if is_matmul(event["name"])]
     matmul_us = _sum_us(matmuls)
     tensor_us = _sum_us(event for event in matmuls if uses_tensor_cores(event["name"]))
-    launches = [e for e in events if e.get("cat") == "cuda_runtime" and _LAUNCH.match(e["name"])]
+    launches = [
+        e for e in events if e.get("cat") == "cuda_runtime" and re.match(r"(cuda|hip|cu)\w*LaunchKernel", e["name"])
+    ]
     return GpuUse(
         name=str(properties.get("name", "")),
         busy=union_time(*_edges(kernels), windows) / wall_us,
@@ -652,31 +601,26 @@ def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], 
 def _peak_bytes(events: Sequence[Event]) -> int | None:
     """The most that was allocated while the trace ran, on the GPU if it has one; None if memory was not recorded."""
     found = [(_argument(e, "Device Type"), _argument(e, "Total Allocated")) for e in events if e["name"] == "[memory]"]
-    peak = max(((kind, total) for kind, total in found if kind is not None and total is not None), default=None)
-    return None if peak is None else int(peak[1])
+    known = [(kind, total) for kind, total in found if kind is not None and total is not None]
+    return int(max(known)[1]) if known else None
 
 
-# -- overviews on disk -------------------------------------------------------------------------------------------------
-
-FORMAT, VERSION = "paceline-overview", 1
+_FORMAT = {"format": "paceline-overview", "version": 1}
 
 
 def overview_to_json(overview: Overview) -> dict[str, Any]:
     """The overview as a document of a versioned format."""
-    return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(overview)}
+    return _FORMAT | dataclasses.asdict(overview)
 
 
 def overview_from_json(document: Mapping[str, Any]) -> Overview:
     """The overview that `overview_to_json` wrote; RecordError says what is wrong with another document."""
     fields = dict(document)
-    found = fields.pop("format", None), fields.pop("version", None)
-    if found != (FORMAT, VERSION):
-        raise RecordError(f"an overview of format {found} cannot be read: {(FORMAT, VERSION)} is needed")
+    found = {key: fields.pop(key, None) for key in _FORMAT}
+    if found != _FORMAT:
+        raise RecordError(f"an overview of {found} cannot be read: {_FORMAT} is needed")
     overview: Overview = decode(Overview, fields, "overview")
     return overview
-
-
-# -- late ranks --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

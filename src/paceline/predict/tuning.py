@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import ConfigError, RecordError, refuse
 from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
 from paceline.predict.networks import AssumedFabric, find_network
@@ -74,19 +74,19 @@ class TuneSettings:
         """Refuse what cannot be tuned on this number of ranks."""
         if self.wrapper not in ("paceline", "torch"):
             raise ConfigError(f"--wrapper {self.wrapper} has no buckets to tune: use paceline or torch")
-        if self.network is None and ranks == 1:
-            raise ConfigError("one rank sends nothing: tune 2 or more, or give a --network to emulate", code="ranks")
-        if self.network is not None and (ranks != 1 or self.network_ranks < 2):
-            raise ConfigError(
-                f"--network {self.network} with --ranks {ranks} and {self.network_ranks} on the network: one rank "
-                "sends, to at least one other that does not exist; use --ranks 1 and --network-ranks 2 or more",
-                code="ranks",
-            )
+        what = f"--network {self.network} with --ranks {ranks} and {self.network_ranks} on the network"
+        refuse(
+            (self.network is None and ranks == 1,
+             "one rank sends nothing: tune 2 or more, or give a --network to emulate"),
+            (self.network is not None and (ranks != 1 or self.network_ranks < 2),
+             f"{what}: one rank sends, to others that do not exist: use --ranks 1 and --network-ranks 2 or more"),
+            code="ranks",
+        )  # fmt: skip
         self.build_curve()
-        if self.iters is not None and self.iters < 2:
-            raise ConfigError(f"--iters {self.iters}: at least 2 are needed to know the noise")
-        if any(cap < 1 for cap in self.caps_bytes):
-            raise ConfigError(f"--caps {self.caps_bytes}: at least 1 byte each")
+        refuse(
+            (self.iters is not None and self.iters < 2, f"--iters {self.iters}: 2 or more, to know the noise"),
+            (min(self.caps_bytes, default=1) < 1, f"--caps {self.caps_bytes}: at least 1 byte each"),
+        )
 
     def to_json(self, gradients: Sequence[Gradient], default_plan: Plan) -> dict[str, Any]:
         """What a saved run needs, besides its records, to be judged again."""
@@ -149,7 +149,7 @@ def judge_tuning(
     if not grid:
         caps = settings.caps_bytes or choose_caps(model.job.sizes, settings.amount.num_caps)
         grid = [(cap, None) for cap in caps]
-    points = tuple(GridPoint(cap, model.estimate_cap(cap), model.plain_s, record) for cap, record in grid)
+    points = tuple(GridPoint(cap, model.estimate(model.job.cut(cap)), model.plain_s, record) for cap, record in grid)
     confirmed = {record.label: record for record in jobs if record.note}
     recommended = confirmed.get(RECOMMENDED)
     if recommended is not None and recommended.bucket_bytes != plan.bucket_bytes:

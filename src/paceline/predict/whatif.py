@@ -21,7 +21,6 @@ from paceline.records import LayerProfileRecord
 from paceline.units import format_bytes
 
 DRAWS = 50
-_SEED = 2024
 # Less than this share of a time is nothing: not a difference between plans, and not what a step waits for.
 _NOTHING = 1e-3
 
@@ -75,13 +74,10 @@ class WhatIfRow:
         return self.gain <= PLATEAU
 
 
-def _assume_contention(job: Job, fabric: Fabric) -> Contention:
-    """A sweep was measured between the ranks of one host; a named network is a link."""
-    return Contention.assume(job.device, is_on_host=isinstance(fabric, MeasuredFabric))
-
-
 def _build_costs(job: Job, fabric: Fabric, world_size: int) -> MachineCosts:
-    return MachineCosts.assume(fabric.build_curve(world_size), fabric.servers, _assume_contention(job, fabric))
+    # A sweep was measured between the ranks of one host; a named network is a link.
+    contention = Contention.assume(job.device, is_on_host=isinstance(fabric, MeasuredFabric))
+    return MachineCosts.assume(fabric.build_curve(world_size), fabric.servers, contention)
 
 
 def simulate_what_if(
@@ -99,17 +95,14 @@ def simulate_what_if(
     job, draws = job.accumulate(accumulate), [draw.accumulate(accumulate) for draw in draws]
     rows = []
     for fabric in fabrics:
-        source = random.Random(_SEED)
+        source = random.Random(2024)
         varied = [(draw, fabric.draw(source)) for draw in draws]
-        rows += [_simulate_row(job, fabric, varied, world_size, spread) for world_size in ranks]
+        rows += [_build_row(job, fabric, varied, world_size, spread) for world_size in ranks]
     return rows
 
 
-def _simulate_row(
-    job: Job, fabric: Fabric, draws: Sequence[tuple[Job, Fabric]], world_size: int, spread: float
-) -> WhatIfRow:
-    wait = estimate_wait(spread, world_size)
-    costs = _build_costs(job, fabric, world_size)
+def _build_row(job: Job, fabric: Fabric, draws: list[tuple[Job, Fabric]], world_size: int, spread: float) -> WhatIfRow:
+    wait, costs = estimate_wait(spread, world_size), _build_costs(job, fabric, world_size)
     caps = estimate_caps(job, costs)
     low, high = caps.plateau
     # Launches cost nothing here, but do in truth: of plans that take the same time the one with the fewest buckets.
@@ -155,28 +148,18 @@ def describe_scenario(job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, 
     """What every row takes for granted, one line each."""
     bases: dict[str, list[str]] = {}
     for fabric in fabrics:
-        bases.setdefault(_assume_contention(job, fabric).basis, []).append(fabric.name)
-    lines = [f"contention on {', '.join(names)}: {basis}" for basis, names in bases.items()]
-    lines.append("copies and launches cost nothing")
-    if any(fabric.servers > 1 for fabric in fabrics):
-        lines.append("messages go in the order of the buckets; on gloo two at a time, which share the link")
-    else:
-        lines.append("messages go one at a time, in the order of the buckets")
-    if spread:
-        varies = f"varies by {spread:.1%} (lognormal, independent)"
-        lines.append(f"a rank's computing {varies}, and a step waits for the slowest")
-    else:
-        lines.append("all ranks are equally fast")
-    if accumulate > 1:
-        lines.append(f"{accumulate} micro-batches in a step; gradients are sent behind the last backward")
-    lines.append(
+        bases.setdefault(_build_costs(job, fabric, 2).contention.basis, []).append(fabric.name)
+    queue = "on gloo two at a time, which share the link" if any(f.servers > 1 for f in fabrics) else "one at a time"
+    varies = f"a rank's computing varies by {spread:.1%} (lognormal, independent), and a step waits for the slowest"
+    return [
+        *(f"contention on {', '.join(names)}: {basis}" for basis, names in bases.items()),
+        "copies and launches cost nothing",
+        f"messages go in the order of the buckets, {queue}",
+        varies if spread else "all ranks are equally fast",
+        *([f"{accumulate} micro-batches in a step; gradients are sent behind the last backward"] * (accumulate > 1)),
         f"interval: 90 % of {DRAWS} draws from the repetitions of the inputs, with {ASSUMED_ERROR:.0%} (one sd) for a "
-        f"network that is only named, and {ERROR_PER_DOUBLING:.0%} for each doubling away from measured ranks"
-    )
-    return lines
-
-
-# -- the table of communication against computation --------------------------------------------------------------------
+        f"network that is only named, and {ERROR_PER_DOUBLING:.0%} for each doubling away from measured ranks",
+    ]
 
 
 @dataclass(frozen=True)
