@@ -66,12 +66,12 @@ def predict(
         "spread": _read_spread(straggler, found[0]),
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
     }  # fmt: skip
-    result = PredictResult(Run("predict", config, capture_environment(), (found[0], *sweep)))
-    try:
-        assert result.fabrics
+    try:  # what cannot be simulated is refused before a folder is made
+        result = PredictResult(Run("predict", config, capture_environment(), (found[0], *sweep)))
     except (ConfigError, RecordError) as error:
-        raise type(error)(f"--allreduce {allreduce}: {error}" if allreduce is not None else str(error)) from None
-    assert result.rows  # refuses what cannot be simulated before a folder is made
+        if allreduce is None:
+            raise
+        raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     return _save(result, out)
 
 
@@ -87,7 +87,6 @@ def predict_csv(folder: str | Path, *, out: Place = None) -> CapsResult:
     sizes, times = (_find_file(folder, stem) for stem in ("layer-sizes", "layer-times"))
     records = (*load_layer_sizes(sizes), *load_layer_times(times), *sweep)
     result = CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), records))
-    assert result.caps.points
     return _save(result, out)
 
 
