@@ -150,10 +150,6 @@ class Plan:
         raise ConfigError("torch's closing rule cannot make this plan for its mix of dtypes")
 
 
-def _whole(gradients: Sequence[Gradient], index: int) -> Piece:
-    return Piece(index, 0, gradients[index].num_bytes)
-
-
 def plan_like_torch(
     gradients: Sequence[Gradient], ready_order: Iterable[int],
     caps_bytes: Sequence[int] = (TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES),
@@ -175,7 +171,7 @@ def plan_like_torch(
     for index in order:
         family = gradients[index].family
         pieces = open_.setdefault(family, [])
-        pieces.append(_whole(gradients, index))
+        pieces.append(Piece(index, 0, gradients[index].num_bytes))
         if sum(piece.num_bytes for piece in pieces) >= caps_bytes[min(num_closed[family], len(caps_bytes) - 1)]:
             buckets.append(Bucket(tuple(open_.pop(family))))
             num_closed[family] += 1
@@ -191,10 +187,7 @@ def plan_torch_start(gradients: Sequence[Gradient]) -> Plan:
 
 
 def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
-    """Where torch's rule ends buckets: each closes with the gradient at which its size reaches the cap.
-
-    `totals[k]` are the bytes of the first k gradients in ready order; the answer counts gradients.
-    """
+    """After how many gradients torch's rule ends buckets, if the first k of them have `totals[k]` bytes."""
     cuts, place, count = [], 0, len(totals) - 1
     while place < count:
         place = min(count, bisect.bisect_left(totals, totals[place] + cap_bytes, lo=place + 1))
@@ -204,7 +197,7 @@ def cut_by_cap(totals: Sequence[int], cap_bytes: int) -> tuple[int, ...]:
 
 def plan_by_cuts(gradients: Sequence[Gradient], ready_order: Sequence[int], cuts: Sequence[int], rule: str) -> Plan:
     """The plan whose buckets end after the gradients at these places of the ready order (the last one included)."""
-    pieces = [_whole(gradients, index) for index in ready_order]
+    pieces = [Piece(index, 0, gradients[index].num_bytes) for index in ready_order]
     edges = [0, *sorted(set(cuts) | {len(pieces)})]
     buckets: list[Bucket] = []
     for start, end in itertools.pairwise(edges):

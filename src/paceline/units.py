@@ -1,7 +1,4 @@
-"""Sizes, times and rates as people type and read them. Nothing else in Paceline formats a unit.
-
-Inside the program bytes are `int` and seconds are `float`; sizes print in MiB (2^20), rates in GB/s (10^9).
-"""
+"""Sizes, times and rates as people type and read them: MiB is 2^20, GB/s is 10^9. Nothing else formats a unit."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def test_what_would_make_it_another_run_is_refused(command, broken, flags, words
         (None, "does not exist; give the folder of a training run"),
         ("{", "cannot be read as JSON"),
         ('{"format": "paceline-run", "version": 2}', "is not the configuration of a training run"),
-        ('{"format": "paceline-train", "version": 1}', "lacks its settings"),
+        ('{"format": "paceline-train", "version": 1}', "is not the configuration"),
         ('{"format": "paceline-train", "version": 1, "settings": {"warmth": 3}}', "unknown settings: warmth"),
     ],
 )

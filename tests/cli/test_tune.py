@@ -181,7 +181,7 @@ def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
         (("--caps", "0"), "'0' has no unit"),
         (("--caps", "0B"), "size 0 in '0B'"),
         (("--caps", ","), "no size in"),
-        (("--iters", "1"), "--iters 1: at least 2 are needed to know the noise"),
+        (("--iters", "1"), "--iters 1: 2 or more, to know the noise"),
         (("--batch-size", "4,8"), "--batch-size 4,8: one number is needed here"),
     ],
 )

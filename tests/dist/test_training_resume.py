@@ -270,8 +270,8 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(refuse, reference
     ("changes", "words"),
     [
         ({"hidden": 9}, "another model"),
-        ({"batch_size": 5}, "and now there are 100 samples in batches of 10"),
-        ({"samples": 99}, "and now there are 99 samples in batches of 12"),
+        ({"batch_size": 5}, "and now it is 100 in batches of 10"),
+        ({"samples": 99}, "and now it is 99 in batches of 12"),
         ({"epochs": 1}, "--epochs 1 ends after step 9, and the run is already at step 15"),
     ],
 )

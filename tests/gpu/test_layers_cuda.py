@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from paceline.measure.profiles import measure_layers
+from paceline.runtime.world import join_world
 from tests.unit.test_layers import LABELS, build_replica
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -16,7 +17,9 @@ def test_gradients_are_ready_when_the_device_has_them(monkeypatch):
     waits = []
     synchronize = torch.cuda.synchronize
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: (waits.append(1), synchronize(*args)))
-    record = measure_layers(build_replica(module, lambda: module(x).sum()), LABELS, iters=3, warmup=2)
+    with join_world("gloo", "cuda") as world:
+        waits.clear()
+        record = measure_layers(world, build_replica(module, lambda: module(x).sum()), LABELS, iters=3, warmup=2)
     assert len(waits) == 2 * 2 * 5  # before and after each step, plain or profiled
     assert record.device == "cuda"
     assert [p.name for p in record.parameters] == ["3.weight", "2.weight", "1.weight", "0.weight"]

@@ -15,7 +15,7 @@ def count(monkeypatch):
     """`count(seconds, ...)`: the warm-ups and repetitions of rounds that say they took so long, the last forever."""
     monkeypatch.setattr(engine, "agree_on_max", lambda value, control: value)
 
-    def count(*seconds, pace=PACE, **asked):
+    def count(*seconds, pace=PACE, iters=None, warmup=None, report=None):
         seen, warm = [], []
 
         def run_round(number):
@@ -27,7 +27,7 @@ def count(monkeypatch):
             assert num_warmup == len(seen)
             warm.append(num_warmup)
 
-        run_rounds(run_round, None, pace, end_warmup=end_warmup, **asked)
+        run_rounds(run_round, None, pace, iters, warmup, report, end_warmup)
         assert seen == list(range(len(seen))) and len(warm) == 1
         return warm[0], len(seen) - warm[0]
 
@@ -56,8 +56,7 @@ def test_without_a_time_for_them_all_warm_ups_are_run(count):
     assert count(9.0, pace=Pace(budget_s=2.0, min_iters=5, max_iters=15, warmup=2)) == (2, 5)
 
 
-def test_progress_is_told_as_a_share_that_ends_at_1(count, monkeypatch):
-    monkeypatch.setattr(engine, "_REPORT_S", -1.0)
+def test_progress_is_told_as_a_share_that_ends_at_1(count):
     told = []
     count(0.1, iters=4, report=told.append)
     assert told == [0.25, 0.5, 0.75, 1.0]

@@ -1,15 +1,19 @@
 """Profiles of small modules on CPU: the order of gradients, the times of blocks, and nothing left behind."""
 
+import gc
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo  # checkpointing imports it, and it then sets a variable of the environment
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ConfigError, MeasurementError
+from paceline.measure import engine
 from paceline.measure.profiles import LayerClock, measure_layers
 from paceline.measure.steps import OwnJob, Replica, mark_phases
 from paceline.records.exchange import export_layer_sizes, export_layer_times, load_layer_sizes, load_layer_times
@@ -54,6 +58,17 @@ class Tied(nn.Module):
         return self.head(self.body(self.embed(x)))
 
 
+WORLD = SimpleNamespace(rank=0, world_size=1, shares_clock=False, share=lambda value: [value])
+
+
+@pytest.fixture(autouse=True)
+def _meets_nobody(monkeypatch):
+    monkeypatch.setattr(dist, "new_group", lambda *args, **options: None)
+    monkeypatch.setattr(dist, "barrier", lambda group: None)
+    monkeypatch.setattr(engine, "agree_on_max", lambda value, control: value)
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # takes longer than the rest of a test
+
+
 LABELS = {"model": "toy", "precision": "fp32", "batch_size": 2}
 
 
@@ -71,11 +86,10 @@ def build_replica(module, compute_loss):
     return Replica(module, module, torch.device("cpu"), run)
 
 
-def profile(module, x=None, blocks=None, *, loss=None, iters=3, warmup=1, **options):
+def profile(module, x=None, blocks=None, *, loss=None, iters=3, warmup=1):
     x = torch.randn(2, 4) if x is None else x
-    return measure_layers(
-        build_replica(module, lambda: (loss or module)(x).sum()), LABELS, blocks, iters=iters, warmup=warmup, **options
-    )
+    replica = build_replica(module, lambda: (loss or module)(x).sum())
+    return measure_layers(WORLD, replica, LABELS, blocks, iters, warmup)
 
 
 def names(record):
@@ -286,12 +300,6 @@ def test_the_default_blocks_are_the_modules_that_are_called():
     assert [b.name for b in profile(nn.Linear(4, 4)).blocks] == ["model"]
 
 
-def test_progress_is_told():
-    shares = []
-    profile(nn.Linear(4, 4), iters=4, tell=shares.append)
-    assert shares == [0.25, 0.5, 0.75, 1.0]
-
-
 def test_profiles_are_read_again_as_the_files_of_others(tmp_path):
     record = profile(Tied(), torch.tensor([[1, 2]]))
     sizes, times = tmp_path / "layer-sizes.csv", tmp_path / "layer-times.csv"
@@ -321,9 +329,7 @@ LINEAR = nn.Linear(4, 4)
 def test_what_cannot_be_profiled_is_refused(module, options, reason):
     options = {"iters": 1, "warmup": 1, **options}
     with pytest.raises(ConfigError, match=reason):
-        measure_layers(
-            build_replica(module, lambda: F.relu(torch.ones(()))), LABELS, options.pop("blocks", None), **options
-        )
+        measure_layers(WORLD, build_replica(module, lambda: F.relu(torch.ones(()))), LABELS, **options)
 
 
 class FakeEvent:
@@ -355,6 +361,7 @@ def test_moments_of_a_gpu_are_events_that_are_read_at_the_end_and_used_again(mon
             first = clock.mark()
             time.sleep(0.002)
             second = clock.mark()
+        torch.cuda.synchronize("cuda")
         at_s = clock.read_s()
         assert (first, second, len(at_s)) == (0, 1, 2)
         assert at_s[0] == 0
@@ -371,10 +378,10 @@ class TwoInputs(nn.Module):
         return self.left(x) + self.right(y)
 
 
-def profile_own(step, model=None, **options):
+def profile_own(step, model=None):
     job = OwnJob(TwoInputs() if model is None else model, step)
     try:
-        return measure_layers(job.build(None), job.labels, None, **({"iters": 2, "warmup": 1} | options))
+        return measure_layers(WORLD, job.build(WORLD), job.labels, iters=2, warmup=1)
     finally:
         job.close()
 

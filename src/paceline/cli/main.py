@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.options import JOB_OPTIONS, OPTIONS, add_command, find_flag, print_result
-from paceline.errors import ConfigError, PacelineError, TrainingError
+from paceline.errors import ConfigError, PacelineError, TrainingError, refuse
 from paceline.units import parse_size, size_range
 
 app = typer.Typer(
@@ -27,9 +27,6 @@ profile = typer.Typer(help="See where the time of training steps goes.", no_args
 scale = typer.Typer(help="Does it scale? Batch sizes, ranks, large batches.", no_args_is_help=True)
 for group, name in ((bench, "bench"), (profile, "profile"), (scale, "scale")):
     app.add_typer(group, name=name)
-
-
-# -- bench and doctor --------------------------------------------------------------------------------------------------
 
 
 def _allreduce(
@@ -69,8 +66,6 @@ add_command(
     "Is this machine ready to train? Checks everything that ranks need, then runs a real all-reduce on two of them.",
 )  # fmt: skip
 
-
-# -- train, profile, predict and tune ----------------------------------------------------------------------------------
 
 add_command(
     app, "train", "train:train",
@@ -127,16 +122,13 @@ add_command(
 def _predict(*, csv: Path | None = None, profile: Path | None = None, progress: bool, out: Path, **given: Any) -> Any:
     from paceline.verbs.predict import predict, predict_csv
 
-    if csv is not None and profile is not None:
-        raise ConfigError("--csv and --model-profile are two sources: give one of them")
-    if csv is not None and given:
-        flags = ", ".join(map(find_flag, given))
-        raise ConfigError(f"{flags} with --csv, which uses its tables only: give --model-profile")
-    if csv is not None:
-        return predict_csv(csv, out=out)
-    if profile is None:
-        raise ConfigError("nothing to predict from: give --model-profile RUN or --csv FOLDER")
-    return predict(profile, out=out, **given)
+    flags = ", ".join(map(find_flag, given))
+    refuse(
+        (csv and profile, "--csv and --model-profile are two sources: give one of them"),
+        (csv and given, f"{flags} with --csv, which uses its tables only: give --model-profile"),
+        (not (csv or profile), "nothing to predict from: give --model-profile RUN or --csv FOLDER"),
+    )
+    return predict(profile, out=out, **given) if profile is not None else predict_csv(csv or "", out=out)
 
 
 add_command(
@@ -153,8 +145,6 @@ add_command(
     model="cnn",
 )  # fmt: skip
 
-
-# -- scale -------------------------------------------------------------------------------------------------------------
 
 add_command(
     scale, "batch", "scale:batch",
@@ -179,9 +169,6 @@ add_command(
     scale, "report", "scale:report", "runs resume",
     "The whole study on one page: tables, figures and findings, from finished runs or measured here with defaults.",
 )  # fmt: skip
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def _print_version(wanted: bool) -> None:

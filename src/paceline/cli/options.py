@@ -48,11 +48,8 @@ def _read_drops(text: str, flag: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Option:
-    """An option. `value` is its type, or a default, which is shown and never passed on: the verb has it.
-
-    `flags`: where they are not the verb's keyword; "argument": it has none. `read`: from the value and flag to the
-    argument of the verb.
-    """
+    """`value`: the type, or a default, which is shown and never passed on: the verb has it. `flags`: where they are not
+    the verb's keyword; "argument": it has none. `read`: from the value and flag to the argument of the verb."""
 
     panel: str
     help: str
@@ -81,26 +78,21 @@ _BACKENDS = "gloo, shm (shared memory) or nccl; several are measured in turns: g
 # By the keyword of the verb; after a colon, what is other than usual in some command.
 OPTIONS = {
     "model": Option(JOB, "mlp, cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION", "cnn"),
-    "model:small": Option(JOB,
-        "cnn, resnet18, gpt2-tiny, ..., hf:NAME, or FILE.py:FUNCTION. Default: a small cnn.", "cnn"),
-    "data": Option(JOB,
-        "synthetic, or mnist, fashion-mnist, cifar10, mrpc, text with :PATH of the files.", "synthetic"),
+    "model:small": Option(JOB, "cnn, resnet18, ..., hf:NAME, or FILE.py:FUNCTION. Default: a small cnn.", "cnn"),
+    "data": Option(JOB, "synthetic, or mnist, fashion-mnist, cifar10, mrpc, text with :PATH of it.", "synthetic"),
     "ranks": Option(JOB, "Number of ranks. Default: the launched world's, else 2.", read=read_one),
     "ranks:train": Option(JOB, "Number of ranks. Default: the launched world's, else 1.", read=read_one),
     "ranks:table": Option(JOB, "Number of ranks. Default: the launched world's, else 2.", read=parse_counts),
     "ranks:bench": Option(JOB, "Numbers of ranks: 2,4,6. Default: the launched world's, else 2.", read=parse_counts),
     "ranks:phases": Option(JOB, "Numbers of ranks: 1,2,4. Default: the launched world's, else 2.", read=parse_counts),
-    "ranks:scale": Option(JOB,
-        "Numbers of ranks: 1,2,4. Default: 1,2,4,... up to the cores or GPUs, or to the launched world.",
-        read=parse_counts),
+    "ranks:scale": Option(JOB, "Numbers of ranks. Default: 1,2,4,... up to the cores, or GPUs.", read=parse_counts),
     "batch_size": Option(JOB, "Samples per rank in a micro-batch. Default: 32.", read=read_one),
     "batch_size:phases": Option(JOB, "Samples per rank in a micro-batch: 32,128. Default: 32.", read=parse_counts),
     "batch_size:wrappers": Option(JOB, "Samples per rank in a step. Default: the model's own.", read=read_one),
     "batch_size:batch": Option(JOB, "Batch sizes.", "32,128,512,2048", read=parse_counts),
     "batch_size:scale": Option(JOB, "Samples per rank (weak scaling).", "8,32", read=parse_counts),
     "batch_size:large": Option(JOB, "What a rank computes at once; larger batches accumulate.", "512", read=read_one),
-    "batch_size:tune": Option(JOB,
-        "Samples per rank. Small by default: buckets matter where little arithmetic hides them.", "4", read=read_one),
+    "batch_size:tune": Option(JOB, "Samples per rank; small, so that little hides buckets.", "4", read=read_one),
     "global_batch_size": Option(JOB, "Samples of one step over all ranks: 1024,8192", read=parse_counts),
     "global_batch_size:train": Option(JOB, "Samples of one step over all ranks.", int),
     "base_batch_size": Option(JOB, "The baseline: the global batch that --lr is right for.", 16),
@@ -111,8 +103,7 @@ OPTIONS = {
     "backend": Option(JOB, "auto, gloo, shm (shared memory) or nccl", "auto"),
     "backend:bench": Option(JOB, _BACKENDS, "gloo"),
     "backend:predict": Option(JOB, _BACKENDS),
-    "backend:scale": Option(JOB,
-        "auto, gloo, shm (shared memory) or nccl; several are compared in turns: gloo,shm", "auto"),
+    "backend:scale": Option(JOB, f"auto, {_BACKENDS}", "auto"),
     "device": Option(JOB, "auto, cpu or cuda", "auto"),
     "threads": Option(JOB, "Torch's threads per rank, on the CPU.", int),
     "threads:wrappers": Option(JOB, "Torch's threads per rank, on the CPU.", 1),
@@ -131,15 +122,11 @@ OPTIONS = {
     "memory:trace": Option(MEASUREMENT, "Record allocations, too.", False, flags="--memory-use"),
     "total": Option(JOB, "Bytes reduced in all (240MB is 60 million floats).", "240MB"),
     "chunks": Option(JOB, "Chunk sizes: 40kB,4MB,... Default: 10 thousand elements up to all."),
-    "models": Option(JOB,
-        "Built-in models: mlp,cnn,gpt2-tiny,... Default: five small ones.", list[str], flags="--model"),
-    "wrappers": Option(JOB,
-        "Wrappers: bare,torch,torch-tuned,paceline,paceline-flat,... Default: all.", list[str], flags="--wrapper"),
+    "models": Option(JOB, "Models: mlp,cnn,gpt2-tiny,... Default: five small ones.", list[str], flags="--model"),
+    "wrappers": Option(JOB, "bare,torch,torch-tuned,paceline,... Default: all.", list[str], flags="--wrapper"),
     "profile": Option(JOB, "A run of `profile layers`: its folder.", Path, flags="--model-profile"),
     "profile:train": Option(MEASUREMENT, "Time forward, backward and optimizer of each step.", False),
-    "runs": Option(JOB,
-        "Finished runs of scale batch, ranks or large-batch. Default: measure all three.", list[Path],
-        flags="argument"),
+    "runs": Option(JOB, "Finished studies. Default: measure all three.", list[Path], flags="argument"),
     "network": Option(JOB, _NETWORKS),
     "network:table": Option(JOB, _NETWORKS, "nvlink,pcie4,hdr,10gbe"),
     "network:tune": Option(MEASUREMENT, _NETWORKS),
@@ -169,8 +156,7 @@ OPTIONS = {
     "epochs:large": Option(LEARNING, "How many times each sample is seen.", 6),
     "steps": Option(LEARNING, "Optimizer steps, instead of --epochs.", int),
     "steps:trace": Option(MEASUREMENT, "Steps that are recorded.", 3),
-    "batch_growth": Option(LEARNING,
-        "SHARE:FACTOR,...: from that share of the run on, FACTOR times the batch.",
+    "batch_growth": Option(LEARNING, "SHARE:FACTOR,...: from that share of the run on, FACTOR times the batch.",
         read=lambda text, _: parse_growths(text)),
     "grow": Option(LEARNING, "What grows on a rank: accumulate (more micro-batches) or batch-size.", "accumulate"),
     "clip": Option(LEARNING, "Largest norm of the gradients.", float),
@@ -190,11 +176,9 @@ OPTIONS = {
         "Predict only: the job is never run under a plan.", False, flags="--no-confirm", read=lambda *_: False),
     "caps": Option(MEASUREMENT, "Bucket sizes to run: 1MiB,4MiB,25MiB. Default: a range."),
     "network_ranks": Option(MEASUREMENT, "Ranks on the network, this one included. Default: 8.", int),
-    "predict_ranks": Option(MEASUREMENT,
-        "Predict the curve for these numbers of ranks: 64,1024", "64,1024", read=parse_counts),
+    "predict_ranks": Option(MEASUREMENT, "Predict the curve for these ranks.", "64,1024", read=parse_counts),
     "seeds": Option(MEASUREMENT, "Runs of each recipe.", 3),
-    "updates": Option(MEASUREMENT,
-        "Also runs of this many updates. Default: twice those of the largest batch; 0: none.", int),
+    "updates": Option(MEASUREMENT, "Also runs of N updates; 0: none. Default: twice those of the largest batch.", int),
     "evaluations": Option(MEASUREMENT, "Evaluations during a run.", 6),
     "at_once": Option(MEASUREMENT, "Runs that share the machine. Default: 1, or as the resumed study.", int),
     "iters": Option(MEASUREMENT, "Timed repetitions. Default: as the time allows, up to 100.", int, flags="--iters -n"),
@@ -259,27 +243,20 @@ def add_command(
     app.command(name, help=help)(run)
 
 
-# -- output ------------------------------------------------------------------------------------------------------------
-
-
 def print_result(result: Result, json: bool, wide: bool = False, strict: bool = False) -> int:
     """Print a result on the rank that leads; the exit code is 1 for a failure or, with `strict`, for noise."""
-    if is_leading():
+    from paceline.runtime.environment import is_launched, read_place
+
+    try:
+        leads = not is_launched() or read_place().rank == 0
+    except ConfigError:  # half of a launcher's variables: nobody else would print
+        leads = True
+    if leads:
         if json:
             print(encoder.dumps(result.to_json(), indent=1, allow_nan=False))
         else:  # as wide as the terminal, or COLUMNS; output that goes elsewhere is not cut
             print(result.text(None if wide else shutil.get_terminal_size((0, 0)).columns or None))
     reasons: Sequence[str] = [result.failure] if result.failure else result.noise if strict else []
-    for reason in reasons if is_leading() else []:
+    for reason in reasons if leads else []:
         print(f"paceline: failed{'' if result.failure else ' (--strict)'}: {reason}", file=sys.stderr)
     return 1 if reasons else 0
-
-
-def is_leading() -> bool:
-    """Whether this process prints: every plain one, and rank 0 of a launched world."""
-    from paceline.runtime.environment import is_launched, read_place
-
-    try:
-        return not is_launched() or read_place().rank == 0
-    except ConfigError:  # half of a launcher's variables: nobody else would say so
-        return True

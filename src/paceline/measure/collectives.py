@@ -30,16 +30,16 @@ _OPS = {
 def measure_collectives(settings: CollectiveSettings) -> Measured:
     """Time and check every cell of `bench allreduce`. Collective: every rank of the launched world must call this."""
 
-    def build(groups: Sequence[Group], rank: int, num_bytes: int, allocate: Allocator) -> list[Timed]:
+    def build(groups: Sequence[Group], num_bytes: int, allocate: Allocator) -> list[Timed]:
         kind = COLLECTIVES[settings.collective]
         timed: list[Timed] = [
-            kind(settings, group, rank, num_bytes, allocate, memory)
+            kind(settings, group, num_bytes, allocate, memory)
             for group in groups
             for memory in settings.memories_of(group.backend)
         ]
         for group in groups if settings.limit else ():
             if group is next(other for other in groups if other.device == group.device):
-                timed += [make(settings, group, rank, num_bytes, allocate) for make in (MemoryAdd, MemoryCopy)]
+                timed += [make(settings, group, num_bytes, allocate) for make in (MemoryAdd, MemoryCopy)]
         return timed
 
     return measure_cells(settings, settings.sizes, build)
@@ -48,8 +48,8 @@ def measure_collectives(settings: CollectiveSettings) -> Measured:
 def measure_chunks(settings: ChunkSettings) -> Measured:
     """Time and check the total in every chunk size. Collective: every rank of the launched world must call this."""
 
-    def build(groups: Sequence[Group], rank: int, chunk_bytes: int, allocate: Allocator) -> list[Timed]:
-        return [ChunkedAllReduce(settings, group, rank, chunk_bytes, allocate) for group in groups]
+    def build(groups: Sequence[Group], chunk_bytes: int, allocate: Allocator) -> list[Timed]:
+        return [ChunkedAllReduce(settings, group, chunk_bytes, allocate) for group in groups]
 
     return measure_cells(settings, settings.chunks, build)
 
@@ -58,18 +58,11 @@ class _Vector(Timed):
     """A vector of known data, one on every rank. `record` is told what the group knows."""
 
     def __init__(
-        self,
-        settings: GroupSettings,
-        group: Group,
-        rank: int,
-        elements: int,
-        allocate: Allocator,
-        record: Callable[..., Record],
-        op: str = "sum",
-        memory: str = "ordinary",
-    ) -> None:
+        self, settings: GroupSettings, group: Group, elements: int, allocate: Allocator, record: Callable[..., Record],
+        op: str = "sum", memory: str = "ordinary",
+    ) -> None:  # fmt: skip
         self.dtype, self.device = getattr(torch, settings.dtype), group.device
-        self.group, self.rank, self.op, self.num_elements = group.data, rank, _OPS[op], elements
+        self.group, self.rank, self.op, self.num_elements = group.data, dist.get_rank(), _OPS[op], elements
         self.pattern = Pattern(group.world_size, self.dtype, op, group.device)
         if memory == "shared":
             assert isinstance(group.data, PacelineGroup)
@@ -90,28 +83,17 @@ class _Vector(Timed):
 class AllReduce(_Vector):
     """Reduces a vector in place. The others differ in how they fill, call and check; some also have a share of 1/n."""
 
-    has_share = False
-
     def __init__(
-        self,
-        settings: CollectiveSettings,
-        group: Group,
-        rank: int,
-        num_bytes: int,
-        allocate: Allocator,
-        memory: str = "ordinary",
+        self, settings: CollectiveSettings, group: Group, num_bytes: int, allocate: Allocator, memory: str
     ) -> None:
-        elements = settings.num_elements(num_bytes, group.world_size)
+        elements, op = settings.num_elements(num_bytes, group.world_size), settings.op
         record = partial(
-            CollectiveRecord,
-            collective=settings.collective,
-            backend=group.backend,
-            memory=memory,
-            op=settings.op if settings.collective in REDUCING else "none",
-            num_bytes=elements * settings.item_bytes,
-        )
-        super().__init__(settings, group, rank, elements, allocate, record, settings.op, memory)
-        self.share = allocate("share", elements // group.world_size if self.has_share else 0, self.dtype, group.device)
+            CollectiveRecord, collective=settings.collective, backend=group.backend, memory=memory,
+            op=op if settings.collective in REDUCING else "none", num_bytes=elements * settings.item_bytes,
+        )  # fmt: skip
+        super().__init__(settings, group, elements, allocate, record, op, memory)
+        share = elements // group.world_size if settings.has_shares else 0
+        self.share = allocate("share", share, self.dtype, group.device)
 
     def call(self) -> Any:
         return dist.all_reduce(self.vector, self.op, self.group)
@@ -119,8 +101,6 @@ class AllReduce(_Vector):
 
 class AllGather(AllReduce):
     """Gathers every rank's share into the vector."""
-
-    has_share = True
 
     def prepare(self, repetition: int) -> None:
         self.pattern.fill(self.share, self.rank, repetition)
@@ -137,15 +117,10 @@ class AllGather(AllReduce):
 class ReduceScatter(AllReduce):
     """Reduces the vectors and leaves one share of the result on each rank."""
 
-    has_share = True
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.num_elements = self.share.numel()
-
     def prepare(self, repetition: int) -> None:
         super().prepare(repetition)
         self.share.zero_()
+        self.num_elements = self.share.numel()
 
     def call(self) -> Any:
         return _reduce_scatter(self.share, self.vector, self.op, self.group)
@@ -171,20 +146,17 @@ class Broadcast(AllReduce):
 
 
 COLLECTIVES: dict[str, type[AllReduce]] = {
-    "all_reduce": AllReduce,
-    "all_gather": AllGather,
-    "reduce_scatter": ReduceScatter,
-    "broadcast": Broadcast,
-}
+    "all_reduce": AllReduce, "all_gather": AllGather, "reduce_scatter": ReduceScatter, "broadcast": Broadcast,
+}  # fmt: skip
 
 
 class ChunkedAllReduce(_Vector):
     """One total in many messages, all launched before the first is waited for, as a wrapper launches its buckets."""
 
-    def __init__(self, settings: ChunkSettings, group: Group, rank: int, chunk_bytes: int, allocate: Allocator) -> None:
+    def __init__(self, settings: ChunkSettings, group: Group, chunk_bytes: int, allocate: Allocator) -> None:
         total = settings.total_bytes
         record = partial(ChunksRecord, backend=group.backend, total_bytes=total, chunk_bytes=chunk_bytes)
-        super().__init__(settings, group, rank, total // settings.item_bytes, allocate, record)
+        super().__init__(settings, group, total // settings.item_bytes, allocate, record)
         self.chunks = self.vector.split(chunk_bytes // settings.item_bytes)
 
     def call(self) -> None:
@@ -195,18 +167,14 @@ class ChunkedAllReduce(_Vector):
 
 class MemoryAdd(_Vector):
     """What memory could do: every rank at once reads its vector once and writes it once, by adding a number in place.
-
-    `MemoryBounds` derives the bound of an all-reduce, which uses the same vector, from this and from the copy.
-    """
+    `MemoryBounds` derives the bound of an all-reduce, which uses the same vector, from this and from the copy."""
 
     operation = "add"
 
-    def __init__(
-        self, settings: CollectiveSettings, group: Group, rank: int, num_bytes: int, allocate: Allocator
-    ) -> None:
+    def __init__(self, settings: CollectiveSettings, group: Group, num_bytes: int, allocate: Allocator) -> None:
         elements = settings.num_elements(num_bytes, group.world_size)
         record = partial(MemoryRecord, operation=self.operation, num_bytes=elements * settings.item_bytes)
-        super().__init__(settings, group, rank, elements, allocate, record)
+        super().__init__(settings, group, elements, allocate, record)
         self.target = self.vector if self.operation == "add" else allocate("target", elements, self.dtype, group.device)
 
     def call(self) -> Any:
@@ -251,35 +219,30 @@ class Pattern:
     """
 
     def __init__(self, world_size: int, dtype: torch.dtype, op: str, device: torch.device | str) -> None:
-        self._op, self._world_size = op, world_size
-        self._dtype, self._device = dtype, device
-        self._ceiling = max(1, min(100, _EXACT[dtype] // world_size))
-        sources = [self._source(rank) for rank in range(world_size)]
-        self._blocks = [self._expand(source) for source in sources]
-        self._reduced = self._expand(self._reduce(sources))
+        ceiling = max(1, min(100, _EXACT[dtype] // world_size))
+        # For a product: a two from up to six ranks, drawn anew for each element, and ones, so that it stays exact.
+        twos = torch.randint(0, world_size, (6, _PERIOD), generator=torch.Generator().manual_seed(7919))
+
+        def source(rank: int) -> torch.Tensor:
+            if op == "prod":
+                return 1 + (twos == rank).any(0).long()
+            generator = torch.Generator().manual_seed(7919 * (rank + 1))
+            return torch.randint(0, ceiling + 1, (_PERIOD,), generator=generator)
+
+        def expand(source: torch.Tensor) -> torch.Tensor:
+            """One block and one period more, so that a block can start anywhere in the period."""
+            return source.to(dtype).repeat(_BLOCK // _PERIOD + 1).to(device)
+
+        sources = [source(rank) for rank in range(world_size)]
+        pairwise = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(op, torch.add)
+        reduced = reduce(pairwise, sources)
+        self._blocks = [expand(source) for source in sources]
+        self._reduced = expand(reduced.double() / world_size if op == "avg" else reduced)
         # An average is rounded, and so are floating sums of more ranks than the type can count exactly: by at most
         # eps / 2 for each rank. Twice that, but never so much that an empty vector would pass.
         exact = op in ("min", "max", "prod") or not dtype.is_floating_point
-        exact = exact or (op == "sum" and world_size * self._ceiling <= _EXACT[dtype])
+        exact = exact or (op == "sum" and world_size * ceiling <= _EXACT[dtype])
         self._tolerance = 0.0 if exact else min(0.25, world_size * torch.finfo(dtype).eps)
-
-    def _source(self, rank: int) -> torch.Tensor:
-        if self._op == "prod":
-            # A two from up to six ranks, drawn anew for each element, and ones: the product stays small and exact.
-            generator = torch.Generator().manual_seed(7919)
-            drawn = torch.randint(0, self._world_size, (6, _PERIOD), generator=generator)
-            return 1 + (drawn == rank).any(0).long()
-        generator = torch.Generator().manual_seed(7919 * (rank + 1))
-        return torch.randint(0, self._ceiling + 1, (_PERIOD,), generator=generator)
-
-    def _reduce(self, sources: list[torch.Tensor]) -> torch.Tensor:
-        pairwise = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(self._op, torch.add)
-        reduced = reduce(pairwise, sources)
-        return reduced.double() / self._world_size if self._op == "avg" else reduced
-
-    def _expand(self, source: torch.Tensor) -> torch.Tensor:
-        """One block and one period more, so that a block can start anywhere in the period."""
-        return source.to(self._dtype).repeat(_BLOCK // _PERIOD + 1).to(self._device)
 
     def fill(self, vector: torch.Tensor, rank: int, repetition: int) -> None:
         """Write this rank's data of this repetition."""
@@ -288,10 +251,8 @@ class Pattern:
             part.copy_(self._blocks[rank][start : start + part.numel()])
 
     def count_wrong(self, vector: torch.Tensor, repetition: int, rank: int | None = None, offset: int = 0) -> int:
-        """Elements that differ from rank's data or, without a rank, from the reduction over all ranks.
-
-        `offset` is the index in the full vector at which this vector starts.
-        """
+        """Elements that differ from rank's data or, without a rank, from the reduction over all ranks. `offset` is the
+        index in the full vector at which this vector starts."""
         block = self._reduced if rank is None else self._blocks[rank]
         start = (repetition + offset) % _PERIOD
         wrong = 0

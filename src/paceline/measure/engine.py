@@ -38,8 +38,7 @@ _REPORT_S = 0.2
 
 @dataclass(frozen=True)
 class Pace:
-    """How many repetitions there are unless requested: as many as fit `budget_s`, within bounds, after `warmup` others,
-    or fewer of those once `warmup_s` is over."""
+    """Unless requested: as many repetitions as fit `budget_s`, after `warmup` others or `warmup_s` seconds of them."""
 
     budget_s: float
     min_iters: int
@@ -96,15 +95,12 @@ class Timed:
         raise NotImplementedError
 
 
-# -- all cells ---------------------------------------------------------------------------------------------------------
-
-
 def measure_cells(
-    settings: GroupSettings, sizes: Sequence[int], build: Callable[[Sequence[Group], int, int, Allocator], list[Timed]]
+    settings: GroupSettings, sizes: Sequence[int], build: Callable[[Sequence[Group], int, Allocator], list[Timed]]
 ) -> Measured:
     """Time and check every cell: each number of ranks x each size in bytes, with everything of a cell in turns.
 
-    `build(groups, rank, size, allocate)` makes what is timed in a cell, given one group per backend.
+    `build(groups, size, allocate)` makes what is timed in a cell, given one group per backend.
     Collective: every rank of the launched world must call this.
     """
 
@@ -112,7 +108,7 @@ def measure_cells(
         mine = None
         if world.rank < groups[0].world_size:
             # Things that are timed in turns share vectors; a fresh cache, so that the last cell's memory is free again.
-            timed = build(groups, world.rank, size, functools.cache(allocate))
+            timed = build(groups, size, functools.cache(allocate))
             timings = time_in_turns(timed, groups[0].control, settings.iters, settings.warmup, report)
             mine = [(item.record, timing) for item, timing in zip(timed, timings, strict=True)]
         # The ranks outside of the cell wait here for the others.
@@ -121,24 +117,18 @@ def measure_cells(
         for turn in zip(*answers, strict=True):
             build_record, timings = turn[0][0], [timing for _, timing in turn]
             starts = [timing.starts_s for timing in timings] if world.shares_clock else ()
-            records.append(
-                build_record(
-                    timing=build_samples([timing.seconds for timing in timings], timings[0].num_warmup, starts),
-                    num_wrong=sum(timing.num_wrong for timing in timings),
-                    num_checked=sum(timing.num_checked for timing in timings),
-                )
-            )
+            samples = build_samples([timing.seconds for timing in timings], timings[0].num_warmup, starts)
+            wrong, checked = (sum(getattr(t, name) for t in timings) for name in ("num_wrong", "num_checked"))
+            records.append(build_record(timing=samples, num_wrong=wrong, num_checked=checked))
         return records
 
     return run_cells(settings, sizes, format_bytes, measure)
 
 
 def run_cells(
-    settings: GroupSettings,
-    points: Sequence[Point],
-    name_point: Callable[[Point], str],
+    settings: GroupSettings, points: Sequence[Point], name_point: Callable[[Point], str],
     measure: Callable[[World, Sequence[Group], Point, Report], Sequence[Record]],
-) -> Measured:
+) -> Measured:  # fmt: skip
     """Open the world, measure every cell (each number of ranks x each point) and post its records.
 
     `measure(world, groups, point, report)` gets one group per backend and returns the records, on every rank of the
@@ -153,24 +143,32 @@ def run_cells(
     # The world's own group is gloo, for control; the measured groups are made inside it.
     device = "cuda" if on_gpu else "cpu"
     with init("gloo", device, threads=settings.threads, timeout_s=PATIENCE.total_seconds(), announce=None) as world:
-
-        def tell(index: int, label: str, share: float, new: Sequence[Record] = ()) -> None:
-            if world.rank == 0:
-                post(Progress(index + share, len(cells), label, tuple(new)))
-
         groups = _build_groups(settings, world)
         for index, (n, point) in enumerate(cells):
-            report = functools.partial(tell, index, f"{format_number_of(n, 'rank')}, {name_point(point)}")
-            report(0.0)
-            new = measure(world, groups[n], point, report)
-            report(1.0, new)
+            label = f"{format_number_of(n, 'rank')}, {name_point(point)}"
+            new = measure(world, groups[n], point, follow(world, label, index, len(cells)))
+            if world.rank == 0:
+                post(Progress(index + 1, len(cells), label, tuple(new)))
             records += new
         return Measured(tuple(records), _describe_rank(world))
 
 
+def follow(world: World, label: str, number: int = 0, total: int = 1) -> Report:
+    """What posts the share of one of several parts that is done, from rank 0 and not too often."""
+    posted_s = -math.inf
+
+    def report(share: float) -> None:
+        nonlocal posted_s
+        if world.rank == 0 and time.perf_counter() - posted_s > _REPORT_S:
+            posted_s = time.perf_counter()
+            post(Progress(number + share, total, label))
+
+    report(0.0)
+    return report
+
+
 def choose_control_backend(world: World) -> str:
-    """The backend of the barriers before timed calls: ranks leave one in shared memory within microseconds of each
-    other, and one of gloo's far apart."""
+    """Of barriers before timed calls: ranks leave one in shared memory within microseconds, and gloo's far apart."""
     return "shm" if world.shares_clock and not why_not() else "gloo"
 
 
@@ -197,14 +195,10 @@ def _describe_rank(world: World) -> dict[str, Any]:
     details: dict[str, Any] = {"launcher": world.launcher, "threads_per_rank": world.threads}
     details |= {"hosts": len(set(world.hosts)), "world_size": world.world_size}
     if world.device.type == "cuda":
-        details["gpu"] = torch.cuda.get_device_name(world.device)
-        details["cuda"] = torch.version.cuda
+        details |= {"gpu": torch.cuda.get_device_name(world.device), "cuda": torch.version.cuda}
         if dist.is_nccl_available():
             details["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return details
-
-
-# -- one cell ----------------------------------------------------------------------------------------------------------
 
 
 def allocate(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -217,12 +211,9 @@ def allocate(name: str, elements: int, dtype: torch.dtype, device: torch.device)
 
 
 def time_in_turns(
-    timed: Sequence[Timed],
-    control: dist.ProcessGroup,
-    iters: int | None,
-    warmup: int | None,
+    timed: Sequence[Timed], control: dist.ProcessGroup, iters: int | None, warmup: int | None,
     report: Report | None = None,
-) -> list[Timing]:
+) -> list[Timing]:  # fmt: skip
     """Time everything in turns: A B A B ... Collective: every rank of `control` must call this.
 
     Each repetition: make the data, synchronize the device, wait at a barrier, read the clock, call, synchronize,
@@ -253,14 +244,9 @@ def time_in_turns(
 
 
 def run_rounds(
-    run_round: Callable[[int], float],
-    control: dist.ProcessGroup,
-    pace: Pace,
-    iters: int | None = None,
-    warmup: int | None = None,
-    report: Report | None = None,
-    end_warmup: Callable[[int], None] = lambda num_warmup: None,
-) -> None:
+    run_round: Callable[[int], float], control: dist.ProcessGroup, pace: Pace, iters: int | None, warmup: int | None,
+    report: Report | None, end_warmup: Callable[[int], None],
+) -> None:  # fmt: skip
     """Call `run_round(number)` for every warm-up and every repetition; it returns its seconds on this rank.
 
     `end_warmup` is called with the number of warm-ups when they are over, `report` with the share of the repetitions
@@ -277,12 +263,10 @@ def run_rounds(
             # By the quickest warm-up: a hiccup in one of them must not cost repetitions.
             fitting = int(pace.budget_s / min(warm_s)) if warm_s else pace.min_iters
             iters = min(pace.max_iters, max(pace.min_iters, fitting))
-        reported_s = time.perf_counter()
         for repetition in range(iters):
             run_round(len(warm_s) + repetition)
-            if report is not None and time.perf_counter() - reported_s > _REPORT_S:
+            if report is not None:
                 report((repetition + 1) / iters)
-                reported_s = time.perf_counter()
 
 
 def agree_on_max(value: float, control: dist.ProcessGroup) -> float:
@@ -313,8 +297,7 @@ def synchronize(device: torch.device) -> None:
 def build_samples(
     by_rank: Sequence[Sequence[float]], num_warmup: int, starts_by_rank: Sequence[Sequence[float]] = ()
 ) -> Samples:
-    """What each rank timed in every round, warm-ups first, as samples; with arrivals where a common clock gives
-    starts."""
+    """What each rank timed in every round, warm-ups first; with arrivals where a common clock gives starts."""
     rows, starts = tuple(zip(*by_rank, strict=True)), tuple(zip(*starts_by_rank, strict=True))
     arrivals = tuple(tuple(start - min(row) for start in row) for row in starts[num_warmup:])
     return Samples(rows[num_warmup:], rows[:num_warmup], arrivals)

@@ -1,7 +1,6 @@
 """Is this machine ready to train? One check per thing that ranks need, the last of them a real all-reduce.
 
-A check says what it found and, where that is bad, how to fix it. Imports torch late, because torch is one of the things
-that may be broken.
+Imports torch late, because torch is one of the things that may be broken.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ def _check_launcher() -> CheckRecord:
     try:
         place = read_place()
     except PacelineError as error:
-        advice = "unset the variables named, or let the launcher set all of them"
-        return _report("launcher", str(error), advice, "fail")
+        return _report("launcher", str(error), "unset the variables named, or let the launcher set all", "fail")
     if place.launcher == "none":
         return _report("launcher", "none: commands start their own ranks (--ranks N)")
     return _report("launcher", f"{place.launcher}: rank {place.rank} of {place.world_size}")
@@ -97,11 +95,9 @@ def _check_interface() -> CheckRecord:
     try:
         address = socket.gethostbyname(host)
     except OSError:
-        found = f"{local}; between hosts gloo would fail, because {host!r} does not resolve"
-        return _report("network", found, choose)
+        return _report("network", f"{local}; between hosts gloo would fail: {host!r} does not resolve", choose)
     if address.startswith("127."):
-        note = f"{host!r} resolves to {address}, which other hosts cannot reach; for several hosts, {choose}"
-        return _report("network", f"{local}; {note}")
+        return _report("network", f"{local}; {host!r} is {address}, a local address: for several hosts, {choose}")
     owner = next((n for n, found in interfaces.items() if any(a.address == address for a in found)), None)
     if owner is None:
         return _report("network", f"{local}; between hosts gloo would use {address}, which no interface has", choose)
@@ -114,11 +110,10 @@ def _check_torch() -> Iterator[CheckRecord]:
 
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
     found = f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}"
-    if version < (2, 11):
-        yield _report("torch", found, "torch 2.11 or newer is needed: pip install 'torch>=2.11'", "fail")
-    else:
+    is_old, advice = version < (2, 11), "torch 2.11 or newer is needed: pip install 'torch>=2.11'"
+    if not is_old:
         advice = "newer than what Paceline was tested with (2.11 to 2.13)" if version > (2, 13) else ""
-        yield _report("torch", found, advice)
+    yield _report("torch", found, advice, "fail" if is_old else "warn")
     cores, asked = machine.count_cores(), os.environ.get("OMP_NUM_THREADS")
     found = f"{torch.get_num_threads()} in one process" + (f" (OMP_NUM_THREADS={asked})" if asked else "")
     if asked and asked.isdigit() and int(asked) > cores:
@@ -129,8 +124,7 @@ def _check_torch() -> Iterator[CheckRecord]:
         names = {"gloo": True, "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
         yield _report("backends", ", ".join(name for name, there in names.items() if there))
     else:
-        advice = "install a build of torch with distributed support"
-        yield _report("backends", "torch is built without gloo", advice, "fail")
+        yield _report("backends", "torch is built without gloo", "install a build of torch with it", "fail")
     if reason := transport.why_not():
         yield _report("shared memory", f"ranks of this host use gloo: {reason}", "see docs/transport.md")
     else:

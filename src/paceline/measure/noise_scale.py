@@ -16,15 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import ConfigError, MeasurementError
+from paceline.errors import MeasurementError, refuse
 from paceline.records.training import NoiseProbe, NoiseRecord
 from paceline.runtime.ranks import set_seed
 from paceline.training.build import Job
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome
-
-# The divisor of a loss scale that made gradients overflow, before the probe is repeated.
-_LOWER = 16
 
 
 def measure_noise_scale(
@@ -36,15 +33,13 @@ def measure_noise_scale(
     The model trains as it does in the job (mode, precision, label smoothing, augmentation), but is not compiled.
     Samples are drawn with replacement, so that they are as independent as the formulas take them to be. They and what
     dropout drops follow from the job's seed, `step` and the probe, not from the ranks. BatchNorm sees `batch_size`
-    samples, and SyncBatchNorm those of all ranks: the noise scale is that of training with such micro-batches.
-    Parameters, gradients, buffers, the optimizer and random numbers are as before when this returns.
-    Needs the memory of two further gradients. Collective: every rank must call this, between steps.
+    samples, and SyncBatchNorm those of all ranks. Parameters, gradients, buffers, the optimizer and random numbers are
+    as before when this returns. Collective: every rank must call this, between steps.
     """
-    if batch_size < 1 or num_small < 1 or num_probes < 1 or num_small * job.world.world_size < 2:
-        raise ConfigError(
-            f"{num_probes} probes of {num_small} small batches of {batch_size} on each of {job.world.world_size} "
-            "ranks: at least 1 probe of 2 small batches in all is needed, with 1 sample each"
-        )
+    ranks = job.world.world_size
+    found = f"{num_probes} probes of {num_small} small batches of {batch_size} on each of {ranks} ranks"
+    is_bad = min(batch_size, num_small, num_probes, num_small * ranks - 1) < 1
+    refuse((is_bad, f"{found}: at least 1 probe of 2 small batches in all is needed, with 1 sample each"))
     # Gradients that fit half precision in training may overflow in smaller batches, whose losses weigh more.
     scale = job.learner.scaler.get_scale()
     probes: list[NoiseProbe] = []
@@ -58,12 +53,10 @@ def measure_noise_scale(
             if all(map(math.isfinite, (*small_squares, big_square))):
                 probes.append(NoiseProbe(small_squares, big_square))
             elif scale > 1:
-                scale /= _LOWER
+                scale /= 16
             else:
-                raise MeasurementError(
-                    f"step {step}: a gradient of probe {len(probes)} is not finite, so there is no noise scale; try a "
-                    "lower --lr, --clip, or look at the model"
-                )
+                found = f"step {step}: a gradient of probe {len(probes)} is not finite, so there is no noise scale"
+                raise MeasurementError(f"{found}; try a lower --lr, --clip, or look at the model")
     return NoiseRecord(
         model=job.settings.model, data=job.train.name, device=job.world.device.type, world_size=job.world.world_size,
         precision=job.settings.precision, step=step, epoch=epoch, seed=job.settings.seed, small_batch_size=batch_size,
@@ -74,10 +67,8 @@ def measure_noise_scale(
 def _take_probe(
     job: Job, purpose: tuple[int, ...], epoch: int, batch_size: int, num_small: int, scale: float
 ) -> tuple[tuple[float, ...], float]:
-    """The squared norms of all ranks' gradients, and of their mean; losses are multiplied by `scale` on the way.
-
-    Small batches are numbered over all ranks, and their content follows from their number. Collective.
-    """
+    """The squared norms of all ranks' gradients, and of their mean; losses are multiplied by `scale` on the way. Small
+    batches are numbered over all ranks, and their content follows from their number. Collective."""
     params, world = job.learner.parameters, job.world
     widest = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize)
     dtype = torch.float64 if widest == torch.float64 else torch.float32

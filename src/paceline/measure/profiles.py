@@ -18,47 +18,30 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from paceline.errors import ConfigError, MeasurementError
-from paceline.measure.engine import Pace, no_garbage_collection, synchronize
-from paceline.measure.steps import (
-    MeasuredJob,
-    OwnJob,
-    OwnStep,
-    Replica,
-    StepBench,
-    TimedMessages,
-    TrainingJob,
-    Variant,
-    check_whole,
-    cycle_windows,
-    wrap,
-)
+from paceline.measure import steps
+from paceline.measure.engine import Pace, Report, build_samples, follow
+from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Replica, StepBench, TrainingJob, Variant
 from paceline.parallel.backward import find_tensors
-from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, Samples, StepRecord
+from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, StepRecord
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, join_world
 from paceline.training.build import build_job, build_learner, open_world
 from paceline.training.settings import TrainSettings
-from paceline.training.step import PhaseTimes
+from paceline.training.step import Phases, PhaseTimes
 from paceline.units import format_number_of
 from paceline.workloads.models import find_blocks
 
 _PACE = Pace(budget_s=15.0, min_iters=12, max_iters=100, warmup=4)
-_KINDS = ("plain", "marked", "no_comm")
-_PHASES = ("forward", "backward", "optimizer")
 _OUTSIDE = -1
 
 Block = tuple[str, nn.Module]
-Tell = Callable[[float], None]
 # A job of ours; or a user's own module and step, or a factory of both, with a wrapper and the options of `join_world`.
 Given = TrainSettings | tuple[nn.Module | Callable[[], Any], OwnStep | None, str, dict[str, Any]]
 
 
-# -- one step, looked into ---------------------------------------------------------------------------------------------
-
-
 class Seen(NamedTuple):
-    """Seconds of the whole step and of its phases; of backward before each gradient was ready; of blocks."""
+    """Seconds of the phases of a step; of backward before each gradient was ready; of blocks."""
 
     took_s: dict[str, float]
     ready_s: dict[int, float]
@@ -127,16 +110,15 @@ class LayerClock:
         return PhaseTimes([(phase, self._moments[moment]) for phase, moment in self.marks])
 
     def read_s(self) -> list[float]:
-        """Seconds of every moment since the first one; waits for the device."""
-        synchronize(self.device)
+        """Seconds of every moment since the first one; on a GPU the step must have finished."""
         first = self._moments[0]
         if self.device.type == "cuda":
             return [first.elapsed_time(event) / 1e3 for event in self._moments]
         return [reading - first for reading in self._moments]
 
     def read(self) -> Seen:
-        at_s = self.read_s()
-        took_s = dict.fromkeys(_PHASES, 0.0) | {"whole": at_s[self.marks[-1][1]] - at_s[self.marks[0][1]]}
+        # All from the same readings: an event rounds, and no part may be longer than its whole.
+        at_s, took_s = self.read_s(), dict[str, float]()
         spans = [(phase, begin, end) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
         for phase, begin, end in spans:
             took_s[phase] = took_s.get(phase, 0.0) + at_s[end] - at_s[begin]
@@ -201,141 +183,86 @@ def _find_nodes(*values: Any) -> list[Any]:
     return found
 
 
-# -- layers of the bare model -----------------------------------------------------------------------------------------
+class Layers(steps.Probe):
+    """What the steps of kind `profiled` of a bare replica show of its layers. No hook is left on the module.
 
-
-def measure_layers(
-    replica: Replica,
-    labels: dict[str, Any],
-    blocks: Sequence[Block] | None = None,
-    *,
-    iters: int | None = None,
-    warmup: int | None = None,
-    tell: Tell | None = None,
-) -> LayerProfileRecord:
-    """Profile `iters` steps of a bare replica after `warmup` others, in turns with plain steps.
-
-    The record therefore says what profiling costs. `labels` are those of its job (model, precision, batch_size).
-    `blocks` are modules that do not contain each other, by name and in the order of the model's definition; by default
-    the module's children. The steps train the module. No hook is left on it. `tell` gets the share that is done.
+    `blocks` are modules that do not contain each other, by name and in the order of the model's definition; None stands
+    for the module's children.
     """
-    iters, warmup = 20 if iters is None else iters, 3 if warmup is None else warmup
-    module, model = replica.module, labels["model"]
-    names: dict[nn.Parameter, list[str]] = {}  # of every trained parameter; a tied one has several
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
-    if len(devices := {parameter.device for parameter in names}) != 1:
-        found = ", ".join(sorted(map(str, devices))) or "no device, for nothing is trained"
-        raise ConfigError(f"the trained parameters of {model} are on {found}: they must be on one device")
-    device = devices.pop()
-    chosen = list(_find_children(module)) or [("model", module)] if blocks is None else list(blocks)
-    block_of = _check_blocks(module, chosen)
-    clocks = {"plain": LayerClock([], [], device)}
-    clocks["profiled"] = LayerClock(list(names), [block for _, block in chosen], device)
-    steps: dict[str, list[Seen]] = {"plain": [], "profiled": []}
-    with no_garbage_collection():
-        replica.activate()
-        for number in range(warmup + iters):
-            # The order changes, so that neither sort always follows the other.
-            for sort in ("plain", "profiled") if number % 2 else ("profiled", "plain"):
-                steps[sort].append(_take_step(replica, model, clocks[sort]))
-            if tell is not None and number >= warmup:
-                tell((number + 1 - warmup) / iters)
 
-    def samples(sort: str, phase: str) -> Samples:
-        rows = tuple((step.took_s[phase],) for step in steps[sort])
-        return Samples(seconds=rows[warmup:], warmup_seconds=rows[:warmup])
+    def __init__(self, replica: Replica, model: str, blocks: Sequence[Block] | None) -> None:
+        self._module, self._model, self.seen = replica.module, model, list[Seen]()
+        self._names: dict[nn.Parameter, list[str]] = {}  # of every trained parameter; a tied one has several
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                self._names.setdefault(parameter, []).append(name)
+        if len(devices := {parameter.device for parameter in self._names}) != 1:
+            found = ", ".join(sorted(map(str, devices))) or "no device, for nothing is trained"
+            raise ConfigError(f"the trained parameters of {model} are on {found}: they must be on one device")
+        children = [("model", self._module)] if blocks is None else blocks
+        self._blocks = list((blocks is None and _find_children(self._module)) or children)
+        inside, owner = set(self._module.modules()), dict[nn.Module, str]()
+        for name, block in self._blocks:
+            if block not in inside:
+                raise ConfigError(f"block {name} is not a part of the module that is profiled")
+            for part in block.modules():
+                if part in owner:
+                    raise ConfigError(f"blocks {owner[part]} and {name} share a module: none may contain another")
+                owner[part] = name
+        self._clock = LayerClock(list(self._names), [block for _, block in self._blocks], devices.pop())
 
-    seen = steps["profiled"][warmup:]
-    parameters = [
-        ParameterTimes(
-            name=own[0],
-            aliases=tuple(own[1:]),
-            num_bytes=parameter.nbytes,
-            num_elements=parameter.numel(),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            block=block_of.get(parameter, ""),
-            ready_s=tuple(step.ready_s.get(index) for step in seen),
-        )
-        for index, (parameter, own) in enumerate(names.items())
-    ]
-    num_frozen = sum(not parameter.requires_grad for parameter in module.parameters())
-    return LayerProfileRecord(
-        model=model,
-        device=device.type,
-        dtype=labels["precision"],
-        batch_size=labels["batch_size"],
-        parameters=tuple(order_by_ready(parameters)),
-        blocks=tuple(
-            BlockTimes(name, tuple(s.forward_s[i] for s in seen), tuple(s.backward_s[i] for s in seen))
-            for i, (name, _) in enumerate(chosen)
-        ),
-        timing=samples("plain", "whole"),
-        forward=samples("plain", "forward"),
-        backward=samples("plain", "backward"),
-        optimizer=samples("plain", "optimizer"),
-        profiled_step=samples("profiled", "whole"),
-        profiled_forward=samples("profiled", "forward"),
-        profiled_backward=samples("profiled", "backward"),
-        note=f"{num_frozen} parameters are not trained" if num_frozen else "",
-    )
+    def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
+        if kind != "profiled":
+            return None
+        hooks.enter_context(self._clock.attached())
+        return self._clock
 
+    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
+        if kind == "profiled":
+            self.seen.append(self._clock.read())
+            for phase in {"forward", "backward"} - self.seen[-1].took_s.keys():
+                needed = "it must call the model that it gets, and backward() on a loss"
+                raise MeasurementError(f"the step of {self._model} ran no {phase}: {needed}", code="no-phase")
 
-def _take_step(replica: Replica, model: str, clock: LayerClock) -> Seen:
-    given = replica.load()
-    synchronize(clock.device)
-    with clock.attached():
-        replica.run(given, clock)
-        clock.end()
-    for phase in ("forward", "backward"):
-        if phase not in dict(clock.marks):
-            raise MeasurementError(
-                f"the step of {model} ran no {phase}: it must call the model that it gets, and backward() on a loss",
-                code="no-phase",
+    def build_record(self, bench: StepBench, variant: Variant) -> LayerProfileRecord:
+        """Rank 0's layers, profiled while all ranks computed. Collective: every rank must call this."""
+        warm, num_ranks = bench.num_warm_steps, bench.world.world_size
+        times = {name: variant.times[name] for name in ("forward", "backward", "optimizer")}
+        times |= {"timing": variant.times["marked"], "profiled_step": variant.times["profiled"]}
+        times |= {f"profiled_{phase}": [s.took_s[phase] for s in self.seen] for phase in ("forward", "backward")}
+        samples: dict[str, Any] = {name: build_samples([seconds], warm) for name, seconds in times.items()}
+        seen, num_frozen = self.seen[warm:], sum(not p.requires_grad for p in self._module.parameters())
+        # The first block that contains it.
+        owner = {parameter: name for name, block in reversed(self._blocks) for parameter in block.parameters()}
+        parameters = [
+            ParameterTimes(
+                name, p.nbytes, p.numel(), str(p.dtype).removeprefix("torch."), owner.get(p, ""),
+                tuple(step.ready_s.get(index) for step in seen), tuple(aliases),
             )
-    return clock.read()
+            for index, (p, (name, *aliases)) in enumerate(self._names.items())
+        ]  # fmt: skip
+        blocks = [
+            BlockTimes(name, tuple(s.forward_s[i] for s in seen), tuple(s.backward_s[i] for s in seen))
+            for i, (name, _) in enumerate(self._blocks)
+        ]
+        notes = [f"{num_frozen} parameters are not trained"] if num_frozen else []
+        notes += [f"of rank 0, while {num_ranks} ranks computed"] if num_ranks > 1 else []
+        record = LayerProfileRecord(
+            model=self._model, device=self._clock.device.type, dtype=bench.labels["precision"],
+            batch_size=bench.labels["batch_size"], blocks=tuple(blocks), **samples, note="; ".join(notes),
+            # By median; equal ones in the reverse of the model's order, which is the usual order of backward.
+            parameters=tuple(sorted(reversed(parameters), key=lambda parameter: parameter.order_s)),
+        )  # fmt: skip
+        first: LayerProfileRecord = bench.world.share(record)[0]
+        return first
 
 
-def _find_children(module: nn.Module, prefix: str = "") -> Iterator[Block]:
+def _find_children(module: nn.Module, prefix: str = "") -> list[Block]:
+    found: list[Block] = []
     for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # never called itself
-            yield from _find_children(child, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", child
-
-
-def _check_blocks(module: nn.Module, blocks: Sequence[Block]) -> dict[nn.Parameter, str]:
-    """The first block of each parameter that is in one."""
-    inside = set(module.modules())
-    owner: dict[nn.Module, str] = {}
-    for name, block in blocks:
-        if block not in inside:
-            raise ConfigError(f"block {name} is not a part of the module: pass blocks of the module that is profiled")
-        for part in block.modules():
-            if part in owner:
-                raise ConfigError(f"blocks {owner[part]} and {name} share a module: blocks must not contain each other")
-            owner[part] = name
-    return {parameter: name for name, block in reversed(blocks) for parameter in block.parameters()}
-
-
-def order_by_ready(parameters: list[ParameterTimes]) -> list[ParameterTimes]:
-    """By median; equal ones in the reverse of the model's order, which is the usual order of backward."""
-    return sorted(reversed(parameters), key=lambda parameter: parameter.order_s)
-
-
-# -- what ranks run ---------------------------------------------------------------------------------------------------
-
-
-def _follow(world: World, label: str, number: int = 0, total: int = 1) -> Tell:
-    """Post the share of one of several parts that is done, on rank 0."""
-
-    def tell(share: float) -> None:
-        if world.rank == 0:
-            post(Progress(number + share, total, label))
-
-    tell(0.0)
-    return tell
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # never called itself
+        found += _find_children(child, f"{prefix}{name}.") if is_list else [(f"{prefix}{name}", child)]
+    return found
 
 
 @contextlib.contextmanager
@@ -346,7 +273,7 @@ def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, Measu
             wrapper = "none" if is_bare else given.wrapper
             job = TrainingJob(build_job(dataclasses.replace(given, ranks=world.world_size, wrapper=wrapper), world))
             job.labels["wrapper"] = wrapper
-            windows, built = cycle_windows(job.job), [job.job.learner]
+            windows, built = steps.cycle_windows(job.job), [job.job.learner]
 
             def build() -> Replica:
                 learner = built.pop() if built else build_learner(job.job.settings, world, job.job.train)
@@ -358,7 +285,7 @@ def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, Measu
     with join_world(**options) as world:
         own = OwnJob(model, step)
         own.labels["wrapper"] = wrapper
-        wrap_by = None if is_bare or wrapper == "none" else functools.partial(wrap, wrapper=wrapper)
+        wrap_by = None if is_bare or wrapper == "none" else functools.partial(steps.wrap, wrapper=wrapper)
         try:
             yield world, own, lambda: own.build(world, wrap_by)
         finally:
@@ -370,13 +297,11 @@ def measure_phases(
     batch_sizes: tuple[int, ...],
     iters: int | None,
     warmup: int | None,
-    before: int = 0,
-    after: int = 0,
+    before: int,
+    after: int,
 ) -> list[StepRecord]:
-    """The phases of a job of ours at each batch size per rank. Collective: every rank must call this.
-
-    `before` and `after` count the cells of other numbers of ranks, for the progress.
-    """
+    """The phases of a job of ours at each batch size per rank. Collective: every rank must call this. `before` and
+    `after` count the cells of other numbers of ranks, for the progress."""
     total = before + len(batch_sizes) + after
     records: list[StepRecord] = []
     with open_world(settings) as world:
@@ -385,9 +310,9 @@ def measure_phases(
                 assert isinstance(job, TrainingJob)
                 # Before the first is measured: the largest would end the run, and lose what was measured.
                 largest = dataclasses.replace(job.job.batches, batch_size=max(batch_sizes))
-                check_whole(job.job, largest.global_batch_size)
+                steps.check_whole(job.job, largest.global_batch_size)
                 label = f"{format_number_of(world.world_size, 'rank')}, batch {batch_size}"
-                records.append(_run_phases(world, job, build, iters, warmup, _follow(world, label, number, total)))
+                records.append(_run_phases(world, job, build, iters, warmup, follow(world, label, number, total)))
             if world.rank == 0:
                 post(Progress(number + 1, total, label, (records[-1],)))
     return records
@@ -395,45 +320,43 @@ def measure_phases(
 
 def measure_profile(given: Given, kind: str, iters: int | None, warmup: int | None) -> list[Record]:
     """Layers of the bare model ("layers"), phases of its steps ("phases"), or on several ranks both ("all").
-
-    Collective: every rank must call this.
-    """
+    Collective: every rank must call this."""
     records: list[Record] = []
     with open_job(given, is_bare=kind == "layers") as (world, job, build):
         parts = (kind,) if kind != "all" else ("layers", "phases") if world.world_size > 1 else ("layers",)
         for number, part in enumerate(parts):
-            tell = _follow(world, part, number, len(parts))
+            report = follow(world, part, number, len(parts))
             if part == "phases":
-                records.append(_run_phases(world, job, build, iters, warmup, tell))
+                records.append(_run_phases(world, job, build, iters, warmup, report))
             else:
                 bare = build() if kind == "layers" else job.build(world)
-                records.append(_share_layers(world, job, bare, iters, warmup, tell))
+                blocks = find_blocks(bare.module) if isinstance(job, TrainingJob) else None
+                records.append(measure_layers(world, bare, job.labels, blocks, iters, warmup, report))
     return records
 
 
-def _share_layers(
-    world: World, job: MeasuredJob, bare: Replica, iters: int | None, warmup: int | None, tell: Tell
-) -> LayerProfileRecord:
-    """Rank 0's layers, the same on every rank. All ranks compute at the same time, as they do in training."""
-    blocks = find_blocks(bare.module) if isinstance(job, TrainingJob) else None
-    record = measure_layers(bare, job.labels, blocks, iters=iters, warmup=warmup, tell=tell)
-    bare.close()
-    if world.world_size > 1:
-        more = f"of rank 0, while {world.world_size} ranks computed"
-        record = dataclasses.replace(record, note="; ".join(filter(None, (record.note, more))))
-    first: LayerProfileRecord = world.share(record)[0]
-    return first
+def measure_layers(
+    world: World, replica: Replica, labels: dict[str, Any], blocks: Sequence[Block] | None = None,
+    iters: int | None = None, warmup: int | None = None, report: Report | None = None,
+) -> LayerProfileRecord:  # fmt: skip
+    """Profile steps of a bare replica in turns with plain ones, so that the record says what profiling costs. `labels`
+    are those of its job. The steps train the module. Collective: every rank must call this."""
+    with StepBench(world, labels) as bench:
+        variant = bench.add(Variant({}, replica, ("marked", "profiled")))
+        variant.probe = layers = Layers(replica, labels["model"], blocks)
+        bench.run(_PACE, iters or 20, 3 if warmup is None else warmup, report)
+        return layers.build_record(bench, variant)
 
 
 def _run_phases(
-    world: World, job: MeasuredJob, build: Callable[[], Replica], iters: int | None, warmup: int | None, tell: Tell
+    world: World, job: MeasuredJob, build: Callable[[], Replica], iters: int | None, warmup: int | None, report: Report
 ) -> StepRecord:
-    replica, wrapper = build(), job.labels["wrapper"]
+    replica, wrapper, kinds = build(), job.labels["wrapper"], ("plain", "marked", "no_comm")
     # torch's wrapper is timed by a second replica, which one module that all share cannot be.
     is_alone = wrapper == "torch" and isinstance(job, OwnJob) and job.is_shared
     can_time = world.world_size > 1 and wrapper in ("paceline", "torch") and not is_alone
-    timed = TimedMessages(replica, build) if can_time else None
+    timed = steps.TimedMessages(replica, build) if can_time else None
     with StepBench(world, job.labels | {"num_parameters": len(replica.parameters)}, loads_inside=True) as bench:
-        variant = bench.add(Variant({}, replica, (*_KINDS, "timed") if can_time else _KINDS, timed))
-        bench.run(_PACE, iters, warmup, tell)
+        variant = bench.add(Variant({}, replica, (*kinds, "timed") if can_time else kinds, timed))
+        bench.run(_PACE, iters, warmup, report)
         return bench.build_record(variant)

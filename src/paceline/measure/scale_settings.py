@@ -1,13 +1,9 @@
-"""The settings of scaling studies and the cells that follow from them, checked before any rank starts. No torch.
-
-Measuring the cells is in `scaling`.
-"""
+"""The settings of scaling studies and the cells that `scaling` measures, checked before any rank starts. No torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -35,8 +31,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Cell:
-    """What takes turns: one mode at one number of samples, of a rank's micro-batch (weak) or over all ranks and
-    micro-batches (strong)."""
+    """What takes turns: a mode at a number of samples: of a rank's micro-batch (weak), or over all of them (strong)."""
 
     mode: str
     samples: int
@@ -128,21 +123,16 @@ class ScaleSettings(StudySettings):
         )  # fmt: skip
 
     def sweep(self, num_bytes: int) -> CollectiveSettings:
-        """All-reduces alone on these ranks and backends, up to the size of all gradients: the peak bandwidth, and what
-        a prediction is based on."""
-        sizes, size = [], 1 << 14
-        while size < num_bytes:
-            sizes.append(size)
-            size *= 4
-        sizes.append(max(size, MIB))
+        """All-reduces alone, up to the size of all gradients: the peak bandwidth, and the base of a prediction."""
+        sizes = [1 << 14]
+        while sizes[-1] < num_bytes:
+            sizes.append(4 * sizes[-1])
+        sizes[-1] = max(sizes[-1], MIB)
         return CollectiveSettings(
-            backends=self.backends,
-            ranks=tuple(n for n in self.ranks if n > 1),
-            sizes=tuple(sizes),
-            device="auto" if "nccl" in self.backends else self.job.device,
+            backends=self.backends, ranks=tuple(n for n in self.ranks if n > 1), sizes=tuple(sizes),
+            device="auto" if "nccl" in self.backends else self.job.device, threads=self.job.threads or 1,
             memories=("ordinary", "shared") if "shm" in self.backends else ("ordinary",),
-            threads=self.job.threads or 1,
-        )
+        )  # fmt: skip
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
@@ -162,15 +152,9 @@ class BatchSettings(StudySettings):
         refuse(
             (self.epochs < 2, f"--epochs {self.epochs}: the first is a warm-up, so at least 2 are needed"),
             (min(self.batch_sizes, default=0) < 1, "--batch-size: at least one size of at least 1 is needed"),
-            (
-                samples is not None and samples < most,
-                f"--batch-size {most} of --samples {samples}: leave it out, or give more",
-            ),
+            (samples is not None and samples < most, f"--batch-size {most} of --samples {samples}: leave it out"),
             (ranks != 1, f"--ranks {ranks}: batch sizes are compared on one rank; see `scale ranks`"),
         )
-
-
-# -- large batches -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -191,15 +175,16 @@ class TrainingCell:
     def configuration(self) -> str:
         """What the recipe set, for a table."""
         s = self.settings
-        parts = [s.optimizer, f"lr {s.lr:.4g}", s.schedule]
-        parts += [f"warm-up {s.lr_warmup}"] if s.lr_warmup else []
-        if s.batch_growth:
-            grown = ", ".join(f"x{factor} at {share:g}" for share, factor in s.batch_growth)
-            parts.append(f"from {s.global_batch_size}: {grown}")
-        parts += [f"ghosts of {s.ghost_batchnorm}"] if s.ghost_batchnorm else []
-        parts += ["sync BatchNorm"] if s.sync_batchnorm else []
-        parts += [f"smoothing {s.label_smoothing:g}"] if s.label_smoothing else []
-        return ", ".join(parts)
+        grown = ", ".join(f"x{factor} at {share:g}" for share, factor in s.batch_growth)
+        parts = [
+            (True, f"{s.optimizer}, lr {s.lr:.4g}, {s.schedule}"),
+            (s.lr_warmup, f"warm-up {s.lr_warmup}"),
+            (s.batch_growth, f"from {s.global_batch_size}: {grown}"),
+            (s.ghost_batchnorm, f"ghosts of {s.ghost_batchnorm}"),
+            (s.sync_batchnorm, "sync BatchNorm"),
+            (s.label_smoothing, f"smoothing {s.label_smoothing:g}"),
+        ]
+        return ", ".join(words for is_on, words in parts if is_on)
 
     def check(self, num_samples: int) -> None:
         """Refuse warm-ups and growths for which a run is too short before anything is trained."""
@@ -240,24 +225,20 @@ class LargeBatchSettings(StudySettings):
     def check(self) -> None:
         base, sizes = self.base_batch_size, self.global_batch_sizes
         shown = ",".join(map(str, sizes)) or "nothing"
-        check_counts(
-            base_batch_size=base, evaluations=self.evaluations, batch_size=self.most_at_once, updates=self.updates,
-            seeds=len(self.seeds),
-        )  # fmt: skip
+        check_counts(base_batch_size=base, evaluations=self.evaluations, batch_size=self.most_at_once)
+        check_counts(updates=self.updates, seeds=len(self.seeds))
+        is_small = min(sizes, default=0) <= base
         refuse(
-            (
-                min(sizes, default=0) <= base,
-                f"--global-batch-size {shown}: batches above the base of {base} are needed",
-            ),
+            (is_small, f"--global-batch-size {shown}: batches above the base of {base} are needed"),
             (not self.recipes, "--recipes: at least one, such as none"),
         )
-        odd = [size for size in sizes if size % base]
+        odd = next((size for size in sizes if size % base), 0)
         for text in self.recipes:
-            names = Recipe.parse(text).names
-            if "sync" in names and self.job.ranks == 1:
-                raise ConfigError(f"recipe {text!r}: sync needs several ranks, and there is one; use ghost, or --ranks")
-            if "grow" in names and odd:
-                raise ConfigError(f"recipe {text!r}: {odd[0]} is not a multiple of the base {base}")
+            names, alone = Recipe.parse(text).names, "sync needs several ranks, and there is one; use ghost, or --ranks"
+            refuse(
+                ("sync" in names and self.job.ranks == 1, f"recipe {text!r}: {alone}"),
+                ("grow" in names and odd, f"recipe {text!r}: {odd} is not a multiple of the base {base}"),
+            )
 
     def check_norms(self, has_norm: bool) -> None:
         """Refuse recipes for BatchNorm where the model has none."""
@@ -272,28 +253,21 @@ class LargeBatchSettings(StudySettings):
 
     def list_cells(self, num_samples: int) -> list[TrainingCell]:
         """All runs of the study; the baseline first, whose first seed probes the noise of its gradients."""
-        cells = list(self._list_epochs(num_samples))
-        updates = self.updates
-        if updates is None:
-            updates = 2 * self.count_updates(max(self.global_batch_sizes), num_samples)
-        for size in (self.base_batch_size, *self.global_batch_sizes) if updates else ():
-            limited = replace(
-                share_batch(replace(self.job, global_batch_size=size), self.most_at_once), epochs=1, steps=updates
-            )
-            cells += [TrainingCell(replace(limited, seed=seed), "updates", NO_RECIPE, size) for seed in self.seeds]
+        base, larger, found = self.base_batch_size, self.global_batch_sizes, []
+        for size, text in [(base, NO_RECIPE), *((size, recipe) for size in larger for recipe in self.recipes)]:
+            if size > num_samples:  # a shorter batch would be recorded as this one
+                raise ConfigError(f"{num_samples} samples are fewer than a batch of {size}: leave it out")
+            settings = Recipe.parse(text).apply(self.job, size, base, self.count_updates(size, num_samples))
+            found.append((share_batch(settings, self.most_at_once), "epochs", text, size))
+        updates = 2 * self.count_updates(max(larger), num_samples) if self.updates is None else self.updates
+        for size in (base, *larger) if updates else ():
+            settings = share_batch(replace(self.job, global_batch_size=size), self.most_at_once)
+            found.append((replace(settings, epochs=1, steps=updates), "updates", NO_RECIPE, size))
+        cells = []
+        for settings, budget, text, size in found:
+            for seed in self.seeds:
+                probes = (budget, size, seed) == ("epochs", base, self.seeds[0])
+                cells.append(TrainingCell(replace(settings, seed=seed), budget, text, size, probes))
         for cell in cells:
             cell.check(num_samples)
         return cells
-
-    def _list_epochs(self, num_samples: int) -> Iterator[TrainingCell]:
-        base = self.base_batch_size
-        plan = [(base, NO_RECIPE), *((size, recipe) for size in self.global_batch_sizes for recipe in self.recipes)]
-        for size, text in plan:
-            if size > num_samples:
-                # A shorter batch would be recorded as this one.
-                raise ConfigError(f"{num_samples} samples are fewer than a batch of {size}: leave it out")
-            updates = self.count_updates(size, num_samples)
-            settings = share_batch(Recipe.parse(text).apply(self.job, size, base, updates), self.most_at_once)
-            for seed in self.seeds:
-                probes = size == base and seed == self.seeds[0]
-                yield TrainingCell(replace(settings, seed=seed), "epochs", text, size, probes)

@@ -11,7 +11,7 @@ import gc
 import math
 import re
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,21 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ConfigError, MeasurementError
+from paceline.measure import steps
 from paceline.measure.collectives import measure_collectives
-from paceline.measure.engine import PATIENCE, Pace, synchronize
+from paceline.measure.engine import PATIENCE, Pace, build_samples, follow, synchronize
 from paceline.measure.noise_scale import measure_noise_scale
-from paceline.measure.profiles import measure_profile
 from paceline.measure.scale_settings import Cell, ScaleSettings, Setup, TrainingCell
 from paceline.measure.settings import CollectiveSettings
-from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant, build_scaled
-from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record, Samples
-from paceline.runtime.session import Progress
-from paceline.runtime.worker import post
+from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant
+from paceline.parallel.replicas import only_computing
+from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record
 from paceline.runtime.world import World, check_backend
 from paceline.training.build import Job, build_job, build_learner, load_sets, open_world
-from paceline.training.loader import Window, load_windows
 from paceline.training.loop import evaluate, run_steps
 from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseClock
-from paceline.workloads.data.sharding import EpochOrder
 
-_LAYER_ITERS = 12
 _PACE = Pace(budget_s=20.0, min_iters=10, max_iters=60, warmup=3)
 # How torch reports that memory is exhausted: on a GPU by the error's class, on a CPU only by its text.
 _FULL = re.compile(r"can't allocate memory|not enough memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
@@ -49,30 +45,9 @@ _NUM_PROBES, _SMALL_BATCH_SIZE, _PROBE_COST = 8, 32, 0.05
 _LEAST_SMALL, _MOST_SMALL = 4, 64
 
 
-def _build_report(world: World, label: str) -> Callable[[float], None]:
-    """Posts the share that is done, from one rank and at most twice a second."""
-    posted_s = 0.0
-
-    def report(share: float) -> None:
-        nonlocal posted_s
-        if world.rank == 0 and time.perf_counter() - posted_s > 0.5:
-            posted_s = time.perf_counter()
-            post(Progress(share, 1, label))
-
-    return report
-
-
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
 def measure_allreduce(settings: CollectiveSettings) -> list[Record]:
     """The all-reduces alone. Collective: every rank of the launched world must call this."""
     return list(measure_collectives(settings).records)
-
-
-def measure_layers_alone(settings: TrainSettings) -> list[Record]:
-    """The layers of the job on one rank."""
-    return measure_profile(settings, "layers", _LAYER_ITERS, 2)
 
 
 def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
@@ -81,8 +56,7 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
         job = _build_job(settings, cell, world)
         samples = cell.count_samples(job.batches.accumulate)
         labels = TrainingJob(job).labels | {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
-        bench = StepBench(world, labels)
-        try:
+        with StepBench(world, labels) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
             for world_size in (n for n in settings.ranks if n > 1):
                 groups: dict[str, dist.ProcessGroup] = {}
@@ -91,10 +65,8 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
                     groups[backend] = dist.new_group(list(range(world_size)), backend=backend, timeout=PATIENCE)
                 for setup in settings.setups:
                     bench.add(_build_variant(job, cell, world, setup, world_size, groups.get(setup.backend)))
-            bench.run(_PACE, settings.iters, None, _build_report(world, cell.name))
+            bench.run(_PACE, settings.iters, None, follow(world, cell.name))
             return [bench.build_record(variant) for variant in bench.variants]
-        finally:
-            bench.clear()
 
 
 def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> Job:
@@ -114,35 +86,27 @@ def _build_variant(
     job: Job, cell: Cell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None
 ) -> Variant:
     """A wrapper on the first `world_size` ranks; without a replica on a rank outside."""
-    is_one_process = setup.wrapper in ("none", "dp")
-    kinds = ("plain",) if is_one_process else ("plain", "no_comm", "timed")
+    is_alone = setup.wrapper in ("none", "dp")  # in one process
+    num_ranks, kinds = (1, ("plain",)) if is_alone else (world_size, ("plain", "no_comm", "timed"))
     batch_size = cell.batch_size(world_size, job.batches.accumulate)
     labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size}
-    if world.rank >= (1 if is_one_process else world_size):
+    if world.rank >= num_ranks:
         return Variant(labels, None, kinds)
-
-    windows = _cycle(job, cell, world, world_size, is_one_process)
+    windows = steps.cycle_windows(job, batch_size * world_size // num_ranks, num_ranks)
 
     def build() -> Replica:
-        return TrainingJob(job).as_replica(build_scaled(job, world, setup.wrapper, group, world_size), windows)
+        learner = steps.build_bare(job, world)
+        model: torch.nn.Module = learner.module
+        if setup.wrapper == "dp":
+            model = torch.nn.DataParallel(model, device_ids=list(range(world_size)))
+        elif setup.wrapper != "none":
+            with only_computing(world_size):
+                model = steps.wrap(model, setup.wrapper, group)
+        # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
+        return TrainingJob(job).as_replica(dataclasses.replace(learner, model=model, world_size=num_ranks), windows)
 
     replica = build()
-    return Variant(labels, replica, kinds, None if is_one_process else TimedMessages(replica, build, group))
-
-
-def _cycle(job: Job, cell: Cell, world: World, world_size: int, is_one: bool) -> Generator[Window, None, None]:
-    """Whole global batches of this number of ranks, epoch after epoch; this rank's share of each."""
-    accumulate, epoch = job.batches.accumulate, 0
-    batch_size = cell.batch_size(world_size, accumulate)
-    rank, shares = (0, 1) if is_one else (world.rank, world_size)
-    micro = batch_size * (world_size if is_one else 1)
-    while True:
-        order = EpochOrder(len(job.train), world_size * batch_size * accumulate, job.settings.seed, epoch, "drop")
-        yield from load_windows(job.train, order, 0, rank, shares, micro, world.device)
-        epoch += 1
-
-
-# -- one rank at one batch size ----------------------------------------------------------------------------------------
+    return Variant(labels, replica, kinds, None if is_alone else TimedMessages(replica, build, group))
 
 
 def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
@@ -157,22 +121,16 @@ def measure_batch(settings: TrainSettings, epochs: int) -> list[Record]:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # forget the peak of this process so far
         times: list[tuple[float, float]] = []
-        failure = ""
-        if job.batches.global_batch_size > len(job.train):  # a short batch would appear in the table as the larger one
-            failure = f"more than the {len(job.train)} samples of an epoch"
+        # A short batch would appear in the table as the larger one.
+        is_large = job.batches.global_batch_size > len(job.train)
+        failure = f"more than the {len(job.train)} samples of an epoch" if is_large else ""
         try:
-            if not failure:
-                times.extend(_time_epochs(job))
+            times.extend(() if failure else _time_epochs(job))
         except (RuntimeError, MemoryError) as error:
             if not (isinstance(error, MemoryError | torch.OutOfMemoryError) or _FULL.search(str(error))):
                 raise
             failure = f"out of memory in epoch {len(times) + 1}"
-        timing, data_wait = (
-            None
-            if failure
-            else Samples(seconds=tuple((row[part],) for row in times[1:]), warmup_seconds=((times[0][part],),))
-            for part in (0, 1)
-        )
+        timing, data_wait = (None if failure else build_samples([[row[i] for row in times]], 1) for i in (0, 1))
         record = BatchRecord(
             model=settings.model, data=job.train.name, device=world.device.type, precision=settings.precision,
             threads=torch.get_num_threads(), batch_size=job.batches.batch_size, num_samples=len(job.train),
@@ -192,7 +150,7 @@ def _time_epochs(job: Job) -> Iterator[tuple[float, float]]:
     On a GPU the steps are timed by its own clock. The host runs ahead there, and while it waits for data or in a full
     queue the GPU computes: taken off, such a wait would make steps too short.
     """
-    device, laps, report = job.world.device, [], _build_report(job.world, f"batch size {job.batches.batch_size}")
+    device, laps, report = job.world.device, [], follow(job.world, f"batch size {job.batches.batch_size}")
     clock = PhaseClock(device)
     synchronize(device)
     begin_s = time.perf_counter()
@@ -218,14 +176,9 @@ def _read_peak(device: torch.device) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-# -- training runs with large batches ----------------------------------------------------------------------------------
-
-
 def survey_job(settings: TrainSettings) -> tuple[int, bool]:
-    """How many samples an epoch has, and whether the model has a BatchNorm that a recipe can change.
-
-    Collective: call on every rank of the launched world.
-    """
+    """How many samples an epoch has, and whether the model has a BatchNorm that a recipe can change. Collective: call
+    on every rank of the launched world."""
     with open_world(settings) as world:
         train, _ = load_sets(settings, world)
         module = build_learner(dataclasses.replace(settings, wrapper="none"), world, train).module
@@ -233,10 +186,8 @@ def survey_job(settings: TrainSettings) -> tuple[int, bool]:
 
 
 def measure_large_batch(cell: TrainingCell, evaluations: int, data_seed: int) -> list[Record]:
-    """Train the cell to its end. Collective: call on every rank of the launched world.
-
-    Synthetic data has one seed in all cells: another seed would be another task, not another run of it.
-    """
+    """Train the cell to its end. Collective: call on every rank of the launched world. Synthetic data has one seed in
+    all cells: another seed would be another task, not another run of it."""
     with open_world(cell.settings) as world:
         settings = dataclasses.replace(cell.settings, ranks=world.world_size)
         is_synthetic = settings.data.startswith("synthetic")
@@ -257,7 +208,7 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
     step = num_targets = num_samples = largest = 0
     curve: list[CurvePoint] = []
     noise: list[NoiseRecord] = []
-    report, failure, begin_s = _build_report(world, cell.name), "", time.perf_counter()
+    report, failure, begin_s = follow(world, cell.name), "", time.perf_counter()
     for taken in run_steps(job):
         step = taken.position.step
         loss_sum += taken.outcome.loss_sum.detach().double()

@@ -1,7 +1,4 @@
-"""What the benchmarks of collectives and of wrappers measure, checked before any rank starts. Imports no torch.
-
-A command must refuse a bad request at once, and importing torch takes longer than that.
-"""
+"""What benchmarks measure, checked before any rank starts. No torch: a bad request is refused at once."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from paceline import machine
 from paceline.errors import ConfigError, refuse
 from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES, Record
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
-from paceline.units import format_bytes, parse_size, parse_sizes
+from paceline.units import format_bytes
 from paceline.workloads.registry import WORKLOADS
 
 BACKENDS = ("gloo", "nccl", "shm")
@@ -31,10 +28,6 @@ DEFAULT_MODELS = ("mlp", "cnn", "resnet18", "gpt2-mini", "tiny")
 # Ways to run torch's wrapper that `torch-tuned` chooses from: its own caps, five others, one bucket, and our plan.
 MAX_CANDIDATES = 8
 
-Counts = int | Sequence[int]
-Names = str | Sequence[str]
-Sizes = str | Sequence[str | int]
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -42,30 +35,6 @@ class Measured:
 
     records: tuple[Record, ...]
     details: dict[str, Any]
-
-
-# -- what a request may look like --------------------------------------------------------------------------------------
-
-
-def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
-    """One number or several, without repeats."""
-    found = (counts,) if isinstance(counts, int) else tuple(dict.fromkeys(counts))
-    if not found or min(found) < 1:
-        raise ConfigError(f"{name} {counts}: at least one number of at least 1 is needed")
-    return found
-
-
-def list_names(names: Names) -> tuple[str, ...]:
-    """The names of a comma-separated text, or of several, without repeats."""
-    found = (names if isinstance(names, str) else ",".join(names)).split(",")
-    return tuple(dict.fromkeys(name.strip() for name in found if name.strip()))
-
-
-def list_sizes(sizes: Sizes) -> tuple[int, ...]:
-    """Bytes of sizes that carry their unit, or are bytes already."""
-    if isinstance(sizes, str):
-        return parse_sizes(sizes)
-    return tuple(dict.fromkeys(parse_size(size) if isinstance(size, str) else size for size in sizes))
 
 
 def check_names(what: str, values: Sequence[str], known: Iterable[str]) -> None:
@@ -86,9 +55,6 @@ def check_counts(**counts: int | None) -> None:
         least = 0 if name in ("warmup", "updates") else 1
         if count is not None and count < least:
             raise ConfigError(f"--{name.replace('_', '-')} {count}: at least {least} is needed")
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +176,7 @@ class CollectiveSettings(GroupSettings):
 
     @property
     def bytes_per_rank(self) -> int:
-        """One vector in place for each memory, and another to copy to for the limit; for all_gather and reduce_scatter
-        a share, and gloo's own copy of both."""
+        """A vector for each memory, and one to copy to for the limit; or a vector, a share, and gloo's copy of both."""
         if self.has_shares:
             return 2 * max(self.sizes) + max(self.sizes) // min(self.ranks)
         return len({*self.memories, "ordinary", "target"} if self.limit else self.memories) * max(self.sizes)
@@ -240,8 +205,7 @@ class ChunkSettings(GroupSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WrapperSettings(GroupSettings):
-    """`bench wrappers`: each model on each number of ranks, all wrappers in turns. `batch_size` is one rank's, and None
-    means the model's own."""
+    """`bench wrappers`: each model on each number of ranks, all wrappers in turns. `batch_size` None: the model's."""
 
     memory_words: ClassVar[tuple[str, str]] = (
         "the replicas of one model take", "leave out a large --model or some of --wrapper",
@@ -256,16 +220,15 @@ class WrapperSettings(GroupSettings):
         check_names("wrapper", self.wrappers, WRAPPERS)
         super().check()
         check_counts(batch_size=self.batch_size)
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"--dtype {self.dtype}: wrappers are timed in float32 or bfloat16 (autocast)")
+        is_odd = self.dtype not in ("float32", "bfloat16")
+        refuse((is_odd, f"--dtype {self.dtype}: wrappers are timed in float32 or bfloat16 (autocast)"))
 
     def batch_of(self, model: str) -> int:
         """Samples per rank in one step of this model."""
         return WORKLOADS[model].batch_size if self.batch_size is None else self.batch_size
 
     def replica_bytes(self, model: str, num_backends: int) -> int:
-        """What all replicas of one model take on one rank: for each its parameters and its wrapper's buffers; for the
-        one that steps also its gradients, and what a reduction copies. Activations come on top."""
+        """Parameters and buffers of all replicas, gradients and a copy of one that steps. Activations come on top."""
         replicas = num_backends * len(self.wrappers)
         if "torch-tuned" in self.wrappers:  # its candidates are tried before, on one backend after the other
             replicas = max(replicas, MAX_CANDIDATES)

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -21,26 +22,28 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.errors import ConfigError, MeasurementError
-from paceline.measure.engine import PATIENCE, Pace, build_samples, choose_control_backend, run_rounds, synchronize
+from paceline.errors import ConfigError, MeasurementError, refuse
+from paceline.measure.engine import (
+    PATIENCE,
+    Pace,
+    Report,
+    build_samples,
+    choose_control_backend,
+    run_rounds,
+    synchronize,
+)
 from paceline.parallel import DDP
 from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
-from paceline.parallel.replicas import only_computing
 from paceline.plan import Gradient, Plan
 from paceline.records import Samples, StepRecord
-from paceline.records.steps import EXTRA_SAMPLES
+from paceline.records.steps import EXTRA_SAMPLES, PHASES
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_learner
 from paceline.training.loader import Window, load_windows
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, mark_phases, take_step
 from paceline.units import MIB
-
-PHASES = ("forward", "backward", "optimizer")
-# Steps after a wrapper is put around a module that others used before: torch's makes its final buckets in the second.
-_SETTLING_STEPS = 2
-# Timed steps before the next variant is put around a shared module.
-_SHARED_STEPS = 4
+from paceline.workloads.data.sharding import EpochOrder
 
 Wrap = Callable[[nn.Module], nn.Module]
 OwnStep = Callable[[nn.Module], Any]
@@ -49,9 +52,7 @@ OwnStep = Callable[[nn.Module], Any]
 @dataclass
 class Replica:
     """A model that takes training steps on this rank: `load` gets the next input, `run(input, phases)` steps with it.
-
-    `activate` is called before each step, while ranks still wait for each other.
-    """
+    `activate` is called before each step, while ranks still wait for each other."""
 
     model: nn.Module
     module: nn.Module
@@ -65,11 +66,6 @@ class Replica:
     def parameters(self) -> list[nn.Parameter]:
         return [param for param in self.module.parameters() if param.requires_grad]
 
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Backward passes inside stay on this rank."""
-        manager = getattr(self.model, "no_sync", None)
-        return manager() if manager is not None else contextlib.nullcontext()
-
     def close(self) -> None:
         self.finish()
         if isinstance(self.model, DDP):
@@ -77,14 +73,9 @@ class Replica:
 
 
 def wrap(
-    module: nn.Module,
-    wrapper: str,
-    group: dist.ProcessGroup | None = None,
-    *,
-    plan: Plan | None = None,
-    cap_bytes: int = 0,
-    **options: Any,
-) -> nn.Module:
+    module: nn.Module, wrapper: str, group: dist.ProcessGroup | None = None, plan: Plan | None = None,
+    cap_bytes: int = 0, **options: Any,
+) -> nn.Module:  # fmt: skip
     """The module in a data-parallel wrapper: `paceline` or `torch`, with a plan, a cap, or the wrapper's defaults."""
     if cap_bytes:
         options["bucket_cap_mb"] = cap_bytes / MIB
@@ -115,46 +106,32 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
     return ()
 
 
-class MeasuredJob:
-    """What is measured: labels for records, and replicas on demand. `close` leaves the job as it was."""
+class TrainingJob:
+    """A job of our own, built from settings. `labels` are fields of its records. Its steps learn nothing: replicas must
+    not drift apart."""
 
-    module: nn.Module  # bare: its parameters in the order of their definition
-    labels: dict[str, Any]  # model, data, precision, batch_size, accumulate
-    steps_per_turn = 1  # more where a change of the variant is costly
+    steps_per_turn = 1
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.module = job, job.learner.module
+        check_whole(job, job.batches.global_batch_size)
+        self.labels: dict[str, Any] = {"model": job.settings.model, "data": job.train.name}
+        self.labels |= {"batch_size": job.batches.batch_size, "accumulate": job.batches.accumulate}
+        self.labels["precision"] = job.settings.precision
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
         """A replica, bare or in a wrapper. Collective where the wrapper is."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
-
-    @property
-    def gradients(self) -> tuple[Gradient, ...]:
-        return list_gradients(self.module)
-
-
-class TrainingJob(MeasuredJob):
-    """A job of our own, built from settings. Its steps learn at `rate`: 0 where replicas must not drift apart."""
-
-    def __init__(self, job: Job, rate: float = 0.0) -> None:
-        self.job, self._rate, self.module = job, rate, job.learner.module
-        check_whole(job, job.batches.global_batch_size)
-        self.labels = {"model": job.settings.model, "data": job.train.name, "precision": job.settings.precision}
-        self.labels |= {"batch_size": job.batches.batch_size, "accumulate": job.batches.accumulate}
-
-    def build(self, world: World, wrap: Wrap | None = None) -> Replica:
         learner = build_bare(self.job, world)
         return self.as_replica(learner if wrap is None else dataclasses.replace(learner, model=wrap(learner.module)))
 
     def as_replica(self, learner: Learner, windows: Generator[Window, None, None] | None = None) -> Replica:
         """A learner that takes steps of whole global batches."""
         learner.model.train()
-        windows = cycle_windows(self.job) if windows is None else windows
+        windows = windows or cycle_windows(self.job)
 
         def run(window: Window, phases: Phases) -> None:
             num_targets = window.num_samples * learner.form.targets_per_sample
-            take_step(learner, window.batches, num_targets, self._rate, phases)
+            take_step(learner, window.batches, num_targets, 0.0, phases)
 
         return Replica(learner.model, learner.module, learner.device, run, lambda: next(windows), finish=windows.close)
 
@@ -165,7 +142,7 @@ def build_bare(job: Job, world: World) -> Learner:
     return build_learner(settings, world, job.train, like=job.learner.module)
 
 
-class OwnJob(MeasuredJob):
+class OwnJob:
     """A user's own module and step: `step(model)` runs one forward and backward, and may update, with any inputs.
 
     With a factory, each replica is a new pair of (model, step). With one pair, replicas share the module: each is put
@@ -173,28 +150,23 @@ class OwnJob(MeasuredJob):
     optimizers that `step` uses are restored at the end: ranks without communication would take them apart.
     """
 
-    def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None, name: str = "") -> None:
+    def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None) -> None:
         self.is_shared = isinstance(model, nn.Module)  # all replicas are the one module that was given
-        if isinstance(model, nn.Module):
-            if step is None or not callable(step):
-                raise ConfigError("a module needs a step: pass a function step(model) that runs forward and backward")
-            if isinstance(model, DDP | DistributedDataParallel):
-                raise ConfigError(f"the module is wrapped in {type(model).__name__}: pass the bare module")
-            self.module, self._step = model, step
-        else:
-            self._factory = model
-            self.module, self._step = self._make()
-            self._spare: tuple[nn.Module, OwnStep] | None = (self.module, self._step)
-        trained = [param for param in self.module.parameters() if param.requires_grad]
-        if not trained:
-            raise ConfigError("the module has no parameter that requires a gradient: nothing to measure")
-        self.steps_per_turn = _SHARED_STEPS if self.is_shared else 1
+        self._factory: Callable[[], Any] = (lambda: (model, step)) if isinstance(model, nn.Module) else model
+        self._spare: tuple[nn.Module, OwnStep] | None = self._make()
+        self.module, self._step = self._spare
+        trained, is_wrapped = [p for p in self.module.parameters() if p.requires_grad], (DDP, DistributedDataParallel)
+        refuse(
+            (isinstance(self.module, is_wrapped), f"{type(self.module).__name__} is a wrapper: pass the bare module"),
+            (not trained, "the module has no parameter that requires a gradient: nothing to measure"),
+        )
+        self.steps_per_turn = 4 if self.is_shared else 1  # to put another wrapper around it is costly
         self._active: Replica | None = None
         self._saved = {key: value.detach().clone() for key, value in self.module.state_dict().items()}
         self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
         self._device, self._was_training = trained[0].device, self.module.training
-        self.labels = {
-            "model": name or type(self.module).__name__,
+        self.labels: dict[str, Any] = {
+            "model": type(self.module).__name__,
             "data": "own",
             "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(trained[0].dtype, "fp32"),
             "batch_size": self._count_samples(),
@@ -203,7 +175,8 @@ class OwnJob(MeasuredJob):
     def _make(self) -> tuple[nn.Module, OwnStep]:
         made = self._factory()
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-            raise ConfigError(f"the factory must return (model, step), and returned {type(made).__name__}")
+            what = "a module and its step, or a factory of (model, step), are needed"
+            raise ConfigError(f"{what}: the factory returned {type(made).__name__}")
         return made
 
     def _count_samples(self) -> int:
@@ -219,20 +192,17 @@ class OwnJob(MeasuredJob):
 
         with self.module.register_forward_pre_hook(look, with_kwargs=True), register_optimizer_step_pre_hook(save):
             self._step(self.module)
-        _clear_gradients(self.module)
+        self.module.zero_grad()
         return max(1, found[0]) if found else 1
 
     def build(self, world: World, wrap: Wrap | None = None) -> Replica:
-        if self.is_shared:
-            module, step = self.module, self._step
-        else:
-            (module, step), self._spare = self._spare or self._make(), None
+        (module, step), self._spare = self._spare or self._make(), None
         replica = Replica(module, module, self._device, lambda _, phases: None)
 
         def run(_: Any, phases: Phases) -> None:
             with mark_phases(replica.model, phases):
                 step(replica.model)
-            _clear_gradients(module)
+            module.zero_grad()  # a step that does not update leaves gradients, which would accumulate
 
         def activate() -> None:
             if self._active is replica:
@@ -245,7 +215,7 @@ class OwnJob(MeasuredJob):
                     gc.collect()
             self._active = replica
             replica.model = module if wrap is None else wrap(module)
-            for _ in range(_SETTLING_STEPS if wrap is not None else 1):
+            for _ in range(2 if wrap is not None else 1):  # torch's wrapper makes its final buckets in the second
                 run(None, NoPhases())
 
         replica.run = run
@@ -264,37 +234,30 @@ class OwnJob(MeasuredJob):
         self.module.train(self._was_training)
 
 
-def _clear_gradients(module: nn.Module) -> None:
-    """A step that does not update leaves gradients, which would accumulate."""
-    for param in module.parameters():
-        param.grad = None
+MeasuredJob = TrainingJob | OwnJob
 
 
 def check_whole(job: Job, size: int) -> None:
-    if len(job.train) < size:
-        raise ConfigError(
-            f"{job.train.describe()}: less than one global batch of {size}; use a smaller --batch-size, or more samples"
-        )
-    if job.settings.batch_growth:
-        raise ConfigError("--batch-growth: steps are measured at one batch size; leave it out")
+    found = f"{job.train.describe()}: less than one global batch of {size}"
+    refuse(
+        (len(job.train) < size, f"{found}; use a smaller --batch-size, or more samples"),
+        (job.settings.batch_growth, "--batch-growth: steps are measured at one batch size; leave it out"),
+    )
 
 
-def cycle_windows(job: Job) -> Generator[Window, None, None]:
-    """Whole global batches, epoch after epoch: a smaller tail would be another step."""
-    world, epoch, size = job.world, 0, job.batches.global_batch_size
-    while True:
-        order = job.order(epoch)
-        windows = load_windows(job.train, order, 0, world.rank, world.world_size, job.batches.batch_size, world.device)
-        yield from (window for window in windows if window.num_samples == size)
-        epoch += 1
+def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Generator[Window, None, None]:
+    """This rank's share of whole global batches, epoch after epoch: a smaller tail would be another step. Micro-batches
+    and ranks are those of the job unless given."""
+    batch_size, world_size = batch_size or job.batches.batch_size, world_size or job.world.world_size
+    size = batch_size * world_size * job.batches.accumulate
+    for epoch in itertools.count():
+        order = EpochOrder(len(job.train), size, job.settings.seed, epoch, "drop")
+        yield from load_windows(job.train, order, 0, job.world.rank, world_size, batch_size, job.world.device)
 
 
 class TimedMessages:
-    """A replica whose messages can be timed: `begin` before a step, `read` after it.
-
-    torch's wrapper takes a hook only before its first step, so `build` makes another replica in the same wrapper. On a
-    GPU torch's messages cannot be timed this way, and `read` returns None.
-    """
+    """A replica whose messages can be timed: `begin` before a step, `read` after it; None for torch's on a GPU. torch's
+    wrapper takes a hook only before its first step, so `build` makes another replica in the same wrapper."""
 
     def __init__(self, replica: Replica, build: Callable[[], Replica], group: dist.ProcessGroup | None = None) -> None:
         self.replica, self._sent = replica, Sent(0, 0)  # since `begin` in a hook, before it in Paceline's wrapper
@@ -328,11 +291,8 @@ class TimedMessages:
             self._sent = self.replica.model.count_sent()
 
     def read(self) -> tuple[float, Sent] | None:
-        """Seconds in which at least one message of the last step was in flight, and the gradients that were sent.
-
-        Gradients alone count, not what travels with them (control words, BatchNorm's statistics, torch's map of used
-        parameters), which no plan of buckets knows.
-        """
+        """Seconds in which at least one message of the last step was in flight, and the gradients that were sent:
+        without what travels with them (control words, BatchNorm's statistics), which no plan of buckets knows."""
         model, before = self.replica.model, self._sent
         if isinstance(model, DDP):
             now, times = model.count_sent(), model.report().times
@@ -369,8 +329,8 @@ def agree_on_sent(by_rank: Sequence[Sequence[Sent]], planned: Sent, who: str) ->
 class Probe:
     """Something that looks into a variant's steps: `begin` before ranks meet, `end` when the step is over."""
 
-    def begin(self, kind: str) -> Phases | None:
-        """Phases of its own, or None for the usual ones."""
+    def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
+        """Phases of its own, or None for the usual ones; `hooks` are undone when the step is over or failed."""
         return None
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
@@ -379,11 +339,11 @@ class Probe:
 
 @dataclass
 class Variant:
-    """One variant of the job and its times on this rank; no `replica` on a rank outside its world.
+    """One variant of the job and its times on this rank, by field of the record; no `replica` on a rank outside.
 
-    `labels` are fields of its record. `times` holds, by field of the record, one value per round. Kinds of steps, each
-    taken in every round: plain as it is; marked with its phases marked; no_comm without communication; timed with its
-    messages timed; messages with a probe's single messages timed.
+    `labels` are fields of its record. Kinds of steps, each taken in every round: plain as it is; marked with its phases
+    marked; no_comm without communication; timed with its messages timed; messages with a probe's single messages timed;
+    profiled with a probe's own phases.
     """
 
     labels: dict[str, Any]
@@ -408,28 +368,21 @@ class Variant:
 
 class StepBench:
     """Variants that take steps in turns on all ranks of a world. Collective throughout: all ranks make the same calls.
-
-    `loads_inside`: the wait for data is part of the step. `steps_per_turn` steps of a kind are taken in a row.
-    """
+    `loads_inside`: the wait for data is part of the step. `steps_per_turn` steps of a kind are taken in a row."""
 
     def __init__(
         self, world: World, labels: dict[str, Any], loads_inside: bool = False, steps_per_turn: int = 1
     ) -> None:
-        self.world, self._labels, self._loads_inside = world, labels, loads_inside
-        self._steps_per_turn = steps_per_turn
+        self.world, self.labels, self._loads_inside, self._steps_per_turn = world, labels, loads_inside, steps_per_turn
         self.meeting = dist.new_group(backend=choose_control_backend(world), timeout=PATIENCE)
-        self.variants: list[Variant] = []
-        self.num_warmup = 0  # rounds
+        self.variants = list[Variant]()
+        self.num_warmup = self.num_warm_steps = 0  # rounds, and steps of each kind
 
     def __enter__(self) -> StepBench:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.clear()
-
-    @property
-    def num_warm_steps(self) -> int:
-        return self.num_warmup * self._steps_per_turn
 
     def add(self, variant: Variant) -> Variant:
         self.variants.append(variant)
@@ -442,19 +395,11 @@ class StepBench:
         gc.collect()  # a wrapped module is full of cycles
 
     def run(
-        self,
-        pace: Pace,
-        iters: int | None = None,
-        warmup: int | None = None,
-        tell: Callable[[float], None] | None = None,
-        *,
-        after: Callable[[int, int, int], None] | None = None,
-        end_warmup: Callable[[], None] | None = None,
-    ) -> None:
+        self, pace: Pace, iters: int | None = None, warmup: int | None = None, report: Report | None = None, *,
+        after: Callable[[int, int, int], None] | None = None, end_warmup: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """All rounds. In each, every variant takes one step of each of its kinds, in an order that changes.
-
-        `after(place, num_places, round)` is called after each turn; `end_warmup` after the warm-ups.
-        """
+        `after(place, num_places, round)` is called after each turn; `end_warmup` after the warm-ups."""
         turns = [[(variant, kind)] for variant in self.variants for kind in variant.kinds]
         if self._steps_per_turn > 1:  # all kinds of a variant in a row: a change of the variant is costly
             turns = [[(v, kind) for kind in v.kinds for _ in range(self._steps_per_turn)] for v in self.variants]
@@ -469,53 +414,49 @@ class StepBench:
             return time.perf_counter() - begin_s
 
         def note_warmup(number: int) -> None:
-            self.num_warmup = number
-            if end_warmup is not None:
-                end_warmup()
+            self.num_warmup, self.num_warm_steps = number, number * self._steps_per_turn
+            end_warmup()
 
-        run_rounds(run_round, self.meeting, pace, iters, warmup, tell, note_warmup)
+        run_rounds(run_round, self.meeting, pace, iters, warmup, report, note_warmup)
 
     def _take(self, variant: Variant, kind: str) -> None:
         """One step, begun by its ranks together and timed to its end; other ranks wait at the next one."""
         timed = variant.timed if kind == "timed" else None
         replica = timed.replica if timed is not None else variant.replica
-        device = self.world.device if replica is None else replica.device
-        phases: Phases | None = None
-        given, waited_s = None, 0.0
-        if replica is not None:
+        if replica is None:
+            dist.barrier(group=self.meeting)
+            return
+        with contextlib.ExitStack() as hooks:
             replica.activate()
-            if not self._loads_inside:
-                given = replica.load()
-            if variant.probe is not None:
-                phases = variant.probe.begin(kind)
+            given = None if self._loads_inside else replica.load()
+            phases = None if variant.probe is None else variant.probe.begin(kind, hooks)
+            if phases is None:
+                phases = PhaseClock(replica.device) if kind in ("marked", "no_comm", "messages") else NoPhases()
             if timed is not None:
                 timed.begin()
-        if phases is None:
-            phases = PhaseClock(device) if kind in ("marked", "no_comm", "messages") else NoPhases()
-        synchronize(device)
-        dist.barrier(group=self.meeting)
-        if replica is None:
-            return
-        begin_s = time.perf_counter()
-        if self._loads_inside:
-            given = replica.load()
-            waited_s = time.perf_counter() - begin_s
-        with replica.no_sync() if kind == "no_comm" else contextlib.nullcontext():
-            replica.run(given, phases)
-        marked = phases.end()
-        synchronize(device)
-        end_s = time.perf_counter()
-        parts_s = marked.read()
-        if variant.probe is not None:
-            variant.probe.end(kind, end_s, parts_s)
-        if kind in ("plain", "marked", "no_comm"):
+            synchronize(replica.device)
+            dist.barrier(group=self.meeting)
+            begin_s = time.perf_counter()
+            if self._loads_inside:
+                given = replica.load()
+            waited_s = time.perf_counter() - begin_s if self._loads_inside else 0.0
+            no_sync = getattr(replica.model, "no_sync", contextlib.nullcontext)
+            with no_sync() if kind == "no_comm" else contextlib.nullcontext():
+                replica.run(given, phases)
+            marked = phases.end()
+            synchronize(replica.device)
+            end_s = time.perf_counter()
+            parts_s = marked.read()
+            if variant.probe is not None:
+                variant.probe.end(kind, end_s, parts_s)
+        if kind in ("plain", "marked", "no_comm", "profiled"):
             variant.note(kind, end_s - begin_s)
         if kind == variant.kinds[0]:
             variant.starts_s.append(begin_s)
             variant.bucket_bytes = read_buckets(replica.model)  # now: a shared module may be bare at the end
         if kind == "marked":
             parts_s["data_wait"] = waited_s + parts_s.get("data_wait", 0.0)
-            for name in ("data_wait", *PHASES):
+            for name in PHASES:
                 variant.note(name, parts_s.get(name, 0.0))
         elif kind == "no_comm":
             variant.note("no_comm_backward", parts_s.get("backward", 0.0))
@@ -525,7 +466,7 @@ class StepBench:
 
     def build_record(self, variant: Variant, **more: Any) -> StepRecord:
         """Collective: every rank must call this, and every rank gets the record."""
-        labels, warm, mine = self._labels | variant.labels | more, self.num_warm_steps, None
+        labels, warm, mine = self.labels | variant.labels | more, self.num_warm_steps, None
         if variant.replica is not None:
             device, buckets = variant.replica.device.type, variant.bucket_bytes
             mine = variant.times, variant.starts_s, variant.sent, device, buckets
@@ -564,17 +505,3 @@ def order_turns(count: int, repetition: int) -> list[int]:
     zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
     order = [(place + repetition) % count for place in zigzag]
     return order[::-1] if (repetition // count) % 2 else order
-
-
-def build_scaled(job: Job, world: World, wrapper: str, group: dist.ProcessGroup | None, world_size: int) -> Learner:
-    """A learner on the first `world_size` ranks of the world, or in one process (`none`, `dp`)."""
-    learner = build_bare(job, world)
-    if wrapper == "dp":
-        model: nn.Module = nn.DataParallel(learner.module, device_ids=list(range(world_size)))
-    elif wrapper == "none":
-        model = learner.module
-    else:
-        with only_computing(world_size):
-            model = wrap(learner.module, wrapper, group)
-    # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
-    return dataclasses.replace(learner, model=model, world_size=1 if wrapper in ("none", "dp") else world_size)

@@ -29,17 +29,14 @@ from paceline.training.settings import TrainSettings
 from paceline.training.step import PhaseTimes
 from paceline.units import format_bytes
 
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _PID = "buckets"  # the process of the wrapper's buckets in a trace
 
 
 def trace_job(
     given: Given, warmup: int, active: int, extras: tuple[str, ...], for_all: bool
 ) -> tuple[list[RankTrace], StepFacts]:
-    """Record steps of a job in its wrapper: the traces of all ranks, and what they do not show of it.
-
-    Rank 0 gets the traces; with `for_all` every rank does. Collective: every rank must call this.
-    """
+    """Record steps of a job in its wrapper: the traces of all ranks, and what they do not show of it. Rank 0 gets the
+    traces; with `for_all` every rank does. Collective: every rank must call this."""
     with open_job(given) as (world, job, build):
         replica = build()
         try:
@@ -54,8 +51,7 @@ def trace_job(
 
 def record_trace(world: World, replica: Replica, warmup: int, active: int, extras: Collection[str] = ()) -> RankTrace:
     """Take one step and `warmup` others, then record `active` ones. Each is a range `step N` that ends when the device
-    is done. The buckets of our wrapper become events too. `extras` ("memory", "shapes") make steps slower.
-    """
+    is done. The buckets of our wrapper become events too. `extras` ("memory", "shapes") make steps slower."""
     device, phases = replica.device, _TracedPhases()
     profiler = profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
@@ -120,13 +116,13 @@ class _TracedPhases:
 @contextlib.contextmanager
 def _quiet_profiler() -> Iterator[None]:
     """torch 2.13 writes a line to stderr when a profile starts and stops, unless this says otherwise."""
-    asked = os.environ.get(_LOG_LEVEL)
-    os.environ.setdefault(_LOG_LEVEL, "6")
+    before = dict(os.environ)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     try:
         yield
     finally:
-        if asked is None:
-            del os.environ[_LOG_LEVEL]
+        if "KINETO_LOG_LEVEL" not in before:
+            del os.environ["KINETO_LOG_LEVEL"]
 
 
 def _clock_offset_ns() -> tuple[int, int]:
@@ -136,10 +132,8 @@ def _clock_offset_ns() -> tuple[int, int]:
 
 
 def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Event]:
-    """Events of one step's buckets on tracks of their own: waiting for their turn, and on their way.
-
-    `origin_s` is the moment of `time.perf_counter` from which the events count. Two messages at a time take two tracks.
-    """
+    """Events of one step's buckets on tracks of their own: waiting for their turn, and on their way. `origin_s` is the
+    moment of `time.perf_counter` from which the events count. Two messages at a time take two tracks."""
     begin_us = (step.begin_s - origin_s) * 1e6
     buckets = [bucket for bucket in step.buckets if bucket.done_s > 0]
     lanes = find_lanes((bucket.launch_s, bucket.done_s) for bucket in buckets)

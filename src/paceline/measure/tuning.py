@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
-from paceline.measure.engine import Pace, build_samples, synchronize
-from paceline.measure.profiles import LayerClock, order_by_ready
-from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Probe, StepBench, TrainingJob, Variant, Wrap, wrap
+from paceline.measure.engine import Pace, build_samples, follow, synchronize
+from paceline.measure.profiles import Given, Layers, open_job
+from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, list_gradients, wrap
 from paceline.parallel import DDP
 from paceline.parallel.channel import Channel
 from paceline.parallel.replicas import Options
@@ -33,22 +33,15 @@ from paceline.plan import Gradient, Plan, plan_like_torch
 from paceline.predict.curves import CostCurve
 from paceline.predict.search import choose_caps
 from paceline.predict.tuning import Candidate, TuneSettings, judge_tuning
-from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, ParameterTimes, Record, Samples
-from paceline.runtime.session import Progress
-from paceline.runtime.worker import post
-from paceline.runtime.world import World, join_world
-from paceline.training.build import build_job, open_world
-from paceline.training.settings import TrainSettings
+from paceline.records import ChunksRecord, CollectiveRecord, Record
+from paceline.runtime.world import World
 from paceline.training.step import Phases
 from paceline.units import format_bytes
 
-_WARMUP = 4
 # A message during backward must be over before the next one starts; it is slowed by up to this factor.
 _SLOWEST, _MOST_MESSAGES = 6.0, 4
-_ONE_BUCKET = 1 << 50
 # With less than twice this there is no curve.
 _SMALLEST_BYTES = 4 << 10
-_DENSE_BYTES = 64 << 10
 _PAIR_BYTES = (64 << 10, 1 << 20, 4 << 20)
 # A thread of the emulated network that wakes up must not wait long for the interpreter.
 _SWITCH_S = 1e-4
@@ -58,124 +51,109 @@ _CYCLES = 50_000_000
 Tuned = tuple[list[Record], tuple[Gradient, ...], Plan]
 
 
-def tune_job(settings: TuneSettings, job: TrainSettings) -> Tuned:
-    """Tune a job of ours. Collective: every rank of the launched world must call this."""
-    with open_world(job) as world:
-        bare = dataclasses.replace(job, ranks=world.world_size, wrapper="none")
-        return _tune(settings, TrainingJob(build_job(bare, world)), world)
-
-
-def tune_own(
-    settings: TuneSettings, model: nn.Module | Callable[[], Any], step: OwnStep | None, name: str, where: dict[str, Any]
-) -> Tuned:
-    """Tune a user's own module and step, or what a factory returns. Collective: every rank must call this."""
-    with join_world(**where) as world:
-        return _tune(settings, OwnJob(model, step, name), world)
-
-
-def _tune(settings: TuneSettings, job: MeasuredJob, world: World) -> Tuned:
-    """Measure on all ranks, choose on rank 0, confirm on all."""
-    variants = _Variants(settings, job, world)
-    try:
-        records, default_plan = variants.calibrate()
-        if settings.confirms:
-            found: list[Candidate] | PacelineError | None = None
-            if world.rank == 0:
-                try:
-                    found = judge_tuning(settings, records, job.gradients, default_plan).candidates
-                except PacelineError as error:  # raised on all ranks: the others would wait for the answer
-                    found = error
-            candidates = world.share(found)[0]
-            if isinstance(candidates, PacelineError):
-                raise candidates
-            records += variants.confirm(candidates)
-        return records, job.gradients, default_plan
-    finally:
-        variants.close()
+def tune_job(settings: TuneSettings, given: Given) -> Tuned:
+    """Measure on all ranks, choose on rank 0, confirm on all. Collective: every rank must call this."""
+    with open_job(given, is_bare=True) as (world, job, _):
+        variants = _Variants(settings, job, world)
+        try:
+            records, default_plan = variants.calibrate()
+            if settings.confirms:
+                found: list[Candidate] | PacelineError | None = None
+                if world.rank == 0:
+                    try:
+                        found = judge_tuning(settings, records, variants.gradients, default_plan).candidates
+                    except PacelineError as error:  # raised on all ranks: the others would wait for the answer
+                        found = error
+                candidates = world.share(found)[0]
+                if isinstance(candidates, PacelineError):
+                    raise candidates
+                records += variants.confirm(candidates)
+            return records, variants.gradients, default_plan
+        finally:
+            variants.close()
 
 
 class _Variants:
     """The job in all its variants on one step bench: `calibrate`, and `confirm` what was found; then `close`.
-
-    Collective throughout: every rank of the world must make the same calls.
-    """
+    Collective throughout: every rank of the world must make the same calls."""
 
     def __init__(self, settings: TuneSettings, job: MeasuredJob, world: World) -> None:
-        self._settings, self._job, self._world = settings, job, world
+        self._settings, self._job, self._world, self.gradients = settings, job, world, list_gradients(job.module)
         assert dist.group.WORLD is not None
         self._group = dist.group.WORLD
         self._bench = StepBench(world, job.labels | {"wrapper": settings.wrapper}, steps_per_turn=job.steps_per_turn)
         self._alone = [dist.new_group([rank], backend=world.backend) for rank in range(world.world_size)][world.rank]
-        self._num_bytes = sum(gradient.num_bytes for gradient in job.gradients)
+        self._num_bytes = sum(gradient.num_bytes for gradient in self.gradients)
         self._channel = Channel(self._group, world.device)
         curve = settings.build_curve()
         # Steps whose buckets cost only what the wrapper does with them, and steps on a network that is modelled.
         self._networks = None if curve is None else (EmulatedNetwork(None), EmulatedNetwork(curve))
 
     def calibrate(self) -> tuple[list[Record], Plan]:
-        """Sweep, plain steps, ready times, contention, the wrapper's own cost; and the job itself at a grid of caps.
-
-        Also the default plan, by the order that was profiled.
-        """
+        """Sweep, plain steps, ready times, contention, the wrapper's own cost; the job itself at a grid of caps. And
+        the wrapper's default plan, by the order that was profiled."""
         settings, effort, device = self._settings, self._settings.amount, self._world.device
-        plain, profiled = self._add("plain", "plain"), self._add("plain", "profiled")
-        assert profiled.replica is not None
-        ready = profiled.probe = _ReadyTimes(profiled.replica.parameters, device)
+        plain = self._add("plain", "plain")
+        assert plain.replica is not None
+        plain.kinds = ("marked", "profiled")
+        plain.probe = layers = Layers(plain.replica, self._job.labels["model"], ())
         if self._world.world_size > 1 and device.type == "cpu":
             memory = self._allocate()
             for num_bytes in (size for size in effort.message_bytes if 2 * size <= self._num_bytes):
                 variant = self._add("disturbed", f"messages of {format_bytes(num_bytes)}", message_bytes=num_bytes)
                 variant.kinds = ("messages", "marked")
-                variant.probe = _Disturbance(self._world, self._channel, memory, variant, ready)
-        self._add("local", "one bucket", self._wrap(self._alone, _ONE_BUCKET))
-        self._add("local", "a bucket each", self._wrap(self._alone, 1))
+                variant.probe = _Disturbance(self._world, self._channel, memory, variant, layers)
+        self._add("local", "one bucket", self._alone, 1 << 50)
+        self._add("local", "a bucket each", self._alone, 1)
         if settings.confirms:
-            sizes = [gradient.num_bytes for gradient in reversed(self._job.gradients)]
+            sizes = [gradient.num_bytes for gradient in reversed(self.gradients)]
             for cap in settings.caps_bytes or choose_caps(sizes, effort.num_caps):
-                self._add_job(f"cap {format_bytes(cap)}", cap)
+                self._add("job", f"cap {format_bytes(cap)}", self._group, cap)
         # What the wrapper adds to each step for buffers.
         buffers = sum(buffer.nbytes for buffer in self._job.module.buffers() if buffer.is_floating_point())
         extra = ("broadcast" if settings.wrapper == "torch" else "all_reduce", buffers)
         sweep = _Sweep(self._channel, self._world, self._bench.meeting, self._allocate(), extra)
         self._run("measuring", effort.budget_s, sweep)
-        records: list[Record] = list(sweep.build_records(self._bench.num_warmup))
-        records += [self._bench.build_record(variant) for variant in self._bench.variants if variant is not profiled]
-        profile = self._build_profile(plain, profiled, ready)
-        return [*records, profile], self._plan_default([parameter.name for parameter in profile.parameters])
+        records = sweep.build_records(self._bench.num_warmup)
+        records += [self._bench.build_record(variant) for variant in self._bench.variants]
+        profile = layers.build_record(self._bench, plain)
+        place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
+        order = [place[parameter.name] for parameter in profile.parameters]
+        plan: Callable[..., Plan] = plan_like_torch
+        if settings.wrapper != "torch":
+            plan = Options().make_planner(self._channel, with_hook=self._networks is not None)
+        return [*records, profile], plan(self.gradients, order)
 
     def confirm(self, candidates: Sequence[Candidate]) -> list[Record]:
         """Steps of the job under these plans, in turns."""
         self._bench.clear()
-        for candidate in candidates:
-            self._add_job(*candidate)
+        for label, cap_bytes, plan in candidates:
+            self._add("job", label, self._group, cap_bytes, plan)
         self._run("confirming", self._settings.amount.confirm_s)
         return [dataclasses.replace(self._bench.build_record(v), note="confirmed") for v in self._bench.variants]
 
     def close(self) -> None:
         self._bench.clear()
-        self._job.close()
         for network in self._networks or ():
             network.close()
 
-    def _add(self, role: str, label: str, wrap_by: Wrap | None = None, **labels: Any) -> Variant:
-        """A replica of its own."""
-        replica = self._job.build(self._world, wrap_by)
-        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
-
-    def _add_job(self, label: str, cap_bytes: int, plan: Plan | None = None) -> None:
-        wrap_by, source = self._wrap(self._group, cap_bytes, plan), "measured" if self._networks is None else "emulated"
-        self._add("job", label, wrap_by, cap_bytes=cap_bytes, source=source)
-
-    def _wrap(self, group: dist.ProcessGroup, cap_bytes: int, plan: Plan | None = None) -> Wrap:
-        """Into the wrapper with a cap, a plan, or the wrapper's default buckets."""
+    def _add(
+        self, role: str, label: str, group: dist.ProcessGroup | None = None, cap_bytes: int = 0,
+        plan: Plan | None = None, **labels: Any,
+    ) -> Variant:  # fmt: skip
+        """A replica of its own: bare or, on a group, in the wrapper with a cap, a plan, or its default buckets."""
+        is_job = role == "job"
 
         def wrap_by(module: nn.Module) -> nn.Module:
-            wrapped = wrap(module, self._settings.wrapper, group, plan=plan, cap_bytes=cap_bytes)
+            wrapped = wrap(module, self._settings.wrapper, group, plan, cap_bytes)
             if self._networks is not None:
-                self._networks[group is self._group].attach(wrapped)
+                self._networks[is_job].attach(wrapped)
             return wrapped
 
-        return wrap_by
+        if is_job:
+            labels = {"cap_bytes": cap_bytes, "source": "measured" if self._networks is None else "emulated"}
+        replica = self._job.build(self._world, None if group is None else wrap_by)
+        return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
 
     def _allocate(self) -> torch.Tensor:
         """Memory for as much as all gradients, of the kind in which the wrapper's buckets lie."""
@@ -185,96 +163,32 @@ class _Variants:
         return self._channel.allocate(elements, torch.float32, self._world.device)
 
     def _run(self, what: str, budget_s: float, sweep: _Sweep | None = None) -> None:
-        effort = self._settings.amount
-
-        def tell(share: float) -> None:
-            if self._world.rank == 0:
-                post(Progress((what == "confirming") + share, 2 if self._settings.confirms else 1, what))
-
-        tell(0.0)
-        pace = Pace(budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=_WARMUP)
+        effort, num_parts = self._settings.amount, 2 if self._settings.confirms else 1
+        report = follow(self._world, what, int(what == "confirming"), num_parts)
+        pace = Pace(budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=4)
         # A few sizes after each step: a message in a step finds threads asleep and caches full of other data.
         after = None if sweep is None else sweep.run_part
-        self._bench.run(pace, self._settings.iters, tell=tell, after=after)
-
-    def _build_profile(self, plain: Variant, profiled: Variant, probe: _ReadyTimes) -> LayerProfileRecord:
-        """Rank 0's layers, profiled while all ranks computed."""
-        ready: list[tuple[dict[int, float], float]] = self._world.share(probe.ready)[0][self._bench.num_warm_steps :]
-        parameters = []
-        for index, gradient in enumerate(self._job.gradients):
-            ready_s = tuple(min(seen[index], total_s) if index in seen else None for seen, total_s in ready)
-            num_elements = gradient.num_bytes // gradient.item_bytes
-            parameters.append(
-                ParameterTimes(gradient.name, gradient.num_bytes, num_elements, gradient.dtype, "", ready_s)
-            )
-        here, there = self._bench.build_record(plain), self._bench.build_record(profiled)
-
-        def first(samples: Samples) -> Samples:
-            rows, warm = samples.seconds, samples.warmup_seconds
-            return Samples(seconds=tuple(row[:1] for row in rows), warmup_seconds=tuple(row[:1] for row in warm))
-
-        phases: dict[str, Any] = {
-            name: first(here.phase(name)) for name in ("timing", "forward", "backward", "optimizer")
-        }
-        return LayerProfileRecord(
-            model=here.model, device=here.device, dtype=here.precision, batch_size=here.batch_size,
-            parameters=tuple(order_by_ready(parameters)), blocks=(), **phases,
-            profiled_step=first(there.timing), profiled_forward=first(there.phase("forward")),
-            profiled_backward=Samples(seconds=tuple((total_s,) for _, total_s in ready)),
-            note=f"of rank 0, while {self._world.world_size} ranks computed",
-        )  # fmt: skip
-
-    def _plan_default(self, names: Sequence[str]) -> Plan:
-        """The buckets of the wrapper without any option, by the names of the gradients in ready order."""
-        gradients = self._job.gradients
-        place = {gradient.name: index for index, gradient in enumerate(gradients)}
-        order = [place[name] for name in names]
-        if self._settings.wrapper == "torch":
-            return plan_like_torch(gradients, order)
-        return Options().make_planner(self._channel, with_hook=self._networks is not None)(gradients, order)
-
-
-# -- what looks into steps ------------------------------------------------------------------------------------------
-
-
-class _ReadyTimes(Probe):
-    """When each gradient is ready, in every step: seconds since backward began by parameter, and of all of backward."""
-
-    def __init__(self, params: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._clock, self._attached = LayerClock(params, [], device), contextlib.ExitStack()
-        self.ready: list[tuple[dict[int, float], float]] = []
-
-    def begin(self, kind: str) -> Phases | None:
-        self._attached.enter_context(self._clock.attached())
-        return self._clock
-
-    def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
-        self._attached.close()
-        at_s, marks = self._clock.read_s(), self._clock.marks
-        begin, end = (next(m for phase, m in marks if phase == border) for border in ("backward", "optimizer"))
-        ready_s = {index: at_s[moment] - at_s[begin] for index, moment in self._clock.ready.items()}
-        self.ready.append((ready_s, at_s[end] - at_s[begin]))
+        self._bench.run(pace, self._settings.iters, report=report, after=after)
 
 
 class _Disturbance(Probe):
     """Messages of one size that leave when certain gradients are ready, as buckets do, and nobody waits for.
 
-    In steps of kind `messages` they are timed, which disturbs too; so other steps are timed without that. `ready` must
+    In steps of kind `messages` they are timed, which disturbs too; so other steps are timed without that. `layers` must
     have seen a step before: its variant has its turn before this one.
     """
 
-    def __init__(
-        self, world: World, channel: Channel, memory: torch.Tensor, variant: Variant, ready: _ReadyTimes
-    ) -> None:
-        self._world, self._channel, self._memory, self._variant, self._ready = world, channel, memory, variant, ready
+    def __init__(self, world: World, channel: Channel, memory: torch.Tensor, variant: Variant, layers: Layers) -> None:
+        self._world, self._channel, self._memory, self._variant, self._layers = world, channel, memory, variant, layers
         self._num_bytes: int = variant.labels["message_bytes"]
         self._num_messages = 0
 
-    def begin(self, kind: str) -> Phases | None:
+    def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
         """Hooks that send a message at evenly spaced moments of backward; as many as do not run into each other."""
         self._is_timed = kind == "messages"
         self._sent: list[tuple[dist.Work, list[float]]] = []  # from when to when
-        ready_s, total_s = self._ready.ready[-1]
+        last = self._layers.seen[-1]
+        ready_s, total_s = last.ready_s, last.took_s["backward"]
         if not self._num_messages:
             # One gradient sends one message.
             mine = max(1, min(_MOST_MESSAGES, len(ready_s), int(total_s / (_SLOWEST * self._time_alone()))))
@@ -288,14 +202,14 @@ class _Disturbance(Probe):
         assert self._variant.replica is not None
         params = self._variant.replica.parameters
         # Nodes are held with their hooks: one that nobody holds is made anew by the forward, without any.
-        nodes = [get_gradient_edge(params[index]).node for index in places]
-        self._handles = [(node, node.register_hook(self._fire)) for node in nodes]
+        self._nodes = [get_gradient_edge(params[index]).node for index in places]
+        for node in self._nodes:
+            hooks.callback(node.register_hook(self._fire).remove)
         return None
 
     def _time_alone(self) -> float:
         """Seconds of one message, the fastest of a few. Collective: every rank must call this."""
-        part = self._memory[: max(1, self._num_bytes // self._memory.element_size())]
-        times = []
+        part, times = self._memory[: max(1, self._num_bytes // self._memory.element_size())], []
         for _ in range(3):
             begin_s = time.perf_counter()
             self._channel.wait(self._channel.start_sum(part), "a timed message")
@@ -313,9 +227,6 @@ class _Disturbance(Probe):
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
         """Wait for all; the mean seconds from start to end, and of that before the end of backward."""
-        for _, handle in self._handles:
-            handle.remove()
-        self._handles = []
         backward_end_s = end_s - phases_s["optimizer"]
         for work, span in self._sent:
             work.wait()
@@ -331,15 +242,9 @@ def _note_end(span: list[float]) -> None:
     span[1] = span[1] or time.perf_counter()
 
 
-# -- messages alone ---------------------------------------------------------------------------------------------------
-
-
 class _Sweep:
-    """The wrapper's own messages, from small to all gradients at once; pairs; and what else a step sends.
-
-    `memory` is where the wrapper's buckets would lie, and `extra` a collective and its bytes, 0 for none. Collective:
-    every rank must make the same calls.
-    """
+    """The wrapper's own messages, from small to all gradients at once; pairs; and what else a step sends. `memory` is
+    where the wrapper's buckets would lie, and `extra` a collective and its bytes, 0 for none."""
 
     def __init__(
         self, channel: Channel, world: World, control: dist.ProcessGroup, memory: torch.Tensor, extra: tuple[str, int]
@@ -352,7 +257,11 @@ class _Sweep:
         if world.world_size == 1:
             return
         single = partial(CollectiveRecord, op="sum", **where)
-        for size in _choose_sizes(memory.nbytes):
+        sizes, size = [memory.nbytes // 4 * 4], _SMALLEST_BYTES
+        while size < memory.nbytes * 0.75:
+            sizes.append(size)
+            size *= 4 if size < 64 << 10 else 2
+        for size in sorted(sizes):
             record = partial(single, collective="all_reduce", num_bytes=size)
             self._tasks.append((record, "all_reduce", [memory[: size // 4]], []))
         for size in (size for size in _PAIR_BYTES if 2 * size <= memory.nbytes):
@@ -385,20 +294,10 @@ class _Sweep:
         synchronize(device)
         return time.perf_counter() - begin_s
 
-    def build_records(self, num_warmup: int) -> Iterator[Record]:
-        for record, _, _, times in self._tasks:
-            yield record(timing=build_samples(self._world.share(times), num_warmup))
-
-
-def _choose_sizes(num_bytes: int) -> list[int]:
-    sizes, size = [], _SMALLEST_BYTES
-    while size < num_bytes * 0.75:
-        sizes.append(size)
-        size *= 4 if size < _DENSE_BYTES else 2
-    return [*sizes, num_bytes // 4 * 4]
-
-
-# -- a network that does not exist ------------------------------------------------------------------------------------
+    def build_records(self, num_warmup: int) -> list[Record]:
+        return [
+            record(timing=build_samples(self._world.share(times), num_warmup)) for record, _, _, times in self._tasks
+        ]
 
 
 class EmulatedNetwork:
@@ -444,8 +343,14 @@ class EmulatedNetwork:
     def _wait_on_gpu(self, device: torch.device, seconds: float, finish: Callable[[], None]) -> None:
         """A kernel that only waits, on a stream of its own, behind the work that fills the buffer."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._cycles_per_s = _count_cycles(device)
+            self._stream, self._cycles_per_s = torch.cuda.Stream(device), 0.0  # type: ignore[no-untyped-call]
+            for _ in range(5):  # the best of a few: clocks rise from rest
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                begin.record()
+                torch.cuda._sleep(_CYCLES)
+                end.record()
+                torch.cuda.synchronize(device)
+                self._cycles_per_s = max(self._cycles_per_s, _CYCLES / (begin.elapsed_time(end) / 1e3))
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(max(1, int(seconds * self._cycles_per_s)))
@@ -457,16 +362,3 @@ class EmulatedNetwork:
             if (left_s := done_s - time.perf_counter()) > 0:
                 time.sleep(left_s)
             future.set_result(buffer)
-
-
-def _count_cycles(device: torch.device) -> float:
-    """The cycles that the GPU's waiting kernel counts in a second, the best of a few: clocks rise from rest."""
-    rates = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        torch.cuda._sleep(_CYCLES)
-        end.record()
-        torch.cuda.synchronize(device)
-        rates.append(_CYCLES / (begin.elapsed_time(end) / 1e3))
-    return float(max(rates))

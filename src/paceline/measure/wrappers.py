@@ -5,12 +5,14 @@ How steps take turns is in `steps`; what is derived from the records is in `reco
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.measure.engine import Group, Pace, Report, run_cells
 from paceline.measure.settings import MAX_CANDIDATES, Measured, WrapperSettings
 from paceline.measure.steps import Probe, Replica, StepBench, Variant, list_gradients, wrap
@@ -58,7 +60,7 @@ class Wrapping:
     """How a wrapper is put around a module, its configuration in words, and how that was chosen."""
 
     configuration: str
-    wrap: Callable[[nn.Module, dist.ProcessGroup], nn.Module]
+    wrap: Callable[..., nn.Module]  # of a module, with its `group`
     note: str = ""
 
 
@@ -66,10 +68,9 @@ def find_wrapping(wrapper: str) -> Wrapping:
     """How to wrap by this name. `torch-tuned` is not here: its options are found by measuring."""
     if wrapper == "bare":
         return Wrapping("no communication", lambda module, group: module)
-    if wrapper in ("torch", "paceline"):
-        return Wrapping("defaults", lambda module, group: wrap(module, wrapper, group))
-    reducer = wrapper.removeprefix("paceline-")
-    return Wrapping(f"reducer {reducer}", lambda module, group: wrap(module, "paceline", group, reducer=reducer))
+    name, _, reducer = wrapper.partition("-")
+    options: dict[str, Any] = {"reducer": reducer} if reducer else {}
+    return Wrapping(f"reducer {reducer}" if reducer else "defaults", partial(wrap, wrapper=name, **options))
 
 
 def build_module(model: str, seed: int, device: torch.device) -> nn.Module:
@@ -96,10 +97,9 @@ class _Memory(Probe):
     """What a replica and its wrapper hold between steps, and what a step adds at its peak; on GPUs alone."""
 
     def __init__(self, device: torch.device, held_bytes: int) -> None:
-        self._device, self.held_bytes, self.peak_step_bytes = device, held_bytes, 0
-        self._num_steps, self._before = 0, 0
+        self._device, self.held_bytes, self.peak_step_bytes, self._num_steps = device, held_bytes, 0, 0
 
-    def begin(self, kind: str) -> Phases | None:
+    def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
         if self._device.type == "cuda":
             # A wrapper may make its buffers in its first steps; only this replica works between two barriers.
             self._before = _count_allocated(self._device, self._num_steps < _SETTLING_STEPS)
@@ -112,7 +112,7 @@ class _Memory(Probe):
             self.peak_step_bytes = max(self.peak_step_bytes, peak)
             if self._num_steps < _SETTLING_STEPS:
                 self.held_bytes += _count_allocated(self._device, True) - self._before
-        self._num_steps += 1
+            self._num_steps += 1
 
 
 @dataclass(kw_only=True)
@@ -136,11 +136,13 @@ class _Cell:
     def __init__(self, settings: WrapperSettings, world: World, groups: Sequence[Group], model: str) -> None:
         self.settings, self.world, self.groups, self.model = settings, world, groups, model
         self.workload, self.batch_size = WORKLOADS[model], settings.batch_of(model)
-        self.is_in = world.rank < groups[0].world_size
+        self.is_in, self.is_low = world.rank < groups[0].world_size, settings.dtype == "bfloat16"
+        self.labels = {"model": model, "precision": PRECISIONS[settings.dtype], "batch_size": self.batch_size}
+        self.labels["num_parameters"] = self.workload.num_parameters
 
     def measure(self, report: Report) -> list[StepRecord]:
         self._check_gpu_memory()
-        with self._open_bench() as bench:
+        with StepBench(self.world, self.labels) as bench:
             variants = [
                 self._add(bench, group, wrapper, wrapping)
                 for group in self.groups
@@ -149,15 +151,6 @@ class _Cell:
             asked = self.settings.iters, self.settings.warmup
             bench.run(_PACE, *asked, report, end_warmup=lambda: self._compare_with_torch(bench.num_warmup, variants))
             return [self._build_record(bench, variant) for variant in variants]
-
-    def _open_bench(self) -> StepBench:
-        labels = {
-            "model": self.model,
-            "precision": PRECISIONS[self.settings.dtype],
-            "batch_size": self.batch_size,
-            "num_parameters": self.workload.num_parameters,
-        }
-        return StepBench(self.world, labels)
 
     def _add(self, bench: StepBench, group: Group, wrapper: str, wrapping: Wrapping, kind: str = "marked") -> _Wrapped:
         labels = {"wrapper": wrapper, "backend": group.backend, "world_size": group.world_size, "note": wrapping.note}
@@ -177,15 +170,14 @@ class _Cell:
             dist.all_reduce(torch.zeros(1, device=device), group=group.data)
         before = _count_allocated(device, True)
         module = build_module(self.model, _SEED + rank, device)
-        model = wrapping.wrap(module, group.data)
+        model = wrapping.wrap(module, group=group.data)
         held_bytes = _count_allocated(device, True) - before
         batch = workload.make_batch(self.batch_size, _SEED, rank, device)
         optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
-        is_low = self.settings.dtype == "bfloat16"
 
         def run(_: Any, phases: Phases) -> None:
             phases.enter("forward")
-            with torch.autocast(device.type, torch.bfloat16, enabled=is_low):
+            with torch.autocast(device.type, torch.bfloat16, enabled=self.is_low):
                 loss = workload.compute_loss(model, batch)
             phases.enter("backward")
             loss.backward()
@@ -197,36 +189,40 @@ class _Cell:
 
     def _check_gpu_memory(self) -> None:
         """Refuse on every rank what does not fit the GPU of one."""
-        for group in self.groups:
-            if group.device.type != "cuda":
-                continue
+        on_gpu = [group for group in self.groups if group.device.type == "cuda"]
+        for group in on_gpu:
             sharing = math.ceil(group.world_size / torch.cuda.device_count())  # too many where there are several hosts
-            on_gpu = sum(self.settings.device_of(backend) == "cuda" for backend in self.settings.backends)
-            need = self.settings.replica_bytes(self.model, on_gpu) * sharing
+            need = self.settings.replica_bytes(self.model, len(on_gpu)) * sharing
             free = min(self.world.share(torch.cuda.mem_get_info(group.device)[0]))
-            if need > free:
-                raise ConfigError(
-                    f"the replicas of {self.model} take about {format_bytes(need)} and {format_bytes(free)} are free "
-                    f"on the GPU: {self.settings.memory_words[1]}",
-                    code="memory",
-                )
+            found = f"{format_bytes(need)} and {format_bytes(free)} are free on the GPU"
+            advice = self.settings.memory_words[1]
+            refuse((need > free, f"the replicas of {self.model} take about {found}: {advice}"), code="memory")
 
     def _find_wrappings(self, group: Group) -> dict[str, Wrapping]:
         """What each wrapper is on this group; `torch-tuned` is found by trying, before anything else takes memory."""
-        found = {name: find_wrapping(name) for name in self.settings.wrappers if name != "torch-tuned"}
-        if "torch-tuned" in self.settings.wrappers:
-            found["torch-tuned"] = self._tune_torch(group)
-            _free()
-        return {name: found[name] for name in self.settings.wrappers}
+        tuned = self._tune_torch(group) if "torch-tuned" in self.settings.wrappers else None
+        _free()
+        return {
+            name: tuned if tuned is not None and name == "torch-tuned" else find_wrapping(name)
+            for name in self.settings.wrappers
+        }
 
     def _tune_torch(self, group: Group) -> Wrapping:
         """The fastest of several ways to set torch's buckets, with the medians of all as its note."""
-        plan = self._ask_for_plan(group)
+        plan = None  # that Paceline's wrapper uses after its first step
+        if self.is_in:
+            replica, _ = self._build_replica(group, find_wrapping("paceline"))
+            for _ in range(2):
+                replica.run(None, NoPhases())
+            plan = getattr(replica.model, "plan", None)
+            replica.close()
+            del replica
+        plan = self.world.share(plan)[0]
         candidates = build_candidates(build_module(self.model, _SEED, group.device), plan)
         _free()
         if len(candidates) == 1:
             return replace(candidates[0], note="the only way to set its buckets")
-        with self._open_bench() as bench:
+        with StepBench(self.world, self.labels) as bench:
             for candidate in candidates:
                 self._add(bench, group, "torch", candidate, "plain")
             bench.run(_TUNING_PACE)
@@ -237,36 +233,21 @@ class _Cell:
         note = f"fastest of {len(candidates)} in {records[0].timing.count} rounds: {text}"
         return replace(candidates[medians.index(min(medians))], note=note)
 
-    def _ask_for_plan(self, group: Group) -> Plan | None:
-        """The plan that Paceline's wrapper uses after its first step, equal on every rank."""
-        plan = None
-        if self.is_in:
-            replica, _ = self._build_replica(group, find_wrapping("paceline"))
-            for _ in range(2):
-                replica.run(None, NoPhases())
-            plan = getattr(replica.model, "plan", None)
-            replica.close()
-        found = self.world.share(plan)[0]
-        return found if isinstance(found, Plan) else None
-
     def _compare_with_torch(self, num_steps: int, variants: Sequence[_Wrapped]) -> None:
         """Count, in each replica, the parameters that changed differently than under torch's wrapper. After the
         warm-ups: later, rounding alone can lead replicas far apart."""
-        if not self.is_in or not num_steps:
-            return
-        for group in self.groups:
+        for group in self.groups if self.is_in and num_steps else ():
             mine = {v.wrapper: v for v in variants if v.group is group and v.wrapper != "bare"}
             reference = mine.get("torch") or mine.get("torch-tuned")
             if reference is None:
                 continue
             start = list(build_module(self.model, _SEED, group.device).parameters())
-            is_coarse = self.settings.dtype == "bfloat16" or group.device.type == "cuda"
+            tolerance = _COARSE_TOLERANCE if self.is_low or group.device.type == "cuda" else _TOLERANCE
             for variant in mine.values():
                 if variant is not reference:
                     variant.num_wrong = count_wrong_parameters(
-                        variant.parameters, start, reference.parameters, group.data, num_steps,
-                        _COARSE_TOLERANCE if is_coarse else _TOLERANCE,
-                    )  # fmt: skip
+                        variant.parameters, start, reference.parameters, group.data, num_steps, tolerance
+                    )
 
     def _build_record(self, bench: StepBench, variant: _Wrapped) -> StepRecord:
         """The record, with the parameters checked to be equal on all ranks."""
@@ -281,23 +262,15 @@ class _Cell:
             mine = *counts, variant.wrapping.configuration + buckets
         answers = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
         wrong, checked, held, peaks, configurations = zip(*answers, strict=True)
-        record = bench.build_record(
-            variant,
-            configuration=configurations[0],
-            device=variant.group.device.type,
-            num_wrong=sum(wrong) if is_checked else None,
-            num_checked=sum(checked) if is_checked else None,
-            held_bytes=max(held),
-            peak_step_bytes=max(peaks),
-        )
+        found: dict[str, Any] = {"num_wrong": sum(wrong), "num_checked": sum(checked)} if is_checked else {}
+        found |= {"held_bytes": max(held), "peak_step_bytes": max(peaks), "configuration": configurations[0]}
+        record = bench.build_record(variant, device=variant.group.device.type, **found)
         return replace(record, num_bytes=4 * self.workload.num_elements)
 
 
 def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
     """Ways to set torch's buckets, without those that give the same buckets; `ours` is one more where torch can do it.
-
-    Sameness is judged by the reverse order of parameters, which is close to the order of gradients.
-    """
+    Sameness is judged by the reverse order of parameters, which is close to the order of gradients."""
     gradients = list_gradients(module)
     order, total = list(reversed(range(len(gradients)))), sum(gradient.num_bytes for gradient in gradients)
     ways: list[tuple[str, list[int], dict[str, Any]]] = [
@@ -305,34 +278,25 @@ def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:
         *((f"cap {cap} MiB", [cap * MIB], {"bucket_cap_mb": cap}) for cap in _CAPS_MIB),
         ("one bucket", [total + 1], {"bucket_cap_mb": math.ceil(total / MIB) + 1}),
     ]
+    if ours is not None:
+        with contextlib.suppress(ConfigError):  # torch's rule cannot make these buckets
+            options = ours.as_torch_kwargs()
+            if set(options) <= _OPTIONS:
+                ways.append(("Paceline's plan", [], options))
     found: dict[Any, Wrapping] = {}
     for name, caps, options in ways:
-        found.setdefault(plan_like_torch(gradients, order, caps).partition, _tuned_wrapping(name, options))
-    if ours is not None:
-        try:
-            options = ours.as_torch_kwargs()
-        except ConfigError:  # torch's rule cannot make these buckets
-            options = {"not expressible": True}
-        if set(options) <= _OPTIONS:
-            found.setdefault(ours.partition, _tuned_wrapping("Paceline's plan", options))
+        partition = plan_like_torch(gradients, order, caps).partition if caps or ours is None else ours.partition
+        text = f"bucket view, static graph, no buffers in forward, {name}"
+        found.setdefault(partition, Wrapping(text, partial(wrap, wrapper="torch", **_TUNED, **options)))
     assert len(found) <= MAX_CANDIDATES
     return list(found.values())
 
 
-def _tuned_wrapping(name: str, options: dict[str, Any]) -> Wrapping:
-    text = f"bucket view, static graph, no buffers in forward, {name}"
-    return Wrapping(text, lambda module, group: wrap(module, "torch", group, **_TUNED, **options))
-
-
 @torch.no_grad()
 def count_wrong_parameters(
-    parameters: Sequence[torch.Tensor],
-    start: Sequence[torch.Tensor],
-    reference: Sequence[torch.Tensor] | None,
-    group: dist.ProcessGroup,
-    num_steps: int,
-    tolerance: float,
-) -> int:
+    parameters: Sequence[torch.Tensor], start: Sequence[torch.Tensor], reference: Sequence[torch.Tensor] | None,
+    group: dist.ProcessGroup, num_steps: int, tolerance: float,
+) -> int:  # fmt: skip
     """The parameters of this rank that are not equal to rank 0's or, after these steps, not close to the reference.
 
     Close means: the change since `start` (rank 0's) differs from the reference's change by at most a share `tolerance`

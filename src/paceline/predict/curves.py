@@ -184,8 +184,8 @@ class FamilyCurve(CostCurve):
         if self.world_size < 1:
             raise ConfigError(f"an all-reduce on {self.world_size} ranks: at least 1 is needed")
         if self.algorithm == "shared" and self.world_size > _MOST_ON_ONE_HOST:
-            limit = f"more than {_MOST_ON_ONE_HOST} do not fit in the memory of one host"
-            raise ConfigError(f"{self.world_size:,} ranks: {limit}; use fewer --ranks, or name a --network")
+            found = f"{self.world_size:,} ranks do not fit in the memory of one host; the limit is {_MOST_ON_ONE_HOST}"
+            raise ConfigError(f"{found}: use fewer --ranks, or name a --network")
 
     @property
     def error(self) -> float:

@@ -140,18 +140,17 @@ class AssumedFabric:
             latency_s = max(slower.latency_s, inside.latency_s)
             rate = min(slower.bandwidth_bytes_per_s, inside.bandwidth_bytes_per_s)
             slower = replace(slower, latency_s=latency_s, bandwidth_bytes_per_s=rate)
-        return _on(slower, flat, world_size, more=(two_level,) if asked == "auto" and per_node > 1 else ())
+        found = _on(slower, flat, world_size)
+        return curves.choose_best([found, two_level]) if asked == "auto" and per_node > 1 else found
 
     def draw(self, source: random.Random) -> Self:
         return replace(self, network=self.network.draw(source), inside=self.inside.draw(source))
 
 
-def _on(
-    network: Network, names: Iterable[str], count: int, place: str = "", more: Sequence[CostCurve] = ()
-) -> CostCurve:
+def _on(network: Network, names: Iterable[str], count: int, place: str = "") -> CostCurve:
     """The best of some algorithms on this many ranks of a network."""
     rates = (network.latency_s, network.bandwidth_bytes_per_s)
-    return curves.choose_best([*(FamilyCurve(name, count, *rates, place=place) for name in names), *more])
+    return curves.choose_best([FamilyCurve(name, count, *rates, place=place) for name in names])
 
 
 @dataclass(frozen=True)

@@ -36,15 +36,13 @@ class Evidence:
     """What a prediction may learn from the records of a tuning run, by what it is: not the job's own steps."""
 
     def __init__(self, records: Sequence[Record]) -> None:
-        steps: dict[str, list[StepRecord]] = {"plain": [], "local": [], "disturbed": [], "job": []}
-        for record in records:
-            if isinstance(record, StepRecord):
-                steps[record.role].append(record)
+        every = [record for record in records if isinstance(record, StepRecord)]
+        plain, local, disturbed = ([r for r in every if r.role == role] for role in ("plain", "local", "disturbed"))
         profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
-        if not profiles or not steps["plain"] or not steps["local"]:
+        if not profiles or not plain or not local:
             raise MeasurementError("a prediction needs a layer profile, plain steps and steps of the wrapper alone")
-        self.profile, self.plain, self.disturbed = profiles[0], steps["plain"][0], steps["disturbed"]
-        local = sorted(steps["local"], key=lambda record: record.num_buckets)
+        self.profile, self.plain, self.disturbed = profiles[0], plain[0], disturbed
+        local.sort(key=lambda record: record.num_buckets)
         self.one_bucket, self.bucket_each = local[0], local[-1]
         collectives = [record for record in records if isinstance(record, CollectiveRecord)]
         self.sweep = [record for record in collectives if record.note != "buffers"]

@@ -82,8 +82,8 @@ class LayerProfileRecord(Record):
     `timing`, `forward`, `backward` and `optimizer` are the plain steps, without the profiler. `parameters` and `blocks`
     are of the profiled steps, whose own times are `profiled_*`. Repetitions with the same number are neighbours in
     time. `parameters` are in the order in which their gradients become ready, by median; those without a gradient come
-    last. `blocks` are in the order of the model's definition. On CUDA all times are the device's. Frozen parameters are
-    left out.
+    last. `blocks` are in the order of the model's definition. On CUDA all times but those of whole steps are the
+    device's. Frozen parameters are left out.
     """
 
     kind: ClassVar[str] = "layer_profile"

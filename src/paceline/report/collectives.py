@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from paceline.records.kinds import MemoryBounds
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS, label_times, label_values, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import GB, format_bytes, format_duration, format_number_of, format_rate
 
 if TYPE_CHECKING:
@@ -86,11 +87,8 @@ class CollectiveResult(Result):
             pairs += [(here, there) for there in theirs if _is_same(here, there)] or [(here, None)]
         pairs += [(None, there) for there in theirs if not any(_is_same(here, there) for here in ours)]
 
-        def place(pair: Pair) -> tuple[Any, ...]:
-            record: Any = pair[0] or pair[1]
-            return record.backend, record.memory, record.world_size, record.num_bytes
-
-        return sorted(pairs, key=place)
+        place = attrgetter("backend", "memory", "world_size", "num_bytes")
+        return sorted(pairs, key=lambda pair: place(pair[0] or pair[1]))
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         subtitle = f"{self.run.environment.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
@@ -101,9 +99,8 @@ class CollectiveResult(Result):
         }
 
     def files(self) -> dict[str, str | bytes]:
-        if self.rows[0].collective != "all_reduce":
-            return {}
-        return {"allreduce-times.csv": export_allreduce_times(self.rows)}
+        is_reduced = self.rows[0].collective == "all_reduce"
+        return {"allreduce-times.csv": export_allreduce_times(self.rows)} if is_reduced else {}
 
     @property
     def next_steps(self) -> list[str]:
@@ -113,27 +110,31 @@ class CollectiveResult(Result):
     def to_json(self) -> dict[str, Any]:
         names = ("collective", "backend", "memory", "device", "world_size")
         numbers = {"beta_bytes_per_s": "bytes_per_s"} | {
-            name: name for name in ("alpha_s", "max_rel_residual", "min_bytes", "max_bytes", "residuals")
+            name: name for name in ("alpha_s", "max_rel_residual", "min_bytes", "max_bytes")
         }
         document = super().to_json()
         document["fits"] = [
-            {name: getattr(record, name) for name in names} | {key: getattr(fit, name) for key, name in numbers.items()}
+            {name: getattr(record, name) for name in names}
+            | {key: getattr(fit, name) for key, name in numbers.items()}
+            | {"residuals": list(fit.residuals)}
             for record, fit in self.fits
         ]
 
-        def row(record: CollectiveRecord | None) -> dict[str, Any] | None:
-            return None if record is None else Table("", "", self._columns, [record]).rows_json()[0]
-
         if self.compared:
-            document["comparison"] = [{"here": row(here), "there": row(there)} for here, there in self.pairs]
+            document["comparison"] = [
+                {
+                    side: record and build_row(self._columns, record)
+                    for side, record in (("here", here), ("there", there))
+                }
+                for here, there in self.pairs
+            ]
         return document
 
 
 class ChunksResult(Result):
     """`bench chunks`: the total time of one size, cut into messages of many sizes."""
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.rows = self.only(ChunksRecord)
 
     @property

@@ -9,11 +9,9 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.records import LargeBatchRecord, NoiseRecord
-from paceline.records.store import Run
 from paceline.records.training import RecipeSummary, summarize_recipes
 from paceline.report.plots import COLORS, build_panels, label_values, new_figure, place_legend
 from paceline.report.scaling import StudyResult, draw_line
@@ -252,8 +250,7 @@ class LargeBatchResult(StudyResult):
 
     topic = "Large batches"
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.runs, self.noise_records = self.only(LargeBatchRecord), self.only(NoiseRecord)
         self.summaries = summarize_recipes(self.runs)
 

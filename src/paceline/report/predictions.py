@@ -7,22 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
 from paceline.predict.curves import fit_curve
-from paceline.predict.job import Job, build_job_from_profile, build_job_from_tables, draw_jobs
+from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
 from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_sensitivity, find_best_cuts
 from paceline.predict.simulate import MachineCosts
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
-from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS, label_values, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms
 
 if TYPE_CHECKING:
@@ -58,10 +55,8 @@ WHAT_IF = (
     Column("saves", lambda r: max(0.0, r.gain), "percent.1", priority=3),
     Column("bound by", "bound", str, "bound", priority=2),
     *raw_columns("low_s", "high_s", "efficiency_low", "efficiency_high", "straggler_s", "best_cap_bytes"),
-    *raw_columns(
-        "plateau_low_bytes", "plateau_high_bytes", "default_step_s", "gain", "keeps_default", "doubt", "source"
-    ),
-    *raw_columns(local_step_s="local_s"),
+    *raw_columns("plateau_low_bytes", "plateau_high_bytes", "default_step_s", "gain", "keeps_default"),
+    *raw_columns("doubt", "source", local_step_s="local_s"),
     Column("source", lambda r: f"{r.source}{', doubtful' if r.doubt else ''}", "text"),
 )
 
@@ -69,33 +64,19 @@ WHAT_IF = (
 class PredictResult(Result):
     """`predict`: rows of networks x ranks. For one row, `step_s`, `interval` and `exposed_s` are its numbers."""
 
-    @cached_property
-    def profile(self) -> LayerProfileRecord:
-        return self.only(LayerProfileRecord)[0]
-
-    @cached_property
-    def fabrics(self) -> list[Fabric]:
+    def _derive(self) -> None:
         config = self.config
-        fabrics: list[Fabric] = []
+        self.profile = self.only(LayerProfileRecord)[0]
+        self.job = build_job_from_profile(self.profile, config["gradients"])
+        self.fabrics: list[Fabric] = []
         for network in find_networks(config["network"]) if config["network"] is not None else ():
             inside = find_network(config["inside"] or INSIDE)
-            fabrics.append(AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"]))
+            self.fabrics.append(AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"]))
         if sweep := self.only(CollectiveRecord):
-            fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
-        return fabrics
-
-    @cached_property
-    def job(self) -> Job:
-        return build_job_from_profile(self.profile, self.config["gradients"])
-
-    @property
-    def scenario(self) -> dict[str, Any]:
-        return {name: self.config[name] for name in ("accumulate", "spread")}
-
-    @cached_property
-    def rows(self) -> list[WhatIfRow]:
+            self.fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
+        self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         draws = draw_jobs(self.profile, self.job, DRAWS)
-        return simulate_what_if(self.job, draws, self.fabrics, self.config["ranks"], **self.scenario)
+        self.rows = simulate_what_if(self.job, draws, self.fabrics, config["ranks"], **self.scenario)
 
     @property
     def step_s(self) -> float:
@@ -117,12 +98,8 @@ class PredictResult(Result):
         return self.rows[0]
 
     @property
-    def _largest(self) -> WhatIfRow:
-        return max(self.rows, key=lambda row: row.world_size)
-
-    @property
     def answer(self) -> str:
-        row = self._largest
+        row = max(self.rows, key=lambda row: row.world_size)
         buckets = "" if row.keeps_default else f"; buckets of {_advise(row)} save {max(0.0, row.gain):.1%}"
         return (
             f"{self.profile.model} on {row.world_size:,} ranks over {row.network}: a step takes "
@@ -150,7 +127,7 @@ class PredictResult(Result):
 
     @property
     def next_steps(self) -> Sequence[str]:
-        named, most = self.config["network"], self._largest.world_size
+        named, most = self.config["network"], max(row.world_size for row in self.rows)
         network, ranks = "10gbe" if named is None else find_networks(named)[0].name, most if most > 1 else 8
         if self.config.get("is_own", True):
             return (f"paceline.tune(model, step, network={network!r}, network_ranks={ranks})",)
@@ -197,19 +174,14 @@ CHANGES = (
     Column("buckets", lambda c: len(c.curve.best.cuts), "count", priority=1),
     Column("backward", "curve.best.backward_s", "ms", priority=2),
     Column("exposed", "curve.best.step.exposed_s", "ms"),
-    Column(None, lambda c: _to_json(c.curve.best), key="best"),
+    Column(None, lambda c: build_row(POINTS, c.curve.best), key="best"),
 )
-
-
-def _to_json(point: CapPoint) -> dict[str, Any]:
-    return Table("", "", POINTS, [point]).rows_json()[0]
 
 
 class CapsResult(Result):
     """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce."""
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
         self.cost = fit_curve((record.num_bytes, record.time_s) for record in self.only(CollectiveRecord))
         costs = MachineCosts(curve=self.cost)
@@ -258,16 +230,12 @@ class CapsResult(Result):
         return ("paceline profile layers --model gpt2-tiny", "paceline tune --model gpt2-tiny --ranks 2")
 
     def to_json(self) -> dict[str, Any]:
-        cuts, free = self.free_plan
+        (cuts, free), (low, high) = self.free_plan, self.caps.plateau
         return super().to_json() | {
-            "best": _to_json(self.caps.best),
-            "plateau_low_bytes": self.caps.plateau[0],
-            "plateau_high_bytes": self.caps.plateau[1],
+            "best": build_row(POINTS, self.caps.best), "plateau_low_bytes": low, "plateau_high_bytes": high,
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
-            "local_backward_s": self.caps.local_s,
-            "notes": list(self.findings),
-            "source": "simulated",
-        }
+            "local_backward_s": self.caps.local_s, "notes": list(self.findings), "source": "simulated",
+        }  # fmt: skip
 
 
 def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:

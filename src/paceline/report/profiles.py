@@ -25,7 +25,7 @@ from paceline.records.store import Run
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.steps import PHASES, PhasesResult, StepResult, describe_cost
-from paceline.report.table import Column, Table, raw_columns, text_columns
+from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class ProfileResult(PhasesResult):
     `profile` is the record of the layers, None where they were not measured, `steps` the records of the phases.
     """
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
+        super()._derive()
         self.profile = next(iter(self.only(LayerProfileRecord)), None)
 
     @property
@@ -510,7 +510,7 @@ class ComparisonResult(Result):
         if isinstance(first, TraceResult) and isinstance(second, TraceResult):
             quantities: dict[str, str] = _OF_TRACES
             here, there = (
-                {"": Table("", "", OVERVIEWS, one.overviews[:1]).rows_json()[0] | {"samples_per_s": one.samples_per_s}}
+                {"": build_row(OVERVIEWS, one.overviews[0]) | {"samples_per_s": one.samples_per_s}}
                 for one in (first, second)
             )
         elif isinstance(first, StepResult) and isinstance(second, StepResult) and first.steps and second.steps:
@@ -521,14 +521,13 @@ class ComparisonResult(Result):
                 for rows in tables
             )
         else:
-            raise ConfigError(
-                f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`: give two of "
-                "`paceline profile trace`, or two of `paceline profile phases`",
-                code="mismatch",
-            )
+            found = f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`"
+            needed = "two of `paceline profile trace`, or two of `paceline profile phases`"
+            raise ConfigError(f"{found}: give {needed}", code="mismatch")
         common = [cell for cell in here if cell in there]
         if not common:
-            raise ConfigError(f"{' and '.join(names)} have no ranks and batch size in common", code="mismatch")
+            text = f"{' and '.join(names)} have no number of ranks and batch size in common"
+            raise ConfigError(text, code="mismatch")
         rows = [
             ComparedRow(
                 cell + ("samples/s" if name == "samples_per_s" else name.removesuffix("_s").replace("_", " ")),
@@ -578,19 +577,13 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def _compared_columns(name: str) -> list[Column]:
-    """One side of the comparison: in its own unit for people, raw for programs."""
-
-    def say(row: ComparedRow) -> str | None:
-        return None if (value := getattr(row, name)) is None else _FORMATS[row.unit](value)
-
-    return [Column(name, say, str, is_key=True), *raw_columns(name)]
+def _say(row: ComparedRow, name: str) -> str | None:
+    return None if (value := getattr(row, name)) is None else _FORMATS[row.unit](value)
 
 
 COMPARED = (
     Column("quantity", "name", key="name", is_key=True),
-    *raw_columns("unit"),
-    *_compared_columns("first"),
-    *_compared_columns("second"),
+    *(Column(name, partial(_say, name=name), str, is_key=True) for name in ("first", "second")),
+    *raw_columns("unit", "first", "second"),
     Column("second / first", "ratio", "ratio", "ratio"),
 )

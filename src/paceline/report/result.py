@@ -52,6 +52,10 @@ class Result:
 
     def __init__(self, run: Run, folder: Path | None = None) -> None:
         self.run, self.folder = run, folder
+        self._derive()
+
+    def _derive(self) -> None:
+        """Sets what follows from the run at once."""
 
     @property
     def answer(self) -> str:

@@ -567,8 +567,7 @@ class BatchResult(StudyResult):
 
     topic = "Batch size on one rank"
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.rows = self.only(BatchRecord)
         self.sentences = describe_batches(self.rows)
 
@@ -590,8 +589,7 @@ class RanksResult(StudyResult):
 
     topic = "Ranks"
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.steps = self.only(StepRecord)
         self.several = [record for record in self.steps if record.world_size > 1]
         self.points = list_points(self.steps)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.records.samples import Ratio
 from paceline.records.steps import PRECISIONS, Standing, StepRecord, compare_wrappers
-from paceline.records.store import Run
 from paceline.report.plots import COLORS, MARKERS, build_panels
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
@@ -21,8 +19,7 @@ if TYPE_CHECKING:
 class StepResult(Result):
     """A result whose records are steps. Older runs kept their findings among the warnings, where they are left out."""
 
-    def __init__(self, run: Run, folder: Path | None = None) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.steps = self.only(StepRecord)
 
     @property
@@ -137,12 +134,9 @@ class WrappersResult(StepResult):
 
     @property
     def findings(self) -> list[str]:
-        return [
-            f"torch-tuned ({record.model}, {format_number_of(record.world_size, 'rank')}, {record.backend}): "
-            f"{record.configuration}; {record.note}"
-            for record in self.steps
-            if record.wrapper == "torch-tuned"
-        ]
+        tuned = [record for record in self.steps if record.wrapper == "torch-tuned"]
+        places = [f"{r.model}, {format_number_of(r.world_size, 'rank')}, {r.backend}" for r in tuned]
+        return [f"torch-tuned ({at}): {r.configuration}; {r.note}" for at, r in zip(places, tuned, strict=True)]
 
     def tables(self) -> list[Table]:
         rows, title = self.standings, "steps of data-parallel wrappers"

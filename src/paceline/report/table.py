@@ -107,6 +107,11 @@ def _format_ratio(ratio: Any) -> str:
     return "1" if is_itself else f"{ratio.value:.3f} ± {ratio.noise:.3f}{'' if ratio.is_clear else ' ='}"
 
 
+def build_row(columns: Sequence[Column], row: Any) -> dict[str, Any]:
+    """A row as a JSON object."""
+    return {column.key: column.raw(row) for column in columns if column.key}
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows under columns. `name` is that of its files, `key` that of its rows in JSON (the same unless given).
@@ -129,7 +134,7 @@ class Table:
 
     def rows_json(self) -> list[dict[str, Any]]:
         """The rows as JSON objects, in full precision."""
-        return [{column.key: column.raw(row) for column in self.columns if column.key} for row in self.rows]
+        return [build_row(self.columns, row) for row in self.rows]
 
     def csv(self) -> str:
         """The rows as CSV in full precision, in the units of the JSON."""

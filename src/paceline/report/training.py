@@ -53,29 +53,16 @@ class TrainRunResult(Result):
         if rows is None:
             file = None if folder is None else folder / records.METRICS_FILE
             rows = records.load_metrics(file) if file is not None and file.exists() else ()
-        self.rows = rows
-
-    @property
-    def epochs(self) -> list[records.EpochSummary]:
-        return records.summarize_epochs(self.rows)
-
-    @property
-    def outcome(self) -> dict[str, Any]:
-        """How the run ended; empty for an unfinished one, and for one of an older Paceline."""
-        return dict(self.config.get("outcome") or {})
-
-    @property
-    def steps(self) -> int:
-        return self.rows[-1]["step"] if self.rows else 0
+        self.rows, self.epochs = rows, records.summarize_epochs(rows)
+        # How the run ended; empty for an unfinished one, and for one of an older Paceline.
+        self.outcome: dict[str, Any] = dict(self.config.get("outcome") or {})
+        self.steps: int = rows[-1]["step"] if rows else 0
+        self.world_size = int(self.outcome.get("world_size", self.config.get("ranks", 1)))
 
     @property
     def finished(self) -> bool:
         has_weights = self.folder is not None and (self.folder / "weights.safetensors").exists()
         return bool(self.rows) and self.outcome.get("steps", self.steps if has_weights else -1) == self.steps
-
-    @property
-    def world_size(self) -> int:
-        return int(self.outcome.get("world_size", self.config.get("ranks", 1)))
 
     @property
     def phases(self) -> dict[str, float]:

@@ -236,16 +236,8 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
         sizes, timings = [size for size, _ in measured], [timing for _, timing in measured]
         centers = [timing.median_s * 1e3 for timing in timings]
         errors = [[(t.median_s - t.p10_s) * 1e3 for t in timings], [(t.p90_s - t.median_s) * 1e3 for t in timings]]
-        axes.errorbar(
-            sizes,
-            centers,
-            yerr=errors,
-            color=COLORS[1],
-            fmt="o-",
-            capsize=3,
-            lw=1,
-            label="measured: median, p10 to p90",
-        )
+        style: dict[str, Any] = {"fmt": "o-", "capsize": 3, "lw": 1, "label": "measured: median, p10 to p90"}
+        axes.errorbar(sizes, centers, yerr=errors, color=COLORS[1], **style)
         best_ms, size = min(zip(centers, sizes, strict=True))
         axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
     best = judgement.best_predicted

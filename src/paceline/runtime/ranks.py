@@ -18,10 +18,7 @@ from paceline.runtime.world import current_world
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others. On a mesh, `rank` and `world_size` count inside the mesh's group.
-
-    `rank` is -1 for a process that is not part of the mesh, as torch has it.
-    """
+    """This process among the others. On a mesh, `rank` (-1 outside of it) and `world_size` count inside its group."""
 
     rank: int
     world_size: int

@@ -435,9 +435,9 @@ def lock_folder(folder: Path, timeout_s: float = 0.0) -> int:
 
 
 class ProgressDisplay:
-    """How far a run is, on stderr: a bar with the time left on a terminal, lines elsewhere.
+    """How far a run is, on stderr: a bar with the time left on a terminal, lines elsewhere; see `open_session`.
 
-    Without tasks, the cells are those that the messages of the ranks count. `progress` as for `open_session`.
+    Without tasks, the cells are those that the messages of the ranks count.
     """
 
     def __init__(

@@ -48,10 +48,7 @@ class Failure:
 
 
 def find_code(error: BaseException | None) -> str:
-    """The code of an error, or of its cause; "peer-lost" for what torch's backends say of a lost peer.
-
-    Only their own texts count: a user's error may use the same words.
-    """
+    """The code of an error, or of its cause; "peer-lost" for torch's backends' own texts about a lost peer."""
     while error is not None:
         if isinstance(error, PacelineError) and error.code:
             return error.code

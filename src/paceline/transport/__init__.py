@@ -1,7 +1,4 @@
-"""Shared memory between the ranks of one host, as the torch.distributed backend `shm` (alias: `paceline`).
-
-torch registers it where Paceline is installed; elsewhere call `register`.
-"""
+"""Shared memory between the ranks of one host, as the torch.distributed backend `shm` (alias: `paceline`)."""
 
 from __future__ import annotations
 

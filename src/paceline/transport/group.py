@@ -21,10 +21,8 @@ from paceline.transport.hierarchy import HostsWork, TwoLevels
 from paceline.transport.shared import HostGroup, exchange_places
 from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
 
-# Two per rank. In smaller ones the same lines go to and fro between cores; larger ones leave the caches.
-_SLOT_BYTES = 1 << 20
-# A process that stays stopped for this long counts as lost.
-_STOPPED_S = 1.2
+_SLOT_BYTES = 1 << 20  # two per rank; in smaller ones lines go to and fro between cores, larger ones leave the caches
+_STOPPED_S = 1.2  # a process that stays stopped for this long counts as lost
 
 _RedOp: Any = dist.ReduceOp.RedOpType
 _OPS = {_RedOp.SUM: native.SUM, _RedOp.AVG: native.AVG, _RedOp.MIN: native.MIN, _RedOp.MAX: native.MAX}

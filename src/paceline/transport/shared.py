@@ -1,7 +1,7 @@
 """The ranks of one host: who they are, and memory that only they share.
 
-It is an anonymous file whose descriptor the first rank hands to the others over a Unix socket. It goes when the last of
-them goes, however that happens, and does not count against /dev/shm. What is done in it belongs to `native`.
+It is an anonymous file whose descriptor the first rank hands to the others over a Unix socket. It goes with the last of
+them, however that ends, and does not count against /dev/shm.
 """
 
 from __future__ import annotations

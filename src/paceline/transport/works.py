@@ -160,10 +160,9 @@ class NativeWork(TensorWork):
 
 
 class Futures:
-    """Completes torch's Futures in the order of their operations.
+    """Completes torch's Futures in the order of their operations, on a thread that waits for these.
 
-    One thread waits for operations. A callback of a Future may itself wait for a later one, so another thread waits
-    while it runs; threads start when none is free.
+    A callback of a Future may itself wait for a later one, so another thread waits while it runs.
     """
 
     def __init__(self) -> None:

@@ -8,33 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import ConfigError
-from paceline.measure.settings import (
-    DEFAULT_MODELS,
-    WRAPPERS,
-    ChunkSettings,
-    CollectiveSettings,
-    Counts,
-    GroupSettings,
-    Names,
-    Sizes,
-    WrapperSettings,
-    list_counts,
-    list_names,
-    list_sizes,
-)
+from paceline.measure.settings import ChunkSettings, CollectiveSettings, GroupSettings, WrapperSettings
 from paceline.records.exchange import load_table
 from paceline.records.kinds import ITEM_BYTES, CollectiveRecord
 from paceline.records.store import Run, load_run
 from paceline.runtime.environment import read_place
 from paceline.runtime.session import choose_ranks, joins_world, open_session
 from paceline.units import parse_size
-from paceline.verbs.jobs import Place, finish
+from paceline.verbs.jobs import Counts, Names, Place, Sizes, finish, list_counts, list_names, list_sizes
 
 if TYPE_CHECKING:
     from paceline.report.collectives import ChunksResult, CollectiveResult
     from paceline.report.steps import WrappersResult
-
-_CHUNK_ELEMENTS = (10**4, 3 * 10**4, 10**5, 3 * 10**5, 10**6, 3 * 10**6, 10**7, 3 * 10**7)
 
 
 def allreduce(
@@ -83,16 +68,17 @@ def chunks(
     """
     total_bytes = parse_size(total) if isinstance(total, str) else total
     if chunks is None:
-        steps = [count * ITEM_BYTES.get(dtype, 4) for count in _CHUNK_ELEMENTS]
+        steps = [factor * 10**power * ITEM_BYTES.get(dtype, 4) for power in range(4, 8) for factor in (1, 3)]
         chunks = (*(step for step in steps if step < total_bytes), total_bytes)
     own = {"chunks": list_sizes(chunks)}
     return cast("ChunksResult", _measure("bench chunks", "collectives:measure_chunks", ChunkSettings, locals(), own))
 
 
 def wrappers(
-    models: Names = DEFAULT_MODELS, wrappers: Names = WRAPPERS, ranks: Counts | None = None, backend: Names = "gloo", *,
-    batch_size: int | None = None, dtype: str = "float32", device: str = "auto", threads: int = 1,
-    iters: int | None = None, warmup: int | None = None, out: Place = None, progress: bool | None = None,
+    models: Names = WrapperSettings.models, wrappers: Names = WrapperSettings.wrappers, ranks: Counts | None = None,
+    backend: Names = "gloo", *, batch_size: int | None = None, dtype: str = "float32", device: str = "auto",
+    threads: int = 1, iters: int | None = None, warmup: int | None = None, out: Place = None,
+    progress: bool | None = None,
 ) -> WrappersResult:  # fmt: skip
     """Is Paceline's wrapper faster than torch's, here? Replicas of a model take steps in turns, one for each wrapper.
 
@@ -102,9 +88,8 @@ def wrappers(
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
     own = {"models": list_names(models), "wrappers": list_names(wrappers)}
-    return cast(
-        "WrappersResult", _measure("bench wrappers", "wrappers:measure_wrappers", WrapperSettings, locals(), own)
-    )
+    load = "wrappers:measure_wrappers"
+    return cast("WrappersResult", _measure("bench wrappers", load, WrapperSettings, locals(), own))
 
 
 def _measure(

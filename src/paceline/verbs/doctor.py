@@ -9,19 +9,16 @@ from paceline.records.store import Run
 from paceline.report.result import DoctorResult
 from paceline.runtime.session import Progress, ProgressDisplay
 
-_ABOUT = 15  # checks, for the progress bar
-
 
 def doctor(*, progress: bool | None = None) -> DoctorResult:
     """Check everything that ranks need, then run a real all-reduce on two of them.
 
     `result.failure` names what failed, and is empty on a machine that is ready.
     """
-    # Without a session: a set-up in which none can be opened must still be reported.
-    environment = capture_environment()
-    checks: list[CheckRecord] = []
+    # Without a session: a set-up in which none can be opened must still be reported. There are about 15 checks.
+    environment, checks = capture_environment(), list[CheckRecord]()
     with ProgressDisplay("doctor", progress) as display:
         for check in check_health():
             checks.append(check)
-            display.hear("", Progress(min(len(checks), _ABOUT), _ABOUT, f"{check.name}: {check.status}"))
+            display.hear("", Progress(min(len(checks), 15), 15, f"{check.name}: {check.status}"))
     return DoctorResult(Run("doctor", {}, environment, tuple(checks)))

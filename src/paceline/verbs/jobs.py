@@ -1,4 +1,4 @@
-"""What verbs share: the job (one of ours by name, or a user's own), its ranks, and how a run is finished."""
+"""What verbs share: how arguments are read, the job (by name, or a user's own), its ranks, and the end of a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,38 @@ from typing import Any
 
 from paceline.errors import ConfigError, refuse
 from paceline.machine import canonical_backend
-from paceline.measure.settings import Counts, list_counts
 from paceline.records.store import Run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, find_place, open_session
 from paceline.training.settings import NAMES, TrainSettings, check_job
+from paceline.units import parse_size, parse_sizes
 
 Place = str | Path | None
 Build = Callable[[Run, Path | None], Any]
+Counts = int | Sequence[int]
+Names = str | Sequence[str]
+Sizes = str | Sequence[str | int]
+
+
+def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
+    """One number or several, without repeats."""
+    found = (counts,) if isinstance(counts, int) else tuple(dict.fromkeys(counts))
+    if not found or min(found) < 1:
+        raise ConfigError(f"{name} {counts}: at least one number of at least 1 is needed")
+    return found
+
+
+def list_names(names: Names) -> tuple[str, ...]:
+    """The names of a comma-separated text, or of several, without repeats."""
+    found = (names if isinstance(names, str) else ",".join(names)).split(",")
+    return tuple(dict.fromkeys(name.strip() for name in found if name.strip()))
+
+
+def list_sizes(sizes: Sizes) -> tuple[int, ...]:
+    """Bytes of sizes that carry their unit, or are bytes already."""
+    if isinstance(sizes, str):
+        return parse_sizes(sizes)
+    return tuple(dict.fromkeys(parse_size(size) if isinstance(size, str) else size for size in sizes))
 
 
 def choose_worlds(ranks: Counts | None, default: int) -> tuple[int, ...]:
@@ -86,10 +110,7 @@ class OwnJob:
             try:
                 pickle.dumps(self.model)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise ConfigError(
-                    f"the factory {self.name} cannot be sent to another process ({error}): define it at the top level "
-                    "of a module",
-                    code="not-picklable",
-                ) from None
+                what = f"the factory {self.name} cannot be sent to another process ({error})"
+                raise ConfigError(f"{what}: define it at the top level of a module", code="not-picklable") from None
         config = {"model": self.name, "ranks": ranks, "wrapper": self.wrapper, **self.where}
         return open_session(verb, config, ranks=ranks, out=out, progress=progress, here=here)

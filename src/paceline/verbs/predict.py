@@ -54,11 +54,8 @@ def predict(
     run = _get_run(profile)
     found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
     if len(found) != 1:
-        raise RecordError(
-            f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed: make one with "
-            "`paceline profile layers` or `paceline.profile`",
-            code="no-profile",
-        )
+        what = f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed"
+        raise RecordError(f"{what}: make one with `paceline profile layers` or `paceline.profile`", code="no-profile")
     records = [] if allreduce is None else _get_run(allreduce).records
     sweep = [record for record in records if isinstance(record, CollectiveRecord)]
     if allreduce is not None and not sweep:
@@ -69,12 +66,12 @@ def predict(
         "spread": _read_spread(straggler, found[0]),
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
     }  # fmt: skip
-    result = PredictResult(Run("predict", config, capture_environment(), (found[0], *sweep)))
-    try:
-        assert result.fabrics
+    try:  # what cannot be simulated is refused before a folder is made
+        result = PredictResult(Run("predict", config, capture_environment(), (found[0], *sweep)))
     except (ConfigError, RecordError) as error:
-        raise type(error)(f"--allreduce {allreduce}: {error}" if allreduce is not None else str(error)) from None
-    assert result.rows  # refuses what cannot be simulated before a folder is made
+        if allreduce is None:
+            raise
+        raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     return _save(result, out)
 
 
@@ -87,13 +84,9 @@ def predict_csv(folder: str | Path, *, out: Place = None) -> CapsResult:
     worlds = {(record.backend, record.world_size) for record in sweep}
     if len(worlds) != 1:
         raise ConfigError(f"--csv {folder}: all-reduce of {len(worlds)} backends or numbers of ranks; one is needed")
-    records = [
-        *load_layer_sizes(_find_file(folder, "layer-sizes")),
-        *load_layer_times(_find_file(folder, "layer-times")),
-        *sweep,
-    ]
-    result = CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), tuple(records)))
-    assert result.caps.points
+    sizes, times = (_find_file(folder, stem) for stem in ("layer-sizes", "layer-times"))
+    records = (*load_layer_sizes(sizes), *load_layer_times(times), *sweep)
+    result = CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), records))
     return _save(result, out)
 
 

@@ -1,7 +1,4 @@
-"""`paceline.profile` and what belongs to it: where the time of training steps goes.
-
-The job is the user's own (a module and a step, or a factory of both) or one of ours, by the name of its model.
-"""
+"""`paceline.profile` and what belongs to it: where the time of training steps goes, of a user's job or one of ours."""
 
 from __future__ import annotations
 
@@ -10,17 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import refuse
-from paceline.measure.settings import Counts, check_counts, check_names, list_counts
+from paceline.measure.settings import check_counts, check_names
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.runtime.session import find_place, open_session
 from paceline.training.settings import TrainSettings
-from paceline.verbs.jobs import OwnJob, Place, build_settings, choose_world, choose_worlds, finish
+from paceline.verbs.jobs import Counts, OwnJob, Place, build_settings, choose_world, choose_worlds, finish, list_counts
 
 if TYPE_CHECKING:
     from paceline.report.profiles import CommTableResult, ComparisonResult, ProfileResult, TraceResult
     from paceline.report.result import Result
-    from paceline.report.steps import PhasesResult
 
 _ROOM = "paceline.measure.profiles:"
 
@@ -50,7 +46,16 @@ def profile(
     check_counts(iters=iters, warmup=warmup)
     verb, is_named = "profile" if kind == "all" else f"profile {kind}", isinstance(model, str)
     if is_named and kind == "phases":
-        return _profile_phases(model, ranks, iters, warmup, out, progress, **job)
+        sizes, counts = list_counts(job.pop("batch_size", 32), "batch_size"), choose_worlds(ranks, 2)
+        jobs = [build_settings(model=model, ranks=count, batch_size=sizes[0], **job) for count in counts]
+        config = jobs[0].to_json() | {"batch_sizes": list(sizes), "ranks": list(counts)}
+        with open_session(verb, config, ranks=max(counts), out=out, progress=progress) as session:
+            records: list[Any] = []
+            for number, settings in enumerate(jobs):
+                before, after = (count * len(sizes) for count in (number, len(counts) - number - 1))
+                arguments = (settings, sizes, iters, warmup, before, after)
+                records += session.ask(_ROOM + "measure_phases", arguments, ranks=settings.ranks)
+            return finish(session, records)
     if is_named and kind == "layers":
         given: Any = _build_bare(model, job | {"ranks": ranks})
         opened: Any = open_session(verb, given.to_json(), out=out, progress=progress)
@@ -59,23 +64,6 @@ def profile(
         opened, given = _open_job(verb, model, step, ranks, job, out, progress)
     with opened as session:
         return finish(session, session.ask(_ROOM + "measure_profile", (given, kind, iters, warmup)))
-
-
-def _profile_phases(
-    model: str, ranks: Counts | None, iters: int | None, warmup: int | None, out: Place, progress: bool | None,
-    batch_size: Counts = 32, **job: Any,
-) -> PhasesResult:  # fmt: skip
-    """The phases of a built-in model's steps, at each number of ranks and each batch size per rank."""
-    sizes, counts = list_counts(batch_size, "batch_size"), choose_worlds(ranks, 2)
-    jobs = [build_settings(model=model, ranks=count, batch_size=sizes[0], **job) for count in counts]
-    config = jobs[0].to_json() | {"batch_sizes": list(sizes), "ranks": list(counts)}
-    with open_session("profile phases", config, ranks=max(counts), out=out, progress=progress) as session:
-        records: list[Any] = []
-        for number, settings in enumerate(jobs):
-            before, after = (count * len(sizes) for count in (number, len(counts) - number - 1))
-            arguments = (settings, sizes, iters, warmup, before, after)
-            records += session.ask(_ROOM + "measure_phases", arguments, ranks=settings.ranks)
-        return cast("PhasesResult", finish(session, records))
 
 
 def trace(
@@ -158,17 +146,11 @@ def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
     launched = 1 if place is None else place.world_size
     ranks, wrapper, plan, accumulate = (job.pop(name, None) for name in ("ranks", "wrapper", "plan", "accumulate"))
     refuse(
-        (
-            ranks not in (None, 1, (1,)),
-            f"--ranks {ranks}: layers are timed on one rank, where no message disturbs them",
-        ),
+        (ranks not in (None, 1, (1,)), f"--ranks {ranks}: layers are timed on one rank; leave it out"),
         (launched > 1, f"layers are timed on one rank, and {launched} were launched: run it without a launcher"),
         (plan is not None, f"--plan {plan}: {bare}"),
         (wrapper not in (None, "paceline", "none"), f"--wrapper {wrapper}: {bare}"),
-        (
-            accumulate not in (None, 1),
-            f"--accumulate {accumulate}: layers are timed over one micro-batch; leave it out",
-        ),
+        (accumulate not in (None, 1), f"--accumulate {accumulate}: layers are timed over one micro-batch"),
     )
     return build_settings(model=model, wrapper="none", **job)
 

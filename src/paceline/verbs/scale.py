@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from paceline import machine
 from paceline.errors import LaunchError, refuse
 from paceline.measure.scale_settings import BatchSettings, LargeBatchSettings, ScaleSettings, Setup, StudySettings
-from paceline.measure.settings import Counts, Names, check_counts, list_counts, list_names
+from paceline.measure.settings import check_counts
 from paceline.predict.networks import find_networks
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.store import STUDY_FILE, Run, Study, load_run
@@ -22,7 +22,7 @@ from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, Task, open_session
 from paceline.training.recipes import NO_RECIPE, Recipe
 from paceline.training.settings import TrainSettings, check_job
-from paceline.verbs.jobs import Place, choose_world, finish
+from paceline.verbs.jobs import Counts, Names, Place, choose_world, finish, list_counts, list_names
 from paceline.workloads.data.sources import parse_data
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 _ROOM = "paceline.measure.scaling:"
 _RECIPES = ("none", "sqrt", "linear", "linear+warmup", "linear+warmup+smoothing", "lars+warmup", "lamb+warmup", "grow")
-
-
-# -- batch sizes on one rank -------------------------------------------------------------------------------------------
 
 
 def batch(
@@ -86,9 +83,6 @@ def build_killed(job: TrainSettings, batch_size: int) -> list[Record]:
     ]  # fmt: skip
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
 def ranks(
     model: str = "cnn", ranks: Counts | None = None, batch_size: Counts = (8, 32),
     global_batch_size: Counts | None = None, *, wrapper: Names = ("paceline", "torch"), backend: Names = "auto",
@@ -114,18 +108,15 @@ def _build_ranks(
     find_networks(network)  # refuses an unknown one
     counts, sizes, device = _choose_counts(ranks), list_counts(batch_size, "batch_size"), _choose_device(device)
     wrappers, backends, most = list_names(wrapper), list_names(backend), max(counts)
-    if backends == ("auto",) and device == "cuda":
-        backends = ("nccl",) if machine.count_gpus() >= most else ("gloo",)
-    elif backends == ("auto",):
-        backends = ("gloo", "shm")
+    if backends == ("auto",):
+        backends = ("gloo", "shm") if device != "cuda" else ("nccl",) if machine.count_gpus() >= most else ("gloo",)
     setups = [Setup(w, b) for b in backends for w in wrappers if w != "dp"]
     setups += [Setup("dp", backends[0])] if "dp" in wrappers else []
     accumulate = job.get("accumulate") or 1
-    if global_batch_size is not None:
-        strong = list_counts(global_batch_size, "global_batch_size")
-    else:  # the least from twice the largest batch on that all of them can share
-        shares = math.lcm(*counts) * accumulate
-        strong = (shares * -(-2 * max(sizes) // shares),)
+    # By default the least from twice the largest batch on that all of them can share.
+    shares = math.lcm(*counts) * accumulate
+    least = shares * -(-2 * max(sizes) // shares)
+    strong = list_counts(least if global_batch_size is None else global_batch_size, "global_batch_size")
     # A rank has the same number of threads alone as among others: the study compares ranks, not machines.
     job["threads"] = job.get("threads") or max(1, machine.count_cores() // most)
     if job.get("samples") is None and job.get("data", "synthetic").startswith("synthetic"):
@@ -158,13 +149,11 @@ def _measure_ranks(session: Session, settings: ScaleSettings, at_once: int = 1) 
     if session.place is None:  # in a launched world the other ranks would compute at the same time
         sizes = sorted({cell.batch_size(1, settings.job.accumulate or 1) for cell in settings.cells})
         jobs = [dataclasses.replace(settings.job, batch_size=size) for size in sizes]
-        tasks += [Task(f"layers {job.batch_size}", _ROOM + "measure_layers_alone", (job,)) for job in jobs]
+        layers = "paceline.measure.profiles:measure_profile"
+        tasks += [Task(f"layers {job.batch_size}", layers, (job, "layers", 12, 2)) for job in jobs]
     if settings.backends and most > 1:
         tasks.append(Task("allreduce", _ROOM + "measure_allreduce", ranks=most, weight=2.0, follow=sweep_up_to_all))
     return session.run(tasks)
-
-
-# -- large batches -----------------------------------------------------------------------------------------------------
 
 
 def large_batch(
@@ -196,12 +185,10 @@ def _build_large_batch(
         job = {"samples": 1024} | job
     job = {"global_batch_size": base_batch_size} | job
     train = TrainSettings(model=model or "cnn", ranks=choose_world(ranks, 1), **job)
-    if recipes is not None:
-        texts = list_names(recipes)
-    else:  # all that this job can have: what changes BatchNorm only where there is one, as far as is known here
-        for_norms = ("linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
-        texts = (*_RECIPES, *for_norms) if train.model.startswith("resnet") else _RECIPES
-    names = tuple(dict.fromkeys(Recipe.parse(text).text for text in texts))
+    # By default all that this job can have: what changes BatchNorm only where there is one, as far as is known here.
+    for_norms = ("linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
+    usual = (*_RECIPES, *for_norms) if train.model.startswith("resnet") else _RECIPES
+    names = tuple(dict.fromkeys(Recipe.parse(text).text for text in list_names(usual if recipes is None else recipes)))
     return LargeBatchSettings(
         job=train, base_batch_size=base_batch_size,
         global_batch_sizes=(16 * base_batch_size,) if global_batch_size is None else list_counts(global_batch_size),
@@ -225,9 +212,6 @@ def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once
         arguments = (cell, settings.evaluations, settings.seeds[0])
         tasks.append(Task(cell.name, _ROOM + "measure_large_batch", arguments, settings.job.ranks, float(weight)))
     return session.run(tasks, describe, at_once)
-
-
-# -- one page of all ---------------------------------------------------------------------------------------------------
 
 
 def report(
@@ -289,8 +273,6 @@ def _keep_command_line(session: Session) -> None:
     if begun is not None and (command_line := Study.load(begun, f"scale {begun.name}").command_line):
         session.environment = dataclasses.replace(session.environment, command_line=command_line)
 
-
-# -- what they share ---------------------------------------------------------------------------------------------------
 
 # How each study is built from the arguments of its verb, and measured.
 STUDIES: dict[str, tuple[type[StudySettings], Callable[..., StudySettings], Callable[..., list[Record]]]] = {

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +74,14 @@ def train(
             else:
                 update_config(folder, **{ends: getattr(wanted, ends)})
         rows_wanted = folder is None or session.place is not None
-        with _discard_false_start(folder if resume is None and session.is_leader else None):
+        try:
             arguments = (wanted, folder, resume is not None, rows_wanted)
             outcome = session.ask("paceline.training.loop:train", arguments, saves=folder is not None)
+        except BaseException:
+            if folder is not None and resume is None and session.is_leader and not (folder / METRICS_FILE).exists():
+                for entry in folder.iterdir():  # it failed before its first rows of metrics: nothing can be resumed
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            raise
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
             number = session.signal or outcome.signal
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
@@ -95,9 +98,6 @@ def train(
         return result
 
 
-# -- the folder --------------------------------------------------------------------------------------------------------
-
-
 def update_config(run: Path, outcome: dict[str, Any] | None = None, **lengths: int) -> None:
     """Note in `config.json` how a run ended, or that it is longer now, so that the next resume knows."""
     document, before = load_config(run), load_config(run)
@@ -109,25 +109,10 @@ def update_config(run: Path, outcome: dict[str, Any] | None = None, **lengths: i
         write_new(run / CONFIG_FILE, json.dumps(document, indent=1) + "\n", replace=True)
 
 
-@contextlib.contextmanager
-def _discard_false_start(folder: Path | None) -> Iterator[None]:
-    """Empty the folder of a run that failed before its first rows of metrics: there is nothing to resume."""
-    try:
-        yield
-    except BaseException:
-        if folder is not None and not (folder / METRICS_FILE).exists():
-            for entry in folder.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        raise
-
-
 def _describe_saved(folder: Path | None) -> str:
     """The newest checkpoint on disk, for the message of an interrupt; empty where there is none."""
     saved = [] if folder is None else sorted((folder / "checkpoints").glob("step-*"))
     return f"step {int(saved[-1].name.removeprefix('step-'))}" if saved else ""
-
-
-# -- resuming ----------------------------------------------------------------------------------------------------------
 
 
 def _load_resumed(run: Path, given: dict[str, Any]) -> tuple[TrainSettings, int]:
@@ -170,11 +155,8 @@ def change_settings(saved: TrainSettings, given: dict[str, Any]) -> TrainSetting
     # The global batch stays as it was; how it is shared follows.
     if size % settings.ranks:
         fits = ", ".join(str(ranks) for ranks in range(1, size + 1) if size % ranks == 0)
-        raise ConfigError(
-            f"{settings.ranks} ranks cannot share the run's global batch of {size} samples equally, and with "
-            f"another it would be another run: use one of {fits} ranks",
-            code="other-run",
-        )
+        found = f"{settings.ranks} ranks cannot share the run's global batch of {size} samples equally"
+        raise ConfigError(f"{found}: use one of {fits} ranks, or start a new run", code="other-run")
     batch_size, accumulate = given.get("batch_size"), given.get("accumulate")
     if batch_size is None and accumulate is None and size % (settings.ranks * same) == 0:
         batch_size = same  # what fits into memory, and what BatchNorm sees at a time, stay as they were

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from paceline.errors import refuse
-from paceline.measure.settings import Sizes, list_sizes
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
 from paceline.runtime.session import open_session
 from paceline.training.settings import takes_cap_lists
-from paceline.verbs.jobs import OwnJob, Place, build_settings, choose_world, finish
+from paceline.verbs.jobs import OwnJob, Place, Sizes, build_settings, choose_world, finish, list_sizes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,7 +57,7 @@ def tune(
     arguments: tuple[Any, ...]
     if own is not None:
         opened = own.open("tune", count, own.is_pair, out, progress)
-        load, arguments = "tune_own", (settings, model, step, own.name if own.is_pair else "", own.where)
+        arguments = settings, (model, step, wrapper, own.where)
     else:
         job = JOB_DEFAULTS | {name: value for name, value in job.items() if value is not None}
         train = build_settings(model=model, ranks=count, wrapper=wrapper, **where, **job)
@@ -68,8 +67,8 @@ def tune(
             (parts != 1, f"--accumulate {parts}: gradients travel with the last micro-batch alone; tune without it"),
         )
         opened = open_session("tune", train.to_json(), ranks=count, out=out, progress=progress)
-        load, arguments = "tune_job", (settings, train)
+        arguments = settings, train
     with opened as session:
-        records, gradients, default_plan = session.ask(f"paceline.measure.tuning:{load}", arguments)
+        records, gradients, default_plan = session.ask("paceline.measure.tuning:tune_job", arguments)
         session.config |= settings.to_json(gradients, default_plan)
         return cast("TuneResult", finish(session, records))
