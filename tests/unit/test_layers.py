@@ -83,7 +83,7 @@ def build_replica(module, compute_loss):
         phases.enter("optimizer")
         module.zero_grad()
 
-    return Replica(module, module, torch.device("cpu"), run)
+    return Replica(module, module, next(module.parameters()).device, run)
 
 
 def profile(module, x=None, blocks=None, *, loss=None, iters=3, warmup=1):

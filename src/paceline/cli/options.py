@@ -219,6 +219,7 @@ def add_command(
     parameters = [inspect.Parameter("context_", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for n, option in sorted(options.items(), key=lambda item: PANELS.index(item[1].panel)):
         kind = option.value | None if option.default is None else type(option.default)
+        kind = Path if isinstance(option.default, Path) else kind  # older versions of typer know no PosixPath
         info = option.build_info(n)
         parameters.append(inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=info, annotation=kind))
 

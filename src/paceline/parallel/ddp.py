@@ -87,9 +87,13 @@ class DDP(Joinable, nn.Module):
         statistics_every: int | None = None, ignore: Iterable[str] = (),
     ) -> None:  # fmt: skip
         super().__init__()
-        if (delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision) != (None, None, None):
-            names = "delay_all_reduce_named_params, param_to_hook_all_reduce and mixed_precision"
-            raise ConfigError(f"{names} are not supported: leave them out (for mixed precision, use torch.autocast)")
+        unsupported = {
+            "delay_all_reduce_named_params": delay_all_reduce_named_params,
+            "param_to_hook_all_reduce": param_to_hook_all_reduce, "mixed_precision": mixed_precision,
+        }  # fmt: skip
+        if given := [name for name, value in unsupported.items() if value is not None]:
+            names = " and ".join(given)
+            raise ConfigError(f"{names}: not supported, leave it out (for mixed precision, use torch.autocast)")
         if init is not None and not init_sync and init != "none":
             raise ConfigError(f"init_sync=False contradicts init={init!r}: give one of them")
         sync_buffers = broadcast_buffers is not False and forward_sync_buffers is not False

@@ -25,7 +25,7 @@ from paceline.records.store import RUN_FILE, STUDY_FILE, Run, RunFolder, Study, 
 from paceline.runtime.environment import Place, is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, handle_signals, unwind_on_sigterm
 from paceline.runtime.worker import find_function, listen
-from paceline.units import format_number_of
+from paceline.units import format_duration, format_number_of
 
 if TYPE_CHECKING:
     import rich.progress
@@ -450,7 +450,8 @@ class ProgressDisplay:
         self._weights = {task.name: task.weight for task in tasks}
         self._total, self._count = sum(self._weights.values(), 0.0), len(finished)
         self._parts = {name: self._weights[name] for name in finished}  # what is done of each task
-        self._line_s = time.monotonic()
+        self._begin_s = self._line_s = time.monotonic()
+        self._done_before = sum(self._parts.values())
         self._bar: rich.progress.Progress | None = None
 
     def __enter__(self) -> ProgressDisplay:
@@ -487,9 +488,9 @@ class ProgressDisplay:
             if message.line:
                 self._print(message.line)
             elif self._bar is None and not name and message.records:
-                self._print(f"{message.done:.0f} of {message.total:.0f} cells ({message.label})")
+                self._print(f"{message.done:.0f} of {message.total:.0f} cells ({message.label}){self._say_left()}")
             elif self._bar is None and time.monotonic() - self._line_s > _LINE_S:
-                self._print(f"{share:.0%} ({label})")
+                self._print(f"{share:.0%} ({label}){self._say_left()}")
 
     def finish(self, name: str, records: Sequence[Record]) -> None:
         """The task of this name is finished, and saved where it can be."""
@@ -499,7 +500,15 @@ class ProgressDisplay:
             self._update(name)
             words = f"{name}: {self._describe(records)}" if self._describe is not None else name
             if self._bar is None:
-                self._print(f"{self._count} of {len(self._weights)} cells ({words})")
+                self._print(f"{self._count} of {len(self._weights)} cells ({words}){self._say_left()}")
+
+    def _say_left(self) -> str:
+        done = sum(self._parts.values())
+        fresh, elapsed_s = done - self._done_before, time.monotonic() - self._begin_s
+        if fresh <= 0 or done >= self._total or elapsed_s < 2.0:
+            return ""
+        left_s = elapsed_s * (self._total - done) / fresh
+        return f", about {format_duration(left_s) if left_s < 60 else f'{left_s / 60:.0f} min'} left"
 
     def _update(self, label: str) -> float:
         """Redraw the bar; the share that is done."""
