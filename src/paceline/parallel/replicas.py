@@ -121,7 +121,8 @@ def _check_plan(plan: Plan, gradients: Sequence[Gradient]) -> Plan:
     for index, pair in enumerate(zip(plan.gradients, gradients, strict=True)):
         there, here = (f"{g.num_bytes} bytes {g.dtype}" for g in pair)
         if there != here:
-            text = f"the plan is for another model: gradient {index} has {there} there, and {here} here"
+            names = " and ".join(dict.fromkeys(g.name for g in pair))
+            text = f"the plan is for another model: gradient {index} ({names}) has {there} there, and {here} here"
             raise ConfigError(text, code="plan")
     return Plan(tuple(gradients), plan.buckets, plan.rule)
 
