@@ -26,12 +26,12 @@ def test_every_example_has_a_test():
     assert all(f'"{path.name}"' in source for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("prefix", [(), TORCHRUN])
+@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
 def test_allreduce_by_hand(start, prefix):
     assert run_example(start, "allreduce_by_hand.py", prefix=prefix) == "the sum over 2 ranks is 3\n"
 
 
-@pytest.mark.parametrize("prefix", [(), TORCHRUN])
+@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
 def test_train_by_hand(start, prefix):
     out = run_example(start, "train_by_hand.py", prefix=prefix)
     first, *report = out.splitlines()

@@ -265,6 +265,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow  # the README's program, in tests/cli/test_examples.py, is the same without the values
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
 def test_one_program_is_one_world_of_two_ranks_by_itself_and_under_torchrun(start, tmp_path, launcher):
     script = tmp_path / "program.py"

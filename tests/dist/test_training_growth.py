@@ -153,7 +153,7 @@ def test_another_growth_is_refused_and_nothing_is_touched(train, tmp_path):
     folder = copy_until(9, tmp_path / "run", tmp_path / "again")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for changes, words in (
-        ({"batch_growth": ()}, "24 from sample 80 on, 48 from sample 120 on"),
+        ({"batch_growth": ()}, "24 from sample 80 on, to 48 from sample 120 on"),
         ({"batch_growth": ((0.4, 3), (0.6, 4))}, "36 from sample 80 on"),
         ({"epochs": 3}, "24 from sample 120 on"),
     ):

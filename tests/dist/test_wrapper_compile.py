@@ -32,7 +32,7 @@ def compile_parts(kind: str) -> None:
                 check(world, plain, wanted, (reducer, step))
 
 
-@pytest.mark.parametrize("kind", ["block", "model", "wrapper"])
+@pytest.mark.parametrize("kind", ["block", "model", pytest.param("wrapper", marks=pytest.mark.slow)])
 def test_compiled_gradients_are_averaged(on_ranks, kind):
     on_ranks(2, compile_parts, kind, timeout_s=60)
 

@@ -100,7 +100,8 @@ class RunFiles:
              f"{found} is of {meta['num_samples']} samples in batches of {meta['global_batch_size']}, and now it is "
              f"{len(job.train)} in batches of {size}: keep both"),
             (grown != wanted,
-             f"{found} grows its batch as (sample, size) {grown}, now as {wanted}: keep --batch-growth and --epochs"),
+             f"{found} grows its batch {_say_growth(grown)}, and now "
+             f"{_say_growth(wanted)}: keep --batch-growth and --epochs"),
             (meta.get("checksum", job.train.checksum) != job.train.checksum,
              f"{found} was trained on other samples than {job.train.describe()}: name the data that it was trained on "
              "(synthetic data also differs between cpu and cuda)"),
@@ -194,6 +195,10 @@ def _get_random(device: torch.device) -> dict[str, Any]:
         "numpy": [name, torch.from_numpy(numpy.asarray(keys, dtype="int64")), int(place), int(has_gauss), float(gauss)],
         "python": [version, torch.tensor(internal, dtype=torch.int64), spare],
     }
+
+
+def _say_growth(marks: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"to {size} from sample {sample} on" for sample, size in marks) or "not at all"
 
 
 def _set_random(state: dict[str, Any]) -> None:
