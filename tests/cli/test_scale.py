@@ -270,6 +270,7 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, sketched, tmp_path):
         ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is not a multiple of the base 4"),
         ((*LARGE, "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),
         ((*LARGE, "--seeds", "0"), "--seeds 0: at least 1 is needed"),
+        ((*LARGE, "--seeds", "-1"), "--seeds -1: at least 1 is needed"),
         ((*LARGE, "--at-once", "0"), "--at-once 0: at least 1 is needed"),
         ((*LARGE, "--updates", "-1"), "--updates -1: at least 0 is needed"),
         (("scale", "batch", "--resume", "nowhere"), "--resume nowhere: study.json: No such file or directory"),
@@ -294,6 +295,7 @@ def test_bad_input_is_refused_in_one_line(command, monkeypatch, arguments, words
             "--iters with --resume: a study is resumed as it was started",
         ),
         ("large-batch", "large-batch", ("--base-batch-size", "4"), "--base-batch-size with --resume"),
+        ("large-batch", "large-batch", ("--seeds", "3"), "--seeds with --resume"),  # the default
         ("batch", "batch", ("--out", "elsewhere"), "--out with --resume"),
         ("report", "batch", ("{run}",), "with runs: a page of finished runs has nothing to resume"),
     ],

@@ -490,8 +490,8 @@ def test_large_batches_tell_the_gap_the_updates_and_what_repairs_it():
 @pytest.mark.parametrize(
     ("accuracy", "text"),
     [
-        (0.60, "lars: 30.4 points below the baseline."),
-        (0.9035, "lars: 0.0 points below the baseline (less than the spread over seeds)."),
+        (0.60, "; no recipe repairs it; the best, lars: 30.4 points below the baseline."),
+        (0.9035, "; the best recipe, lars: 0.0 points below the baseline (less than the spread over seeds)."),
         (0.92, "lars: 1.6 points above the baseline."),
     ],
 )
@@ -499,6 +499,31 @@ def test_the_best_recipe_is_compared_with_the_baseline(accuracy, text):
     cells = {(128, "none"): 0.904, (1024, "none"): 0.713, (1024, "lars"): accuracy}
     line = large_batch.describe_recipes(summarize_recipes(_runs(cells)))[1]
     assert re.sub(r" 0\.[01] points", " 0.0 points", line).endswith(text)
+
+
+def test_a_recipe_says_its_updates_where_they_differ_and_nothing_where_nothing_was_lost():
+    runs = [make_run(128), make_run(1024, accuracy=0.7), make_run(1024, "grow", accuracy=0.8, num_updates=9)]
+    assert large_batch.describe_recipes(summarize_recipes(runs))[1].endswith(
+        "; the best recipe, grow: 10.0 points below the baseline, after 9 updates."
+    )
+    runs = [make_run(128), make_run(1024, accuracy=0.95), make_run(1024, "lars", accuracy=0.97)]
+    assert "lars" not in large_batch.describe_recipes(summarize_recipes(runs))[1]
+
+
+def test_the_answer_is_about_the_largest_batch_in_whatever_order(build_environment):
+    runs = [make_run(128), make_run(1024, accuracy=0.7), make_run(512, accuracy=0.8)]
+    result = build_result(Run("scale large-batch", {}, build_environment(), tuple(runs)))
+    assert result.answer.startswith("1024 without a recipe")
+
+
+def test_the_answer_of_ranks_says_whether_more_of_them_help(results):
+    result = results["scale ranks"]
+    most = [point for point in result.points if point.record.world_size == 4]
+    weak = max(point.efficiency for point in most if point.record.mode == "weak")
+    strong = max(point.speedup for point in most if point.record.mode == "strong")
+    assert result.answer.startswith(f"4 ranks reach {weak:.0%} efficiency in weak scaling (paceline on ")
+    assert f" and {strong:.2f} times the speed in strong scaling (" in result.answer
+    assert "? is of one repetition" in " ".join(result.text(80).split())
 
 
 def test_the_same_updates_differ_in_epochs():

@@ -1,15 +1,26 @@
 """Results of wrappers and of phases: JSON rows with every key, nulls where nothing is known, and the noise."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from paceline import load_result
+from paceline.records.samples import Ratio
 from paceline.records.steps import compare_wrappers
 from paceline.records.store import Run
 from paceline.report import plots
 from paceline.report.result import build_result
-from paceline.report.steps import PHASES, PhasesResult, WrappersResult, build_columns, describe_phases, plot_wrappers
+from paceline.report.steps import (
+    PHASES,
+    PhasesResult,
+    WrappersResult,
+    build_columns,
+    describe_cost,
+    describe_phases,
+    describe_speed,
+    plot_wrappers,
+)
 from paceline.report.table import Table
 
 ROW_KEYS = {
@@ -216,8 +227,29 @@ def test_the_answer_says_whether_ours_is_faster(results, build_wrapper, build_en
     ]  # fmt: skip
     records = (build_wrapper("torch"), build_wrapper("paceline", (2e-3,) * 10))
     one = build_result(Run("bench wrappers", {}, build_environment(), records))
-    assert "takes 2 ms; the difference is +100.0% ± 0.0% of torch's step." in one.answer
+    assert "takes 2 ms, 100.0% ± 0.0% slower than in torch's." in one.answer
     assert "not measured together" in build_result(Run("bench wrappers", {}, build_environment(), records[:1])).answer
+
+
+@pytest.mark.parametrize(
+    ("value", "noise", "words"),
+    [
+        (0.9, 0.02, "10.0% ± 2.0% faster than in torch's"),
+        (0.99, 0.02, "not shown to differ from torch's (-1.0% ± 2.0%)"),
+        (1.5, None, "50.0% slower than in torch's (one repetition)"),
+    ],
+)
+def test_a_comparison_says_whether_it_is_shown(value, noise, words):
+    assert describe_speed(Ratio(value, noise)) == words
+    assert describe_cost(Ratio(value, noise), "a step").endswith("(one repetition)") == (noise is None)
+
+
+def test_only_findings_are_left_out_of_the_warnings(results):
+    run = results["phases"].run
+    finding = results["phases"].findings[0]
+    changed = replace(run, warnings=(finding, f"{finding[:20]} something else"))
+    assert build_result(changed).warnings == changed.warnings[1:]
+    assert build_result(replace(changed, version=2)).warnings == ()
 
 
 def test_results_are_saved_and_the_same_again(results, tmp_path):

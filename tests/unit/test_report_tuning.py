@@ -66,6 +66,11 @@ def test_flat():
     assert result.answer == f"made on 2 ranks, wrapper paceline, backend gloo: {answer}."
 
 
+def test_without_measured_sizes_there_is_no_noise():
+    answer = describe_answer(tune(FREE))
+    assert "the default, 8 buckets" in answer and answer.endswith("%, predicted")
+
+
 def test_the_default_is_kept_though_sizes_differ():
     tuning = tune(FREE, (0.070, 0.080, 0.091), {"default": 0.070, "cap 1": 0.056})
     answer = describe_answer(tuning)
@@ -145,6 +150,8 @@ def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
     points = list(tuning.judgement.points)
     points[1] = replace(points[1], measured=replace(points[1].measured, bucket_bytes=(8 * MIB,)))
     lines = describe_errors(replace(tuning.judgement, points=tuple(points)))
+    (line,) = describe_errors(tune(SLOW, (0.150,)).judgement)
+    assert "rank correlation unknown" in line and "nan" not in line
     assert lines[1:] == ["the wrapper's buckets differ from the simulated ones at 4 MiB"]
 
 

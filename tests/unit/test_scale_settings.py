@@ -71,7 +71,11 @@ def test_any_large_batch_study_comes_back_from_json(settings):
         (SWEEP, {"epochs": 1}, "--epochs 1: the first is a warm-up, so at least 2 are needed"),
         (SWEEP, {"batch_sizes": ()}, "--batch-size: at least one size of at least 1 is needed"),
         (SWEEP, {"batch_sizes": (4, 0)}, "--batch-size: at least one size of at least 1 is needed"),
-        (SWEEP, {"job": dataclasses.replace(JOB, samples=7)}, "--batch-size 8 of --samples 7: leave it out"),
+        (
+            SWEEP,
+            {"job": dataclasses.replace(JOB, samples=7)},
+            "--batch-size 8 of --samples 7: leave it out, or give more",
+        ),
         (SWEEP, {"job": dataclasses.replace(JOB, ranks=2)}, "--ranks 2: batch sizes are compared on one rank; see"),
         (LARGE, {"global_batch_sizes": ()}, "--global-batch-size nothing: batches above the base of 8 are needed"),
         (LARGE, {"global_batch_sizes": (16, 8)}, "--global-batch-size 16,8: batches above the base of 8"),

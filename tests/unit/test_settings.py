@@ -81,7 +81,10 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
     [
         ({"collective": "allreduce"}, "did you mean all_reduce?"),
         ({"op": "mean"}, "op 'mean' is unknown"),
-        ({"collective": "broadcast", "op": "max"}, "--op max contradicts --collective broadcast"),
+        (
+            {"collective": "broadcast", "op": "max"},
+            "--op max contradicts --collective broadcast, which reduces nothing",
+        ),
         ({"collective": "all_gather", "op": "avg"}, "--op avg contradicts --collective all_gather"),
         ({"op": "avg", "dtype": "int32"}, "--op avg of int32 is not defined"),
         ({"op": "avg", "dtype": "uint8"}, "--op avg of uint8 is not defined"),
@@ -92,9 +95,9 @@ def test_a_launched_world_may_have_more_ranks_than_this_host_has_gpus(host):
         ({"sizes": (0,)}, "size"),
         ({"memories": ()}, "no memory given: known are ordinary, shared"),
         ({"memories": ("share",)}, "memory 'share' is unknown: did you mean shared?"),
-        ({"memories": ("shared",)}, "--memory shared: backend gloo has none, only shm"),
+        ({"memories": ("shared",)}, "gloo has none, only shm does: leave it out, or add shm to --backend"),
         ({"memories": BOTH, "backends": ("gloo", "nccl")}, "backend gloo and nccl has none"),
-        ({"memories": ("shared",), "backends": ("gloo", "paceline")}, "leaves nothing to measure on gloo"),
+        ({"memories": ("shared",), "backends": ("gloo", "paceline")}, "on gloo: use --memory ordinary,shared"),
         ({**SHARED, "collective": "broadcast"}, "--memory shared is for all_reduce: broadcast copies"),
         ({**SHARED, "device": "cuda"}, "--memory shared is memory of the host"),
         ({**SHARED, "dtype": "uint8"}, "--dtype uint8 is not reduced in shared memory"),

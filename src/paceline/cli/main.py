@@ -105,7 +105,7 @@ add_command(
     model="cnn", kind="phases",
 )  # fmt: skip
 add_command(
-    profile, "layers", "profile:profile", f"{JOB_OPTIONS} iters warmup",
+    profile, "layers", "profile:profile", f"{JOB_OPTIONS} ranks:layers iters warmup",
     "When each gradient is ready, and forward and backward of each block, on one rank.", model="cnn", kind="layers",
 )  # fmt: skip
 add_command(
@@ -133,7 +133,7 @@ def _predict(*, csv: Path | None = None, profile: Path | None = None, progress: 
 
 add_command(
     app, "predict", _predict,
-    "profile network ranks:bench csv allreduce backend:predict ranks_per_node inside algorithm accumulate gradients "
+    "profile network ranks:predict csv allreduce backend:predict ranks_per_node inside algorithm accumulate gradients "
     "straggler",
     "What will a step cost: on other networks and ranks (--model-profile), or with other bucket sizes (--csv)?",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, refuse
 from paceline.training.schedules import parse_growths
 from paceline.units import parse_counts
 
@@ -82,7 +82,9 @@ OPTIONS = {
     "data": Option(JOB, "synthetic, or mnist, fashion-mnist, cifar10, mrpc, text with :PATH of it.", "synthetic"),
     "ranks": Option(JOB, "Number of ranks. Default: the launched world's, else 2.", read=read_one),
     "ranks:train": Option(JOB, "Number of ranks. Default: the launched world's, else 1.", read=read_one),
-    "ranks:table": Option(JOB, "Number of ranks. Default: the launched world's, else 2.", read=parse_counts),
+    "ranks:layers": Option(JOB, "Only 1 is accepted: layers are timed on one rank.", read=read_one),
+    "ranks:table": Option(JOB, "Numbers of ranks.", "2,4,8,64", read=parse_counts),
+    "ranks:predict": Option(JOB, "Numbers of ranks.", "8,64,1024,16384", read=parse_counts),
     "ranks:bench": Option(JOB, "Numbers of ranks: 2,4,6. Default: the launched world's, else 2.", read=parse_counts),
     "ranks:phases": Option(JOB, "Numbers of ranks: 1,2,4. Default: the launched world's, else 2.", read=parse_counts),
     "ranks:scale": Option(JOB, "Numbers of ranks. Default: 1,2,4,... up to the cores, or GPUs.", read=parse_counts),
@@ -230,6 +232,10 @@ def add_command(
             if source is not None and source.name == "COMMANDLINE":
                 given[name] = option.read(values[name], find_flag(name)) if option.read else values[name]
         json, wide, strict = (given.pop(name, False) for name in ("json", "wide", "strict"))
+        if "resume" in given and isinstance(verb, str) and verb.startswith("scale:"):
+            why = "with --resume: a study is resumed as it was started; leave it out"
+            typed = [name for name in given if name not in ("resume", "at_once", "runs")]
+            refuse(*((True, f"{find_flag(name)} {why}") for name in typed), code="resume")
         if "out" in options and "resume" not in given:
             given.setdefault("out", values["out"])
         if isinstance(verb, str):

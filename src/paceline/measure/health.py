@@ -129,7 +129,7 @@ def _check_torch() -> Iterator[CheckRecord]:
         yield _report("shared memory", f"ranks of this host use gloo: {reason}", "see docs/transport.md")
     else:
         kernels = transport.native.load_library().pln_cpu().decode()
-        yield _report("shared memory", f"backend paceline, {kernels} kernels: the default for ranks of one host")
+        yield _report("shared memory", f"backend shm, {kernels} kernels: the default for ranks of one host")
     if torch.cuda.is_available():
         gpus = sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())})
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "missing"

@@ -149,10 +149,11 @@ class BatchSettings(StudySettings):
 
     def check(self) -> None:
         most, samples, ranks = max(self.batch_sizes, default=0), self.job.samples, self.job.ranks
+        few = f"--batch-size {most} of --samples {samples}: leave it out, or give more"
         refuse(
             (self.epochs < 2, f"--epochs {self.epochs}: the first is a warm-up, so at least 2 are needed"),
             (min(self.batch_sizes, default=0) < 1, "--batch-size: at least one size of at least 1 is needed"),
-            (samples is not None and samples < most, f"--batch-size {most} of --samples {samples}: leave it out"),
+            (samples is not None and samples < most, few),
             (ranks != 1, f"--ranks {ranks}: batch sizes are compared on one rank; see `scale ranks`"),
         )
 

@@ -49,12 +49,12 @@ def check_names(what: str, values: Sequence[str], known: Iterable[str]) -> None:
             raise ConfigError(f"{what} {value!r} is unknown: {hint}known are {', '.join(known)}")
 
 
-def check_counts(**counts: int | None) -> None:
+def check_counts(advice: str = "", /, **counts: int | None) -> None:
     """Refuse impossible numbers of repetitions, by the names of their flags; None was not given."""
     for name, count in counts.items():
         least = 0 if name in ("warmup", "updates") else 1
         if count is not None and count < least:
-            raise ConfigError(f"--{name.replace('_', '-')} {count}: at least {least} is needed")
+            raise ConfigError(f"--{name.replace('_', '-')} {count}: at least {least} is needed{advice}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,8 @@ class GroupSettings:
         check_names("backend", self.backends, BACKENDS)
         check_names("dtype", (self.dtype,), ITEM_BYTES)
         check_names("device", (self.device,), ("auto", "cpu", "cuda"))
-        check_counts(threads=self.threads, iters=self.iters, warmup=self.warmup)
+        check_counts(threads=self.threads)
+        check_counts(", or leave it out to fit the time", iters=self.iters, warmup=self.warmup)
         if "nccl" in self.backends and self.device == "cpu":
             raise ConfigError("backend nccl works on GPUs only: leave out --device cpu, or use the backend gloo")
 
@@ -138,26 +139,38 @@ class CollectiveSettings(GroupSettings):
         super().check()
         check_names("op", (self.op,), OPS)
         check_names("memory", self.memories, MEMORIES)
-        what, backends, item = self.collective, " and ".join(self.backends), self.item_bytes
-        others = " and ".join(backend for backend in self.backends if backend != "shm")
-        shared, moves, most = "shared" in self.memories, what != "all_reduce", max(self.ranks)
-        limits = (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS)) if shared else ()
+        what, item, most = self.collective, self.item_bytes, max(self.ranks)
+        if "shared" in self.memories:
+            self._check_shared()
         sizes = [(size, f"size {format_bytes(size)} ({size} bytes) is") for size in self.sizes]
         refuse(
-            (what not in REDUCING and self.op != "sum", f"--op {self.op} contradicts --collective {what}"),
+            (what not in REDUCING and self.op != "sum",
+             f"--op {self.op} contradicts --collective {what}, which reduces nothing"),
             (self.op == "avg" and "int" in self.dtype, f"--op avg of {self.dtype} is not defined: use floating point"),
-            (shared and "shm" not in self.backends, f"--memory shared: backend {backends} has none, only shm does"),
-            (self.memories == ("shared",) and others, f"--memory shared leaves nothing to measure on {others}"),
-            (shared and moves, f"--memory shared is for all_reduce: {what} copies its parts whatever their memory"),
-            (shared and self.device == "cuda", "--memory shared is memory of the host: leave out --device cuda"),
-            *((value not in known, f"--{name} {value} is not reduced in shared memory: known are {', '.join(known)}")
-              for name, value, known in limits),
-            (self.limit and moves, f"--limit is the bound of an all_reduce: leave it out for --collective {what}"),
+            (self.limit and what != "all_reduce",
+             f"--limit is the bound of an all_reduce: leave it out for --collective {what}"),
             *((not self.is_whole(size), f"{found} not a whole number of {self.dtype} elements of {item} bytes")
               for size, found in sizes),
             *((self.has_shares and size < most * item,
                f"{found} less than one element for each of {most} ranks, which {what} needs")
               for size, found in sizes),
+        )  # fmt: skip
+
+    def _check_shared(self) -> None:
+        """Refuse what the backend shm does not reduce in shared memory."""
+        what, backends = self.collective, " and ".join(self.backends)
+        others = " and ".join(backend for backend in self.backends if backend != "shm")
+        limits = (("dtype", self.dtype, SHARED_DTYPES), ("op", self.op, SHARED_OPS))
+        refuse(
+            ("shm" not in self.backends,
+             f"--memory shared: backend {backends} has none, only shm does: leave it out, or add shm to --backend"),
+            (self.memories == ("shared",) and others,
+             f"--memory shared leaves nothing to measure on {others}: use --memory ordinary,shared"),
+            (what != "all_reduce",
+             f"--memory shared is for all_reduce: {what} copies its parts whatever their memory; leave it out"),
+            (self.device == "cuda", "--memory shared is memory of the host: leave out --device cuda"),
+            *((value not in known, f"--{name} {value} is not reduced in shared memory: known are {', '.join(known)}")
+              for name, value, known in limits),
         )  # fmt: skip
 
     @property
@@ -219,7 +232,7 @@ class WrapperSettings(GroupSettings):
         check_names("model", self.models, WORKLOADS)
         check_names("wrapper", self.wrappers, WRAPPERS)
         super().check()
-        check_counts(batch_size=self.batch_size)
+        check_counts(", or leave it out for the model's own", batch_size=self.batch_size)
         is_odd = self.dtype not in ("float32", "bfloat16")
         refuse((is_odd, f"--dtype {self.dtype}: wrappers are timed in float32 or bfloat16 (autocast)"))
 

@@ -44,6 +44,7 @@ class Run:
     records: tuple[Record, ...]
     warnings: tuple[str, ...] = ()
     complete: bool = True
+    version: int = field(default=VERSION, compare=False)  # of the file that it was read from
     created: str = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
 
@@ -76,7 +77,7 @@ def write_new(path: Path, content: str | bytes, replace: bool = False) -> None:
 
 def save_run(run: Run, path: Path) -> None:
     """Write the run as versioned JSON to a new file."""
-    head = {"format": FORMAT, "version": VERSION} | dataclasses.asdict(dataclasses.replace(run, records=()))
+    head = {"format": FORMAT} | dataclasses.asdict(dataclasses.replace(run, records=(), version=VERSION))
     del head["records"]
     # One record per line: a person can still diff and grep the file.
     records = ",\n  ".join(json.dumps(record_to_json(record), allow_nan=False) for record in run.records)

@@ -91,9 +91,19 @@ def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
             lines += [f"{f'Baseline (the same {budget}): ' if s in plain else ''}{_describe(s)}." for s in group]
             continue
         best = min(tried, key=lambda pair: pair[0])[1] if tried else None
-        repair = f"; the best recipe, {best.first.recipe}: {_say_gap(best)}" if best else ""
-        lines.append(f"{_describe(plain[0])}{repair}.")
+        lines.append(f"{_describe(plain[0])}{_say_repair(plain[0], best) if best else ''}.")
     return lines
+
+
+def _say_repair(plain: RecipeSummary, best: RecipeSummary) -> str:
+    """What the best recipe does about the loss of a run without one; nothing where nothing was lost."""
+    lost, still, first = math.inf if plain.gap is None else plain.gap, best.gap or 0.0, best.first
+    if lost <= 0:
+        return ""
+    which = f"the best recipe, {first.recipe}" if still < lost else f"no recipe repairs it; the best, {first.recipe}"
+    differs = first.num_updates != plain.first.num_updates
+    updates = f", after {format_number_of(first.num_updates, 'update')}" if differs else ""
+    return f"; {which}: {_say_gap(best)}{updates}"
 
 
 def _say_number(value: float) -> str:
@@ -275,7 +285,8 @@ class LargeBatchResult(StudyResult):
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
         """First the largest batch of as many epochs, which is the answer."""
-        lines = describe_recipes([s for s in self.summaries if s.first.budget == "epochs"])
+        epochs = [summary for summary in self.summaries if summary.first.budget == "epochs"]
+        lines = describe_recipes(sorted(epochs, key=lambda summary: summary.first.global_batch_size))
         others = describe_recipes([s for s in self.summaries if s.first.budget != "epochs"])
         largest = max((record.global_batch_size for record in self.runs), default=None)
         return [*lines[-1:], *lines[:-1], *others, *describe_noise(self.noise_records, largest)]

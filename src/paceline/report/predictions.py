@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INSIDE = "nvlink"
-# Neighbours whose times differ by less are one row on the terminal; the CSV has them all.
+# Neighbours with as many buckets whose times differ by less are one row on the terminal; the CSV has them all.
 _SAME = 0.002
 _MOST_ROWS = 24
 
@@ -210,7 +210,8 @@ class CapsResult(Result):
     def tables(self) -> list[Table]:
         runs: list[CapPoint] = []
         for point in self.caps.points:
-            if runs and abs(point.backward_s / runs[-1].backward_s - 1) < _SAME:
+            is_like = runs and len(point.cuts) == len(runs[-1].cuts)
+            if is_like and abs(point.backward_s / runs[-1].backward_s - 1) < _SAME:
                 runs[-1] = replace(runs[-1], high_bytes=point.high_bytes)
             else:
                 runs.append(point)

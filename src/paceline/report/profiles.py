@@ -141,11 +141,13 @@ def describe_layers(profile: LayerProfileRecord) -> list[str]:
     """What the tables do not show: the plain step, what profiling costs, and what is odd about the gradients."""
     parts = ", ".join(f"{phase} {format_ms(getattr(profile, phase).median_s)}" for phase in _PHASE_COLORS)
     step, backward = describe_cost(profile.step_cost, "a step"), describe_cost(profile.backward_cost, "backward")
-    order = "in the same order" if profile.is_order_stable else "in a changing order, here that of the medians,"
+    order = "in the same order in every step"
+    if not profile.is_order_stable:
+        order = "in an order that changed from step to step; the table has that of the medians"
     lines = [
         f"plain step {format_ms(profile.timing.median_s)} ms: {parts}",
         f"profiling costs {step}; {backward}",
-        f"gradients became ready {order} in every step",
+        f"gradients became ready {order}",
     ]
     if tied := [p.names for p in profile.parameters if p.aliases]:
         lines.append(f"tied, and ready only after the last use: {'; '.join(tied)}")
@@ -382,11 +384,8 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
         bottom = top + 0.65 + _ROW * (max(rows, default=-1) + 1)
         free_s = float("inf") if lane.backward_end_s is None else lane.backward_end_s
         for bucket, row in zip(lane.buckets, rows, strict=True):
-            at, height, hidden_s = (
-                top + 0.47 + _ROW * row,
-                0.85 * _ROW,
-                min(max(bucket.launch_s, free_s), bucket.done_s),
-            )
+            at, height = top + 0.47 + _ROW * row, 0.85 * _ROW
+            hidden_s = min(max(bucket.launch_s, free_s), bucket.done_s)
             draw(bucket.ready_s, bucket.launch_s, at, height, "bucket ready, gathered", facecolors="#F5D9A8")
             draw(bucket.launch_s, hidden_s, at, height, "bucket on its way", facecolors="#E69F00")
             draw(hidden_s, bucket.done_s, at, height, f"exposed ({' to '.join(exposed)})", **hatched)

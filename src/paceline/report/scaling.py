@@ -27,7 +27,7 @@ from paceline.records.store import Run
 from paceline.records.training import find_knee
 from paceline.report.plots import COLORS, MARKERS, build_panels, label_values, new_figure, place_legend
 from paceline.report.result import Result, load_result
-from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
+from paceline.report.table import RATIO_NOTE, Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate, format_speed, parse_counts
 
 if TYPE_CHECKING:
@@ -232,6 +232,18 @@ def _say_cause(point: ScalePoint) -> str:
     why = "ranks slow each other down, computing" if is_weak else "a rank's share of the batch"
     than = "as long as on one rank" if is_weak else "its share of one rank's time"
     return f" The cause: {why} takes {point.slowdown:.2f} times {than} ({exposed})."
+
+
+def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
+    """Whether more ranks help: what the best variants reach on the most ranks, in one sentence."""
+    most, parts = max((line.record.world_size for line in lines), default=0), []
+    for mode in ("weak", "strong"):
+        here = [line.point for line in lines if (line.record.mode, line.record.world_size) == (mode, most)]
+        if here:
+            best = max(here, key=lambda point: point.efficiency if mode == "weak" else point.speedup)
+            value = f"{best.efficiency:.0%} efficiency" if mode == "weak" else f"{best.speedup:.2f} times the speed"
+            parts.append(f"{value} in {mode} scaling ({best.record.variant}, {_say_cell(best.record)})")
+    return [f"{format_number_of(most, 'rank')} reach {' and '.join(parts)}."] if parts else []
 
 
 def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
@@ -647,7 +659,7 @@ class RanksResult(StudyResult):
         rates = [] if failure else [line for line in lines if line.record.busbw_bytes_per_s is not None]
         several = [line for line in lines if line.record.world_size > 1]
         tables = [
-            Table("scaling", "ranks", SCALING, lines),
+            Table("scaling", "ranks", SCALING, lines, note=RATIO_NOTE if any(line.to_torch for line in lines) else ""),
             Table("communication", "compute and communication", COMMUNICATION, several),
             Table("bandwidth", "bandwidth and its measured peak", BANDWIDTH, rates),
             # A terminal shows the predictions that can be compared; the findings have the others.
@@ -668,9 +680,10 @@ class RanksResult(StudyResult):
     def sentences(self) -> list[str]:  # type: ignore[override]
         lines, predicted = self._lines[0], self._predicted[0]
         undisturbed = find_undisturbed(lines)
-        leaders = pick_leaders(undisturbed or [line for line in lines if line.record.world_size > 1])
+        several = undisturbed or [line for line in lines if line.record.world_size > 1]
         return [
-            *describe_lines(leaders, lines),
+            *describe_most(several),
+            *describe_lines(pick_leaders(several), lines),
             *describe_stragglers(self.steps),
             *describe_contests(undisturbed),
             *[f"{line}." for line in self.assumptions if line.startswith(NO_PREDICTION)][:1],

@@ -9,7 +9,7 @@ from paceline.records.samples import Ratio
 from paceline.records.steps import PRECISIONS, Standing, StepRecord, compare_wrappers
 from paceline.report.plots import COLORS, MARKERS, build_panels
 from paceline.report.result import Result
-from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
+from paceline.report.table import RATIO_NOTE, Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
@@ -24,8 +24,9 @@ class StepResult(Result):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        known = tuple(line[:20] for line in self.findings)  # some ended otherwise
-        return tuple(text for text in self.run.warnings if not text.startswith(known))
+        known = self.findings
+        starts = tuple(line[:20] for line in known) if self.run.version < 3 else ()  # some ended otherwise
+        return tuple(text for text in self.run.warnings if text not in known and not text.startswith(starts))
 
 
 class PhasesResult(StepResult):
@@ -104,8 +105,19 @@ def describe_phases(record: StepRecord) -> list[str]:
 
 def describe_cost(ratio: Ratio, of: str) -> str:
     """What something adds to a step, or to a part of it, and whether that is shown."""
-    noise = "" if ratio.noise is None else f" ± {ratio.noise:.1%}"
-    return f"{ratio.value - 1:+.1%}{noise} of {of}{'' if ratio.is_clear else ', within the noise'}"
+    if ratio.noise is None:
+        return f"{ratio.value - 1:+.1%} of {of} (one repetition)"
+    return f"{ratio.value - 1:+.1%} ± {ratio.noise:.1%} of {of}{'' if ratio.is_clear else ', within the noise'}"
+
+
+def describe_speed(ratio: Ratio) -> str:
+    """How a step in our wrapper compares with one in torch's, and whether that is shown."""
+    size, word = abs(ratio.value - 1), "slower" if ratio.value > 1 else "faster"
+    if ratio.noise is None:
+        return f"{size:.1%} {word} than in torch's (one repetition)"
+    if ratio.is_clear:
+        return f"{size:.1%} ± {ratio.noise:.1%} {word} than in torch's"
+    return f"not shown to differ from torch's ({ratio.value - 1:+.1%} ± {ratio.noise:.1%})"
 
 
 class WrappersResult(StepResult):
@@ -122,10 +134,10 @@ class WrappersResult(StepResult):
         if not ratios:
             return "torch's wrapper and Paceline's were not measured together."
         if len(ours) == 1:
-            one, cost = ours[0].record, describe_cost(ratios[0], "torch's step")
+            one = ours[0].record
             where = f"{one.model} on {format_number_of(one.world_size, 'rank')} ({one.backend})"
             took = format_duration(one.timing.median_s)
-            return f"A step of {where} in Paceline's wrapper takes {took}; the difference is {cost}."
+            return f"A step of {where} in Paceline's wrapper takes {took}, {describe_speed(ratios[0])}."
         faster, slower = (sum(r.is_clear and (r.value < 1) is side for r in ratios) for side in (True, False))
         return (
             f"Paceline's wrapper is faster than torch's in {faster} of {len(ratios)} cells, slower in {slower}, and "
@@ -140,8 +152,7 @@ class WrappersResult(StepResult):
 
     def tables(self) -> list[Table]:
         rows, title = self.standings, "steps of data-parallel wrappers"
-        note = "Ratios are medians of step / step in the same repetition, ± 95 %; = is 1 within that."
-        return [Table("table", title, build_columns(rows), rows, key="rows", note=note)] if rows else []
+        return [Table("table", title, build_columns(rows), rows, key="rows", note=RATIO_NOTE)] if rows else []
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         if not self.steps:

@@ -29,6 +29,8 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "percent.1": lambda value: f"{value:.1%}",
     "yes": lambda value: "yes" if value else "no",
 }
+# Under every table with `ratio_columns`.
+RATIO_NOTE = "Ratios are medians over repetitions in turns, ± 95 %; = is 1 within that, ? is of one repetition."
 _HEADED = ("ms", "s", "GB/s")
 _GAP = 2
 _MIN_WORDS = 24  # a column of words is wrapped, but not below this width

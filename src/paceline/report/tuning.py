@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -172,12 +171,16 @@ def describe_errors(judgement: Judgement) -> list[str]:
     """How right the prediction was, in sentences."""
     lines = []
     if judgement.measured:
-        score = {name: math.nan if value is None else value for name, value in judgement.scores.items()}
+        scores = judgement.scores
+
+        def say(name: str, how: str) -> str:
+            return "unknown" if (score := scores[name]) is None else format(score, how)
+
         lines.append(
-            f"predicted steps are {score['mape']:.1%} off on average, {score['max_error']:.1%} at most; the time that "
-            f"communication adds, by {score['exposed_error']:.0%} of it or {score['exposed_step_error']:.1%} of a "
-            f"step; {score['coverage']:.0%} of the measured points are in their 90 % intervals; rank correlation "
-            f"{score['kendall_tau']:.2f}; noise {judgement.noise:.1%}"
+            f"predicted steps are {say('mape', '.1%')} off on average, {say('max_error', '.1%')} at most; the time "
+            f"that communication adds, by {say('exposed_error', '.0%')} of it or {say('exposed_step_error', '.1%')} of "
+            f"a step; {say('coverage', '.0%')} of the measured points are in their 90 % intervals; rank correlation "
+            f"{say('kendall_tau', '.2f')}; noise {judgement.noise:.1%}"
         )
     odd = [format_bytes(point.cap_bytes) for point in judgement.points if not point.same_layout]
     return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines
@@ -188,7 +191,8 @@ def describe_answer(tuning: Tuning) -> str:
     choice, judgement = tuning.choice, tuning.judgement
     count, gain = format_number_of(choice.estimate.num_buckets, "bucket"), judgement.gain
     if choice.is_default or (gain is None and tuning.keeps_default):
-        sizes = f"all bucket sizes lie within {judgement.spread:.1%}, the noise being {judgement.noise or 0:.1%}"
+        sure = f"the noise being {judgement.noise:.1%}" if judgement.noise else "predicted"
+        sizes = f"all bucket sizes lie within {judgement.spread:.1%}, {sure}"
         if judgement.is_flat:
             return f"flat: keep the default, {count}: {sizes}"
         regret = "" if judgement.regret is None else f" (regret {judgement.regret:.1%})"

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from paceline.report.steps import WrappersResult
 
 
+# The arguments that are no settings, but read by the verbs.
+_READ = {"ranks", "backend", "memory", "total", "compare", "out", "progress"}
+
+
 def allreduce(
     ranks: Counts | None = None, sizes: Sizes = ("64KiB", "256KiB", "1MiB", "4MiB", "16MiB", "64MiB"),
     backend: Names = "gloo", *, collective: str = "all_reduce", op: str = "sum", dtype: str = "float32",
@@ -37,7 +41,7 @@ def allreduce(
     `compare`: a run folder, or a table of others. `out`: save the run in a new folder there.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
-    names = list_names(memory)
+    given, names = dict(locals()), list_names(memory)
     memories = ("ordinary", "shared") if "both" in names else tuple(sorted(names))
     compared: Sequence[CollectiveRecord] = load_table(Path(compare)) if compare is not None else []
     if compared and not any(record.collective == collective for record in compared):
@@ -52,7 +56,7 @@ def allreduce(
         return CollectiveResult(run, folder, compared, differences)
 
     own, load = {"sizes": list_sizes(sizes), "memories": memories}, "collectives:measure_collectives"
-    return cast("CollectiveResult", _measure("bench allreduce", load, CollectiveSettings, locals(), own, build))
+    return cast("CollectiveResult", _measure("bench allreduce", load, CollectiveSettings, given, own, build))
 
 
 def chunks(
@@ -66,12 +70,12 @@ def chunks(
     all of them. The other arguments are those of `allreduce`.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
-    total_bytes = parse_size(total) if isinstance(total, str) else total
+    given, total_bytes = dict(locals()), parse_size(total) if isinstance(total, str) else total
     if chunks is None:
         steps = [factor * 10**power * ITEM_BYTES.get(dtype, 4) for power in range(4, 8) for factor in (1, 3)]
         chunks = (*(step for step in steps if step < total_bytes), total_bytes)
-    own = {"chunks": list_sizes(chunks)}
-    return cast("ChunksResult", _measure("bench chunks", "collectives:measure_chunks", ChunkSettings, locals(), own))
+    own = {"chunks": list_sizes(chunks), "total_bytes": total_bytes}
+    return cast("ChunksResult", _measure("bench chunks", "collectives:measure_chunks", ChunkSettings, given, own))
 
 
 def wrappers(
@@ -87,9 +91,9 @@ def wrappers(
     The other arguments are those of `allreduce`.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
+    given, load = dict(locals()), "wrappers:measure_wrappers"
     own = {"models": list_names(models), "wrappers": list_names(wrappers)}
-    load = "wrappers:measure_wrappers"
-    return cast("WrappersResult", _measure("bench wrappers", load, WrapperSettings, locals(), own))
+    return cast("WrappersResult", _measure("bench wrappers", load, WrapperSettings, given, own))
 
 
 def _measure(
@@ -99,6 +103,8 @@ def _measure(
     ranks, notes = choose_ranks(None if given["ranks"] is None else list_counts(given["ranks"]))
     own |= {"ranks": ranks, "backends": list_names(given["backend"])}
     same = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+    unused = set(given) - set(same) - _READ
+    assert not unused, f"{verb} ignores {', '.join(sorted(unused))}"
     settings = kind(**same | own)
     settings.check()
     most = max(ranks)

@@ -36,6 +36,7 @@ def predict(
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
     """
     from paceline.predict.curves import check_algorithm
+    from paceline.predict.networks import build_measured_fabric
     from paceline.report.predictions import PredictResult
 
     check_algorithm(algorithm)
@@ -66,13 +67,13 @@ def predict(
         "spread": _read_spread(straggler, found[0]),
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
     }  # fmt: skip
-    try:  # what cannot be simulated is refused before a folder is made
-        result = PredictResult(Run("predict", config, capture_environment(), (found[0], *sweep)))
+    try:  # here, since the result, which builds it again, does not know where it is from
+        if sweep:
+            build_measured_fabric(sweep, backend, algorithm)
     except (ConfigError, RecordError) as error:
-        if allreduce is None:
-            raise
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
-    return _save(result, out)
+    # What cannot be simulated is refused before a folder is made.
+    return _save(PredictResult(Run("predict", config, capture_environment(), (found[0], *sweep))), out)
 
 
 def predict_csv(folder: str | Path, *, out: Place = None) -> CapsResult:

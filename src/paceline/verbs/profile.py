@@ -11,7 +11,7 @@ from paceline.measure.settings import check_counts, check_names
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.runtime.session import find_place, open_session
-from paceline.training.settings import TrainSettings
+from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings
 from paceline.verbs.jobs import Counts, OwnJob, Place, build_settings, choose_world, choose_worlds, finish, list_counts
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def profile(
     check_counts(iters=iters, warmup=warmup)
     verb, is_named = "profile" if kind == "all" else f"profile {kind}", isinstance(model, str)
     if is_named and kind == "phases":
-        sizes, counts = list_counts(job.pop("batch_size", 32), "batch_size"), choose_worlds(ranks, 2)
+        size, counts = job.pop("batch_size", None), choose_worlds(ranks, 2)
+        sizes = list_counts(DEFAULT_BATCH_SIZE if size is None else size, "batch_size")
         jobs = [build_settings(model=model, ranks=count, batch_size=sizes[0], **job) for count in counts]
         config = jobs[0].to_json() | {"batch_sizes": list(sizes), "ranks": list(counts)}
         with open_session(verb, config, ranks=max(counts), out=out, progress=progress) as session:
@@ -145,8 +146,9 @@ def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
     place, bare = find_place(), "layers are timed on the bare model, which sends nothing; leave it out"
     launched = 1 if place is None else place.world_size
     ranks, wrapper, plan, accumulate = (job.pop(name, None) for name in ("ranks", "wrapper", "plan", "accumulate"))
+    asked = 1 if ranks is None else ranks
     refuse(
-        (ranks not in (None, 1, (1,)), f"--ranks {ranks}: layers are timed on one rank; leave it out"),
+        (list_counts(asked) != (1,), f"--ranks {ranks}: layers are timed on one rank; leave it out"),
         (launched > 1, f"layers are timed on one rank, and {launched} were launched: run it without a launcher"),
         (plan is not None, f"--plan {plan}: {bare}"),
         (wrapper not in (None, "paceline", "none"), f"--wrapper {wrapper}: {bare}"),

@@ -179,6 +179,7 @@ def _build_large_batch(
     updates: int | None, batch_size: int, evaluations: int, ranks: int | None, **job: Any,
 ) -> LargeBatchSettings:  # fmt: skip
     _refuse(job, ("accumulate",), "it follows from the batches; batch_size is what a rank computes at once")
+    check_counts(base_batch_size=base_batch_size, seeds=seeds)
     if model is None and not {"channels", "hidden"} & set(job):
         job |= {"channels": (8, 16), "hidden": 64}
     if job.get("data", "synthetic") == "synthetic":
@@ -189,9 +190,9 @@ def _build_large_batch(
     for_norms = ("linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
     usual = (*_RECIPES, *for_norms) if train.model.startswith("resnet") else _RECIPES
     names = tuple(dict.fromkeys(Recipe.parse(text).text for text in list_names(usual if recipes is None else recipes)))
+    larger = 16 * base_batch_size if global_batch_size is None else global_batch_size
     return LargeBatchSettings(
-        job=train, base_batch_size=base_batch_size,
-        global_batch_sizes=(16 * base_batch_size,) if global_batch_size is None else list_counts(global_batch_size),
+        job=train, base_batch_size=base_batch_size, global_batch_sizes=list_counts(larger, "global_batch_size"),
         recipes=names if NO_RECIPE in names else (NO_RECIPE, *names),  # to compare the others with
         seeds=tuple(train.seed + number for number in range(seeds)),
         updates=updates, most_at_once=batch_size, evaluations=evaluations,
@@ -231,7 +232,7 @@ def report(
         refuse((runs, f"--resume {resume} with runs: a page of finished runs has nothing to resume"), code="resume")
         _check_resume({"out": out})
         known = ", ".join(STUDIES)
-        refuse((is_none, f"--resume {resume}: it holds none of {known}; give a report's own"), code="missing")
+        refuse((is_none, f"--resume {resume}: it holds none of {known}; give the folder of a report"), code="missing")
     parts: list[Result] = [load_result(path) for path in runs]
     for part in parts:
         found, taken = f"{part.folder} is a run of `{part.run.verb}`", ", ".join(REPORTED)
@@ -301,6 +302,7 @@ def _run_study(name: str, given: dict[str, Any]) -> Any:
     """Run the study of a verb with these arguments, or what is missing of one that is resumed with its own settings."""
     out, resume, progress, job = (given.pop(name) for name in ("out", "resume", "progress", "job"))
     at_once, verb = given.pop("at_once", None), f"scale {name}"
+    assert set(given) == set(_get_defaults(name)), f"{verb}: arguments and no other locals, not {sorted(given)}"
     check_counts(at_once=at_once)
     if resume is None:
         settings = _build(name, **given, **job)
