@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 
 import paceline
 from paceline.parallel import DDP
+from paceline.parallel.ddp import _move_inputs
 from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, draw, error_of, loss
 
 TORCHS_OWN = nn.parallel.DistributedDataParallel
@@ -302,6 +303,14 @@ class ModelOutput(dict):
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
+
+    def update(self, *args: Any, **values: Any) -> None:
+        raise TypeError("use item by item")
+
+
+def test_inputs_in_a_dict_that_forbids_update_are_moved():
+    moved = _move_inputs(ModelOutput(x=torch.ones(2)), torch.device("meta"))
+    assert type(moved) is ModelOutput and moved.x.is_meta
 
 
 class Talkative(Net):
