@@ -7,7 +7,7 @@ import copy
 import functools
 import io
 import pickle
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -298,14 +298,14 @@ class Result:
     note: str = "a dataclass"
 
 
-class ModelOutput(dict):
-    """As Hugging Face's: a dict whose entries are attributes, too."""
+class ModelOutput(OrderedDict):
+    """As Hugging Face's: an ordered dict whose entries are attributes, too."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
     def update(self, *args: Any, **values: Any) -> None:
-        raise TypeError("use item by item")
+        raise TypeError("items are set one by one")
 
 
 def test_inputs_in_a_dict_that_forbids_update_are_moved():
