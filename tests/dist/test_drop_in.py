@@ -7,7 +7,7 @@ import copy
 import functools
 import io
 import pickle
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_loca
 
 import paceline
 from paceline.parallel import DDP
+from paceline.parallel.ddp import _move_inputs
 from tests.dist.wrapped import STEPS, Net, average_alone, check, check_equal, draw, error_of, loss
 
 TORCHS_OWN = nn.parallel.DistributedDataParallel
@@ -297,11 +298,19 @@ class Result:
     note: str = "a dataclass"
 
 
-class ModelOutput(dict):
-    """As Hugging Face's: a dict whose entries are attributes, too."""
+class ModelOutput(OrderedDict):
+    """As Hugging Face's: an ordered dict whose entries are attributes, too."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
+
+    def update(self, *args: Any, **values: Any) -> None:
+        raise TypeError("items are set one by one")
+
+
+def test_inputs_in_a_dict_that_forbids_update_are_moved():
+    moved = _move_inputs(ModelOutput(x=torch.ones(2)), torch.device("meta"))
+    assert type(moved) is ModelOutput and moved.x.is_meta
 
 
 class Talkative(Net):

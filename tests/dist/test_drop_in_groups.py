@@ -71,7 +71,7 @@ def ignore(how: str) -> None:
         before = net.left.weight.detach().clone()
         if how == "torch":
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
-        model = DDP(net) if how == "torch" else DDP(net, ignore=names)
+        model = DDP(net) if how == "torch" else DDP(net, ignore=iter(names))
         assert torch.equal(net.left.weight, before)
         for step in range(STEPS):
             model.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import threading
@@ -18,8 +19,10 @@ import torch.distributed as dist
 
 import paceline
 from paceline import ConfigError, LaunchError, machine
-from paceline.runtime import launch
-from paceline.runtime.worker import post
+from paceline.runtime import launch, rendezvous
+from paceline.runtime import world as worlds
+from paceline.runtime.environment import read_place
+from paceline.runtime.worker import describe_failure, post
 from tests.conftest import descendants, wait_until
 
 
@@ -240,6 +243,24 @@ def test_what_one_rank_of_a_launched_world_raises_is_reported_on_the_others(on_r
     assert answers[failing] == ("own", "'of this rank'")
     name, (_, rank, text) = answers[1 - failing]
     assert (name, rank) == ("LaunchError", failing) and "KeyError" in text
+
+
+def share_with(failing: int, timeout_s: float) -> str:
+    place = read_place()
+    if place.rank == failing:
+        rendezvous.fail(rendezvous.open_gathering(place), place, pickle.dumps(describe_failure(failing, KeyError("k"))))
+        return ""
+    if failing < 0:
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
+    with pytest.raises(LaunchError) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worlds, "SHARE_S", timeout_s)
+        worlds.share_first(read_place(), "value")
+    return str(caught.value)
+
+
+def test_a_value_of_rank_0_is_not_waited_for_where_a_rank_failed_or_never_came(on_ranks):
+    assert on_ranks(2, share_with, 0, 20.0)[1].startswith("rank 0 of 2 ")
+    assert all(text.startswith("rank 2 of 3 did not arrive within 1 s") for text in on_ranks(2, share_with, -1, 1.0))
 
 
 PROGRAM = """

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import paceline
 from paceline.parallel import DDP
@@ -56,11 +57,13 @@ def train_alone(backend: str, **options: object) -> None:
     with paceline.init(backend=backend, announce=None) as world:
         net = Net()
         model = DDP(net, process_group=open_alone(world), **options)
+        first = StorageWeakRef(model._sync.reducer._flat.words.untyped_storage())
         for step in range(3):
             wanted = average_alone(net, lambda m, _, step=step: loss(m, world.rank, step), 1)
             model.zero_grad()
             loss(model, world.rank, step).backward()
             check_close(model, wanted, step)
+            assert first.expired()  # the plan moved the gradients: nothing may hold the memory of the first step
         model.stop()
 
 

@@ -355,6 +355,19 @@ def test_a_checkpoint_of_another_version_is_not_passed_over(store, monkeypatch):
         CheckpointStore(store.folder).load_latest()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
+def test_too_little_memory_is_not_a_damaged_checkpoint(store, monkeypatch, error):
+    save(store, 30)
+
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(checkpoint_files.torch, "empty", fail)
+    with pytest.raises(type(error)):
+        store.load_latest()
+    assert not store._refused
+
+
 # One process forks them all, for importing torch takes seconds.
 KILLED = """
 import os, random, signal, sys, time

@@ -67,6 +67,11 @@ def test_a_type_that_the_format_lacks_is_named():
         TensorBuffer().fill({"z": torch.ones(1, dtype=torch.complex128)}, {})
 
 
+def test_the_name_of_the_metadata_is_refused_for_a_tensor():
+    with pytest.raises(ConfigError, match="cannot be saved as '__metadata__'"):
+        TensorBuffer().fill({"__metadata__": torch.ones(1)}, {"format": "pt"})
+
+
 def entry(start, end, shape, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 

@@ -98,6 +98,11 @@ def test_what_does_not_fit_is_named_by_its_path_and_type(value, complaint):
         pack_state({"a": [value]})
 
 
+def test_a_state_that_is_itself_of_another_type_is_named():
+    with pytest.raises(ConfigError, match="the state at its top is of type set"):
+        pack_state({1})
+
+
 def test_a_state_that_holds_itself_is_refused():
     state = {}
     state["again"] = state

@@ -125,7 +125,7 @@ def test_what_cannot_be_normalised_is_refused():
         with pytest.raises(ConfigError, match=f"ghost_size={size}: at least 2"):
             GhostBatchNorm(CHANNELS, size)
         with pytest.raises(ConfigError, match=f"ghost_size={size}: at least 2"):
-            GhostBatchNorm.convert(nn.BatchNorm2d(3), size)
+            GhostBatchNorm.convert(nn.Linear(3, 3), size)  # though there is nothing to replace
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         GhostBatchNorm(CHANNELS, 2)(torch.randn(1, CHANNELS))
     for shape in ((3,), (4, 2)):

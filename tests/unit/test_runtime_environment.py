@@ -58,7 +58,7 @@ def test_the_process_environment_is_the_default(monkeypatch):
     ("variables", "reason"),
     [
         ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not.*torchrun"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not.*unset WORLD_SIZE"),
         ({"SLURM_PROCID": "0"}, "SLURM_PROCID is set and SLURM_STEP_NUM_TASKS is not"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set and OMPI_COMM_WORLD_SIZE is not"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),

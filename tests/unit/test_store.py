@@ -75,6 +75,17 @@ def test_a_file_system_without_hard_links_is_written_to_all_the_same(tmp_path, m
     assert os.listdir(tmp_path) == ["table.csv"] and (tmp_path / "table.csv").read_text() == "a,b\n"
 
 
+def test_an_error_of_a_replacement_is_not_taken_for_a_missing_hard_link(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(store.os, "replace", refuse)
+    (tmp_path / "table.csv").write_text("a,b\n")
+    with pytest.raises(RecordError, match=r"cannot write .*: Operation not permitted"):
+        write_new(tmp_path / "table.csv", "c\n", replace=True)
+    assert os.listdir(tmp_path) == ["table.csv"]
+
+
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(RecordError, match="cannot write"):
         write_new(tmp_path / "nowhere" / "table.csv", "a,b\n")

@@ -225,6 +225,7 @@ def test_products_are_in_the_precision_that_was_asked_for(precision, dtype):
     [
         (lambda m: None, ""),
         (lambda m: m[2].weight.data.fill_(math.inf), "2.weight"),
+        (lambda m: m.register_buffer("phase", torch.tensor([1j, math.nan])), "phase"),
         (lambda m: setattr(m[0].bias, "grad", torch.full((4,), math.nan).double()), "the gradient of 0.bias"),
     ],
 )

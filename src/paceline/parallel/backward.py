@@ -680,7 +680,7 @@ class BucketedReducer(Reducer):
             self._finish(True)
         else:
             self.channel.wait(self._start_words(), "the control words")
-        del self._last
+        del self._last, self._words
         self._taken.clear()  # so that `zero_grad` can free them
         self.timeline.over()
 

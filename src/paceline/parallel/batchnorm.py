@@ -214,12 +214,13 @@ class GhostBatchNorm(_AnyInputBatchNorm):
 
     def __init__(self, num_features: int, ghost_size: int, *args: Any, **options: Any) -> None:
         super().__init__(num_features, *args, **options)
-        self._set_size(ghost_size)
+        self.ghost_size = self._check_size(ghost_size)
 
-    def _set_size(self, ghost_size: int) -> None:
+    @staticmethod
+    def _check_size(ghost_size: int) -> int:
         if ghost_size < 2:
             raise ConfigError(f"ghost_size={ghost_size}: at least 2 samples are needed")
-        self.ghost_size = ghost_size
+        return ghost_size
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
@@ -259,4 +260,5 @@ class GhostBatchNorm(_AnyInputBatchNorm):
     @classmethod
     def convert(cls, module: nn.Module, ghost_size: int) -> nn.Module:
         """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm)."""
-        return cls._replace_in(module, lambda layer: layer._set_size(ghost_size))
+        cls._check_size(ghost_size)
+        return cls._replace_in(module, lambda layer: setattr(layer, "ghost_size", ghost_size))

@@ -104,10 +104,11 @@ class DDP(Joinable, nn.Module):
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view, self.broadcast_buffers = gradient_as_bucket_view, sync_buffers
         known = {name for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]}
-        if unknown := set(ignore) - known:
+        ignored = set(ignore)
+        if unknown := ignored - known:
             raise ConfigError(f"ignore={sorted(unknown)}: the module has no parameter or buffer of this name")
         # As in torch, its attribute may hold names that the module does not have.
-        self.parameters_to_ignore = set(ignore) | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = ignored | known & set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._samples_of = samples_of or _count_samples
         self._comm_hook: CommHook | None = None
         self._options = Options(
@@ -319,16 +320,19 @@ class DDP(Joinable, nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError as error:
+        except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("__"):  # a copy that is being made, or a lookup by Python
                 raise
-            value = getattr(module, name, _wrappers)  # methods and attributes of the user's own model
-            if value is not _wrappers and not name.startswith("_"):
-                return value
-            why = "nor has its module" if value is _wrappers else f"but its module has: write .module.{name}"
-            text = f"{type(self).__name__!r} object has no attribute {name!r}, {why}"
-            raise AttributeError(text, name=name, obj=self) from error
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        try:
+            value = getattr(module, name)  # methods and attributes of the user's own model
+        except AttributeError as cause:
+            text += f", nor has its module ({type(module).__name__})"
+            raise AttributeError(text, name=name, obj=self) from cause
+        if name.startswith("_"):
+            raise AttributeError(f"{text}, but its module has: write .module.{name}", name=name, obj=self)
+        return value
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes the keys of the wrapper as well as those of the module."""
@@ -478,7 +482,8 @@ def _move_inputs(value: Any, device: torch.device) -> Any:
         return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     if isinstance(value, dict):
         twin = value.copy()
-        twin.update({key: _move_inputs(item, device) for key, item in value.items()})
+        for key, item in value.items():  # a subclass may forbid `update`
+            twin[key] = _move_inputs(item, device)
         return twin
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: _move_inputs(getattr(value, f.name), device) for f in fields(value) if f.init})

@@ -88,7 +88,9 @@ class Options:
 
     @property
     def caps(self) -> tuple[float, ...]:
-        return self.bucket_cap_mb_list or () if self.bucket_cap_mb is None else (self.bucket_cap_mb,)
+        if self.bucket_cap_mb is not None:
+            return (self.bucket_cap_mb,)
+        return self.bucket_cap_mb_list or ()
 
     def make_planner(self, channel: Channel, with_hook: bool) -> MakePlan:
         """The function that makes a plan from gradients and their ready order."""

@@ -196,9 +196,12 @@ class Report:
         last, has_several = times.buckets[-1], len(times.buckets) > 1
         tail_s = max(0.0, last.done_s - max(last.launch_s, times.backward_s))
         if tail_s > 0.7 * times.exposed_s and has_several:
-            return f"the last bucket is exposed for {format_ms(tail_s)} ms: a smaller one would shorten the step"
+            exposed = f"the last bucket ({format_bytes(last.num_bytes)}) is exposed for {format_ms(tail_s)} ms"
+            return f"{exposed}: a smaller one, or one before it that is sent earlier, would shorten the step"
         if times.buckets[0].ready_s > 0.5 * times.backward_s and has_several:
             return "the first bucket is ready only in the second half of backward: smaller ones would start sooner"
         if times.busy_s > times.backward_s:
-            return "communication takes longer than backward: accumulate, send fewer bytes, or use a faster transport"
+            busy, backward = format_ms(times.busy_s), format_ms(times.backward_s)
+            found = f"communication takes {busy} ms and backward {backward} ms: no plan can hide it all"
+            return f"{found}; accumulate, send fewer bytes (a bf16 hook), or use a faster transport"
         return "communication starts too late to be hidden: more, smaller buckets would start sooner"

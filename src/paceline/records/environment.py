@@ -152,7 +152,7 @@ def _name(record: _Timed) -> str:
 def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterator[tuple[str, str]]:
     """The kinds of doubt that a record gives, each with its details."""
     if r.num_wrong:
-        kind, what = ("parameters",) * 2 if isinstance(r, StepRecord) else ("wrong", "elements")
+        kind, what = ("parameters", "parameters") if isinstance(r, StepRecord) else ("wrong", "elements")
         yield kind, f"{r.num_wrong} of {r.num_checked} {what}"
     if fraction is not None and fraction > 1.1:  # a little more than 1 is the noise of both
         yield "above", f"{fraction:.2f} of memory"

@@ -62,7 +62,7 @@ def _parse(path: Path, lines: Sequence[tuple[int, list[str]]], parse: Callable[[
         except (ValueError, RecordError, ConfigError) as error:
             raise RecordError(f"{path}, line {number}: {error}") from None
     if not records:
-        raise RecordError(f"{path} has a header but no row: it is a table without a row")
+        raise RecordError(f"{path} has a header but no row: at least one is needed")
     return records
 
 

@@ -58,14 +58,17 @@ def write_new(path: Path, content: str | bytes, replace: bool = False) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
-        try:
-            (os.replace if replace else os.link)(temporary, path)  # unlike rename, link refuses an existing target
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
-                raise
-            # A file system without hard links: take the name first, then put the content there in one move.
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        if replace:
             os.replace(temporary, path)
+        else:
+            try:
+                os.link(temporary, path)  # unlike rename, it refuses an existing target
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+                    raise
+                # A file system without hard links: take the name first, then put the content there in one move.
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+                os.replace(temporary, path)
     except FileExistsError:
         raise RecordError(f"{path} exists and is never overwritten: choose another name", code="exists") from None
     except OSError as error:

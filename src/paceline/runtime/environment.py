@@ -98,7 +98,8 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
     world_size = _read_int(variables, size_name)
     if rank is None or world_size is None:
         found, missing = (launcher.rank, size_name) if world_size is None else (size_name, launcher.rank)
-        raise ConfigError(f"{found} is set and {missing} is not: start with torchrun or srun, or unset it to run alone")
+        hint = f"start with torchrun or srun, or unset {found} to run alone"
+        raise ConfigError(f"{found} is set and {missing} is not: {hint}")
     if world_size < 1 or rank >= world_size:
         raise ConfigError(f"{launcher.rank}={rank} and {size_name}={world_size}: ranks count from 0 to {size_name} - 1")
 

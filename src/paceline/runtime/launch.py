@@ -220,12 +220,14 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                         with contextlib.suppress(OSError):  # a rank that died already is found by _collect
                             self._ranks[rank].link.send_bytes(pickle.dumps((sys.path, variables | own, job)))
                     values, failures = self._collect(num_ranks, deadline, on_message)
+                    stuck = [rank for rank in range(num_ranks) if rank not in values and not failures]
+                    # While there is a store: without it they would no longer be where they were stuck.
+                    places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
                 if failures:
                     first = min(failures, key=lambda failure: (failure.is_secondary, failure.when_s))
-                    raise _make_error(first, num_ranks, sorted(values))
-                if stuck := [rank for rank in range(num_ranks) if rank not in values]:
+                    raise make_error(first, num_ranks, sorted(values))
+                if stuck:
                     message = f"rank {', '.join(map(str, stuck))} of {num_ranks} did not finish within {timeout_s:g} s"
-                    places = [f"\n\nRank {rank} is at:\n{self._read_stack(rank)}" for rank in stuck]
                     raise LaunchError("".join([message, *places]), stuck[0])
                 return [values[rank] for rank in range(num_ranks)]
             except BaseException:
@@ -276,7 +278,8 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     with open(os.devnull, "wb") as nothing:
                         outputs = [fd if os.path.lexists(f"/proc/self/fd/{fd}") else nothing.fileno() for fd in (1, 2)]
                         process = self._server.fork("rank", far_link.fileno(), [far_stacks.fileno(), *outputs])
-                    os.umask(mask := os.umask(0))
+                    mask = os.umask(0)
+                    os.umask(mask)
                     with contextlib.suppress(OSError):
                         link.send_bytes(pickle.dumps((rank, dict(os.environ), mask, preparation)))
                 self._ranks.append(_Rank(process, link, stacks))
@@ -356,7 +359,7 @@ def _describe_death(rank: int, code: int, was_heard: bool) -> Failure:
     return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "")
 
 
-def _make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
+def make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
     """The error of the rank that failed first; one that only lost its peer may have lost a rank that `returned`."""
     lost = f" (rank {', '.join(map(str, returned))} had already returned)" if failure.is_secondary and returned else ""
     if failure.error is not None and not lost:
@@ -385,7 +388,8 @@ def run_ranks(
     place = read_place()
     if place.world_size != num_ranks:
         found = f"{num_ranks} ranks requested in a world of {place.world_size} that {place.launcher} launched"
-        raise ConfigError(f"{found}: request {place.world_size}, or start local ranks with RankPool", code="world-size")
+        hint = f"request {place.world_size}, launch {num_ranks}, or start local ranks with RankPool"
+        raise ConfigError(f"{found}: {hint}", code="world-size")
     listening = listen(lambda message: on_message(place.rank, message)) if on_message else contextlib.nullcontext()
     if place.world_size == 1:
         with listening:
@@ -403,11 +407,11 @@ def run_ranks(
         cause = rendezvous.find_failure(store) if failure.is_secondary else b""
         rendezvous.fail(store, place, pickle.dumps(failure))
         if cause:
-            raise _make_error(pickle.loads(cause), num_ranks) from error
+            raise make_error(pickle.loads(cause), num_ranks) from error
         raise
     values, failed = rendezvous.gather(store, place, data, timeout_s)
     if failed:
-        raise _make_error(pickle.loads(failed), num_ranks)
+        raise make_error(pickle.loads(failed), num_ranks)
     return [pickle.loads(item) for item in values]
 
 

@@ -31,6 +31,7 @@ _STALE = "{0} is left over from an earlier run, or in use by another: remove it 
 # of its own: the keys of the first are still there, and a store that rank 0 opened again could be mistaken for the old.
 _stores: dict[tuple[str, ...], tuple[dist.Store, Counter[str]]] = {}
 _closers = contextlib.ExitStack()
+ABSENT = "did not arrive within {:g} s: check that they started (on Slurm: `srun`, not a bare call in the batch script)"
 
 
 def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "") -> Any:
@@ -54,12 +55,13 @@ def open_gathering(place: Place) -> Any:
     return open_store("env://", place, _STORE_S, "gather-")
 
 
-def gather(store: Any, place: Place, mine: bytes, timeout_s: float | None) -> tuple[list[bytes], bytes]:
+def gather(
+    store: Any, place: Place, mine: bytes, timeout_s: float | None, late: str = "did not return within {:g} s"
+) -> tuple[list[bytes], bytes]:
     """The bytes of all ranks in rank order and nothing; or nothing and what the first rank to `fail` said."""
     limit_s = math.inf if timeout_s is None else timeout_s
     try:
-        late = f"did not return within {limit_s:g} s"
-        values = _exchange(store, place, "value", mine, limit_s, late, lambda: find_failure(store))
+        values = _exchange(store, place, "value", mine, limit_s, late.format(limit_s), lambda: find_failure(store))
         failure = b"" if values else find_failure(store)
     except dist.DistError as error:
         text = f"lost the store of the job, probably with rank 0: {str(error).splitlines()[0]}"
@@ -149,7 +151,8 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
         text = str(error).splitlines()[0]
         if "EADDRINUSE" in text:
             text = "is taken, probably by another job: choose another MASTER_PORT, or use `torchrun --standalone`"
-        raise LaunchError(f"port {port} on {host} {text}") from None
+            raise LaunchError(f"port {port} on {host} {text}") from None
+        raise LaunchError(f"rank {place.rank} could not open the store at {host}:{port}: {text}") from None
 
 
 def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
@@ -229,8 +232,8 @@ def await_ranks(store: dist.Store, place: Place, timeout_s: float) -> list[str]:
         store.set("size", str(place.world_size))
     elif store.check(["size"]) and (size := store.get("size").decode()) != str(place.world_size):
         raise LaunchError(f"rank {place.rank} has WORLD_SIZE {place.world_size} and rank 0 has {size}: they must agree")
-    late = f"did not arrive within {timeout_s:g} s: check that they started (under Slurm, with `srun`)"
-    return [host.decode() for host in _exchange(store, place, "here", find_host_id().encode(), timeout_s, late)]
+    mine, late = find_host_id().encode(), ABSENT.format(timeout_s)
+    return [host.decode() for host in _exchange(store, place, "here", mine, timeout_s, late)]
 
 
 def agree_on_backend(store: dist.Store, place: Place, backend: str, refusal: str, timeout_s: float) -> None:

@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
+from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.rendezvous import agree_on_backend, await_ranks, find_host_id, gather, open_gathering, open_store
+from paceline.runtime.launch import make_error
 from paceline.transport import register, why_not
 from paceline.units import format_number_of
 
+SHARE_S = 120.0  # how long `share_first` waits for the other ranks
 _DESTROY_S = 2.0  # how long a failed rank waits for its groups to be destroyed
 
 
@@ -101,10 +103,10 @@ def init(
     )
     place, backend = _settle_place(rank, world_size), machine.canonical_backend(backend)
     register()
-    store = open_store(rendezvous, place, rendezvous_timeout_s)
+    store = meeting.open_store(rendezvous, place, rendezvous_timeout_s)
     limit = timedelta(seconds=timeout_s)
     try:
-        hosts = await_ranks(store, place, rendezvous_timeout_s)
+        hosts = meeting.await_ranks(store, place, rendezvous_timeout_s)
         local_rank, local_size = _find_local(place, hosts)
         torch_device, chosen, reason, refusal = torch.device("cpu"), backend, "", ""
         try:
@@ -114,7 +116,7 @@ def init(
             num_threads, why = _choose_threads(threads, local_size)
         except PacelineError as error:
             refusal = str(error)
-        agree_on_backend(store, place, chosen, refusal, rendezvous_timeout_s)
+        meeting.agree_on_backend(store, place, chosen, refusal, rendezvous_timeout_s)
         if torch_device.type == "cuda":
             # Before any collective: NCCL and object collectives use the current device, and hang on a wrong one.
             torch.cuda.set_device(torch_device)
@@ -169,14 +171,17 @@ def share_first(place: Place, value: Any) -> Any:
     if dist.is_initialized():
         with join_world() as world:
             return world.share(value)[0]
-    return pickle.loads(gather(open_gathering(place), place, pickle.dumps(value), 120.0)[0][0])
+    values, failed = meeting.gather(meeting.open_gathering(place), place, pickle.dumps(value), SHARE_S, meeting.ABSENT)
+    if failed:
+        raise make_error(pickle.loads(failed), place.world_size)
+    return pickle.loads(values[0])
 
 
 def _adopt(device: str) -> World:
     """A world around torch's open default group, with a control group of its own."""
     rank, world_size, control = dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo")
     hosts: list[Any] = [None] * world_size
-    dist.all_gather_object(hosts, find_host_id(), group=control)
+    dist.all_gather_object(hosts, meeting.find_host_id(), group=control)
     local = _find_local(Place(rank, world_size, None, None, "torch"), hosts)
     backend = machine.canonical_backend(str(dist.get_backend()))
     departures = dist.PrefixStore("paceline-adopted", dist.distributed_c10d._get_default_store())
@@ -251,22 +256,23 @@ def _choose_device(device: str, backend: str, local_rank: int, local_size: int) 
     """The device, and what to add to the announcement."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
-        wants_gpu = "nccl" in backend or "cuda" in backend
-        if not wants_gpu and (backend != "auto" or gpus < local_size):
-            few = f"; {gpus} GPU for {local_size} ranks: pass device='cuda' to share it" if gpus else ""
-            return torch.device("cpu"), few if backend == "auto" else ""
-        device = "cuda"
+        if "nccl" in backend or "cuda" in backend or (backend == "auto" and gpus >= local_size):
+            device = "cuda"
+        elif backend == "auto" and gpus:
+            return torch.device("cpu"), f"; {gpus} GPU for {local_size} ranks: pass device='cuda' to share it"
+        else:
+            device = "cpu"
     if device == "cpu":
         return torch.device("cpu"), ""
     kind, _, index = device.partition(":")
-    number = int(index) if index.isdigit() else local_rank % max(1, gpus)
-    built = "" if torch.backends.cuda.is_built() else f" and torch {torch.__version__} is built without CUDA"
-    refuse(
-        (kind != "cuda" or (index and not index.isdigit()),
-         f"device {device!r} is unknown: use auto, cpu, cuda or cuda:INDEX"),
-        (gpus == 0, f"device {device!r} needs a GPU, but none is visible{built}: use the device cpu"),
-        (number >= gpus, f"device {device!r} does not exist: GPUs count from 0 to {gpus - 1} here"),
-    )  # fmt: skip
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ConfigError(f"device {device!r} is unknown: use auto, cpu, cuda or cuda:INDEX")
+    if gpus == 0:
+        built = "" if torch.backends.cuda.is_built() else f" and torch {torch.__version__} is built without CUDA"
+        raise ConfigError(f"device {device!r} needs a GPU, but none is visible{built}: use the device cpu")
+    number = int(index) if index else local_rank % gpus
+    if number >= gpus:
+        raise ConfigError(f"device {device!r} does not exist: GPUs count from 0 to {gpus - 1} here")
     return torch.device("cuda", number), ""
 
 
@@ -284,22 +290,23 @@ def check_backend(backend: str, device_type: str, local_world_size: int) -> None
     backend, gpus = machine.canonical_backend(backend), torch.cuda.device_count()
     listed = [known for known in dist.Backend.backend_list if known not in (dist.Backend.UNDEFINED, "fake")]
     known = [known for known in listed if known == "nccl" or dist.is_backend_available(known)]
-    has_nccl = torch.cuda.is_available() and dist.is_nccl_available()
     for part in backend.split(","):
         device, _, name = part.strip().rpartition(":")
-        is_nccl = name == "nccl"
-        refuse(
-            (name.lower() not in known, f"backend {name!r} is unknown: torch knows {', '.join(known)} here"),
-            (device not in ("", "cpu", "cuda"),
-             f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda"),
-            (is_nccl and not has_nccl, "backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo"),
-            (is_nccl and gpus < local_world_size,
-             f"backend nccl needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here; "
-             f"use at most {gpus}, or the backend gloo with the device cuda, which can share one"),
-            (backend == "nccl" and device_type != "cuda",
-             "backend nccl works on GPUs only and the device is cpu: use the backend gloo"),
-            (name == "shm" and why_not(), f"backend shm is not available here: {why_not()}; use the backend gloo"),
-        )  # fmt: skip
+        if name.lower() not in known:
+            raise ConfigError(f"backend {name!r} is unknown: torch knows {', '.join(known)} here")
+        if device not in ("", "cpu", "cuda"):
+            raise ConfigError(f"backend {backend!r} names the unknown device {device!r}: use cpu and cuda")
+        if name == "nccl":
+            if not (torch.cuda.is_available() and dist.is_nccl_available()):
+                raise ConfigError("backend nccl needs CUDA, and torch sees no GPU here: use the backend gloo")
+            if gpus < local_world_size:
+                found = f"backend nccl needs one GPU per rank: {local_world_size} ranks and {gpus} GPU here"
+                hint = f"use at most {gpus}, or the backend gloo with the device cuda, which can share one"
+                raise ConfigError(f"{found}; {hint}")
+            if backend == "nccl" and device_type != "cuda":
+                raise ConfigError("backend nccl works on GPUs only and the device is cpu: use the backend gloo")
+        if name == "shm" and (why := why_not()):
+            raise ConfigError(f"backend shm is not available here: {why}; use the backend gloo")
 
 
 def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:

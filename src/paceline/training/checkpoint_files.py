@@ -27,8 +27,8 @@ from paceline.plan import Plan
 from paceline.records.store import write_new
 from paceline.units import format_bytes
 
-# What reading a file or a structure of another making raises.
-_INVALID = (KeyError, TypeError, ValueError, AttributeError, RuntimeError, RecursionError, OSError, struct.error)
+# What reading a file or a structure of another making raises; too little memory (RuntimeError, MemoryError) is not it.
+_INVALID = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError, struct.error)
 
 # A one-key object with one of these represents what JSON lacks. A dict with a key that begins with "$" is written as
 # pairs, so a state cannot be mistaken for one.
@@ -58,7 +58,8 @@ def _pack(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tens
     kind = type(value)
 
     def fail(found: str) -> ConfigError:
-        return ConfigError(f"the state at {''.join(f'[{part!r}]' for part in path[:9])} {found}")
+        place = "".join(f"[{part!r}]" for part in path[:9]) or "its top"
+        return ConfigError(f"the state at {place} {found}")
 
     if len(path) > _MAX_DEPTH:
         raise fail(f"is nested more than {_MAX_DEPTH} deep: it may hold itself")
@@ -135,6 +136,8 @@ class TensorBuffer:
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         for name in order:
             tensor, start = tensors[name], num_bytes
+            if name == _METADATA:
+                raise ConfigError(f"a tensor cannot be saved as {name!r}: the file needs this name, choose another")
             if tensor.dtype not in _NAMES:
                 raise ConfigError(f"tensor {name!r} of {tensor.dtype} cannot be saved: use one of {', '.join(_DTYPES)}")
             num_bytes += tensor.nbytes

@@ -48,11 +48,9 @@ class _LayerwiseOptimizer(Optimizer):
         refuse(
             (not isinstance(group["adapt"], bool), f"{owner}: adapt {group['adapt']!r}: True or False is needed"),
             (not is_pair, f"{owner}: betas {betas!r}: two numbers are needed"),
-            (
-                group.get("nesterov") and is_still,
-                f"{owner}: nesterov with momentum 0: give one, or leave out the other",
-            ),
-        )
+            (group.get("nesterov") and is_still,
+             f"{owner}: nesterov with momentum 0: give a momentum, or leave out nesterov"),
+        )  # fmt: skip
         numbers = [(name, group[name], below) for name, below in _LIMITS.items() if name in group]
         for name, value, below in (*numbers, *(("a beta of", beta, 1.0) for beta in betas)):
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -116,7 +116,8 @@ def check_growths(growths: Growths) -> None:
 class BatchSchedule:
     """The global batches of a run of `epochs` over `num_samples` each.
 
-    The batch grows at the first step that begins at or after a share of all samples of all epochs, also in an epoch.
+    The batch grows at the first step that begins at or after a share of all samples of all epochs, also within an
+    epoch.
     """
 
     global_batch_size: int
@@ -189,5 +190,7 @@ class BatchSchedule:
             refuse(
                 (size > self.num_samples,
                  f"{flag} {grown} is more than the {self.num_samples} samples of an epoch; use a smaller factor"),
-                (step is None, f"{flag} no step has the growth at {share}: it is too late, or the next replaces it"),
+                (step is None,
+                 f"{flag} no step has the growth at {share}: it is too late, or the next replaces it; "
+                 "move it, or leave it out"),
             )  # fmt: skip

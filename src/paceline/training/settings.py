@@ -71,8 +71,9 @@ def settle_batches(
     needed = global_batch_size // parts
     refuse(
         (global_batch_size % parts, f"{asked} is not a multiple of {parts} ({words}): use one, or no --batch-size"),
-        (accumulate not in (None, needed), f"{asked} needs --accumulate {needed} with {words}, not {accumulate}"),
-    )
+        (accumulate not in (None, needed),
+         f"{asked} needs --accumulate {needed} with {words}, not {accumulate}: leave one of them out"),
+    )  # fmt: skip
     return Batches(world_size, batch_size, needed)
 
 

@@ -208,8 +208,8 @@ def find_bad_parameter(module: nn.Module) -> str:
     """The first parameter or buffer of the model that is not finite; else the first whose gradient is not."""
     params = list(module.named_parameters())
     grads = [(f"the gradient of {name}", param.grad) for name, param in params if param.grad is not None]
-    floating = [pair for pair in (*params, *module.named_buffers(), *grads) if pair[1].is_floating_point()]
-    named = [(name, tensor.detach()) for name, tensor in floating if tensor.numel()]
+    tensors = [(name, tensor.detach()) for name, tensor in (*params, *module.named_buffers(), *grads) if tensor.numel()]
+    named = [(name, tensor) for name, tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     # One pass over all, and one wait for a GPU.
     norms = torch._foreach_norm([tensor for _, tensor in named], ord=float("inf"))
     finite = torch.isfinite(torch.stack([norm.float() for norm in norms])).tolist()

@@ -220,7 +220,8 @@ def check_request(request: DataRequest) -> None:
     if request.augment and name not in _IMAGES:
         raise ConfigError(f"{name} cannot be augmented: that is for {', '.join(_IMAGES)}")
     if request.cutout and not (name in _IMAGES and request.is_augmented):
-        raise ConfigError(f"cutout {request.cutout} is a part of augmentation, and {name} is not augmented")
+        text = f"cutout {request.cutout} is a part of augmentation, and {name} is not augmented"
+        raise ConfigError(f"{text}: leave it out")
     if name.startswith("synthetic"):
         if request.path is not None or tokenizer != "auto":
             raise ConfigError(f"{name} data is generated: leave out path and tokenizer")
