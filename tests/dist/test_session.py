@@ -17,7 +17,7 @@ from paceline.records import load_run
 from paceline.records.kinds import CollectiveRecord
 from paceline.records.samples import Samples
 from paceline.runtime import session as module
-from paceline.runtime.session import Progress, Task, choose_ranks, open_session
+from paceline.runtime.session import Progress, ProgressDisplay, Task, choose_ranks, open_session
 from paceline.runtime.worker import post
 from paceline.training.settings import TrainSettings
 from paceline.verbs.scale import build_killed
@@ -225,9 +225,17 @@ def test_ask_returns_the_value_of_rank_0_and_shows_its_cells(tmp_path, capfd):
     with open_session("bench x", {}, ranks=2, out=tmp_path, progress=True) as session:
         assert session.ask(post_cells, (3,)) == "value"
         session.save(answer(1))
-    assert capfd.readouterr().err.splitlines() == [
-        f"paceline: bench x: {number + 1} of 3 cells (cell {number})" for number in range(3)
-    ]
+    lines = [line.partition(", about ")[0] for line in capfd.readouterr().err.splitlines()]  # on a slow machine
+    assert lines == [f"paceline: bench x: {number + 1} of 3 cells (cell {number})" for number in range(3)]
+
+
+def test_a_line_says_how_much_time_is_left(capfd):
+    display = ProgressDisplay("scale batch", True, [make_task(4), make_task(8)])
+    display._begin_s -= 10  # as if the first task had taken this long
+    display.finish("cell 4", [])
+    display.finish("cell 8", [])
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.endswith("1 of 2 cells (cell 4), about 10 s left") and second.endswith("2 of 2 cells (cell 8)")
 
 
 @pytest.mark.parametrize("progress", [None, False])

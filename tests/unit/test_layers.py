@@ -83,7 +83,8 @@ def build_replica(module, compute_loss):
         phases.enter("optimizer")
         module.zero_grad()
 
-    return Replica(module, module, next(module.parameters()).device, run)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return Replica(module, module, device, run)
 
 
 def profile(module, x=None, blocks=None, *, loss=None, iters=3, warmup=1):

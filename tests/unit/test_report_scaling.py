@@ -459,7 +459,7 @@ def test_the_limit_of_strong_scaling(steps, text):
     for n, step_s in steps.items():
         records.append(replace(make_steady(n, step_s, mode="strong"), busy=steady(0.010, n)))
     line = describe(records)[-1]
-    assert line.endswith(f"{text} While messages take 10.00 ms of a step, it stays below 4.0.")
+    assert line.endswith(f"{text} While messages take 10.00 ms, the speed-up stays below 4.0.")
     assert ("largest" in line) == bool(text)
 
 

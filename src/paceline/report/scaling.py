@@ -262,7 +262,7 @@ def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> 
                 text += f" The speed-up is largest on {best.record.world_size} ranks: {best.speedup:.2f}."
             if record.busy_s:
                 limit = point.alone.timing.median_s / record.busy_s
-                text += f" While messages take {format_ms(record.busy_s)} ms of a step, it stays below {limit:.1f}."
+                text += f" While messages take {format_ms(record.busy_s)} ms, the speed-up stays below {limit:.1f}."
         if peak is not None and (rate := record.busbw_bytes_per_s) is not None:
             of_peak = f"{rate / peak:.0%} of the measured peak of {format_rate(peak)} GB/s"
             text += f" Messages reach {format_rate(rate)} GB/s, {of_peak}."
