@@ -55,7 +55,7 @@ def measure_chunks(settings: ChunkSettings) -> Measured:
 
 
 class _Vector(Timed):
-    """A vector of known data, one on every rank. `record` is told what the group knows."""
+    """A vector of known data, one on every rank. `record` gets what the group knows."""
 
     def __init__(
         self, settings: GroupSettings, group: Group, elements: int, allocate: Allocator, record: Callable[..., Record],

@@ -80,7 +80,7 @@ class GroupSettings:
         return ITEM_BYTES[self.dtype]
 
     def is_whole(self, num_bytes: int) -> bool:
-        """Whether so many bytes are a whole number of elements, and at least one."""
+        """Whether this number of bytes is a whole number of elements, and at least one."""
         return num_bytes >= self.item_bytes and num_bytes % self.item_bytes == 0
 
     def device_of(self, backend: str) -> str:

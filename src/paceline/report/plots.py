@@ -32,7 +32,7 @@ def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
 
 
 def build_panels(titles: Sequence[str], title: str, subtitle: str, height: float = 3.3) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel for each title, at most three beside each other, and one y axis for all."""
+    """A figure with a panel for each title, at most three in a row, and one y axis for all."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(titles))

@@ -389,9 +389,9 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
             draw(bucket.ready_s, bucket.launch_s, at, height, "bucket ready, gathered", facecolors="#F5D9A8")
             draw(bucket.launch_s, hidden_s, at, height, "bucket on its way", facecolors="#E69F00")
             draw(hidden_s, bucket.done_s, at, height, f"exposed ({' to '.join(exposed)})", **hatched)
-            if label_s:  # beside the bar, where hatching does not cross it
-                beside = bucket.done_s * 1e3 + 0.004 * end_ms, at + 0.42 * _ROW
-                axes.text(*beside, format_bytes(bucket.num_bytes), fontsize=6.5, va="center", color="#333333")
+            if label_s:  # right of the bar, where hatching does not cross it
+                place = bucket.done_s * 1e3 + 0.004 * end_ms, at + 0.42 * _ROW
+                axes.text(*place, format_bytes(bucket.num_bytes), fontsize=6.5, va="center", color="#333333")
         if rows:
             ticks[(top + bottom) / 2 + 0.15] = "buckets"
             axes.plot([min(free_s * 1e3, end_ms)] * 2, [top, bottom - 0.2], color="#000000", lw=0.9, ls=":")

@@ -427,10 +427,10 @@ def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
     if failed:
         axes.plot(failed, [0] * len(failed), "x", color=COLORS[1], ms=9, mew=2, clip_on=False, label="does not fit")
     if any(r.peak_bytes for r in timed):
-        beside, peaks = axes.twinx(), [r.peak_bytes / MIB for r in timed]
-        beside.plot(xs, peaks, "--", color=COLORS[2], marker="s", ms=4, label=f"peak memory ({source})")
-        beside.set(ylim=(0, 1.2 * max(peaks)), ylabel="peak memory (MiB)")
-        beside.spines[["top"]].set_visible(False)
+        memory, peaks = axes.twinx(), [r.peak_bytes / MIB for r in timed]
+        memory.plot(xs, peaks, "--", color=COLORS[2], marker="s", ms=4, label=f"peak memory ({source})")
+        memory.set(ylim=(0, 1.2 * max(peaks)), ylabel="peak memory (MiB)")
+        memory.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
     label_values(axes, [r.batch_size for r in records])
     return figure

@@ -43,7 +43,7 @@ class TransportError(CollectiveError):
 
 
 def find_library() -> Path | None:
-    """The compiled core beside this module, if it was built for this machine."""
+    """The compiled core next to this module, if it was built for this machine."""
     if override := os.environ.get("PACELINE_NATIVE_LIBRARY"):
         return Path(override)
     paths = [Path(__file__).with_name(f"_native{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]

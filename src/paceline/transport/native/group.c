@@ -19,7 +19,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* While all ranks' vectors together are not larger, every rank adds up everything by itself: one meeting instead of two. */
+/* While all ranks' vectors together are not larger, every rank adds up everything alone: one meeting instead of two. */
 #define ALONE_BYTES (16 << 10)
 /* How long a rank looks for the others before it sleeps, if each has a core. */
 #define SPIN_S 20e-6
