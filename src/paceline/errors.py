@@ -1,6 +1,9 @@
-"""The errors that Paceline raises, and `refuse`. A message says what was found, what is needed and what to do."""
+"""The errors that Paceline raises. A message says what was found, what is needed and what to do."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class PacelineError(Exception):
@@ -55,3 +58,9 @@ class RecordError(PacelineError, ValueError):
 
 class TrainingError(PacelineError, RuntimeError):
     """Training cannot continue, for example because the loss is not a number."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`did you mean NAME? `, or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]}? " if near else ""

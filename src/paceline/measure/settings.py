@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paceline import machine
-from paceline.errors import ConfigError, refuse
+from paceline.errors import ConfigError, refuse, suggest
 from paceline.records.kinds import COLLECTIVES, ITEM_BYTES, MEMORIES, Record
 from paceline.runtime.launch import RANK_BYTES, check_rank_count
 from paceline.units import format_bytes
@@ -44,9 +43,7 @@ def check_names(what: str, values: Sequence[str], known: Iterable[str]) -> None:
         raise ConfigError(f"no {what} given: known are {', '.join(known)}")
     for value in values:
         if value not in known:
-            near = difflib.get_close_matches(value, known, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{what} {value!r} is unknown: {hint}known are {', '.join(known)}")
+            raise ConfigError(f"{what} {value!r} is unknown: {suggest(value, known)}known are {', '.join(known)}")
 
 
 def check_counts(advice: str = "", /, **counts: int | None) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import difflib
 import math
 import random
 import statistics
@@ -15,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.errors import ConfigError, MeasurementError
+from paceline.errors import ConfigError, MeasurementError, suggest
 from paceline.records import CollectiveRecord
 from paceline.records.samples import Samples, Summary, quantile
 from paceline.units import MIB, format_bytes
@@ -154,11 +153,6 @@ def check_algorithm(name: str) -> None:
     """Refuse a name that is none of `ALGORITHMS`, with the nearest one."""
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {name!r}: {suggest(name, ALGORITHMS)}known are {', '.join(ALGORITHMS)}")
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"did you mean {near[0]}? " if near else ""
 
 
 @dataclass(frozen=True)

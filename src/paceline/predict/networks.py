@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from paceline.errors import ConfigError, MeasurementError, RecordError, refuse
+from paceline.errors import ConfigError, MeasurementError, RecordError, refuse, suggest
 from paceline.machine import canonical_backend
 from paceline.predict import curves
 from paceline.predict.curves import CostCurve, FamilyCurve
@@ -79,7 +79,7 @@ def find_network(text: str) -> Network:
         bytes_per_s = float(rate) * _PREFIXES[prefix] / (1 if unit == "B" else 8)
         return Network(text.strip(), float(latency) * _SECONDS[second], bytes_per_s, "as given")
     listed = f"known are {', '.join(known)}, or write its rate and latency as 10Gb/s,50us"
-    raise ConfigError(f"unknown network {text!r}: {curves.suggest(name, known)}{listed}")
+    raise ConfigError(f"unknown network {text!r}: {suggest(name, known)}{listed}")
 
 
 def find_networks(text: str) -> list[Network]:

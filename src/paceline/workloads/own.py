@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ConfigError
-from paceline.workloads.data import DataForm, suggest
+from paceline.errors import ConfigError, suggest
+from paceline.workloads.data import DataForm
 
 if TYPE_CHECKING:
     from torch import nn

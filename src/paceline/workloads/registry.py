@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, suggest
 from paceline.workloads import huggingface, own
-from paceline.workloads.data import Batch, DataForm, suggest
+from paceline.workloads.data import Batch, DataForm
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,7 @@ Loads without torch. `sources` finds files, `formats` reads them, `sets` holds t
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,12 +24,6 @@ TAILS = ("keep", "drop", "pad")
 def shorten_error(error: Exception) -> str:
     """The text of another library's error on one line of limited length."""
     return " ".join(str(error).split())[:160] or type(error).__name__
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """`did you mean NAME? `, or nothing where no known name is near."""
-    near = difflib.get_close_matches(name, list(known), 3)
-    return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.errors import ConfigError
-from paceline.workloads.data import KINDS, shorten_error, suggest
+from paceline.errors import ConfigError, suggest
+from paceline.workloads.data import KINDS, shorten_error
 
 SPLITS = ("train", "test")
 # A reader, and the parts that must all be there; a part is a list of patterns of which the first that matches serves.
