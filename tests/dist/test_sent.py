@@ -75,9 +75,9 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
 
     def start_sum(channel: Any, tensor: Any, average: bool = False, extra_bytes: int = 0) -> Any:
         if fault == "twice":
-            real_sum(channel, tensor.clone(), average, extra_bytes).wait()
-            return real_sum(channel, tensor, average, extra_bytes)
-        return real_sum(channel, tensor, average, tensor.nbytes)
+            real_sum(channel, tensor.clone(), average=average, extra_bytes=extra_bytes).wait()
+            return real_sum(channel, tensor, average=average, extra_bytes=extra_bytes)
+        return real_sum(channel, tensor, average=average, extra_bytes=tensor.nbytes)
 
     def send(messages: Any, bucket: Any) -> Any:
         before = messages._sent

@@ -270,21 +270,19 @@ class GradientSync:
             if take_part:
                 self._samples, self._last_samples = None, self._weight
             slots = words[: control.num_slot_words]
-            if words.device.type != "cuda" or self._must_read_now(report):
-                reports = control.read_reports(slots.tolist())
-                if not self._act_on(reports, missing, failure):
-                    return
-                with torch.no_grad():
+            with torch.no_grad():
+                if words.device.type != "cuda" or self._must_read_now(report):
+                    reports = control.read_reports(slots.tolist())
+                    if not self._act_on(reports, missing, failure):
+                        return
                     self._complete(reports, words, absent, take_part)
-            else:
-                kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-                self._unread = kept, event, missing
-                is_turn = buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
-                if control.num_statistics and is_turn:
-                    with torch.no_grad():
-                        buffers.read_on_device(control.statistics(words))
+                else:
+                    kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record()
+                    self._unread = kept, event, missing
+                if control.num_statistics and buffers.is_turn(self.num_steps - 1):
+                    buffers.read(control.statistics(words))
         finally:
             self._is_announced = False
         self.reducer.learn()
@@ -350,19 +348,17 @@ class GradientSync:
             if place == IN_FORWARD:
                 return
             raise error
-        found = build_step_error(findings, self.num_steps, self.replica)
         if any(finding.in_hook for finding in findings):
-            self._unusable = str(found)
-        raise found from error
+            self._unusable = str(build_step_error(findings, self.num_steps, self.replica))
+        # Not from a name in this frame, which would make a cycle: the model and its group would stay until it is found.
+        raise build_step_error(findings, self.num_steps, self.replica) from error
 
     def _complete(self, reports: list[RankReport], words: torch.Tensor, absent: list[int], take_part: bool) -> None:
-        """Take the averaged statistics, drop gradients that no rank has, and divide by the true total."""
-        writes = [bool(report.status & Status.STATISTICS) for report in reports]
-        if any(writes) and not any(report.status & Status.HOLD for report in reports):
-            if self.control.num_statistics:
-                self.buffers.read(self.control.statistics(words)[:-1], sum(writes))
-            else:
-                self.buffers.average(self.channel, writes[self.channel.rank], sum(writes))
+        """Average statistics that are not in the words, drop gradients that no rank has, divide by the true total."""
+        if self.buffers.need_message and not any(report.status & Status.HOLD for report in reports):
+            writes = [bool(report.status & Status.STATISTICS) for report in reports]
+            if any(writes):
+                self.buffers.average(self.channel, writes[self.channel.rank])
         if self.control.num_used and take_part and absent:
             used = self.control.used(words).tolist()
             for index in absent:
@@ -591,11 +587,9 @@ class BucketedReducer:
             self._failure = self._failure or self._hook_calls.failure
         else:
             message, extra_bytes = flat.messages[number], flat.extra_bytes[number]
-            if uncopied:
-                tensors = [message, *uncopied] if message.numel() else uncopied
-                bucket.work = self.channel.start_sums(tensors, average, extra_bytes)
-            elif message.numel():
-                bucket.work = self.channel.start_sum(message, average, extra_bytes)
+            tensors = [message, *uncopied] if message.numel() else uncopied
+            if tensors:
+                bucket.work = self.channel.start_sum(*tensors, average=average, extra_bytes=extra_bytes)
         self.timeline.follow(number, bucket.work)
 
     def _gather(self, bucket: _LiveBucket, factor: float) -> None:

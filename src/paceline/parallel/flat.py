@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from paceline.errors import ConfigError
+from paceline.parallel.channel import alias
 from paceline.parallel.replicas import Replica
 from paceline.plan import Plan
 
@@ -58,7 +59,7 @@ class FlatGradients:
             make = allocate or (lambda size, dtype, device: torch.zeros(size, dtype=dtype, device=device))
             self._flats[family] = make(end + extra, dtype, device)
             self.extra_bytes[-1] += extra * dtype.itemsize
-        self.ranges = [self.alias(self._flats[family][start:end]) for family, start, end in spans]
+        self.ranges = [alias(self._flats[family][start:end]) for family, start, end in spans]
         self.views: dict[int, torch.Tensor] = {}
         for bucket, (family, *_), span in zip(plan.buckets, spans, self.ranges, strict=True):
             for piece in bucket.pieces:
@@ -66,19 +67,13 @@ class FlatGradients:
                     param = replica.params[piece.gradient]
                     is_whole = piece.num_bytes == plan.gradients[piece.gradient].num_bytes
                     is_together = is_whole and piece.gradient not in separate
-                    base = span if is_together else self.alias(self._flats[family][: ends[family]])
+                    base = span if is_together else alias(self._flats[family][: ends[family]])
                     # The parameter's own strides, so that optimizers and all ranks walk memory in the same order.
                     strides = torch.empty_like(param, device="meta").stride()
                     self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])
         behind = self._flats[last_family][ends[last_family] :]
         self.words = (torch.view_as_real(behind).reshape(-1) if behind.is_complex() else behind)[:num_words]
-        self.messages = [*self.ranges[:-1], self.alias(self._flats[last_family][last_start:])]
-
-    @staticmethod
-    def alias(vector: torch.Tensor) -> torch.Tensor:
-        """The same memory as a vector with its own version counter, so that writes through it can be counted."""
-        empty = torch.empty(0, dtype=vector.dtype, device=vector.device)
-        return empty.set_(vector.untyped_storage(), vector.storage_offset(), vector.shape, (1,))
+        self.messages = [*self.ranges[:-1], alias(self._flats[last_family][last_start:])]
 
     def multiply(self, factor: float) -> None:
         for flat in self._flats.values():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.errors import ConfigError
-from paceline.parallel.channel import Channel
+from paceline.parallel.channel import Channel, alias
 from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import name_ranks
 from paceline.plan import Plan
@@ -34,7 +34,7 @@ class HookBucket:
     def __init__(self, number: int, flat: FlatGradients, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         self._index, self._is_last = number, number == len(plan.buckets) - 1
         # Its own version counter: a write by the hook must not count as a gradient that changed late.
-        buffer = self._buffer = flat.alias(flat.ranges[number])
+        buffer = self._buffer = alias(flat.ranges[number])
         views = [flat.views[index] for index in plan.partition[number]]
         self._gradients = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
         self._params = [params[index] for index in plan.partition[number]]
