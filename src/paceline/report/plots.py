@@ -6,7 +6,7 @@ A legend says whether its numbers were measured, imported or predicted, and neve
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -93,6 +93,19 @@ def place_legend(figure: Figure, *axes: Axes) -> None:
     width, height = figure.get_size_inches()
     figure.set_size_inches(width + 0.6 + 0.067 * longest, max(height, 1.6 + 0.22 * len(found)))
     figure.legend(list(found.values()), list(found), loc="outside right center", **style)
+
+
+def draw_line(
+    axes: Axes, number: int, points: Iterable[Sequence[Any]], label: str, ls: str = "-", **style: Any
+) -> None:
+    """The line of this number through points of x, y, low and high, with a band from low to high unless they are None.
+    `style` replaces its marker, say."""
+    color = COLORS[number % len(COLORS)]
+    style = {"marker": MARKERS[number % len(MARKERS)], "ms": 5, "lw": 1.6} | style
+    xs, ys, lows, highs = zip(*points, strict=True)
+    axes.plot(xs, ys, ls, color=color, label=label, **style)
+    if None not in lows:
+        axes.fill_between(xs, lows, highs, color=color, alpha=0.15, lw=0)
 
 
 def render_png(figure: Figure) -> bytes:

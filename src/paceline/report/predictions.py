@@ -17,7 +17,8 @@ from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_
 from paceline.predict.simulate import MachineCosts
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
-from paceline.report.plots import COLORS, MARKERS, label_values, new_figure, place_legend
+from paceline.records.samples import group_by
+from paceline.report.plots import COLORS, MARKERS, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms
@@ -141,16 +142,13 @@ class PredictResult(Result):
 def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
     """Weak-scaling efficiency against ranks, with its interval: a line for each network, hollow where doubtful."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
-    for number, network in enumerate(dict.fromkeys(row.network for row in rows)):
-        line = sorted((row for row in rows if row.network == network), key=lambda row: row.world_size)
-        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-        xs = [row.world_size for row in line]
-        axes.plot(xs, [100 * row.efficiency for row in line], "--", color=color, label=f"{network} (simulated)")
-        low, high = [100 * row.efficiency_low for row in line], [100 * row.efficiency_high for row in line]
-        axes.fill_between(xs, low, high, color=color, alpha=0.12)
-        for row in line:
-            face = "white" if row.doubt else color
-            axes.plot([row.world_size], [100 * row.efficiency], marker, color=color, markerfacecolor=face)
+    for number, (network, found) in enumerate(group_by(rows, lambda row: row.network).items()):
+        line = sorted(found, key=lambda row: row.world_size)
+        shares = [(row.world_size, row.efficiency, row.efficiency_low, row.efficiency_high) for row in line]
+        draw_line(axes, number, [(n, *(100 * s for s in rest)) for n, *rest in shares], f"{network} (simulated)", "--")
+        for row in (row for row in line if row.doubt):
+            marker, color = MARKERS[number % len(MARKERS)], COLORS[number % len(COLORS)]
+            axes.plot([row.world_size], [100 * row.efficiency], marker, color=color, ms=5, mfc="white")
     label_values(axes, [row.world_size for row in rows])
     axes.set(ylim=(0, 105), xlabel="ranks", ylabel="weak-scaling efficiency (%)")
     place_legend(figure, axes)

@@ -17,14 +17,14 @@ from paceline.predict.advice import Advice, StepFacts
 from paceline.predict.networks import MeasuredFabric, find_networks
 from paceline.predict.traces import CATEGORIES, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
-from paceline.records import LayerProfileRecord
+from paceline.records import LayerProfileRecord, StepRecord
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.layers import OUTSIDE
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.steps import PHASES, PhasesResult, StepResult, describe_cost
+from paceline.report.steps import PHASES, PhasesResult, describe_cost
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
@@ -251,11 +251,6 @@ class TraceResult(Result):
             lines += [f"picture: {self.folder / name}.png" for name in self.figures()]
         return lines
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        known = {one["text"] for one in self.advice}  # older runs kept the advice among the warnings
-        return tuple(text for text in self.run.warnings if text not in known)
-
     def tables(self) -> list[Table]:
         operators, kernels = self.overviews[0].operators, self.overviews[0].kernels
         shown = () if kernels else operators[:_MAX_ROWS]
@@ -406,7 +401,7 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
     return figure
 
 
-class CommTableResult(StepResult):
+class CommTableResult(Result):
     """`profile comm-table`: the measured step of one rank, and its gradients on assumed and measured networks.
 
     `sweeps` are networks that were measured; those of a saved run are in the runs that `--curve` named.
@@ -420,8 +415,6 @@ class CommTableResult(StepResult):
 
     @property
     def answer(self) -> str:
-        if not self.rows:
-            return "No step was measured."
         best, worst = (pick(self.rows, key=lambda row: row.step.exposed_share) for pick in (min, max))
         parts = dict.fromkeys(
             f"{row.step.exposed_share:.1%} of a step on {row.step.network} with {row.step.world_size:,} ranks"
@@ -435,14 +428,10 @@ class CommTableResult(StepResult):
 
     @property
     def findings(self) -> list[str]:
-        if not self.rows:
-            return []
         how = "overhead: all gradients in one message after backward; step and exposed: the best bucket size, as "
         return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds it"]
 
     def tables(self) -> list[Table]:
-        if not self.rows:
-            return []
         title = f"{self.rows[0].model}: communication against computation"
         return [Table("table", title, COMM, self.rows, key="rows")]
 
@@ -512,9 +501,9 @@ class ComparisonResult(Result):
                 {"": build_row(OVERVIEWS, one.overviews[0]) | {"samples_per_s": one.samples_per_s}}
                 for one in (first, second)
             )
-        elif isinstance(first, StepResult) and isinstance(second, StepResult) and first.steps and second.steps:
+        elif all(isinstance(one, PhasesResult) and one.steps for one in (first, second)):
             quantities = _OF_PHASES
-            tables = (Table("", "", PHASES, one.steps).rows_json() for one in (first, second))
+            tables = (Table("", "", PHASES, one.only(StepRecord)).rows_json() for one in (first, second))
             here, there = (
                 {f"{format_number_of(row['world_size'], 'rank')}, batch {row['batch_size']}: ": row for row in rows}
                 for rows in tables
