@@ -13,7 +13,7 @@ from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds
 from paceline.records.samples import group_by
 from paceline.records.store import Run
-from paceline.report.plots import MARKERS, draw_line, label_times, label_values, new_figure, place_legend
+from paceline.report.plots import MARKERS, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import GB, format_bytes, format_duration, format_number_of, format_rate
@@ -21,8 +21,6 @@ from paceline.units import GB, format_bytes, format_duration, format_number_of, 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_MAX_IMPORTED = 6  # imported curves in one chart, before nobody can tell them apart
 
 Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
 
@@ -93,7 +91,8 @@ class CollectiveResult(Result):
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         subtitle = f"{self.run.environment.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
-        drawn = [*self.rows, *_choose_drawn(self.rows, self.compared)]
+        known = {(record.backend, record.world_size) for record in self.rows}
+        drawn = [*self.rows, *(record for record in self.compared if (record.backend, record.world_size) in known)]
         return {
             "time": lambda: plot_time(drawn, subtitle, self.bounds.records),
             "bandwidth": lambda: plot_bandwidth(drawn, subtitle),
@@ -254,15 +253,6 @@ def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
     return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
 
 
-def _choose_drawn(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:
-    """The imported curves that a chart can hold: all of a few, else those of a backend and ranks that we measured."""
-    curves = {(record.backend, record.memory, record.device, record.world_size, record.note) for record in theirs}
-    if len(curves) <= _MAX_IMPORTED:
-        return theirs
-    known = {(record.backend, record.world_size) for record in ours}
-    return [record for record in theirs if (record.backend, record.world_size) in known]
-
-
 def _draw(axes: Axes, records: Sequence[Any], x: Callable[[Any], float], y: Callable[[Any, float], float]) -> None:
     """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples."""
 
@@ -298,7 +288,10 @@ def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequen
         axes.plot(xs, ys, ":", color="#000000", marker=marker, ms=3.5, lw=1.4, label=label)
     times = [r.time_s for r in (*records, *bounds)]
     place_legend(figure, axes)
-    label_times(axes, max(times), min(times))
+    # Ticks between the powers of ten where there are few of those.
+    axes.set_yscale("log", subs=[2, 5] if max(times) / min(times) < 100 else [])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set(xlabel="size", ylabel="time (ms), median, band p10 to p90")
     label_values(axes, [r.num_bytes for r in records], format_bytes)
     return figure

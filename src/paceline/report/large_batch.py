@@ -89,20 +89,13 @@ def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
         if not plain or plain[0].baseline is None:
             lines += [f"{f'Baseline (the same {budget}): ' if s in plain else ''}{_describe(s)}." for s in group]
             continue
-        best = min(tried, key=lambda pair: pair[0])[1] if tried else None
-        lines.append(f"{_describe(plain[0])}{_say_repair(plain[0], best) if best else ''}.")
+        text, lost = _describe(plain[0]), plain[0].gap
+        if tried and (lost is None or lost > 0):
+            _, best = min(tried, key=lambda pair: pair[0])
+            updates = format_number_of(best.first.num_updates, "update")
+            text += f"; the best recipe, {best.first.recipe}: {_say_gap(best)}, after {updates}"
+        lines.append(f"{text}.")
     return lines
-
-
-def _say_repair(plain: RecipeSummary, best: RecipeSummary) -> str:
-    """What the best recipe does about the loss of a run without one; nothing where nothing was lost."""
-    lost, still, first = math.inf if plain.gap is None else plain.gap, best.gap or 0.0, best.first
-    if lost <= 0:
-        return ""
-    which = f"the best recipe, {first.recipe}" if still < lost else f"no recipe repairs it; the best, {first.recipe}"
-    differs = first.num_updates != plain.first.num_updates
-    updates = f", after {format_number_of(first.num_updates, 'update')}" if differs else ""
-    return f"; {which}: {_say_gap(best)}{updates}"
 
 
 def _say_number(value: float) -> str:

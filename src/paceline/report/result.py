@@ -256,7 +256,8 @@ def describe_job(config: dict[str, Any]) -> str:
 def _pick(named: dict[str, Any], name: str | None, what: str) -> Any:
     chosen = next(iter(named), None) if name is None else name
     if chosen not in named:
-        raise KeyError(f"this result has no {what} {name or ''}: it has {', '.join(named) or 'none'}")
+        asked = what if name is None else f"{what} {name!r}"
+        raise KeyError(f"this result has no {asked}: there are {', '.join(named) or 'none'}")
     return named[chosen]
 
 

@@ -17,7 +17,7 @@ from paceline.predict.tuning import Tuning, load_tuning
 from paceline.records import StepRecord
 from paceline.records.samples import Ratio
 from paceline.report.plots import COLORS, draw_line, new_figure, place_legend
-from paceline.report.predictions import draw_caps
+from paceline.report.predictions import draw_caps, mark_best
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of
@@ -211,7 +211,7 @@ def describe_torch(tuning: Tuning) -> str:
 
 def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     """Step time against bucket size: predicted for every cap, measured for some."""
-    judgement, points = tuning.judgement, tuning.judgement.points
+    points = tuning.judgement.points
     sources = {point.measured.source for point in points if point.measured} or {"simulated"}
     figure, axes = new_figure(title, f"{subtitle}; predicted is simulated, points are {', '.join(sorted(sources))}")
     least, most = min(p.cap_bytes for p in points) / 1.5, max(p.cap_bytes for p in points) * 1.5
@@ -228,9 +228,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
         draw_line(axes, 1, measured, "measured: median, p10 to p90", marker="o", lw=1)
         best_ms, size = min((median_ms, size) for size, median_ms, *_ in measured)
         axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
-    best = judgement.best_predicted
-    center = [best.cap_bytes / MIB], [best.estimate.step_s * 1e3]
-    axes.plot(*center, "D", color=COLORS[2], markersize=8, label="best predicted")
-    axes.axhline(tuning.model.plain_s * 1e3, color=COLORS[6], ls=":", lw=1, label="without communication")
+    best = tuning.judgement.best_predicted
+    mark_best(axes, best.cap_bytes, best.estimate.step_s, tuning.model.plain_s, "without communication")
     place_legend(figure, axes)
     return figure
