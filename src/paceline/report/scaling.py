@@ -112,8 +112,8 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
         return None if torch is None or record.world_size == 1 else compare_steps(torch, record)
 
     return [
-        ScaleLine(r, point.alone, compare(r, r.backend), compare(r, "gloo"), find_peak_of(r, collectives))
-        for point, r in zip(points, records, strict=True)
+        ScaleLine(r, p.alone, p.ratio, compare(r, r.backend), compare(r, "gloo"), find_peak_of(r, collectives))
+        for p, r in zip(points, records, strict=True)
     ]
 
 
