@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.launch import make_error
 from paceline.transport import register, why_not
 from paceline.units import format_number_of
 
@@ -66,8 +64,16 @@ class World(contextlib.AbstractContextManager["World"]):
         self.__exit__(None, None, None)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if _open is self:
-            _destroy(error)
+        global _open
+        if _open is not self:
+            return
+        if self.world_size > 1:
+            how = "closed its world" if error is None else f"failed with {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):
+                self.departures.set(str(self.rank), how)
+        _open = None
+        atexit.unregister(shutdown)
+        _destroy_groups(failed=error is not None)
 
 
 _open: World | None = None
@@ -171,10 +177,7 @@ def share_first(place: Place, value: Any) -> Any:
     if dist.is_initialized():
         with join_world() as world:
             return world.share(value)[0]
-    values, failed = meeting.gather(meeting.open_gathering(place), place, pickle.dumps(value), SHARE_S, meeting.ABSENT)
-    if failed:
-        raise make_error(pickle.loads(failed), place.world_size)
-    return pickle.loads(values[0])
+    return meeting.gather(place, lambda: value, SHARE_S, meeting.ABSENT)[0]
 
 
 def _adopt(device: str) -> World:
@@ -193,7 +196,8 @@ def _adopt(device: str) -> World:
 
 def shutdown() -> None:
     """Close the world that `init` opened; does nothing when none is open."""
-    _destroy(None)
+    if _open is not None:
+        _open.close()
 
 
 def find_departed_ranks() -> dict[int, str]:
@@ -206,19 +210,6 @@ def find_departed_ranks() -> dict[int, str]:
             if rank != _open.rank and _open.departures.check([str(rank)]):
                 departed[rank] = _open.departures.get(str(rank)).decode()
     return departed
-
-
-def _destroy(error: BaseException | None) -> None:
-    global _open
-    if _open is None:
-        return
-    if _open.world_size > 1:
-        how = "closed its world" if error is None else f"failed with {type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):
-            _open.departures.set(str(_open.rank), how)
-    _open = None
-    atexit.unregister(shutdown)
-    _destroy_groups(failed=error is not None)
 
 
 def _destroy_groups(failed: bool) -> None:
