@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import paceline
 from paceline.transport import native
-from paceline.transport.shared import Mapping
 from tests.dist.forked_ranks import Ranks
 
 if native.why_not():
@@ -182,16 +181,16 @@ def test_a_message_larger_than_dev_shm(forked):
 def test_memory_that_cannot_be_shared_names_the_rank_and_the_reason():
     """Here this process is both ranks: 4 has made memory of one page for each, and 7 opens it."""
     paths: list[str] = []
-    first = Mapping(0, [4, 7], 100, lambda path: paths.append(path) or path)
-    second = Mapping(1, [4, 7], 100, lambda _: paths[0])
+    first = native.Mapping(0, [4, 7], 100, lambda path: paths.append(path) or path)
+    second = native.Mapping(1, [4, 7], 100, lambda _: paths[0])
     first.part(1)[0] = b"x"
     assert second.part(1)[0] == b"x" and second.part(0)[0] == b"\0"
     with pytest.raises(paceline.CollectiveError, match="rank 4 8192 bytes, rank 7 16384") as caught:
-        Mapping(1, [4, 7], 5000, lambda _: paths[0])
+        native.Mapping(1, [4, 7], 5000, lambda _: paths[0])
     assert caught.value.code == "mismatch"
     del first
     with pytest.raises(paceline.CollectiveError, match="rank 4 left") as caught:
-        Mapping(1, [4, 7], 100, lambda _: paths[0])
+        native.Mapping(1, [4, 7], 100, lambda _: paths[0])
     assert caught.value.code == "peer-lost"
 
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import json
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from paceline import machine
+from paceline.errors import LaunchError
 from paceline.transport import native, works
 from paceline.transport.hierarchy import HostsWork, TwoLevels
-from paceline.transport.shared import Mapping, exchange_places, pass_by_store
 from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
 
 _SLOT_BYTES = 1 << 20  # two per rank; in smaller ones lines go to and fro between cores, larger ones leave the caches
@@ -58,23 +62,41 @@ class PacelineGroup(_TorchGroup):
         self._open(names)
 
     def _open(self, names: list[int]) -> None:
-        timeout_s = self._timeout.total_seconds()
-        places = exchange_places(self._store, self._rank, self._size)
+        places = self._exchange_places()
         hosts = [place["host"] for place in places]
         mine = [rank for rank in range(self._size) if hosts[rank] == hosts[self._rank]]
         self._index, self._here = mine.index(self._rank), [names[rank] for rank in mine]
         wanted = native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES)
         segments = []
         for lane in range(native.choose_lanes([places[rank]["cores"] for rank in mine], places[mine[0]]["lanes"])):
-            key = f"memory/{mine[0]}/{lane}"
-            by_store = functools.partial(pass_by_store, self._store, key, self._here[0], timeout_s)
-            segments.append(Mapping(self._index, self._here, -(-wanted // len(mine)), by_store))
-        pids = [places[rank]["pid"] for rank in mine]
-        self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, pids, timeout_s, _STOPPED_S)
+            by_store = functools.partial(self._pass_by_store, f"memory/{mine[0]}/{lane}")
+            segments.append(native.Mapping(self._index, self._here, -(-wanted // len(mine)), by_store))
+        pids, limits_s = [places[rank]["pid"] for rank in mine], (self._timeout.total_seconds(), _STOPPED_S)
+        self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, pids, *limits_s)
         self._native.run(_BARRIER)  # everyone has the segments, or is named in an error here
         self._levels = None
         if len(set(hosts)) > 1:
             self._levels = TwoLevels(self._store, self._native, hosts, self._rank, names, self._timeout)
+
+    def _exchange_places(self) -> list[dict[str, Any]]:
+        """Every rank's host, process, cores and requested lanes, in rank order."""
+        # To share memory, ranks need one kernel, one user, and namespaces in which they find each other.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")]
+        place = {"host": " ".join([boot, str(os.geteuid()), *spaces]), "pid": os.getpid()}
+        place |= {"cores": machine.count_cores(), "lanes": os.environ.get("PACELINE_LANES", "")}
+        self._store.set(f"place/{self._rank}", json.dumps(place))
+        return [json.loads(self._store.get(f"place/{other}")) for other in range(self._size)]
+
+    def _pass_by_store(self, key: str, path: str) -> str:
+        if path:
+            self._store.set(key, path)
+        try:
+            self._store.wait([key], self._timeout)
+        except RuntimeError as error:
+            text = f"rank {self._here[0]} did not share its memory within {self._timeout.total_seconds():g} s"
+            raise LaunchError(text, code="timeout") from error
+        return str(self._store.get(key), "utf-8")
 
     @property
     def shares_memory(self) -> bool:
@@ -92,7 +114,7 @@ class PacelineGroup(_TorchGroup):
         if self._levels is not None:
             return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         self._native.run((*_BARRIER[:-1], num_bytes))  # a different size on any rank is an error on all
-        mapping = Mapping(self._index, self._here, num_bytes, self._pass_by_broadcast)
+        mapping = native.Mapping(self._index, self._here, num_bytes, self._pass_by_broadcast)
         self._serial += 1
         self._native.run(_BARRIER)  # everyone has its own part nearby
         mapping.populate(0, mapping.num_bytes)
