@@ -1,5 +1,4 @@
-"""`init`: from a launcher's variables to a process group on the right device, closed on every way out; and `get` and
-`ranks`: who this process is among the others."""
+"""A process group on the right device, from a launcher's variables (`init`), and who this process is in it (`get`)."""
 
 from __future__ import annotations
 
