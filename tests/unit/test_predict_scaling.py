@@ -20,7 +20,6 @@ from paceline.predict.networks import find_network
 from paceline.predict.scaling import (
     ScalingEvidence,
     describe_assumptions,
-    estimate_maximum,
     estimate_slowdown,
     estimate_spread,
     estimate_wait,
@@ -497,13 +496,6 @@ def test_ranks_with_a_gap_are_predicted_from_the_smallest_sweep():
     assert point.step_s > 0
 
 
-@pytest.mark.parametrize("count", [1, 2, 8, 1000, 16384])
-def test_the_largest_of_uniform_and_of_exponential_values(count):
-    assert estimate_maximum(lambda p: p, count) == pytest.approx(count / (count + 1), rel=1e-3)
-    harmonic = math.fsum(1 / number for number in range(1, count + 1))
-    assert estimate_maximum(lambda p: -math.log1p(-p), count) == pytest.approx(harmonic, rel=2e-3)
-
-
 def test_a_lognormal_wait_is_what_drawing_it_gives():
     sigma = 0.05
     spread = math.sqrt((math.exp(sigma**2) - 1) * math.exp(sigma**2))
@@ -521,7 +513,7 @@ def test_a_wait_grows_with_the_spread_and_with_the_ranks(spread, more, count, ot
     assert wait <= estimate_wait(spread + more, count) + 1e-12
 
 
-@pytest.mark.parametrize(("call", "words"), [((0.1, 0), "largest of 0"), ((-0.1, 2), "-10%"), ((1.0, 2), "100%")])
+@pytest.mark.parametrize(("call", "words"), [((0.1, 0), "0 ranks"), ((-0.1, 2), "-10%"), ((1.0, 2), "100%")])
 def test_an_impossible_spread_is_refused(call, words):
     with pytest.raises(ConfigError, match=words):
         estimate_wait(*call)

@@ -22,7 +22,7 @@ from paceline.predict.predictor import (
     Predictor,
     fit_job,
 )
-from paceline.predict.simulate import SERVERS, Contention, MachineCosts, SimulatedBucket, SimulatedStep, simulate
+from paceline.predict.simulate import SERVERS, BucketSpan, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.predict.tuning import GridPoint, TuneSettings, Tuning, kendall_tau
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, StepRecord, Summary
 from paceline.units import MIB
@@ -351,7 +351,7 @@ TIMES_S = {1: (0.9, 1.0, 1.1), 2: (1.9, 2.0, 2.3), 4: (4.0, 4.0, 4.0)}
 
 
 def guess(step_s, low_s=None, high_s=None, sizes=(MIB,)):
-    step = SimulatedStep(tuple(map(SimulatedBucket, sizes)), 0.0, step_s, 0.0, 0.0, 0.0)
+    step = SimulatedStep(tuple(map(BucketSpan, sizes)), 0.0, step_s, 0.0, 0.0, 0.0)
     low_s, high_s = step_s * 0.95 if low_s is None else low_s, step_s * 1.05 if high_s is None else high_s
     return Estimate((1,), low_s, high_s, step_s - PLAIN_S, step)
 

@@ -242,11 +242,12 @@ Fabric = AssumedFabric | MeasuredFabric
 
 
 def build_measured_fabric(
-    records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto"
+    records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto", memory: str = "shared"
 ) -> MeasuredFabric:
     """The sweep of one backend, and the family that its algorithm is known to follow, or the one that is named.
 
-    Where a backend was measured on ordinary and on shared memory the latter is taken: the wrapper's buckets lie there.
+    `memory` is the one to take where a backend was measured on ordinary and on shared memory: our wrapper's buckets lie
+    in shared memory.
     """
     curves.check_algorithm(algorithm)
     if algorithm == "two-level":
@@ -260,7 +261,7 @@ def build_measured_fabric(
         if not records:
             raise ConfigError(f"no all-reduce on the backend {backend} is in the run: there is {', '.join(there)}")
     if len({record.backend for record in records}) == 1:
-        records = [record for record in records if record.memory == "shared"] or records
+        records = [record for record in records if record.memory == memory] or records
     kinds = sorted({f"{_name(record)} on {record.device} in {record.dtype}" for record in records})
     if len(kinds) > 1:
         raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): choose one with --backend")

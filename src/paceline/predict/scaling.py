@@ -41,30 +41,26 @@ _DRAWS, _SEED = 40, 17
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
 
 
-def estimate_maximum(inverse: Callable[[float], float], count: int) -> float:
-    """The expected largest of `count` independent values whose inverse distribution function is given."""
-    if count < 1:
-        raise ConfigError(f"the largest of {count} values: at least 1 is needed")
-    # F^-1(U^(1/count)) has its distribution. U goes through the middles of equal strata: no noise.
-    moments = ((place + 0.5) / 1000 for place in range(1000))
-    return math.fsum(inverse(math.exp(math.log(u) / count)) for u in moments) / 1000
-
-
 @lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
 def estimate_wait(spread: float, count: int) -> float:
     """How much longer than a rank the slowest of `count` takes, as a share of the median: lognormal times.
 
     `spread` is the standard deviation of a rank's time relative to that median.
     """
-    if not 0 <= spread < 1:
-        raise ConfigError(f"a spread of {spread:.0%} between ranks: from 0 to below 100 %")
+    if not 0 <= spread < 1 or count < 1:
+        raise ConfigError(f"a spread of {spread:.0%} between {count} ranks: from 0 to below 100 %, of at least 1 rank")
     if spread == 0 or count == 1:
         return 0.0
     # For a lognormal time of median 1: sd^2 = (e^(s^2) - 1) e^(s^2), solved for s.
     sigma = math.sqrt(math.log((1 + math.sqrt(1 + 4 * spread**2)) / 2))
-    normal = statistics.NormalDist()
-    largest, one = (estimate_maximum(lambda p: math.exp(sigma * normal.inv_cdf(p)), n) for n in (count, 1))
-    return largest - one
+    inverse = statistics.NormalDist().inv_cdf
+
+    def expect_largest(of: int) -> float:
+        # F^-1(U^(1/n)) is distributed as the largest of n. U goes through the middles of equal strata: no noise.
+        moments = ((place + 0.5) / 1000 for place in range(1000))
+        return math.fsum(math.exp(sigma * inverse(math.exp(math.log(u) / of))) for u in moments) / 1000
+
+    return expect_largest(count) - expect_largest(1)
 
 
 def estimate_spread(seconds: Sequence[float]) -> float:
@@ -168,11 +164,9 @@ class ScalingEvidence:
     @cached_property
     def fabric(self) -> MeasuredFabric | None:
         """The sweeps where this wrapper's messages lie; None where there are none."""
-        backend = canonical_backend(self.backend)
+        backend, memory = canonical_backend(self.backend), "shared" if self.wrapper == "paceline" else "ordinary"
         found = [r for r in self.collectives if (r.collective, canonical_backend(r.backend)) == ("all_reduce", backend)]
-        memory = "shared" if self.wrapper == "paceline" else "ordinary"
-        found = [record for record in found if record.memory == memory] or found
-        return build_fabric(found, self.backend) if found else None
+        return build_fabric(found, self.backend, memory=memory) if found else None
 
     def list_buckets(self, world_size: int) -> tuple[int, ...]:
         """The wrapper's buckets on these ranks or the nearest known ones."""
@@ -440,20 +434,19 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
     curve = _ScalingCurve(evidence, networks, Resample())
     ranks = ", ".join(map(str, evidence.ranks))
     lines = [f"{evidence.variant}: calibrated on steps of {ranks} ranks; more ranks than that are simulated"]
-    factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowed[1:])
-    found = (
-        f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")
-        for count, (factor, extra_s) in curve.corrections.items()
-    )
-    lines += (
-        [
+    if curve.corrections:
+        factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowed[1:])
+        found = ", ".join(
+            f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")
+            for count, (factor, extra_s) in curve.corrections.items()
+        )
+        lines += [
             "without communication a rank takes a multiple of the step of one alone, and on more ranks along the line "
             f"through the last two: {factors}",
-            f"messages take a multiple of those of the sweep, and time that it does not explain: {', '.join(found)}",
+            f"messages take a multiple of those of the sweep, and time that it does not explain: {found}",
         ]
-        if factors
-        else ["no steps on several ranks: they do not slow each other, and messages take what the sweep's do"]
-    )
+    else:
+        lines.append("no steps on several ranks: they do not slow each other, and messages take what the sweep's do")
     lines.append(f"contention: {curve.find_contention(2).basis}")
     if evidence.alone.device == "cpu":
         lines.append(f"{evidence.ranks_at_hand} ranks fit this host")

@@ -107,8 +107,8 @@ class Layout(NamedTuple):
 
 
 @dataclass
-class SimulatedBucket:
-    """One bucket, in seconds since backward began: ready, handed over, moving, done."""
+class BucketSpan:
+    """One bucket: when it was ready, handed over, moving and done, in seconds since backward began."""
 
     num_bytes: int
     ready_s: float = 0.0
@@ -128,7 +128,7 @@ class SimulatedStep:
     `local_s` is the rank's own backward, without communication.
     """
 
-    buckets: tuple[SimulatedBucket, ...]
+    buckets: tuple[BucketSpan, ...]
     backward_s: float
     over_s: float
     before_s: float
@@ -149,7 +149,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     """One step of the job with these buckets: a plan, a layout, or the places of the ready order at which they end."""
     layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets)
     run = _Run(costs)
-    done = [SimulatedBucket(size) for size in layout.num_bytes]
+    done = [BucketSpan(size) for size in layout.num_bytes]
     # Computing, with buckets handed over as they are complete. In-order launch: a bucket does not leave before the ones
     # in front of it, so it is complete with the latest gradient so far. Handing a bucket over is computing, too.
     computed_s = 0.0
@@ -185,7 +185,7 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int]) -> Layout:
 class _Message:
     """A message under way: the undisturbed seconds that are left of it, and its rates (see `Contention.rates`)."""
 
-    bucket: SimulatedBucket
+    bucket: BucketSpan
     left_s: float
     compute_rate: float
     message_rate: float
@@ -197,7 +197,7 @@ class _Run:
 
     costs: MachineCosts
     now_s: float = 0.0
-    waiting: deque[SimulatedBucket] = field(default_factory=deque)
+    waiting: deque[BucketSpan] = field(default_factory=deque)
     moving: list[_Message] = field(default_factory=list)
 
     def compute(self, work_s: float) -> None:
@@ -207,7 +207,7 @@ class _Run:
             rate = min((message.compute_rate for message in self.moving), default=1.0)
             work_s -= self._move(work_s / rate, is_computing=True) * rate
 
-    def send(self, bucket: SimulatedBucket) -> None:
+    def send(self, bucket: BucketSpan) -> None:
         self.waiting.append(bucket)
         self._admit()
 

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import RecordError
+from paceline.predict.simulate import BucketSpan
 from paceline.records.kinds import decode
 
 Event = dict[str, Any]
@@ -100,14 +101,9 @@ def find_steps(events: Iterable[Event]) -> list[Event]:
     return sorted((e for e in found if re.fullmatch(r"step \d+", e["name"])), key=lambda event: float(event["ts"]))
 
 
-def is_collective(event: Event) -> bool:
-    """Whether the event is a message between ranks: a kernel of NCCL, a range of gloo's, a bucket of our wrapper."""
-    return _names_collective(event.get("cat"), event["name"])
-
-
-# Traces have millions of events and hundreds of names.
-@functools.lru_cache(maxsize=10_000)
-def _names_collective(kind: str | None, name: str) -> bool:
+@functools.lru_cache(maxsize=10_000)  # traces have millions of events and hundreds of names
+def is_collective(kind: str | None, name: str) -> bool:
+    """Whether such an event is a message between ranks: a kernel of NCCL, a range of gloo, a bucket of our wrapper."""
     if kind == "kernel":
         return _COLLECTIVE_KERNEL.search(name) is not None
     return kind == BUCKET or (kind == "user_annotation" and _COLLECTIVE_RANGE.match(name) is not None)
@@ -118,7 +114,7 @@ def find_messages(events: Iterable[Event]) -> list[Event]:
     where NCCL was called and no kernel shows it, as on one rank, nothing was sent."""
     timed = [event for event in events if event["ph"] == "X"]
     by_nccl = any(event.get("cat") == "user_annotation" and event["name"].startswith("nccl:") for event in timed)
-    found = [event for event in timed if is_collective(event)]
+    found = [event for event in timed if is_collective(event.get("cat"), event["name"])]
     on_gpu = by_nccl or any(event["cat"] == "kernel" for event in found)
     return [event for event in found if not on_gpu or event["cat"] != BUCKET]
 
@@ -263,16 +259,6 @@ def _find_phases(events: Iterable[Event], windows: Iterable[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class BucketSpan:
-    """A bucket: when it was ready, left and was done, in seconds of the picture's clock."""
-
-    num_bytes: int
-    ready_s: float
-    launch_s: float
-    done_s: float
-
-
-@dataclass(frozen=True)
 class StepLane:
     """One step of one rank, in seconds of a clock that all ranks share; `backward_end_s` is None if there was none."""
 
@@ -315,8 +301,8 @@ def _build_lane(trace: RankTrace, begin: float, end: float, later_s: float) -> S
     phases = tuple((name, at(first), at(last)) for name, first, last in spans if last > first)
     buckets = []
     for args, first, took in ((e["args"], e["ts"], e["dur"]) for e in own if e.get("cat") == BUCKET):
-        ready_s = at(first - args.get(WAITED, 0.0))
-        buckets.append(BucketSpan(int(args["bytes"]), ready_s, at(first), at(first + took)))
+        moments = (first - args.get(WAITED, 0.0), first, first, first + took)
+        buckets.append(BucketSpan(int(args["bytes"]), *map(at, moments)))
     return StepLane(trace.rank, phases, tuple(buckets), None if over is None else at(over), at(end))
 
 
@@ -471,7 +457,7 @@ def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Eve
     groups: dict[str, list[Event]] = {name: [] for name in order.split()}
     for event in events:
         kind, name = event.get("cat"), event["name"]
-        if is_collective(event):
+        if is_collective(kind, name):
             continue
         if kind == "kernel":
             groups["kernel"].append(event)
@@ -539,7 +525,7 @@ def _kernels(events: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
         found[event["name"]].append(event)
     rows = []
     for name, same in found.items():
-        kind = "communication" if is_collective(same[0]) else "matmul" if is_matmul(name) else "other"
+        kind = "communication" if is_collective("kernel", name) else "matmul" if is_matmul(name) else "other"
         calls, time_s = len(same) / num_steps, _sum_us(same) * 1e-6 / num_steps
         rows.append(KernelRow(name, kind, calls, time_s, uses_tensor_cores(name), _mean_occupancy(same)))
     return tuple(sorted(rows, key=lambda row: -row.time_s)[:_MAX_ROWS])
@@ -576,7 +562,7 @@ def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], 
         if blocks is not None:
             known.append((event, min(1.0, blocks)))
     weights = np.array([share for _, share in known])
-    computing = [event for event in kernels if not is_collective(event)]
+    computing = [event for event in kernels if not is_collective("kernel", event["name"])]
     matmuls = [event for event in computing if is_matmul(event["name"])]
     matmul_us = _sum_us(matmuls)
     tensor_us = _sum_us(event for event in matmuls if uses_tensor_cores(event["name"]))
