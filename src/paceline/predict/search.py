@@ -20,11 +20,8 @@ PLATEAU = 0.01
 
 def enumerate_caps(sizes: Sequence[int]) -> dict[tuple[int, ...], tuple[int, int]]:
     """Every distinct way in which one cap can cut gradients of these sizes, in ready order and of one dtype, with the
-    smallest and the largest cap that does.
-
-    The cuts stay the same up to the smallest bucket that has closed: only a cap above that size can change them. So
-    the next cap to try is one byte more, and none is missed.
-    """
+    smallest and the largest cap that does. The cuts stay the same up to the smallest bucket that has closed: only a cap
+    above that size can change them. So the next cap to try is one byte more, and none is missed."""
     totals = [0, *itertools.accumulate(sizes)]
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     low, cuts = 1, tuple[int, ...]()
@@ -39,10 +36,8 @@ def enumerate_caps(sizes: Sequence[int]) -> dict[tuple[int, ...], tuple[int, int
 
 
 def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Caps to try on the job itself: about `count`, evenly spread on a log axis, no two with the same buckets.
-
-    The largest makes one bucket; the smallest is a hundredth of it.
-    """
+    """Caps to try on the job itself: about `count`, evenly spread on a log axis, no two with the same buckets. The
+    largest makes one bucket; the smallest is a hundredth of it."""
     totals = [0, *itertools.accumulate(sizes)]
     found: dict[tuple[int, ...], int] = {}
     for number in range(count):
@@ -118,11 +113,9 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
 
 
 def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:
-    """Where to cut the ready order so that the last message ends soonest: exact for one server and no contention.
-
-    `C[j] = min over i < j of max(C[i], ready_j) + overhead + a(bytes of i+1..j)`, the end of a last bucket that ends
-    with gradient j.
-    """
+    """Where to cut the ready order so that the last message ends soonest: exact for one server and no contention."""
+    # C[j], the end of a last bucket that ends with gradient j, is
+    # min over i < j of max(C[i], ready_j) + overhead + a(bytes of i+1..j).
     count, totals, latest = len(job.sizes), job.totals, job.latest_s
     ends, previous = [0.0] * (count + 1), [0] * (count + 1)
     for j in range(1, count + 1):

@@ -26,12 +26,10 @@ _EPSILON = 1e-12
 
 @dataclass(frozen=True)
 class Contention:
-    """How a message and arithmetic slow each other down, by the size of the message: 1 is undisturbed.
-
-    Fitted where steps were measured while messages were sent (`predictor`), else as `assume` says; `basis` says which.
-    Small messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines
-    on a log axis, beyond them constant.
-    """
+    """How a message and arithmetic slow each other down, by the size of the message: 1 is undisturbed. Fitted where
+    steps were measured while messages were sent (`predictor`), else as `assume` says; `basis` says which. Small
+    messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines on a
+    log axis, beyond them constant."""
 
     sizes: tuple[int, ...] = (1,)
     compute_rates: tuple[float, ...] = (1.0,)
@@ -46,10 +44,8 @@ class Contention:
 
     @classmethod
     def assume(cls, device: str, is_on_host: bool, spare_cores: float = 0.0) -> Contention:
-        """What is taken where nothing was measured. `spare_cores` are the idle cores for each rank.
-
-        `is_on_host`: cores move the messages, between ranks of one host. What a link carries is taken to need none.
-        """
+        """What is taken where nothing was measured. `spare_cores` are the idle cores for each rank. `is_on_host`: cores
+        move the messages, between ranks of one host. What a link carries is taken to need none."""
         if device != "cpu" or not is_on_host:
             return cls()
         rate = (1 + min(1.0, max(0.0, spare_cores))) / 2
@@ -71,12 +67,10 @@ class Contention:
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """What messages cost. All times are of a rank that is otherwise alone, unless they say so.
-
-    `servers`: messages that are under way at once (1 on NCCL and shm, 2 on gloo). `launch_s`: the host's time per
-    bucket. `gather_s_per_byte`: the copies into a bucket and out of it. `contention`: how messages and arithmetic slow
-    each other. `pair_rate`: how fast each of two messages moves. `finish_s`: what follows the last message.
-    """
+    """What messages cost. All times are of a rank that is otherwise alone, unless they say so. `servers`: messages that
+    are under way at once (1 on NCCL and shm, 2 on gloo). `launch_s`: the host's time per bucket. `gather_s_per_byte`:
+    the copies into a bucket and out of it. `contention`: how messages and arithmetic slow each other. `pair_rate`: how
+    fast each of two messages moves. `finish_s`: what follows the last message."""
 
     curve: CostCurve
     servers: int = 1
@@ -92,10 +86,8 @@ class MachineCosts:
 
     @classmethod
     def assume(cls, curve: CostCurve, servers: int, contention: Contention) -> MachineCosts:
-        """The costs where no steps were measured: copies and launches cost nothing.
-
-        Messages that are under way at once share the link: together they are no faster than one.
-        """
+        """The costs where no steps were measured: copies and launches cost nothing. Messages that are under way at once
+        share the link: together they are no faster than one."""
         return cls(curve, servers, contention=contention, pair_rate=1 / servers)
 
 
@@ -124,9 +116,7 @@ class BucketSpan:
 @dataclass(frozen=True)
 class SimulatedStep:
     """A step under a plan. `backward_s` is when this rank's backward ended, `over_s` when all gradients were there.
-
-    `local_s` is the rank's own backward, without communication.
-    """
+    `local_s` is the rank's own backward, without communication."""
 
     buckets: tuple[BucketSpan, ...]
     backward_s: float

@@ -58,9 +58,7 @@ _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
 @dataclass(frozen=True)
 class RankTrace:
     """The events of one rank. Their `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
-
-    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU.
-    """
+    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU."""
 
     rank: int
     world_size: int
@@ -135,10 +133,8 @@ def uses_tensor_cores(kernel: str) -> bool:
 
 
 def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """One Chrome trace with a process for each rank; its earliest event is at 0.
-
-    The ranks' clocks are the Unix clocks of their hosts: on one host that is one clock.
-    """
+    """One Chrome trace with a process for each rank; its earliest event is at 0. The ranks' clocks are the Unix clocks
+    of their hosts: on one host that is one clock."""
     origin_ns = min(trace.origin_ns for trace in traces)
     # Viewers take process 0 and thread 0 for the idle task, and some identify threads by their number alone.
     threads, flows = itertools.count(1), itertools.count(1)
@@ -206,10 +202,8 @@ def _cut(edges: Iterable[Floats], windows: Floats) -> tuple[Floats, npt.NDArray[
 
 
 def attribute_time(classes: Sequence[Edges], windows: Floats) -> Floats:
-    """Time of each window (row) that belongs to each class (column), and to none (last column).
-
-    Each instant belongs to the first class that has it, so that the columns of a row sum to its window.
-    """
+    """Time of each window (row) that belongs to each class (column), and to none (last column). Each instant belongs to
+    the first class that has it, so that the columns of a row sum to its window."""
     points, place = _cut(itertools.chain(*classes), windows)
     inside, width = place >= 0, len(classes) + 1
     owner = np.full(len(points) - 1, len(classes))
@@ -357,10 +351,8 @@ class KernelRow:
 @dataclass(frozen=True)
 class GpuUse:
     """How a GPU was used. Shares are of 1; `busy` and `sm_efficiency` of the wall time, the others of kernel time.
-
-    `sm_efficiency` weighs each instant by min(1, blocks / SMs) of what runs; `occupancy` is the kernels' estimated
-    one, weighted by their time. `missed_s` is the time per step of kernels that could use tensor cores and do not.
-    """
+    `sm_efficiency` weighs each instant by min(1, blocks / SMs) of what runs; `occupancy` is the kernels' estimated one,
+    weighted by their time. `missed_s` is the time per step of kernels that could use tensor cores and do not."""
 
     name: str
     busy: float
@@ -377,11 +369,9 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class Overview:
-    """The steps of one rank's trace. Everything that is not of one step is a mean per step.
-
-    `message_s` is when at least one message was on its way, hidden or not; `host_s` when the host worked.
-    `optimizer_passes` counts the kinds of operators that take most of the optimizer's time: a fused one has one.
-    """
+    """The steps of one rank's trace. Everything that is not of one step is a mean per step. `message_s` is when at
+    least one message was on its way, hidden or not; `host_s` when the host worked. `optimizer_passes` counts the kinds
+    of operators that take most of the optimizer's time: a fused one has one."""
 
     rank: int
     world_size: int
@@ -612,9 +602,7 @@ def overview_from_json(document: Mapping[str, Any]) -> Overview:
 @dataclass(frozen=True)
 class Lateness:
     """The rank that was last at the message where most was waited, in most steps, and in how large a share of them.
-
-    `mean_s` is the mean over steps of how long the others, in the mean, had been waiting there.
-    """
+    `mean_s` is the mean over steps of how long the others, in the mean, had been waiting there."""
 
     rank: int
     share: float
@@ -632,10 +620,8 @@ def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
 
 
 def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
-    """None where there is nothing to compare: one rank, no messages, or ranks that show different ones.
-
-    The ranks' clocks must agree, as on one host.
-    """
+    """None where there is nothing to compare: one rank, no messages, or ranks that show different ones. The ranks'
+    clocks must agree, as on one host."""
     late_s, last = [], Counter[int]()
     for steps in zip(*(_arrivals_ns(trace) for trace in traces), strict=False):
         if len(traces) < 2 or not steps[0] or len({len(arrivals) for arrivals in steps}) > 1:

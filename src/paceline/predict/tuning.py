@@ -49,11 +49,9 @@ EFFORTS = {
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What a tuning is to do with a job. Without `caps_bytes` a range is chosen.
-
-    `confirms` is whether the job itself is run at all. With a `network`, one rank sends to `network_ranks - 1` others
-    that do not exist. `takes_lists`: the wrapper can be given a cap for each bucket.
-    """
+    """What a tuning is to do with a job. Without `caps_bytes` a range is chosen. `confirms` is whether the job itself
+    is run at all. With a `network`, one rank sends to `network_ranks - 1` others that do not exist. `takes_lists`: the
+    wrapper can be given a cap for each bucket."""
 
     wrapper: str = "paceline"
     effort: str = "full"
@@ -142,10 +140,8 @@ class GridPoint:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The predictor fitted to the records that may calibrate it, what it chose, and how right it was.
-
-    `points` are a sweep of caps; `confirmed` has, by label, the steps of the plans that were run in turns.
-    """
+    """The predictor fitted to the records that may calibrate it, what it chose, and how right it was. `points` are a
+    sweep of caps; `confirmed` has, by label, the steps of the plans that were run in turns."""
 
     settings: TuneSettings
     records: tuple[Record, ...]
@@ -188,11 +184,9 @@ class Tuning:
 
     @cached_property
     def scores(self) -> dict[str, float | None]:
-        """How right the predictions were, as fractions; None where nothing was measured.
-
-        `exposed_error` is the mean error over what communication adds on average, `exposed_step_error` over the step;
-        `coverage` is the share of points in their intervals.
-        """
+        """How right the predictions were, as fractions; None where nothing was measured. `exposed_error` is the mean
+        error over what communication adds on average, `exposed_step_error` over the step; `coverage` is the share of
+        points in their intervals."""
         points = self.measured
         if not points:
             names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "kendall_tau")
