@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.errors import ConfigError
-
 if TYPE_CHECKING:
     import torch
 
@@ -26,7 +24,7 @@ def shorten_error(error: Exception) -> str:
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataForm:
     """What a model must take and give. `images`: inputs (batch, channels, height, width), a class each. `numbers`:
     inputs (batch, features), a number each, 0 classes. `tokens`: inputs (batch, context) of ids, the next id for each.
@@ -34,13 +32,9 @@ class DataForm:
 
     kind: str
     shape: tuple[int, ...]
-    num_classes: int
+    num_classes: int = 0
     vocabulary: int = 0
     pad: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"unknown kind of data {self.kind!r}: known are {', '.join(KINDS)}")
 
     @property
     def targets_per_sample(self) -> int:
@@ -59,13 +53,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with each of its tensors changed."""
         return Batch(change(self.inputs), change(self.targets), None if self.mask is None else change(self.mask))
-
-    def first(self, num_samples: int) -> Batch:
-        """The first `num_samples` samples."""
-        return self._map(lambda tensor: tensor[:num_samples])
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
