@@ -94,14 +94,11 @@ def _load_function(path: Path, function: str) -> Callable[..., Any]:
 
 def _call(name: str, function: Callable[..., Any], form: DataForm) -> Any:
     """Hand over the form as the one argument that must be given, or as the one called `form`."""
-    found = inspect.signature(function).parameters
-    needed = {
-        n: p for n, p in found.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
+    found = inspect.signature(function).parameters.values()
+    needed = [p for p in found if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(needed) > 1:
-        what = f"needs {', '.join(needed)}"
+        what = f"needs {', '.join(parameter.name for parameter in needed)}"
         raise ConfigError(f"model {name} {what}: it is called with the form of the data, or with nothing")
-    if not needed:
-        return function(form=form) if "form" in found else function()
-    ((argument, parameter),) = needed.items()
-    return function(**{argument: form}) if parameter.kind is parameter.KEYWORD_ONLY else function(form)
+    for parameter in needed or (p for p in found if p.name == "form"):
+        return function(form) if parameter.kind is parameter.POSITIONAL_ONLY else function(**{parameter.name: form})
+    return function()

@@ -5,9 +5,8 @@ Loads without torch, so that a command can refuse a request before any rank star
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ConfigError, suggest
@@ -79,21 +78,17 @@ def check_model(name: str, options: ModelOptions) -> None:
     else:
         known = f"known are {', '.join((*NAMES, *_OTHERS))}"
         raise ConfigError(f"model {name!r} is unknown: {suggest(name, NAMES)}{known}")
-    for option, value in dataclasses.asdict(options).items():
+    for option, value in asdict(options).items():
         if value is not None and option not in taken:
             takes = ", ".join(taken) or "no options"
-            raise ConfigError(f"model {name} has no {option} (given: {_show(value)}): it takes {takes}")
+            raise ConfigError(f"model {name} has no {option} (given: {value}): it takes {takes}")
     channels, hidden, dropout = options.channels, options.hidden, options.dropout
     if channels is not None and (not channels or min(channels) < 1):
-        raise ConfigError(f"channels ({_show(channels)}): give one number of at least 1 for each convolution")
+        raise ConfigError(f"channels {channels}: give one number of at least 1 for each convolution")
     if hidden is not None and hidden < 1:
         raise ConfigError(f"hidden {hidden}: at least 1")
     if dropout is not None and not 0 <= dropout < 1:
         raise ConfigError(f"dropout {dropout}: at least 0 and less than 1")
-
-
-def _show(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def default_form(name: str, options: ModelOptions) -> DataForm:

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import shorten_error
-from paceline.workloads.data.sources import BATCHES
+from paceline.workloads.data import BATCHES, shorten_error
 
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -203,9 +202,9 @@ def load_pairs(layout: str, files: Sequence[Path], limit: int | None) -> tuple[S
 
 
 def _read_paraphrases(path: Path) -> list[tuple[Any, ...]]:
-    """Sentences and label of MRPC's lines. In the files as given out a quote is a quote. Copies go around that a spreadsheet has
-    rewritten: there a field with quotes is in quotes itself and its own are doubled. A copy is known by its lines, of
-    which all obey that rule."""
+    """Sentences and label of MRPC's lines. In the files as given out a quote is a quote. Copies go around that a
+    spreadsheet has rewritten: there a field with quotes is in quotes itself and its own are doubled. A copy is known by
+    its lines, of which all obey that rule."""
     with _refuse_unreadable(path, "text", UnicodeDecodeError):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     while lines and not lines[-1]:

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import Batch, DataForm, formats
+from paceline.workloads.data import Batch, DataForm, DataRequest, check_request, find_files, formats, load_from_hub
 from paceline.workloads.data.sharding import derive_seed
-from paceline.workloads.data.sources import DataRequest, check_request, find_files, load_from_hub
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
