@@ -116,7 +116,7 @@ def _find_source(name: str) -> tuple[Path, str]:
                 raise ConfigError(f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read")
             known = folder
     if known.is_dir():
-        return known, f"because the hub cannot be reached and {known} holds only a configuration"
+        return known, "because the hub cannot be reached and only its configuration is here"
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
     what = f"model hf:{name} is neither a folder here nor in the hub's cache, and cannot be fetched ({offline})"
     raise ConfigError(f"{what}: give the path of a folder with its {_CONFIG}")

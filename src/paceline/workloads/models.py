@@ -189,7 +189,8 @@ class Outcome(NamedTuple):
 def compute_outcome(
     model: Callable[..., Any], batch: Batch, form: DataForm, *, label_smoothing: float = 0.0
 ) -> Outcome:
-    """Cross-entropy where there are classes, squared error where numbers are predicted; summed, in float32."""
+    """Cross-entropy where there are classes (targets of -100 count nowhere), squared error where numbers are predicted;
+    summed, in float32."""
     output = model(batch.inputs) if batch.mask is None else model(batch.inputs, attention_mask=batch.mask)
     predicted, targets = getattr(output, "logits", output), batch.targets.reshape(-1)
     if not isinstance(predicted, torch.Tensor):
