@@ -163,13 +163,13 @@ POINTS = (
 CHANGES = (
     Column("changed", "what", key="changed", is_key=True),
     Column("by", "factor", "x {:g}".format, "factor", is_key=True),
-    Column("best bucket size", lambda c: _join(*c.curve.plateau), priority=3),
-    Column(None, lambda c: c.curve.plateau[0], key="plateau_low_bytes"),
-    Column(None, lambda c: c.curve.plateau[1], key="plateau_high_bytes"),
-    Column("buckets", lambda c: len(c.curve.best.cuts), "count", priority=1),
-    Column("backward", "curve.best.backward_s", "ms", priority=2),
-    Column("exposed", "curve.best.step.exposed_s", "ms"),
-    Column(None, lambda c: build_row(POINTS, c.curve.best), key="best"),
+    Column("best bucket size", lambda c: _join(*c.plateau), priority=3),
+    Column(None, lambda c: c.plateau[0], key="plateau_low_bytes"),
+    Column(None, lambda c: c.plateau[1], key="plateau_high_bytes"),
+    Column("buckets", lambda c: len(c.best.cuts), "count", priority=1),
+    Column("backward", "best.backward_s", "ms", priority=2),
+    Column("exposed", "best.step.exposed_s", "ms"),
+    Column(None, lambda c: build_row(POINTS, c.best), key="best"),
 )
 
 
@@ -225,7 +225,7 @@ class CapsResult(Result):
         return super().to_json() | {
             "best": build_row(POINTS, self.caps.best), "plateau_low_bytes": low, "plateau_high_bytes": high,
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
-            "local_backward_s": self.caps.local_s, "notes": list(self.findings), "source": "simulated",
+            "local_backward_s": self.job.backward_s, "notes": list(self.findings), "source": "simulated",
         }  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
     draw_caps(axes, curve.points, [point.backward_s for point in curve.points], "predicted")
     low, high = curve.plateau
     axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, label="within 1 % of the best")
-    mark_best(axes, curve.best.high_bytes, curve.best.backward_s, curve.local_s, "one rank alone")
+    mark_best(axes, curve.best.high_bytes, curve.best.backward_s, curve.best.step.local_s, "one rank alone")
     axes.set(xlim=(least, None), ylim=(0, None), ylabel="backward with communication (ms)")
     place_legend(figure, axes)
     return figure
