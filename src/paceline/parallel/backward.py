@@ -70,14 +70,13 @@ class _Forward:
 
 
 class GradientSync:
-    """The step logic. `syncs_in_forward`: layers of the model exchange messages in forward."""
+    """The step logic. `syncs`: layers of the model exchange messages in forward."""
 
     def __init__(
-        self, reducer: BucketedReducer, control: ControlWords, buffers: SharedBuffers, options: Options,
-        syncs_in_forward: bool,
-    ) -> None:  # fmt: skip
+        self, reducer: BucketedReducer, control: ControlWords, buffers: SharedBuffers, options: Options, syncs: bool
+    ) -> None:
         self.replica, self.channel, self.reducer, self.control = reducer.replica, reducer.channel, reducer, control
-        self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs_in_forward
+        self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs
         self.num_steps, self.do_sync = 0, True
         self.is_pending = False  # gradients were accumulated that no step has synchronised
         self.join: Joining | None = None
@@ -427,23 +426,22 @@ class BucketedReducer:
 
     Gradients travel in buckets, each sent in plan order as soon as it is complete. With a plan only one hook per bucket
     runs: on the parameter that arrives last by the recorded ready order. Whether the others have arrived is checked
-    when it runs, and that nothing arrived later, at the end. The strategies `flat` and `per_parameter` send everything
-    after backward, the latter one message after the other.
+    when it runs, and that nothing arrived later, at the end. The kinds `flat` and `per_parameter` send everything after
+    backward, the latter one message after the other.
     """
 
     def __init__(
-        self, replica: Replica, channel: Channel, num_words: int, strategy: str, make_plan: MakePlan,
-        comm_hook: CommHook | None,
-    ) -> None:  # fmt: skip
+        self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan, hook: CommHook | None
+    ) -> None:
         self.replica, self.channel, self.num_words = replica, channel, num_words
-        self._strategy, self._make_plan = strategy, make_plan
+        self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._failure: Failure | None = None  # kept from the hook that raised until `collect` returns it
-        self._hook_calls = None if comm_hook is None else HookCalls(comm_hook, channel)
+        self._hook_calls = None if hook is None else HookCalls(hook, channel)
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
-        self._overlaps = strategy in ("bucketed", "overlap")
+        self._overlaps = kind in ("bucketed", "overlap")
         self._is_recording, self._records_left = True, _MAX_RECORDS if self._overlaps else 0
         self._arrived: list[int] = []  # the gradients in the order in which they arrived, some perhaps in several parts
         self._recorders: list[tuple[Any, Any]] = []  # nodes of autograd, and the handles of the hooks on them
@@ -658,7 +656,7 @@ class BucketedReducer:
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
             self._start(bucket, *self._fill(bucket, zeros))
-            if self._strategy == "per_parameter" and bucket.work is not None:
+            if self._kind == "per_parameter" and bucket.work is not None:
                 self.channel.wait(bucket.work, f"bucket {bucket.number} of {len(self._buckets)}")
         self._last = self._fill(self._buckets[-1], zeros)
         if self._hook_calls is not None:
@@ -751,7 +749,7 @@ class BucketedReducer:
         # A communication hook needs one vector of everything, and a split gradient must be in one piece of memory.
         uncopied = separate - split if self.channel.is_nccl and self._hook_calls is None else set()
         self._kinds = uncopied, separate
-        allocate = self.channel.allocate if self.is_planned else None  # shared memory only for what lasts
+        allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for what lasts
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         self._uncopied_strides = {index: torch.empty_like(self.replica.params[index]).stride() for index in uncopied}
         self._buckets = [

@@ -161,9 +161,7 @@ class DDP(Joinable, nn.Module):
         num_used = len(replica.params) if options.allow_missing else 0
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
         planner = options.make_planner(channel, replica.gradients, with_hook=self._comm_hook is not None)
-        reducer = BucketedReducer(
-            replica, channel, control.num_words, options.reducer, planner, self._comm_hook
-        )  # fmt: skip
+        reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, self._comm_hook)
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module))

@@ -22,7 +22,7 @@ class FlatGradients:
     def __init__(
         self, replica: Replica, plan: Plan, num_words: int,
         uncopied: Collection[int] = (), separate: Collection[int] = (),
-        allocate: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
+        allocate: Callable[..., torch.Tensor] = torch.zeros,
     ) -> None:  # fmt: skip
         starts: dict[int, int] = {}
         ends: dict[tuple[str, str], int] = {}
@@ -56,8 +56,7 @@ class FlatGradients:
             dtype, device = kinds[family]
             # A whole number of elements that holds the words. A complex element holds two.
             extra = -(-num_words // (2 if dtype.is_complex else 1)) if family == last_family else 0
-            make = allocate or (lambda size, dtype, device: torch.zeros(size, dtype=dtype, device=device))
-            self._flats[family] = make(end + extra, dtype, device)
+            self._flats[family] = allocate(end + extra, dtype=dtype, device=device)
             self.extra_bytes[-1] += extra * dtype.itemsize
         self.ranges = [alias(self._flats[family][start:end]) for family, start, end in spans]
         self.views: dict[int, torch.Tensor] = {}
