@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -184,6 +186,11 @@ def alone() -> None:
             with pytest.raises(paceline.CollectiveError, match=r"right\.weight") as caught:
                 model(draw(0), use="left").sum().backward()
             assert caught.value.code == "missing-gradient"
+            gone = weakref.ref(model)
+            gc.disable()
+            del caught, model
+            gc.enable()
+            assert gone() is None  # the error left no cycle, which would keep the group open
 
 
 def test_a_world_of_one_takes_the_same_way(job):
