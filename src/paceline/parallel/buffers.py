@@ -68,9 +68,9 @@ class SharedBuffers:
             words[-1:].fill_(1 if take_part else -_MANY_RANKS)
 
     def read(self, words: torch.Tensor) -> None:
-        """Take the average over the ranks that wrote theirs, if the sum is valid. The host does not wait for a GPU."""
+        """Take the average over the ranks that wrote theirs, if the sum is valid."""
         sums, count = words[:-1], words[-1]
-        if words.is_cuda:
+        if words.is_cuda and not self.need_message:  # without a wait of the host for the count
             own = torch.cat([statistic.reshape(-1) for statistic in self._statistics])
             torch._foreach_copy_(self._statistics, self._split(torch.where(count > 0, sums / count, own)))
         elif count > 0:

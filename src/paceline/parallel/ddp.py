@@ -299,7 +299,7 @@ class DDP(Joinable, nn.Module):
         """Let `hook(state, bucket)` reduce each bucket, as in torch. All ranks call it, before the first step."""
         check_hook(hook)
         if self._options.reducer != "bucketed":
-            raise ConfigError(f"a communication hook needs buckets, and reducer={self._options.reducer!r} has none")
+            raise ConfigError(f"a communication hook needs reducer='bucketed', not {self._options.reducer!r}")
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is already registered: a wrapper takes one")
         if self.plan is not None:  # another rank may already be sending buckets by it

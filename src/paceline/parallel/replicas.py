@@ -78,7 +78,7 @@ class Options:
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} contradict each other: give one")
         if given and self.reducer != "bucketed":
-            raise ConfigError(f"{given[0]} contradicts reducer={self.reducer!r}, which has no buckets to plan")
+            raise ConfigError(f"{given[0]} contradicts reducer={self.reducer!r}, whose buckets are fixed")
         if self.bucket_cap_mb_list == ():
             raise ConfigError("bucket_cap_mb_list=[] is empty: give at least one cap in MiB")
         for cap in self.caps:
