@@ -253,12 +253,17 @@ def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
     return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
 
 
-def _draw(axes: Axes, records: Sequence[Any], x: Callable[[Any], float], y: Callable[[Any, float], float]) -> None:
-    """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples."""
+def _plot(
+    title: str, subtitle: str, records: Sequence[Any], x: Callable[[Any], int], y: Callable[[Any, float], float],
+    bounds: Sequence[MemoryRecord] = (),
+) -> tuple[Figure, Axes]:  # fmt: skip
+    """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples;
+    `bounds` are what memory allows."""
 
     def place(r: Any) -> tuple[str, str, str, str]:
         return r.backend, r.device, getattr(r, "memory", "ordinary"), r.note
 
+    figure, axes = new_figure(title, subtitle)
     series = group_by(sorted(records, key=x), lambda r: (place(r), r.world_size, r.source))
     backends = list(dict.fromkeys(map(place, records)))
     counts = sorted({r.world_size for r in records})
@@ -274,51 +279,48 @@ def _draw(axes: Axes, records: Sequence[Any], x: Callable[[Any], float], y: Call
         points = [(x(r), *(None if time_s is None else y(r, time_s) for time_s in found)) for r, found in times]
         marker = MARKERS[counts.index(n) % len(MARKERS)]
         draw_line(axes, index, points, label, "-" if source == "measured" else "--", marker=marker)
+    of_ranks = group_by(sorted(bounds, key=x), lambda r: (r.device, r.world_size))
+    for (_, n), passes in sorted(of_ranks.items()):
+        label = f"memory bound, {format_number_of(n, 'rank')} ({passes[0].source})"
+        points = [(x(r), y(r, r.time_s), None, None) for r in passes]
+        draw_line(axes, -1, points, label, ":", marker=MARKERS[counts.index(n) % len(MARKERS)], ms=3.5, lw=1.4)
+    place_legend(figure, axes)
+    label_values(axes, [x(r) for r in records], format_bytes)
+    axes.set_xlabel("size")
+    return figure, axes
 
 
 def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequence[MemoryRecord] = ()) -> Figure:
-    """Time against size, both on log axes, grouped by backend, memory and ranks; `bounds` are what memory allows."""
-    figure, axes = new_figure(f"{records[0].collective}: time", subtitle)
-    _draw(axes, records, lambda r: r.num_bytes, lambda r, seconds: seconds * 1e3)
-    counts = sorted({r.world_size for r in records})
-    of_ranks = group_by(sorted(bounds, key=lambda r: r.num_bytes), lambda r: (r.device, r.world_size))
-    for (_, n), rows in sorted(of_ranks.items()):
-        label, marker = f"memory bound, {format_number_of(n, 'rank')} ({rows[0].source})", MARKERS[counts.index(n) % 7]
-        xs, ys = [r.num_bytes for r in rows], [r.time_s * 1e3 for r in rows]
-        axes.plot(xs, ys, ":", color="#000000", marker=marker, ms=3.5, lw=1.4, label=label)
+    """Time against size, both on log axes."""
+    title = f"{records[0].collective}: time"
+    figure, axes = _plot(title, subtitle, records, lambda r: r.num_bytes, lambda _, seconds: seconds * 1e3, bounds)
     times = [r.time_s for r in (*records, *bounds)]
-    place_legend(figure, axes)
     # Ticks between the powers of ten where there are few of those.
     axes.set_yscale("log", subs=[2, 5] if max(times) / min(times) < 100 else [])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set(xlabel="size", ylabel="time (ms), median, band p10 to p90")
-    label_values(axes, [r.num_bytes for r in records], format_bytes)
+    axes.set_ylabel("time (ms), median, band p10 to p90")
     return figure
 
 
 def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure:
-    """Bus bandwidth against size, grouped by backend and ranks; algorithm bandwidth for one rank, which has no bus."""
+    """Bus bandwidth against size; algorithm bandwidth for one rank, which has no bus."""
     alone = all(r.world_size == 1 for r in records)
     name = "algbw" if alone else "busbw"
-    figure, axes = new_figure(f"{records[0].collective}: {name}", subtitle)
 
     def rate(record: CollectiveRecord, seconds: float) -> float:
         bandwidth = record.algbw_bytes_per_s if alone else record.busbw_bytes_per_s
         return bandwidth * record.time_s / seconds / GB
 
-    _draw(axes, records, lambda r: r.num_bytes, rate)
-    place_legend(figure, axes)
+    figure, axes = _plot(f"{records[0].collective}: {name}", subtitle, records, lambda r: r.num_bytes, rate)
     axes.set_ylim(bottom=0)
-    axes.set(xlabel="size", ylabel=f"{name} (GB/s)")
-    label_values(axes, [r.num_bytes for r in records], format_bytes)
+    axes.set_ylabel(f"{name} (GB/s)")
     return figure
 
 
 def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
-    """Total time against elements per all-reduce, both on log axes, per backend."""
-    figure, axes = new_figure(f"{format_bytes(records[0].total_bytes)} all-reduced in chunks", subtitle)
-    _draw(axes, records, lambda r: r.chunk_elements, lambda r, seconds: seconds * 1e3)
-    place_legend(figure, axes)
+    """Total time against elements per all-reduce, both on log axes."""
+    title = f"{format_bytes(records[0].total_bytes)} all-reduced in chunks"
+    figure, axes = _plot(title, subtitle, records, lambda r: r.chunk_elements, lambda _, seconds: seconds * 1e3)
     axes.set(xscale="log", yscale="log", xlabel="elements per all-reduce", ylabel="total time (ms), band p10 to p90")
     return figure

@@ -160,10 +160,6 @@ def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None
     return lines
 
 
-def _name_recipe(recipe: str) -> str:
-    return "no recipe" if recipe == "none" else recipe
-
-
 def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
     """Test accuracy against global batch size, a line for each recipe, ± the deviation over seeds; a panel for each
     budget."""
@@ -180,7 +176,7 @@ def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
                 (x, *(100 * (y.mean + side * (y.deviation or 0.0)) for side in (0, -1, 1))) for x, y in found if y
             ]
             if points:
-                draw_line(axes, number, points, f"{_name_recipe(recipe)} ({source})")
+                draw_line(axes, number, points, f"recipe {recipe} ({source})")
         axes.set_xlabel("global batch size", fontsize=9)
         label_values(axes, [s.first.global_batch_size for s in summaries if s.first.budget == budget])
     panels[0].set_ylabel("test accuracy (%), ± deviation over seeds")
@@ -196,7 +192,7 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
     figure, panels = build_panels(["against epochs", "against updates"], title, subtitle)
     for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
         seeds_of = format_number_of(len(runs), "seed")
-        label = f"{_name_recipe(recipe)} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
+        label = f"recipe {recipe} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
         first, seeds = runs[0], [{point.update: 100 * point.test_accuracy for point in run.curve} for run in runs]
         # Wherever every seed was evaluated.
         points = [point for point in first.curve if all(point.update in seed for seed in seeds)]

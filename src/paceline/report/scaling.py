@@ -359,12 +359,10 @@ _DEFINITIONS = (
 
 def describe_machine(environment: Environment) -> str:
     """The machine and the software of a run in one line."""
-    versions = {"Python": environment.python} | environment.versions
-    details = {name: value for name, value in environment.details.items() if name != "gpu"}
-    listed = [", ".join(f"{name} {value}" for name, value in one.items()) for one in (versions, details)]
-    commit = environment.git_commit and f"commit {environment.git_commit}"
-    parts = (f"{environment.host}: {environment.machine}", environment.system, *listed, f"`{environment.command_line}`")
-    return "; ".join(filter(None, (*parts, commit)))
+    known = {"Python": environment.python} | environment.versions | environment.details
+    listed = ", ".join(f"{name} {value}" for name, value in known.items() if name != "gpu")
+    parts = (f"{environment.host}: {environment.machine}", environment.system, listed, f"`{environment.command_line}`")
+    return "; ".join([*parts, *([f"commit {environment.git_commit}"] if environment.git_commit else [])])
 
 
 def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, warnings: Sequence[str]) -> str:
@@ -468,13 +466,13 @@ def _draw_ranks(
     for number, name in enumerate(names):
         color = COLORS[number % len(COLORS)]
         found = sorted((p for p in points if p.record.variant == name), key=lambda p: p.record.world_size)
-        for source in dict.fromkeys(p.record.source for p in found):
-            line = [p for p in found if p.record.source == source]
-            noises = [(p.efficiency_noise if is_weak else p.ratio.noise) or 0.0 for p in line]
-            ends = [(value(p) - noise, value(p) + noise) for p, noise in zip(line, noises, strict=True)]
-            drawn = [(p.record.world_size, value(p), *end) for p, end in zip(line, ends, strict=True)]
-            style = "-" if source == "measured" else "-."
-            draw_line(axes, number, [(1, 1.0, 1.0, 1.0), *drawn], f"{name} ({source})", style)
+        if found:
+            noises = [(p.efficiency_noise if is_weak else p.ratio.noise) or 0.0 for p in found]
+            drawn = [
+                (p.record.world_size, value(p), value(p) - noise, value(p) + noise)
+                for p, noise in zip(found, noises, strict=True)
+            ]
+            draw_line(axes, number, [(1, 1.0, 1.0, 1.0), *drawn], f"{name} ({found[0].record.source})")
         for q in (q for q in predicted if q.variant == name and q.measured is not None):
             axes.plot(q.world_size, value(q), "x", color=color, ms=6, mew=1.4)
         networks = dict.fromkeys(q.network for q in beyond) if name == leader else {}
