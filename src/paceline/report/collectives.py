@@ -69,7 +69,7 @@ class CollectiveResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        return [_describe_fit(record, fit) for record, fit in self.fits] + _note_alone(self.rows)
+        return [_describe_fit(record, fit) for record, fit in self.fits]
 
     def tables(self) -> list[Table]:
         tables = [Table("table", self.rows[0].collective, self._columns, self.rows, key="rows")]
@@ -139,10 +139,6 @@ class ChunksResult(Result):
             parts.append(f"{backend}, {format_number_of(n, 'rank')}: fastest in {fastest}, slowest in {slowest}.")
         return f"{format_bytes(self.rows[0].total_bytes)} in chunks. {' '.join(parts)}"
 
-    @property
-    def findings(self) -> list[str]:
-        return _note_alone(self.rows)
-
     def tables(self) -> list[Table]:
         return [Table("table", f"{format_bytes(self.rows[0].total_bytes)} in chunks", CHUNKS, self.rows, key="rows")]
 
@@ -153,11 +149,6 @@ class ChunksResult(Result):
     @property
     def next_steps(self) -> list[str]:
         return [f"paceline tune --ranks {max(record.world_size for record in self.rows)}"]
-
-
-def _note_alone(rows: Sequence[CollectiveRecord | ChunksRecord]) -> list[str]:
-    note = "1 rank: nothing is sent, so busbw is 0 and the time is what the call itself costs."
-    return [note] if any(record.world_size == 1 for record in rows) else []
 
 
 def _name_backend(record: CollectiveRecord) -> str:
@@ -254,11 +245,13 @@ def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
 
 
 def _plot(
-    title: str, subtitle: str, records: Sequence[Any], x: Callable[[Any], int], y: Callable[[Any, float], float],
-    bounds: Sequence[MemoryRecord] = (),
-) -> tuple[Figure, Axes]:  # fmt: skip
+    title: str, subtitle: str, records: Sequence[Any], y: Callable[[Any, float], float], bounds: Sequence[Any] = ()
+) -> tuple[Figure, Axes]:
     """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples;
     `bounds` are what memory allows."""
+
+    def x(r: Any) -> int:
+        return r.chunk_elements if isinstance(r, ChunksRecord) else int(r.num_bytes)
 
     def place(r: Any) -> tuple[str, str, str, str]:
         return r.backend, r.device, getattr(r, "memory", "ordinary"), r.note
@@ -285,21 +278,20 @@ def _plot(
         points = [(x(r), y(r, r.time_s), None, None) for r in passes]
         draw_line(axes, -1, points, label, ":", marker=MARKERS[counts.index(n) % len(MARKERS)], ms=3.5, lw=1.4)
     place_legend(figure, axes)
-    label_values(axes, [x(r) for r in records], format_bytes)
-    axes.set_xlabel("size")
     return figure, axes
 
 
 def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequence[MemoryRecord] = ()) -> Figure:
     """Time against size, both on log axes."""
     title = f"{records[0].collective}: time"
-    figure, axes = _plot(title, subtitle, records, lambda r: r.num_bytes, lambda _, seconds: seconds * 1e3, bounds)
+    figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3, bounds)
     times = [r.time_s for r in (*records, *bounds)]
     # Ticks between the powers of ten where there are few of those.
     axes.set_yscale("log", subs=[2, 5] if max(times) / min(times) < 100 else [])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set_ylabel("time (ms), median, band p10 to p90")
+    axes.set(xlabel="size", ylabel="time (ms), median, band p10 to p90")
+    label_values(axes, [r.num_bytes for r in records], format_bytes)
     return figure
 
 
@@ -312,15 +304,16 @@ def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure
         bandwidth = record.algbw_bytes_per_s if alone else record.busbw_bytes_per_s
         return bandwidth * record.time_s / seconds / GB
 
-    figure, axes = _plot(f"{records[0].collective}: {name}", subtitle, records, lambda r: r.num_bytes, rate)
+    figure, axes = _plot(f"{records[0].collective}: {name}", subtitle, records, rate)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel(f"{name} (GB/s)")
+    axes.set(xlabel="size", ylabel=f"{name} (GB/s)")
+    label_values(axes, [r.num_bytes for r in records], format_bytes)
     return figure
 
 
 def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
     """Total time against elements per all-reduce, both on log axes."""
     title = f"{format_bytes(records[0].total_bytes)} all-reduced in chunks"
-    figure, axes = _plot(title, subtitle, records, lambda r: r.chunk_elements, lambda _, seconds: seconds * 1e3)
+    figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3)
     axes.set(xscale="log", yscale="log", xlabel="elements per all-reduce", ylabel="total time (ms), band p10 to p90")
     return figure

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OVERVIEW = "overview.json"
-COMPARE = "profile --compare"
 MAX_RANKS = 8  # in one timeline
 _MAX_ROWS = 12  # of operators or kernels on a terminal
 _PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
@@ -521,7 +520,7 @@ class ComparisonResult(Result):
                 if (isinstance(first, TraceResult) or name not in _MAY_DIFFER) and value != second.config.get(name)
             },
         }
-        return cls(Run(COMPARE, config, environment, ()))
+        return cls(Run("profile --compare", config, environment, ()))
 
     @property
     def rows(self) -> list[ComparedRow]:

@@ -207,8 +207,7 @@ def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
             place, number = rows.index((record.wrapper, record.backend)), wrappers.index(record.wrapper)
             color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
             low, middle, high = (1e3 * s for s in (record.timing.p10_s, record.timing.median_s, record.timing.p90_s))
-            axes.plot([low, high], [place, place], color=color, lw=2, alpha=0.5)
-            axes.plot([middle], [place], color=color, marker=marker, ms=6)
+            axes.plot([low, middle, high], [place] * 3, color=color, lw=2, marker=marker, ms=6, markevery=[1])
         axes.set_xlim(left=0)
         axes.set_yticks(range(len(rows)), names, fontsize=8.5)
         axes.set_ylim(len(rows) - 0.5, -0.5)

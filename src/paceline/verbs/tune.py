@@ -15,7 +15,7 @@ from paceline.verbs.jobs import OwnJob, Place, Sizes, build_settings, choose_wor
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.report.tuning import TuneResult
+    from paceline.report.predictions import TuneResult
 
 # A small batch: buckets matter where there is little arithmetic to hide them.
 JOB_DEFAULTS = {"batch_size": 4}
