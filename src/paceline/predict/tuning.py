@@ -127,10 +127,6 @@ class GridPoint:
         return None if self.measured_s is None else self.measured_s - self.plain_s
 
     @property
-    def is_covered(self) -> bool | None:
-        return None if self.measured_s is None else self.estimate.low_s <= self.measured_s <= self.estimate.high_s
-
-    @property
     def same_layout(self) -> bool:
         """Whether the wrapper's buckets are the simulated ones."""
         simulated = tuple(bucket.num_bytes for bucket in self.estimate.step.buckets)
@@ -199,7 +195,7 @@ class Tuning:
             "max_error": max(errors),
             "exposed_error": wrong_s / added_s if added_s else None,
             "exposed_step_error": sum(abs(here - there) for here, there in pairs) / sum(there for _, there in pairs),
-            "coverage": sum(bool(point.is_covered) for point in points) / len(points),
+            "coverage": sum(p.estimate.low_s <= p.best_s <= p.estimate.high_s for p in points) / len(points),
             "kendall_tau": kendall_tau(pairs),
         }
 
