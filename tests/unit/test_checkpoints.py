@@ -413,15 +413,17 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(start, tmp_path):
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_LOCK_TIMEOUT_S", 0.0)
-    world = SimpleNamespace(rank=0)
+    world = SimpleNamespace(rank=0, share=lambda value: [value])
     first, second = (checkpoints.RunFiles(tmp_path, TrainSettings(), world) for _ in range(2))
+    first.lock(resume=False)
     first.open(0)
     with pytest.raises(ConfigError) as caught:
-        second.open(0)
+        second.lock(resume=False)
     assert caught.value.code == "locked"
     first.write_rows([{"step": 1}])
     first.close()
     first.unlock()
+    second.lock(resume=False)
     second.open(1)
     second.close()
     second.unlock()

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_named_by_its_path_and_type(value, complaint):
 
 
 def test_a_state_that_is_itself_of_another_type_is_named():
-    with pytest.raises(ConfigError, match="^state is of type set"):
+    with pytest.raises(ConfigError, match=r"^state is of type set"):
         pack_state({1}, {})
 
 

@@ -102,7 +102,6 @@ class TensorBuffer:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._copied: torch.cuda.Event | None = None
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> memoryview:
         """Copy the tensors; the bytes of the file, valid until the next `fill`. Copies from a GPU (of the rank: its
@@ -136,17 +135,7 @@ class TensorBuffer:
             tensor = tensors[name].detach()
             start, end = (len(header) + offset for offset in entries[name]["data_offsets"])
             file[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
-        self._copied = None
-        if on_gpu:
-            # A blocking event sleeps while it waits, so that the core stays with the training.
-            self._copied = torch.cuda.Event(blocking=True)
-            self._copied.record()
         return view
-
-    def synchronize(self) -> None:
-        """Wait for copies from a GPU, which may still be running after `fill`."""
-        if self._copied is not None:
-            self._copied.synchronize()
 
 
 def unpack_tensors(content: numpy.ndarray) -> dict[str, torch.Tensor]:
@@ -209,9 +198,9 @@ def export_weights(path: Path, model_state: Mapping[str, torch.Tensor]) -> None:
     """Write the weights as one safetensors file; refuses to overwrite. A tied tensor is stored once, its other names
     are in the file's metadata: `safetensors.torch.load_model` ties them."""
     kept, aliases = _split_tied(model_state)
-    buffer = TensorBuffer()
-    content = buffer.fill(kept, {**aliases, "format": "pt"})
-    buffer.synchronize()
+    content = TensorBuffer().fill(kept, {**aliases, "format": "pt"})
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
     write_new(path, cast(bytes, content))
 
 
@@ -391,10 +380,15 @@ class CheckpointStore:
             MODEL_FILE: self._model_buffer.fill(kept, {**aliases, "format": "pt"}),
             TENSORS_FILE: self._state_buffer.fill(tensors, {}),
         }
+        copied = None
+        if torch.cuda.is_initialized():
+            # A blocking event sleeps while it waits for the copies, so that the core stays with the training.
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._refused.add(step)
         # Not a daemon: a program that ends, even by an error, ends after the checkpoint is there.
-        self._writer = threading.Thread(target=self._write, args=(step, files), name="checkpoint")
+        self._writer = threading.Thread(target=self._write, args=(step, files, copied), name="checkpoint")
         self._writer.start()
 
     def wait(self) -> None:
@@ -424,14 +418,14 @@ class CheckpointStore:
             raise RecordError(f"{found}: restore one, or remove them to start from the beginning", code="damaged")
         return None
 
-    def _write(self, step: int, files: Mapping[str, bytes | memoryview]) -> None:
+    def _write(self, step: int, files: Mapping[str, bytes | memoryview], copied: torch.cuda.Event | None) -> None:
         try:
             if sys.platform == "linux":  # elsewhere a priority belongs to the process
                 with contextlib.suppress(OSError):
                     # Not 19: on busy cores a save then took so long that the next one waited for it.
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-            self._model_buffer.synchronize()
-            self._state_buffer.synchronize()
+            if copied is not None:
+                copied.synchronize()
             free_bytes = shutil.disk_usage(self.folder).free
             needed_bytes = sum(len(data) for data in files.values()) + _PAGE_BYTES
             try:

@@ -140,7 +140,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         settings.check()
         files = RunFiles(folder, settings, world)
         stack.callback(files.unlock)
-        found = files.find_checkpoint() if resume else None
+        found = files.lock(resume)
         job = build_job(settings, world, found.plan if found is not None else None)
         start = files.restore(job, found) if found is not None else START
         total = job.schedule.num_steps
