@@ -236,28 +236,24 @@ def _write(path: Path, data: bytes | memoryview) -> str:
     """Write and fsync a new file; returns its checksum. Large ones bypass the page cache where that is supported:
     copying 90 MB into it takes 30 to 120 ms of a core, and writing them directly takes 6."""
     checksum, view, is_direct = 0, memoryview(data), False
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    with path.open("xb", buffering=0) as file:
         if len(view) >= _CHUNK_BYTES:
             with contextlib.suppress(OSError, AttributeError):  # another file system, or another system
-                fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
+                fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
                 is_direct = True
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
             checksum = zlib.crc32(chunk, checksum)
             while chunk:  # a write may be short, above all on a disk that is nearly full
                 try:
-                    chunk = chunk[os.write(handle, chunk) :]
+                    chunk = chunk[file.write(chunk) :]
                 except OSError as error:
                     if not is_direct or error.errno != errno.EINVAL:
                         raise
                     # Not aligned: the end of the file, or what follows a short write.
                     is_direct = False
-                    fcntl.fcntl(handle, fcntl.F_SETFL, flags)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+                    fcntl.fcntl(file, fcntl.F_SETFL, 0)
+        os.fsync(file.fileno())
     return f"{checksum:08x}"
 
 

@@ -19,7 +19,7 @@ import torch
 
 from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.parallel import DataParallel
-from paceline.records.training import METRICS_FILE, MetricsLog
+from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
 from paceline.runtime.ranks import set_seed
 from paceline.runtime.session import lock_folder
 from paceline.runtime.world import World
@@ -55,6 +55,7 @@ class RunFiles:
         if folder is not None and world.rank == 0:
             self._store = disk.CheckpointStore(folder / CHECKPOINTS, settings.keep)
         self._logs: list[MetricsLog | EventsLog] = []
+        self._rows: list[dict[str, Any]] = []  # where there is no folder
         self._lock: int | None = None
 
     def unlock(self) -> None:
@@ -160,6 +161,14 @@ class RunFiles:
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         for log in self._logs:
             log.append(*rows)
+        if self._store is None and self._world.rank == 0:
+            self._rows += rows
+
+    def read_rows(self) -> list[dict[str, Any]]:
+        """All rows of the run, those before a resume included. Collective: call on every rank."""
+        rows = self._rows if self._store is None else load_metrics(self._folder / METRICS_FILE)
+        shared: list[list[dict[str, Any]]] = self._world.share(rows)
+        return shared[0]
 
     def export(self, job: Job) -> None:
         """Write the trained weights under the names of the bare model, for other programs to load."""

@@ -96,6 +96,10 @@ class Learner:
     clip: float | None
     label_smoothing: float = 0.0
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [param for param in self.module.parameters() if param.requires_grad]
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.precision == "fp32":
             return contextlib.nullcontext()
@@ -111,7 +115,7 @@ class Learner:
         """Apply the averaged gradients at this learning rate, and drop them."""
         if self.clip is not None:
             self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.scaler.step(self.optimizer)
