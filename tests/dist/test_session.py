@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, LaunchError
-from paceline.records import load_run
 from paceline.records.kinds import CollectiveRecord
 from paceline.records.samples import Samples
+from paceline.records.store import load_run
 from paceline.runtime import session as module
 from paceline.runtime.session import Progress, ProgressDisplay, Task, choose_ranks, open_session
 from paceline.runtime.worker import post

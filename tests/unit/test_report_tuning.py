@@ -12,8 +12,9 @@ import pytest
 from paceline import load_result
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.tuning import TuneSettings, judge_tuning
-from paceline.records import Run, StepRecord
+from paceline.records import StepRecord
 from paceline.records.environment import capture_environment
+from paceline.records.store import Run
 from paceline.report.plots import render_png, render_svg
 from paceline.report.tuning import TuneResult, describe_answer, describe_errors, plot_tuning
 from paceline.units import MIB, format_ms

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import ConfigError, LaunchError
 from paceline.records.environment import Environment, capture_environment, find_doubts
 from paceline.records.kinds import Record
-from paceline.records.store import RUN_FILE, STUDY_FILE, Run, RunFolder, Study, load_run
+from paceline.records.store import RUN_FILE, STUDY_FILE, Run, Study, check_folder, create_folder, load_run, save_run
 from paceline.runtime.environment import Place, is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, handle_signals, unwind_on_sigterm
 from paceline.runtime.worker import find_function, listen
@@ -248,7 +248,7 @@ class Session:
         found = (*self.warnings, *self._find_machine_warnings(), *doubts)
         run = Run(self.verb, self.config, environment, tuple(records), found, complete)
         if self.folder is not None and self.is_leader:
-            RunFolder(self.folder).save(run)
+            save_run(run, self.folder / RUN_FILE)
             self.is_finished = complete
         return run
 
@@ -380,9 +380,9 @@ def open_session(
             if whole is not None:
                 folder = Path(out)
             elif is_leader:
-                folder = stack.enter_context(RunFolder.create(out, verb)).path
+                folder = stack.enter_context(create_folder(out, verb))
             else:
-                RunFolder.check(out)  # here too: if rank 0 cannot write, the others must not wait for it
+                check_folder(out)  # here too: if rank 0 cannot write, the others must not wait for it
         if folder is not None and cells:
             machine = environment.machine_and_torch
             if resume is not None:
