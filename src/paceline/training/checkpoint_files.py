@@ -139,7 +139,7 @@ class TensorBuffer:
 
 
 def unpack_tensors(content: numpy.ndarray) -> dict[str, torch.Tensor]:
-    """The tensors in the bytes of a safetensors file, as views; one of `_INVALID` where its header does not fit."""
+    """The tensors in the bytes of a safetensors file; one of `_INVALID` where its header does not describe them."""
     header_bytes = int.from_bytes(content[:8].tobytes(), "little")
     data_bytes = len(content) - 8 - header_bytes
     if data_bytes < 0:
@@ -154,7 +154,7 @@ def unpack_tensors(content: numpy.ndarray) -> dict[str, torch.Tensor]:
         is_odd = at > data_bytes or start % dtype.itemsize or min(shape, default=0) < 0
         if entry["data_offsets"] != [start, at] or is_odd:
             raise ValueError(f"{entry} of tensor {name!r} at byte {start} of {data_bytes}")
-        tensors[name] = data[start:at].view(dtype).view(shape)
+        tensors[name] = data[start:at].view(dtype).view(shape).clone()  # as torch aligns it: a random state needs it
     if at != data_bytes:
         raise ValueError(f"its tensors end at byte {at} of the data, and there are {data_bytes}")
     return tensors
@@ -305,9 +305,9 @@ def load_checkpoint(path: Path) -> Loaded:
             if found != expected:
                 raise RecordError(f"does not match {MANIFEST}: found {found}, expected {expected}")
         name = MODEL_FILE
-        saved = unpack_tensors(contents[name])
+        saved = unpack_tensors(contents.pop(name))
         name = TENSORS_FILE
-        tensors = unpack_tensors(contents[name])
+        tensors = unpack_tensors(contents.pop(name))
         name = STATE_FILE
         document = json.loads(contents[name].tobytes())
         model = {key: saved[document["aliases"].get(key, key)] for key in document["model"]}
