@@ -292,46 +292,31 @@ def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, Measu
             own.close()
 
 
-def measure_phases(
-    settings: TrainSettings,
-    batch_sizes: tuple[int, ...],
-    iters: int | None,
-    warmup: int | None,
-    before: int,
-    after: int,
-) -> list[StepRecord]:
-    """The phases of a job of ours at each batch size per rank. Collective: every rank must call this. `before` and
-    `after` count the cells of other numbers of ranks, for the progress."""
-    total = before + len(batch_sizes) + after
-    records: list[StepRecord] = []
-    with open_world(settings) as world:
-        for number, batch_size in enumerate(batch_sizes, before):
-            with open_job(dataclasses.replace(settings, batch_size=batch_size)) as (_, job, build):
-                assert isinstance(job, TrainingJob)
-                # Before the first is measured: the largest would end the run, and lose what was measured.
-                largest = dataclasses.replace(job.job.batches, batch_size=max(batch_sizes))
-                steps.check_whole(job.job, largest.global_batch_size)
-                label = f"{format_number_of(world.world_size, 'rank')}, batch {batch_size}"
-                records.append(_run_phases(world, job, build, iters, warmup, follow(world, label, number, total)))
-            if world.rank == 0:
-                post(Progress(number + 1, total, label, (records[-1],)))
-    return records
-
-
-def measure_profile(given: Given, kind: str, iters: int | None, warmup: int | None) -> list[Record]:
+def measure_profile(
+    given: Given, kind: str, iters: int | None, warmup: int | None, number: int = 0, total: int = 1, largest: int = 0
+) -> list[Record]:
     """Layers of the bare model ("layers"), phases of its steps ("phases"), or on several ranks both ("all").
-    Collective: every rank must call this."""
+
+    It is job `number` of `total`; the data must also do for a batch of `largest` per rank, which another of them has:
+    refused there, what was measured would be lost. Collective: every rank must call this.
+    """
     records: list[Record] = []
     with open_job(given, is_bare=kind == "layers") as (world, job, build):
+        if isinstance(job, TrainingJob):
+            steps.check_whole(job.job, largest * world.world_size * job.job.batches.accumulate)
         parts = (kind,) if kind != "all" else ("layers", "phases") if world.world_size > 1 else ("layers",)
-        for number, part in enumerate(parts):
-            report = follow(world, part, number, len(parts))
+        total = max(total, len(parts))
+        for place, part in enumerate(parts, number):
+            label = f"{part}, {format_number_of(world.world_size, 'rank')}, batch {job.labels['batch_size']}"
+            report = follow(world, label, place, total)
             if part == "phases":
                 records.append(_run_phases(world, job, build, iters, warmup, report))
             else:
                 bare = build() if kind == "layers" else job.build(world)
                 blocks = find_blocks(bare.module) if isinstance(job, TrainingJob) else None
                 records.append(measure_layers(world, bare, job.labels, blocks, iters, warmup, report))
+            if world.rank == 0:
+                post(Progress(place + 1, total, label, (records[-1],)))
     return records
 
 

@@ -21,6 +21,8 @@ Build = Callable[[Run, Path | None], Any]
 Counts = int | Sequence[int]
 Names = str | Sequence[str]
 Sizes = str | Sequence[str | int]
+# The options of a job that say where it runs, for `join_world`.
+_WHERE = ("backend", "device", "threads")
 
 
 def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
@@ -83,34 +85,42 @@ def finish(
     return result
 
 
-class OwnJob:
-    """A user's own module and step, or a factory of both. `where`: backend, device and threads, for `join_world`."""
+def check_own(model: Any, step: Callable[[Any], Any] | None, job: dict[str, Any]) -> bool:
+    """Whether a user's own job is a module with its step, and not a factory of both; refuses anything else."""
+    is_module, kind = hasattr(model, "named_parameters"), type(model).__name__
+    is_alone, others = is_module and step is None, [name for name in job if name not in ("wrapper", *_WHERE)]
+    refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
+    refuse(
+        (is_module != (step is not None) or not callable(step or model),
+         f"model is {kind} and step is {type(step).__name__}: pass a module and a function "
+         "step(model), a factory that returns both, or the name of a built-in model"),
+        (others, f"{', '.join(others)}: options of a model by name; your own job decides them itself"),
+    )  # fmt: skip
+    return is_module
 
-    def __init__(self, model: Any, step: Callable[[Any], Any] | None, wrapper: str, job: dict[str, Any], **where: Any):
-        is_module, kind = hasattr(model, "named_parameters"), type(model).__name__
-        is_alone = is_module and step is None
-        refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
-        refuse(
-            (is_module != (step is not None) or not callable(step or model),
-             f"model is {kind} and step is {type(step).__name__}: pass a module and a function "
-             "step(model), a factory that returns both, or the name of a built-in model"),
-            (job, f"{', '.join(job)}: options of a model by name; your own job decides them itself"),
-        )  # fmt: skip
-        self.model, self.step, self.wrapper, self.is_pair = model, step, wrapper, is_module
-        self.name = kind if is_module else getattr(model, "__name__", "factory")
-        self.where = where | {"backend": canonical_backend(where["backend"])}
 
-    def open(self, verb: str, ranks: int, here: bool, out: Place, progress: bool | None) -> Any:
-        """The session of the job, in this process (`here`), or on ranks to which the factory is sent."""
-        if self.is_pair and self.where["device"] == "auto":
-            self.where["device"] = next((str(param.device) for param in self.model.parameters()), "auto")
-        if here and self.where["threads"] is None and "torch" in sys.modules:
-            self.where["threads"] = sys.modules["torch"].get_num_threads()  # the user's own choice
-        if not here and find_place() is None:
-            try:
-                pickle.dumps(self.model)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                what = f"the factory {self.name} cannot be sent to another process ({error})"
-                raise ConfigError(f"{what}: define it at the top level of a module", code="not-picklable") from None
-        config = {"model": self.name, "ranks": ranks, "wrapper": self.wrapper, **self.where}
-        return open_session(verb, config, ranks=ranks, out=out, progress=progress, here=here)
+def open_job(
+    verb: str, model: Any, step: Callable[[Any], Any] | None, ranks: int, job: dict[str, Any], out: Place,
+    progress: bool | None, here: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The session of a job, and what says on its ranks which job it is: settings, or a user's own model and step, its
+    wrapper, and the options of `join_world`. `here`: in this process, and not on ranks to which a factory is sent."""
+    if isinstance(model, str):
+        refuse((step is not None, f"model {model!r} with a step: a model by name has its own; pass a module with it"))
+        settings = build_settings(model=model, ranks=ranks, **job)
+        return open_session(verb, settings.to_json(), ranks=ranks, out=out, progress=progress), settings
+    where = {name: job[name] for name in _WHERE} | {"backend": canonical_backend(job["backend"])}
+    name = getattr(model, "__name__", "factory") if step is None else type(model).__name__
+    if step is not None and where["device"] == "auto":
+        where["device"] = next((str(param.device) for param in model.parameters()), "auto")
+    if here and where["threads"] is None and "torch" in sys.modules:
+        where["threads"] = sys.modules["torch"].get_num_threads()  # the user's own choice
+    if not here and find_place() is None:
+        try:
+            pickle.dumps(model)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            what = f"the factory {name} cannot be sent to another process ({error})"
+            raise ConfigError(f"{what}: define it at the top level of a module", code="not-picklable") from None
+    config = {"model": name, "ranks": ranks, "wrapper": job["wrapper"], **where}
+    opened = open_session(verb, config, ranks=ranks, out=out, progress=progress, here=here)
+    return opened, (model, step, job["wrapper"], where)
