@@ -52,52 +52,44 @@ class Seen(NamedTuple):
 class LayerClock:
     """The phases of a step, the gradients that become ready in it, and the blocks that come and go, as moments.
 
-    A moment is a number: of a reading of the clock or, on CUDA, of an event, which is used again in each step. A hook
-    on a parameter would cost in every later step even after its removal, because torch still looks for it; a hook on
-    the node that accumulates its gradient goes with the graph. Full backward hooks of modules put views around every
-    output, which breaks operations in place; hooks on the nodes of a block's inputs and outputs do not.
+    A moment is a reading of the clock or, on CUDA, an event, which is used again in each step. A hook on a parameter
+    would cost in every later step even after its removal, because torch still looks for it; a hook on the node that
+    accumulates its gradient goes with the graph. Full backward hooks of modules put views around every output, which
+    breaks operations in place; hooks on the nodes of a block's inputs and outputs do not.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device) -> None:
         self._params, self._blocks, self.device = params, blocks, device
-        self._moments: list[Any] = []
-        self._events: list[torch.cuda.Event] = []  # to be used again
-        self._clear()
+        self._events: list[torch.cuda.Event] = []
 
-    def _clear(self) -> None:
-        if self.device.type == "cuda":
-            self._events += self._moments
-        self._moments = []
-        self.marks: list[tuple[str, int]] = []  # phases and when they begin
-        self.ready: dict[int, int] = {}
-        self._calls: list[tuple[int, int, int]] = []  # block, begin and end of one forward
-        self._owners: list[tuple[int, int]] = []  # from this moment of backward on, this block or none is at work
-        self._open: dict[int, tuple[int, list[Any]]] = {}  # a block that runs again may stop half-way
+    def attach(self, hooks: contextlib.ExitStack) -> None:
+        """Begin a step; `hooks` are to be undone when it is over."""
+        self._unused = list(self._events)
+        self.marks: list[tuple[str, Any]] = []  # phases and when they begin
+        self._ready: dict[int, Any] = {}
+        self._calls: list[tuple[int, Any, Any]] = []  # block, begin and end of one forward
+        self._owners: list[tuple[Any, int]] = []  # from this moment of backward on, this block or none is at work
+        self._open: dict[int, tuple[Any, list[Any]]] = {}  # a block that runs again may stop half-way
+        # The nodes are held until the end: a graph made in backward (checkpointing) then uses the same ones.
+        self._nodes = [get_gradient_edge(param).node for param in self._params]
+        hooks.callback(self._nodes.clear)
+        for index, node in enumerate(self._nodes):
+            hooks.callback(node.register_hook(functools.partial(self._note_ready, index)).remove)
+        for index, block in enumerate(self._blocks):
+            before = functools.partial(self._begin_forward, index)
+            after = functools.partial(self._end_forward, index)
+            hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(block.register_forward_hook(after).remove)
 
-    @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Hooks for one step; none is left afterwards."""
-        self._clear()
-        with contextlib.ExitStack() as hooks:
-            # The nodes are held until the end: a graph made in backward (checkpointing) then uses the same ones.
-            nodes = [get_gradient_edge(param).node for param in self._params]
-            for index, node in enumerate(nodes):
-                hooks.callback(node.register_hook(functools.partial(self._note_ready, index)).remove)
-            for index, block in enumerate(self._blocks):
-                before = functools.partial(self._begin_forward, index)
-                after = functools.partial(self._end_forward, index)
-                hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-                hooks.callback(block.register_forward_hook(after).remove)
-            yield
-
-    def mark(self) -> int:
-        """Note this moment, and return its number."""
-        if self.device.type == "cuda":
-            self._moments.append(self._events.pop() if self._events else torch.cuda.Event(enable_timing=True))
-            self._moments[-1].record()
-        else:
-            self._moments.append(time.perf_counter())
-        return len(self._moments) - 1
+    def mark(self) -> Any:
+        """This moment."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        if not self._unused:
+            self._unused.append(torch.cuda.Event(enable_timing=True))
+            self._events += self._unused
+        self._unused[-1].record()
+        return self._unused.pop()
 
     def enter(self, phase: str) -> None:
         moment = self.mark()
@@ -107,33 +99,32 @@ class LayerClock:
 
     def end(self) -> PhaseTimes:
         self.enter("end")
-        return PhaseTimes([(phase, self._moments[moment]) for phase, moment in self.marks])
-
-    def read_s(self) -> list[float]:
-        """Seconds of every moment since the first one; on a GPU the step must have finished."""
-        first = self._moments[0]
-        if self.device.type == "cuda":
-            return [first.elapsed_time(event) / 1e3 for event in self._moments]
-        return [reading - first for reading in self._moments]
+        return PhaseTimes(self.marks)
 
     def read(self) -> Seen:
-        # All from the same readings: an event rounds, and no part may be longer than its whole.
-        at_s, took_s = self.read_s(), dict[str, float]()
-        spans = [(phase, begin, end) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
-        for phase, begin, end in spans:
-            took_s[phase] = took_s.get(phase, 0.0) + at_s[end] - at_s[begin]
+        """On a GPU the step must have finished."""
+        first, took_s = self.marks[0][1], dict[str, float]()
+
+        # All since the first moment: an event rounds, and no part may be longer than its whole.
+        def at_s(moment: Any) -> float:
+            passed_s: float = moment - first if isinstance(moment, float) else first.elapsed_time(moment) / 1e3
+            return passed_s
+
+        spans = [(phase, at_s(begin), at_s(end)) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
+        for phase, begin_s, end_s in spans:
+            took_s[phase] = took_s.get(phase, 0.0) + end_s - begin_s
         # A step may run backward several times: a gradient is ready after as much of backward as had passed by then.
-        backwards = [(begin, end) for phase, begin, end in spans if phase == "backward"]
+        backwards = [(begin_s, end_s) for phase, begin_s, end_s in spans if phase == "backward"]
         ready_s = {
-            index: sum(min(at_s[end], at_s[moment]) - at_s[begin] for begin, end in backwards if begin <= moment)
-            for index, moment in self.ready.items()
+            index: sum(max(0.0, min(end_s, at_s(moment)) - begin_s) for begin_s, end_s in backwards)
+            for index, moment in self._ready.items()
         }
         forward_s, backward_s = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
         for index, begin, end in self._calls:
-            forward_s[index] += at_s[end] - at_s[begin]
+            forward_s[index] += at_s(end) - at_s(begin)
         for (begin, index), (end, _) in itertools.pairwise(self._owners):
             if index != _OUTSIDE:
-                backward_s[index] += at_s[end] - at_s[begin]
+                backward_s[index] += at_s(end) - at_s(begin)
         return Seen(took_s, ready_s, forward_s, backward_s)
 
     @property
@@ -141,7 +132,7 @@ class LayerClock:
         return bool(self.marks) and self.marks[-1][0] == "backward"
 
     def _note_ready(self, index: int, *grads: Any) -> None:
-        self.ready[index] = self.mark()  # a gradient may come in parts: the last one counts
+        self._ready[index] = self.mark()  # a gradient may come in parts: the last one counts
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._open[index] = self.mark(), _find_nodes(*args, *kwargs.values())
@@ -214,7 +205,7 @@ class Layers(steps.Probe):
     def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
         if kind != "profiled":
             return None
-        hooks.enter_context(self._clock.attached())
+        self._clock.attach(hooks)
         return self._clock
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
