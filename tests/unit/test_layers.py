@@ -380,7 +380,7 @@ class TwoInputs(nn.Module):
 def profile_own(step, model=None):
     job = OwnJob(TwoInputs() if model is None else model, step)
     try:
-        return measure_layers(WORLD, job.build(WORLD), job.labels, iters=2, warmup=1)
+        return measure_layers(WORLD, job.build(), job.labels, iters=2, warmup=1)
     finally:
         job.close()
 

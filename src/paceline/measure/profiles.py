@@ -26,7 +26,7 @@ from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Rec
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, join_world
-from paceline.training.build import build_job, build_learner, open_world
+from paceline.training.build import build_job, open_world
 from paceline.training.settings import TrainSettings
 from paceline.training.step import Phases, PhaseTimes
 from paceline.units import format_number_of
@@ -257,28 +257,19 @@ def _find_children(module: nn.Module, prefix: str = "") -> list[Block]:
 
 
 @contextlib.contextmanager
-def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, MeasuredJob, Callable[[], Replica]]]:
-    """The world, the job, and what builds a replica of it in its wrapper, or bare. Collective: call on every rank."""
+def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, MeasuredJob]]:
+    """The world and the job, in its wrapper or bare. Collective: call on every rank."""
     if isinstance(given, TrainSettings):
         with open_world(given) as world:
             wrapper = "none" if is_bare else given.wrapper
-            job = TrainingJob(build_job(dataclasses.replace(given, ranks=world.world_size, wrapper=wrapper), world))
-            job.labels["wrapper"] = wrapper
-            windows, built = steps.cycle_windows(job.job), [job.job.learner]
-
-            def build() -> Replica:
-                learner = built.pop() if built else build_learner(job.job.settings, world, job.job.train)
-                return job.as_replica(learner, windows)
-
-            yield world, job, build
+            settings = dataclasses.replace(given, ranks=world.world_size, wrapper=wrapper)
+            yield world, TrainingJob(build_job(settings, world))
         return
     model, step, wrapper, options = given
     with join_world(**options) as world:
-        own = OwnJob(model, step)
-        own.labels["wrapper"] = wrapper
-        wrap_by = None if is_bare or wrapper == "none" else functools.partial(steps.wrap, wrapper=wrapper)
+        own = OwnJob(model, step, "none" if is_bare else wrapper)
         try:
-            yield world, own, lambda: own.build(world, wrap_by)
+            yield world, own
         finally:
             own.close()
 
@@ -292,7 +283,7 @@ def measure_profile(
     refused there, what was measured would be lost. Collective: every rank must call this.
     """
     records: list[Record] = []
-    with open_job(given, is_bare=kind == "layers") as (world, job, build):
+    with open_job(given, is_bare=kind == "layers") as (world, job):
         if isinstance(job, TrainingJob):
             steps.check_whole(job.job, largest * world.world_size * job.job.batches.accumulate)
         parts = (kind,) if kind != "all" else ("layers", "phases") if world.world_size > 1 else ("layers",)
@@ -301,9 +292,9 @@ def measure_profile(
             label = f"{part}, {format_number_of(world.world_size, 'rank')}, batch {job.labels['batch_size']}"
             report = follow(world, label, place, total)
             if part == "phases":
-                records.append(_run_phases(world, job, build, iters, warmup, report))
+                records.append(_run_phases(world, job, iters, warmup, report))
             else:
-                bare = build() if kind == "layers" else job.build(world)
+                bare = job.build_own() if kind == "layers" else job.build()
                 blocks = find_blocks(bare.module) if isinstance(job, TrainingJob) else None
                 records.append(measure_layers(world, bare, job.labels, blocks, iters, warmup, report))
             if world.rank == 0:
@@ -324,14 +315,12 @@ def measure_layers(
         return layers.build_record(bench, variant)
 
 
-def _run_phases(
-    world: World, job: MeasuredJob, build: Callable[[], Replica], iters: int | None, warmup: int | None, report: Report
-) -> StepRecord:
-    replica, wrapper, kinds = build(), job.labels["wrapper"], ("plain", "marked", "no_comm")
+def _run_phases(world: World, job: MeasuredJob, iters: int | None, warmup: int | None, report: Report) -> StepRecord:
+    replica, wrapper, kinds = job.build_own(), job.labels["wrapper"], ("plain", "marked", "no_comm")
     # torch's wrapper is timed by a second replica, which one module that all share cannot be.
     is_alone = wrapper == "torch" and isinstance(job, OwnJob) and job.is_shared
     can_time = world.world_size > 1 and wrapper in ("paceline", "torch") and not is_alone
-    timed = steps.TimedMessages(replica, build) if can_time else None
+    timed = steps.TimedMessages(replica, job.build_own) if can_time else None
     with StepBench(world, job.labels | {"num_parameters": len(replica.parameters)}, loads_inside=True) as bench:
         variant = bench.add(Variant({}, replica, (*kinds, "timed") if can_time else kinds, timed))
         bench.run(_PACE, iters, warmup, report)

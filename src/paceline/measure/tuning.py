@@ -53,7 +53,7 @@ Tuned = tuple[list[Record], tuple[Gradient, ...], Plan]
 
 def tune_job(settings: TuneSettings, given: Given) -> Tuned:
     """Measure on all ranks, choose on rank 0, confirm on all. Collective: every rank must call this."""
-    with open_job(given, is_bare=True) as (world, job, _):
+    with open_job(given, is_bare=True) as (world, job):
         variants = _Variants(settings, job, world)
         try:
             records, default_plan = variants.calibrate()
@@ -151,7 +151,7 @@ class _Variants:
 
         if is_job:
             labels = {"cap_bytes": cap_bytes, "source": "measured" if self._networks is None else "emulated"}
-        replica = self._job.build(self._world, None if group is None else wrap_by)
+        replica = self._job.build(None if group is None else wrap_by)
         return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
 
     def _allocate(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, refuse
 from paceline.machine import canonical_backend
+from paceline.measure.settings import check_names
 from paceline.records.store import Run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, find_place, open_session
@@ -21,8 +22,6 @@ Build = Callable[[Run, Path | None], Any]
 Counts = int | Sequence[int]
 Names = str | Sequence[str]
 Sizes = str | Sequence[str | int]
-# The options of a job that say where it runs, for `join_world`.
-_WHERE = ("backend", "device", "threads")
 
 
 def list_counts(counts: Counts, name: str = "ranks") -> tuple[int, ...]:
@@ -85,42 +84,45 @@ def finish(
     return result
 
 
-def check_own(model: Any, step: Callable[[Any], Any] | None, job: dict[str, Any]) -> bool:
-    """Whether a user's own job is a module with its step, and not a factory of both; refuses anything else."""
-    is_module, kind = hasattr(model, "named_parameters"), type(model).__name__
-    is_alone, others = is_module and step is None, [name for name in job if name not in ("wrapper", *_WHERE)]
+def open_job(
+    verb: str, model: Any, step: Callable[[Any], Any] | None, ranks: Counts | None, job: dict[str, Any], out: Place,
+    progress: bool | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The session of a job, and what says on its ranks which job it is: the settings of one of ours, by default on two
+    ranks; or a user's own model and step, its wrapper, and the options of `join_world`. A module stays in this process;
+    a factory, too, unless it is sent to a requested number of ranks."""
+    if isinstance(model, str):
+        refuse((step is not None, f"model {model!r} with a step: a model by name has its own; pass a module with it"))
+        settings = build_settings(model=model, ranks=choose_world(ranks, 2), **job)
+        return open_session(verb, settings.to_json(), ranks=settings.ranks, out=out, progress=progress), settings
+    is_module, kind, place = hasattr(model, "named_parameters"), type(model).__name__, find_place()
+    wrapper, where = job.pop("wrapper"), {name: job.pop(name) for name in ("backend", "device", "threads")}
+    is_alone, name = is_module and step is None, kind if is_module else getattr(model, "__name__", "factory")
+    world_size = place.world_size if place is not None else 1
     refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
+    check_names("wrapper", (wrapper,), ("paceline", "torch", "none"))
+    counts = (world_size,) if ranks is None else list_counts(ranks)
+    here = is_module or ranks is None or world_size > 1
+    what = "a module stays in its process" if is_module else f"this process is one of {world_size} ranks"
     refuse(
         (is_module != (step is not None) or not callable(step or model),
          f"model is {kind} and step is {type(step).__name__}: pass a module and a function "
          "step(model), a factory that returns both, or the name of a built-in model"),
-        (others, f"{', '.join(others)}: options of a model by name; your own job decides them itself"),
+        (job, f"{', '.join(job)}: options of a model by name; your own job decides them itself"),
+        (len(counts) != 1, f"ranks={ranks}: one number of ranks is needed"),
+        (here and counts != (world_size,), f"ranks={ranks}: {what}; pass a factory of (model, step) in a plain one"),
     )  # fmt: skip
-    return is_module
-
-
-def open_job(
-    verb: str, model: Any, step: Callable[[Any], Any] | None, ranks: int, job: dict[str, Any], out: Place,
-    progress: bool | None, here: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
-    """The session of a job, and what says on its ranks which job it is: settings, or a user's own model and step, its
-    wrapper, and the options of `join_world`. `here`: in this process, and not on ranks to which a factory is sent."""
-    if isinstance(model, str):
-        refuse((step is not None, f"model {model!r} with a step: a model by name has its own; pass a module with it"))
-        settings = build_settings(model=model, ranks=ranks, **job)
-        return open_session(verb, settings.to_json(), ranks=ranks, out=out, progress=progress), settings
-    where = {name: job[name] for name in _WHERE} | {"backend": canonical_backend(job["backend"])}
-    name = getattr(model, "__name__", "factory") if step is None else type(model).__name__
-    if step is not None and where["device"] == "auto":
+    where["backend"] = canonical_backend(where["backend"])
+    if is_module and where["device"] == "auto":
         where["device"] = next((str(param.device) for param in model.parameters()), "auto")
     if here and where["threads"] is None and "torch" in sys.modules:
         where["threads"] = sys.modules["torch"].get_num_threads()  # the user's own choice
-    if not here and find_place() is None:
+    if not here and place is None:
         try:
             pickle.dumps(model)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             what = f"the factory {name} cannot be sent to another process ({error})"
             raise ConfigError(f"{what}: define it at the top level of a module", code="not-picklable") from None
-    config = {"model": name, "ranks": ranks, "wrapper": job["wrapper"], **where}
-    opened = open_session(verb, config, ranks=ranks, out=out, progress=progress, here=here)
-    return opened, (model, step, job["wrapper"], where)
+    config = {"model": name, "ranks": counts[0], "wrapper": wrapper, **where}
+    opened = open_session(verb, config, ranks=counts[0], out=out, progress=progress, here=here)
+    return opened, (model, step, wrapper, where)

@@ -12,17 +12,7 @@ from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.runtime.session import find_place, open_session
 from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings
-from paceline.verbs.jobs import (
-    Counts,
-    Place,
-    build_settings,
-    check_own,
-    choose_world,
-    choose_worlds,
-    finish,
-    list_counts,
-    open_job,
-)
+from paceline.verbs.jobs import Counts, Place, build_settings, choose_worlds, finish, list_counts, open_job
 
 if TYPE_CHECKING:
     from paceline.report.profiles import CommTableResult, ComparisonResult, ProfileResult, TraceResult
@@ -65,7 +55,7 @@ def profile(
         jobs = [_build_bare(model, job | {"ranks": ranks})]
         opened = open_session(verb, jobs[0].to_json(), out=out, progress=progress)
     else:
-        opened, given = _open_job(verb, model, step, ranks, job, out, progress)
+        opened, given = open_job(verb, model, step, ranks, job, out, progress)
         jobs = [given]
     with opened as session:
         records: list[Any] = []
@@ -90,7 +80,7 @@ def trace(
     check_counts(steps=steps, warmup=warmup)
     extras = tuple(name for name, is_on in (("memory", memory), ("shapes", shapes)) if is_on)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
-    opened, given = _open_job("profile trace", model, step, ranks, job, out, progress)
+    opened, given = open_job("profile trace", model, step, ranks, job, out, progress)
     with opened as session:
         arguments = (given, 3 if warmup is None else warmup, steps, extras, session.place is not None)
         traces, facts = session.ask("paceline.measure.traces:trace_job", arguments)
@@ -163,26 +153,6 @@ def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
         (accumulate not in (None, 1), f"--accumulate {accumulate}: layers are timed over one micro-batch"),
     )
     return build_settings(model=model, wrapper="none", **job)
-
-
-def _open_job(
-    verb: str, model: Any, step: Any, ranks: Counts | None, job: dict[str, Any], out: Place, progress: bool | None
-) -> tuple[Any, Any]:
-    """`open_job` on the ranks of a profile: two of a model by name; else those of this process's world."""
-    if isinstance(model, str):
-        return open_job(verb, model, step, choose_world(ranks, 2), job, out, progress)
-    is_pair, place = check_own(model, step, job), find_place()
-    check_names("wrapper", (job["wrapper"],), ("paceline", "torch", "none"))
-    world_size = place.world_size if place is not None else 1
-    counts = (world_size,) if ranks is None else list_counts(ranks)
-    # A factory can go to ranks that are started for it; a module stays.
-    here = is_pair or ranks is None or world_size > 1
-    what = "a module stays in its process" if is_pair else f"this process is one of {world_size} ranks"
-    refuse(
-        (len(counts) != 1, f"ranks={ranks}: a profile is of one number of ranks"),
-        (here and counts != (world_size,), f"ranks={ranks}: {what}; pass a factory of (model, step) in a plain one"),
-    )
-    return open_job(verb, model, step, counts[0], job, out, progress, here)
 
 
 def _load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[Any]:

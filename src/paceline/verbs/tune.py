@@ -9,7 +9,7 @@ from paceline.errors import refuse
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
 from paceline.training.settings import TrainSettings, takes_cap_lists
-from paceline.verbs.jobs import Place, Sizes, check_own, choose_world, finish, list_sizes, open_job
+from paceline.verbs.jobs import Place, Sizes, choose_world, finish, list_sizes, open_job
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,9 +44,8 @@ def tune(
         takes_lists=wrapper != "torch" or takes_cap_lists(),
     )  # fmt: skip
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
-    is_pair = not isinstance(model, str) and check_own(model, step, job)
     refuse(
-        (is_pair and not is_launched() and network is None,
+        (not isinstance(model, str) and callable(step) and not is_launched() and network is None,
          "a module and its step are tuned in a launched world: start this program with torchrun, or pass a factory "
          "that returns (model, step), which is started on local ranks"),
         code="not-launched",
@@ -55,7 +54,7 @@ def tune(
     settings.check(count)
     if isinstance(model, str):
         job = JOB_DEFAULTS | {name: value for name, value in job.items() if value is not None}
-    opened, given = open_job("tune", model, step, count, job, out, progress, here=is_pair)
+    opened, given = open_job("tune", model, step, count, job, out, progress)
     parts = given.batches.accumulate if isinstance(given, TrainSettings) else 1
     refuse((parts != 1, f"--accumulate {parts}: gradients travel with the last micro-batch alone; tune without it"))
     with opened as session:
