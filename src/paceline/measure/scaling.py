@@ -1,6 +1,6 @@
 """The cells of scaling studies on ranks: steps of all wrappers in turns, epochs at a batch size, training runs.
 
-Which cells there are is in `scale_settings`. How steps take turns is in `steps`, the training loop in `training.loop`.
+Which cells there are is in `settings`. How steps take turns is in `steps`, the training loop in `training.loop`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from paceline.measure import steps
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import PATIENCE, Pace, build_samples, follow, synchronize
 from paceline.measure.noise_scale import measure_noise_scale
-from paceline.measure.scale_settings import Cell, ScaleSettings, Setup, TrainingCell
-from paceline.measure.settings import CollectiveSettings
+from paceline.measure.settings import Cell, CollectiveSettings, ScaleSettings, Setup, TrainingCell
 from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant
 from paceline.parallel.replicas import only_computing
 from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record

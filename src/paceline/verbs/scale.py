@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline import machine
 from paceline.errors import LaunchError, refuse
-from paceline.measure.scale_settings import BatchSettings, LargeBatchSettings, ScaleSettings, Setup, StudySettings
-from paceline.measure.settings import check_counts
+from paceline.measure.settings import (
+    BatchSettings,
+    LargeBatchSettings,
+    ScaleSettings,
+    Setup,
+    StudySettings,
+    check_counts,
+)
 from paceline.predict.networks import find_networks
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
 from paceline.records.store import STUDY_FILE, Run, Study, load_run
