@@ -23,7 +23,7 @@ from paceline.measure.settings import (
 )
 from paceline.predict.networks import find_networks
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
-from paceline.records.store import STUDY_FILE, Run, Study, load_run
+from paceline.records.store import Run, Study, load_run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, Task, open_session
 from paceline.training.recipes import NO_RECIPE, Recipe
@@ -248,9 +248,14 @@ def report(
     with open_session(
         "scale report", {}, ranks=most, out=out, resume=resume, progress=progress, can_resume=True
     ) as session:
-        if settings:
-            _keep_command_line(session)
-            parts = [_make_part(session, name, each) for name, each in settings.items()]
+        for name, each in settings.items():
+            verb, config = f"scale {name}", each.to_json()
+            if session.folder is None:
+                opened = open_session(verb, config, ranks=session.ranks, progress=session.progress)
+            else:
+                opened = session.open_part(name, verb, config, same_machine=each.is_timed)
+            with opened as study:  # one that is resumed has its own settings
+                parts.append(_finish(study, name, type(each).from_json(study.config)))
         if session.is_finished and session.folder is not None:
             run = load_run(session.folder)
         else:
@@ -260,25 +265,6 @@ def report(
         result = ReportResult(run, session.folder, parts)
         session.write(result)
         return result
-
-
-def _make_part(session: Session, name: str, settings: StudySettings) -> Any:
-    """One of the studies, unless it is finished; one that is resumed has its own settings."""
-    verb, config = f"scale {name}", settings.to_json()
-    if session.folder is None:
-        opened = open_session(verb, config, ranks=session.ranks, progress=session.progress)
-    else:
-        opened = session.open_part(name, verb, config, same_machine=settings.is_timed)
-    with opened as part:
-        return _finish(part, name, type(settings).from_json(part.config))
-
-
-def _keep_command_line(session: Session) -> None:
-    """A part that a resumed report starts belongs to the command that started the report."""
-    folders = [] if session.folder is None else [session.folder / name for name in STUDIES]
-    begun = next((folder for folder in folders if (folder / STUDY_FILE).exists()), None)
-    if begun is not None and (command_line := Study.load(begun, f"scale {begun.name}").command_line):
-        session.environment = dataclasses.replace(session.environment, command_line=command_line)
 
 
 # How each study is built from the arguments of its verb, and measured.
