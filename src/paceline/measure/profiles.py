@@ -288,8 +288,9 @@ def measure_profile(
             steps.check_whole(job.job, largest * world.world_size * job.job.batches.accumulate)
         parts = (kind,) if kind != "all" else ("layers", "phases") if world.world_size > 1 else ("layers",)
         total = max(total, len(parts))
+        what = f"{format_number_of(world.world_size, 'rank')}, batch {job.labels['batch_size']}"
         for place, part in enumerate(parts, number):
-            label = f"{part}, {format_number_of(world.world_size, 'rank')}, batch {job.labels['batch_size']}"
+            label = what if part == kind else f"{part}, {what}"
             report = follow(world, label, place, total)
             if part == "phases":
                 records.append(_run_phases(world, job, iters, warmup, report))
