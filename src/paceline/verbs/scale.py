@@ -66,27 +66,22 @@ def _measure_batch(session: Session, settings: BatchSettings, at_once: int = 1) 
         record = next(record for record in records if isinstance(record, BatchRecord))
         return record.failure or f"{record.samples_per_s:.0f} samples/s"
 
-    def on_death(error: LaunchError, size: int) -> list[Record] | None:
-        return build_killed(settings.job, size) if error.code == "killed" else None
-
-    tasks = [
-        Task(f"batch size {size}", _ROOM + "measure_batch",
-             (dataclasses.replace(settings.job, batch_size=size), settings.epochs),
-             on_death=functools.partial(on_death, size=size))
-        for size in settings.batch_sizes
-    ]  # fmt: skip
+    tasks = []
+    for size in settings.batch_sizes:
+        job = dataclasses.replace(settings.job, batch_size=size)
+        on_death, arguments = functools.partial(build_killed, job, size), (job, settings.epochs)
+        tasks.append(Task(f"batch size {size}", _ROOM + "measure_batch", arguments, on_death=on_death))
     return session.run(tasks, describe)
 
 
-def build_killed(job: TrainSettings, batch_size: int) -> list[Record]:
+def build_killed(job: TrainSettings, size: int, error: LaunchError) -> list[Record] | None:
     """The row of a batch size at which the kernel killed the process."""
-    return [
-        BatchRecord(
-            model=job.model, data=parse_data(job.data)[0], device=job.device, precision=job.precision,
-            threads=job.threads or 1, batch_size=batch_size, num_samples=batch_size, num_steps=1,
-            failure="killed, as by the kernel when memory is exhausted",
-        )
-    ]  # fmt: skip
+    record = BatchRecord(
+        model=job.model, data=parse_data(job.data)[0], device=job.device, precision=job.precision,
+        threads=job.threads or 1, batch_size=size, num_samples=size, num_steps=1,
+        failure="killed, as by the kernel when memory is exhausted",
+    )  # fmt: skip
+    return [record] if error.code == "killed" else None
 
 
 def ranks(
