@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.records import CollectiveRecord, Run, Samples, capture_environment, save_run
+from paceline.records import CollectiveRecord, Samples
+from paceline.records.environment import capture_environment
+from paceline.records.store import Run, save_run
 from tests.conftest import BACKEND
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,16 +9,9 @@ import pytest
 
 import paceline
 from paceline.errors import RecordError
-from paceline.records import (
-    BlockTimes,
-    CollectiveRecord,
-    Environment,
-    LayerProfileRecord,
-    ParameterTimes,
-    Run,
-    Samples,
-    save_run,
-)
+from paceline.records import BlockTimes, CollectiveRecord, LayerProfileRecord, ParameterTimes, Samples
+from paceline.records.environment import Environment
+from paceline.records.store import Run, save_run
 from paceline.report.predictions import PredictResult
 from paceline.units import format_ms
 from tests.cli.test_train import type_command

@@ -3,7 +3,8 @@
 import hypothesis
 import pytest
 
-from paceline.records import ChunksRecord, CollectiveRecord, Environment, MemoryRecord, Samples, StepRecord
+from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord, Samples, StepRecord
+from paceline.records.environment import Environment
 
 # No deadline: how long an example takes depends on the load of the machine.
 hypothesis.settings.register_profile("paceline", deadline=None)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from paceline.errors import RecordError
-from paceline.records import LayerSizeRecord, LayerTimeRecord, Run, Samples, Summary, save_run
+from paceline.records import LayerSizeRecord, LayerTimeRecord, Samples, Summary
 from paceline.records.exchange import (
     export_allreduce_times,
     export_layer_sizes,
@@ -15,6 +15,7 @@ from paceline.records.exchange import (
     load_table,
 )
 from paceline.records.kinds import MemoryBounds
+from paceline.records.store import Run, save_run
 from paceline.report.collectives import build_columns
 from paceline.report.table import Table
 
@@ -259,7 +260,7 @@ def test_a_missing_column_is_named(write, load, column):
 
 
 def test_a_column_missing_from_our_own_table_is_named(write):
-    with pytest.raises(RecordError, match=r"lacks the columns .*backend.*nwrong"):
+    with pytest.raises(RecordError, match=r"has the columns num_bytes, median_s, op: needed are .*backend.*nwrong"):
         load_table(write("num_bytes,median_s,op\n4,1.0,sum\n"))
 
 

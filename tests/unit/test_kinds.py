@@ -17,16 +17,14 @@ from paceline.records.kinds import (
     CheckRecord,
     ChunksRecord,
     CollectiveRecord,
-    LayerSizeRecord,
-    LayerTimeRecord,
     MemoryRecord,
     bus_factor,
     record_from_json,
     record_to_json,
 )
-from paceline.records.layers import BlockTimes, LayerProfileRecord, ParameterTimes
+from paceline.records.layers import BlockTimes, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord, ParameterTimes
 from paceline.records.samples import REDUCERS, Samples, Summary
-from paceline.records.steps import MODES, ROLES, StepRecord
+from paceline.records.steps import ROLES, StepRecord
 from paceline.records.training import BUDGETS, BatchRecord, CurvePoint, LargeBatchRecord, NoiseProbe, NoiseRecord
 
 
@@ -230,7 +228,7 @@ def batches(draw):
 @st.composite
 def scales(draw):
     ranks, batch_size, accumulate = draw(st.integers(1, 4)), draw(COUNT), draw(st.integers(1, 3))
-    some, mode = samples(shape=(ranks, draw(st.integers(1, 3)))), draw(st.sampled_from(MODES))
+    some, mode = samples(shape=(ranks, draw(st.integers(1, 3)))), draw(st.sampled_from(["weak", "strong"]))
     texts = ("model", "data", "wrapper", "backend", "device", "precision", "note")
     return StepRecord(
         mode=mode, cell_size=batch_size * accumulate * (1 if mode == "weak" else ranks), world_size=ranks,

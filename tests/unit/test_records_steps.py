@@ -16,14 +16,9 @@ from paceline.records import Samples, Summary
 from paceline.records.kinds import record_from_json, record_to_json
 from paceline.records.samples import Ratio
 from paceline.records.steps import (
-    CALIBRATING,
-    ROLES,
-    ScalePoint,
     StepRecord,
-    compare_points,
     compare_steps,
     compare_wrappers,
-    find_peak,
     find_peak_of,
     list_points,
 )
@@ -218,10 +213,6 @@ def test_a_step_survives_json(record):
     assert isinstance(read.bucket_bytes, tuple) and read.num_buckets == len(record.bucket_bytes)
 
 
-def test_the_job_itself_does_not_calibrate():
-    assert set(ROLES) - set(CALIBRATING) == {"job"}
-
-
 @pytest.mark.parametrize(
     ("record", "changes", "words"),
     [
@@ -380,7 +371,7 @@ SCALING = st.sampled_from(["weak", "strong"])
 def test_speedup_efficiency_and_noise_follow_from_the_seconds(rng, mode, ranks, relative, cost):
     alone = make_scale(rng, 1, 1e-2, mode=mode, cell_size=64)
     record = make_scale(rng, ranks, relative * 1e-2, cost * 1e-2, mode=mode, cell_size=64)
-    point = ScalePoint(record, alone)
+    _, point = list_points([alone, record])
     ratio, noise = interval(slowest(alone.timing) / slowest(record.timing))
     speedup = ratio * ranks if mode == "weak" else ratio
     assert point.speedup == pytest.approx(speedup)
@@ -400,28 +391,13 @@ def test_one_repetition_has_no_noise():
     alone, record = (
         replace(make_scale(rng, n, 1e-2), timing=make_samples(rng, 1e-2, n, count=1), no_comm=None) for n in (1, 2)
     )
-    assert ScalePoint(record, alone).efficiency_noise is None
+    assert list_points([alone, record])[1].efficiency_noise is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "alone_changes", "reason"),
-    [
-        ({"cell_size": 64}, {}, "not timed in turns"),
-        ({"mode": "strong", "cell_size": 32}, {}, "not timed in turns"),
-        ({"model": "resnet18"}, {}, "not timed in turns"),
-        ({}, {"timing": make_samples(make_rng(), 1.0, count=COUNT - 1)}, "not timed in turns"),
-    ],
-)
-def test_points_of_another_cell_or_job_are_refused(changes, alone_changes, reason):
-    record, alone = make_scale(make_rng(), 2, 1e-2, **changes), make_scale(make_rng(), 1, 1e-2, **alone_changes)
-    with pytest.raises(RecordError, match=reason):
-        ScalePoint(record, alone)
-
-
-def test_two_ranks_are_not_one_to_compare_with():
-    record = make_scale(make_rng(), 2, 1e-2)
-    with pytest.raises(RecordError, match="2 ranks"):
-        ScalePoint(record, record)
+def test_a_point_of_other_repetitions_is_refused():
+    alone = make_scale(make_rng(), 1, 1e-2, timing=make_samples(make_rng(), 1.0, count=COUNT - 1))
+    with pytest.raises(RecordError, match="not timed in turns"):
+        list_points([alone, make_scale(make_rng(), 2, 1e-2)])
 
 
 def test_one_rank_by_itself_is_told_from_a_wrapper_on_one_rank():
@@ -440,25 +416,6 @@ def test_cells_and_jobs_find_their_own_rank_and_those_without_one_are_left_out()
     assert all((p.alone.cell, p.alone.job) == (p.record.cell, p.record.job) for p in points)
 
 
-@given(SEEDS, SCALING)
-def test_my_efficiency_over_theirs_is_their_step_over_mine(rng, mode):
-    points = list_points(make_cell(rng, mode, 64))
-    mine, theirs = points[3], points[1]
-    found = compare_points(mine, theirs)
-    value, noise = interval(slowest(theirs.record.timing) / slowest(mine.record.timing))
-    assert (found.value, found.noise) == (pytest.approx(value), pytest.approx(noise))
-    assert found.is_clear == (abs(value - 1) > noise)
-
-
-def test_points_of_other_ranks_cells_or_jobs_are_not_compared():
-    rng = make_rng()
-    points = list_points([*make_cell(rng, "weak", 32), *make_cell(rng, "weak", 64)])
-    other = list_points([replace(record, precision="bf16") for record in make_cell(rng, "weak", 32)])
-    for theirs in (points[4], points[8], other[1]):
-        with pytest.raises(RecordError):
-            compare_points(points[1], theirs)
-
-
 def _step(busy_s, ranks=2, **changes):
     busy = Samples(seconds=((busy_s,) * ranks,) * COUNT)
     return make_scale(make_rng(), ranks, 1e-2, busy=busy, **{"num_bytes": 2**24, **changes})
@@ -471,16 +428,16 @@ def test_the_peak_is_of_the_quickest_repetition(rng, ranks):
         float(slowest(c.timing).min()) for c in collectives if (c.backend, c.world_size) == ("gloo", ranks)
     )
     peak = 2 * (ranks - 1) / ranks * 2**24 / quickest_s
-    assert find_peak(collectives, "gloo", ranks) == pytest.approx(peak)
-    assert find_peak(collectives, "gloo", 16) is None
-    assert find_peak([replace(c, collective="broadcast") for c in collectives], "gloo", ranks) is None
+    assert find_peak_of(_step(1.0, ranks), collectives) == pytest.approx(peak)
+    assert find_peak_of(_step(1.0, 16), collectives) is None
+    assert find_peak_of(_step(1.0, ranks), [replace(c, collective="broadcast") for c in collectives]) is None
 
 
 def test_a_peak_from_an_imported_mean_is_that_mean_and_a_time_of_0_is_none():
     (mean,) = make_collectives(make_rng(), backends=["gloo"], counts=[2])
-    assert find_peak([replace(mean, timing=Summary(mean_s=2.0))], "gloo", 2) == pytest.approx(2**24 / 2.0)
+    assert find_peak_of(_step(4.0), [replace(mean, timing=Summary(mean_s=2.0))]) == pytest.approx(2**24 / 2.0)
     some = replace(mean, timing=Samples(seconds=((0.0, 0.0), (2.0, 2.0), (4.0, 4.0))))
-    assert find_peak([some], "gloo", 2) == pytest.approx(2**24 / 2.0)
+    assert find_peak_of(_step(4.0), [some]) == pytest.approx(2**24 / 2.0)
 
 
 @given(SEEDS, st.sampled_from([2, 4]))

@@ -15,7 +15,6 @@ from paceline.records import CurvePoint
 from paceline.records.kinds import record_from_json, record_to_json
 from paceline.records.training import (
     NoiseProbe,
-    RecipeSummary,
     estimate_noise_scale,
     find_knee,
     summarize_epochs,
@@ -159,17 +158,9 @@ def test_a_baseline_of_which_no_seed_finished_gives_no_gap():
     assert (base.accuracy, summary.baseline, summary.gap) == (None, base, None)
 
 
-@pytest.mark.parametrize(
-    ("runs", "reason"),
-    [
-        ((make_run(128), make_run(256, seed=1)), "several cells"),
-        ((make_run(128), make_run(128, "lars", seed=1)), "several cells"),
-        ((make_run(128), make_run(128)), "twice"),
-    ],
-)
-def test_runs_that_do_not_belong_together_are_refused(runs, reason):
-    with pytest.raises(RecordError, match=reason):
-        RecipeSummary(runs)
+def test_a_seed_that_appears_twice_is_refused():
+    with pytest.raises(RecordError, match="none at 128: a seed appears twice"):
+        summarize_recipes([make_run(128), make_run(128)])
 
 
 def test_the_made_study_has_what_the_tests_of_tables_need():

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import ConfigError, RecordError
 from paceline.records import LayerSizeRecord, store
-from paceline.records.store import Run, RunFolder, load_run, save_run, write_new
+from paceline.records.store import Run, create_folder, load_run, save_run, write_new
 from paceline.report.result import build_result
 
 
@@ -163,22 +163,23 @@ def noon(monkeypatch):
 
 
 def test_a_run_folder_is_named_by_time_and_verb_and_keeps_what_is_put_in(noon, run, tmp_path):
-    with RunFolder.create(tmp_path / "deep" / "runs", "bench allreduce") as folder:
-        assert folder.path == tmp_path / "deep" / "runs" / "20240506-120007-bench-allreduce"
-        assert folder.path.is_dir()
-        folder.save(run)
-        assert folder.write("a.txt", "text").read_text() == "text"
-        assert folder.write("a.bin", b"\x00\x01").read_bytes() == b"\x00\x01"
-    assert load_run(folder.path) == run
-    assert sorted(os.listdir(folder.path)) == ["a.bin", "a.txt", "run.json"]
+    with create_folder(tmp_path / "deep" / "runs", "bench allreduce") as folder:
+        assert folder == tmp_path / "deep" / "runs" / "20240506-120007-bench-allreduce"
+        assert folder.is_dir()
+        save_run(run, folder / "run.json")
+        write_new(folder / "a.txt", "text")
+        write_new(folder / "a.bin", b"\x00\x01")
+    assert (folder / "a.txt").read_text() == "text" and (folder / "a.bin").read_bytes() == b"\x00\x01"
+    assert load_run(folder) == run
+    assert sorted(os.listdir(folder)) == ["a.bin", "a.txt", "run.json"]
 
 
 def test_runs_of_one_second_get_folders_of_their_own(noon, tmp_path):
     names = []
     for content in "abc":
-        with RunFolder.create(tmp_path, "bench") as folder:
-            folder.write("x", content)
-        names.append(folder.path.name)
+        with create_folder(tmp_path, "bench") as folder:
+            (folder / "x").write_text(content)
+        names.append(folder.name)
     assert names == ["20240506-120007-bench", "20240506-120007-bench-2", "20240506-120007-bench-3"]
     assert [(tmp_path / name / "x").read_text() for name in names] == ["a", "b", "c"]
 
@@ -186,7 +187,7 @@ def test_runs_of_one_second_get_folders_of_their_own(noon, tmp_path):
 @pytest.mark.parametrize("is_failing", [False, True])
 def test_an_empty_run_folder_is_removed(tmp_path, is_failing):
     try:
-        with RunFolder.create(tmp_path, "bench"):
+        with create_folder(tmp_path, "bench"):
             assert len(os.listdir(tmp_path)) == 1
             if is_failing:
                 raise KeyboardInterrupt
@@ -196,10 +197,10 @@ def test_an_empty_run_folder_is_removed(tmp_path, is_failing):
 
 
 def test_what_a_failed_run_saved_is_kept(tmp_path):
-    with pytest.raises(RuntimeError), RunFolder.create(tmp_path, "bench") as folder:
-        folder.write("partial", "x")
+    with pytest.raises(RuntimeError), create_folder(tmp_path, "bench") as folder:
+        (folder / "partial").write_text("x")
         raise RuntimeError
-    assert os.listdir(folder.path) == ["partial"]
+    assert os.listdir(folder) == ["partial"]
 
 
 @pytest.mark.parametrize("below", ["", "runs"])
@@ -207,7 +208,7 @@ def test_a_place_that_cannot_hold_a_folder_is_refused_before_the_work(tmp_path, 
     (tmp_path / "file").write_text("I am not a folder")
     with (
         pytest.raises(ConfigError, match=r"cannot write results to .*file.*--out"),
-        RunFolder.create(tmp_path / "file" / below, "bench"),
+        create_folder(tmp_path / "file" / below, "bench"),
     ):
         pytest.fail("the work has begun")
 

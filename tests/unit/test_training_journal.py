@@ -226,15 +226,6 @@ def test_a_damaged_line_is_named_by_its_number(tmp_path, line):
         load_metrics(tmp_path / "m")
 
 
-@pytest.mark.parametrize("row", [{"loss": 1}, {"step": 1.0}, {"step": 1, "not_finite": {}}, {"step": 1, "x": object()},
-                                 {"step": 1, "x": [math.nan]}])  # fmt: skip
-def test_a_bad_row_is_refused_and_nothing_of_its_batch_is_written(tmp_path, row):
-    with closing(MetricsLog(tmp_path / "m")) as log:
-        with pytest.raises(ConfigError, match="row of metrics"):
-            log.append({"step": 0}, row)
-        assert (tmp_path / "m").read_bytes() == b""
-
-
 def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatch):
     original = builtins.__import__
 

@@ -252,10 +252,10 @@ def add_command(
 
 def print_result(result: Result, json: bool, wide: bool = False, strict: bool = False) -> int:
     """Print a result on the rank that leads; the exit code is 1 for a failure or, with `strict`, for noise."""
-    from paceline.runtime.environment import is_launched, read_place
+    from paceline.runtime.environment import read_place
 
     try:
-        leads = not is_launched() or read_place().rank == 0
+        leads = read_place().rank == 0
     except ConfigError:  # half of a launcher's variables: nobody else would print
         leads = True
     if leads:

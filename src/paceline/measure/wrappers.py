@@ -26,7 +26,7 @@ from paceline.measure.settings import MAX_CANDIDATES, Measured, WrapperSettings
 from paceline.measure.steps import Probe, Replica, StepBench, Variant, list_gradients, wrap
 from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Plan, plan_like_torch
 from paceline.records import StepRecord
-from paceline.records.steps import PRECISIONS
+from paceline.records.kinds import PRECISIONS
 from paceline.runtime.world import World
 from paceline.training.step import NoPhases, Phases
 from paceline.units import MIB, format_bytes, format_duration

@@ -59,17 +59,14 @@ class Environment:
 
     def differences(self, other: Environment) -> list[str]:
         """What makes numbers from the two environments incomparable; empty when nothing does."""
-        found = []
-        for name in ("host", "cpu", "cores", "python", "versions", "variables", "details"):
-            here, there = getattr(self, name), getattr(other, name)
-            if isinstance(here, dict):
-                found += [
-                    f"{name.removesuffix('s')} {key}: {here.get(key, 'none')} compared with {there.get(key, 'none')}"
-                    for key in sorted({*here, *there})
-                    if here.get(key) != there.get(key)
-                ]
-            elif here != there:
-                found.append(f"{name}: {here} compared with {there}")
+        here, there = self._list_conditions(), other._list_conditions()
+        names = [name for name in dict.fromkeys([*here, *there]) if here.get(name) != there.get(name)]
+        return [f"{name}: {here.get(name, 'none')} compared with {there.get(name, 'none')}" for name in names]
+
+    def _list_conditions(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in ("host", "cpu", "cores", "python")}
+        for name, of in (("version", self.versions), ("variable", self.variables), ("detail", self.details)):
+            found |= {f"{name} {key}": value for key, value in of.items()}
         return found
 
 
@@ -82,13 +79,6 @@ def _git_commit() -> str | None:
     return answer.stdout.strip() or None
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def capture_environment() -> Environment:
     """The environment of this process.
 
@@ -98,6 +88,7 @@ def capture_environment() -> Environment:
     name = Path(sys.argv[0]).name
     command = ["paceline" if name in ("__main__.py", "") else name, *sys.argv[1:]]
     gpu = machine.gpu_name()
+    packages = [next(iter(importlib.metadata.distributions(name=name)), None) for name in ("torch", "numpy")]
     return Environment(
         host=os.environ.get("PACELINE_HOST") or platform.node(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -105,7 +96,7 @@ def capture_environment() -> Environment:
         cores=machine.count_cores(),
         memory_bytes=machine.total_memory_bytes(),
         python=platform.python_version(),
-        versions={"paceline": __version__} | {name: found for name in ("torch", "numpy") if (found := _version(name))},
+        versions={"paceline": __version__} | {package.name: package.version for package in packages if package},
         variables={k: v for k, v in sorted(os.environ.items()) if k.startswith(_PREFIXES)},
         command_line=" ".join(command),
         git_commit=os.environ.get("PACELINE_COMMIT") or _git_commit(),

@@ -16,7 +16,8 @@ from typing import Any
 
 from paceline import machine
 from paceline.errors import ConfigError, RecordError
-from paceline.records.kinds import CollectiveRecord, LayerSizeRecord, LayerTimeRecord, Record
+from paceline.records.kinds import CollectiveRecord, Record
+from paceline.records.layers import LayerSizeRecord, LayerTimeRecord
 from paceline.records.samples import Summary
 from paceline.records.store import RUN_FILE, load_run
 from paceline.units import parse_size
@@ -111,13 +112,24 @@ def _parse_markdown_row(row: Row) -> CollectiveRecord:
     return _all_reduce(backend, row["processes"], parse_size(size), timing, dtype="float32")
 
 
-# What distinguishes each CSV of collectives, all the columns that it must have, and how its rows are read.
-_TABLES: tuple[tuple[set[str], set[str], Callable[[Row], CollectiveRecord]], ...] = (
-    (set(ALLREDUCE_HEADER), set(), _parse_allreduce_time),
-    ({"source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"}, set(), _parse_published),
-    ({"num_bytes", "median_s"},
-     {"collective", "backend", "device", "world_size", "dtype", "op", "iters", "nwrong"}, _parse_own),
-)  # fmt: skip
+# The columns of each CSV of collectives, and how its rows are read.
+_TABLES: list[tuple[list[str], Callable[[Row], Any]]] = [
+    (ALLREDUCE_HEADER, _parse_allreduce_time),
+    (["source", "backend", "world_size", "bytes", "time_s", "std_s", "stat"], _parse_published),
+    (["collective", "backend", "device", "world_size", "dtype", "op", "num_bytes", "median_s", "iters", "nwrong"],
+     _parse_own),
+]  # fmt: skip
+
+
+def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]]]) -> list[Any]:
+    """The records of a CSV that has all columns of one of the tables."""
+    lines = _read_csv(path)
+    header = lines[0][1]
+    for columns, parse in tables:
+        if set(columns) <= set(header):
+            return _parse(path, lines, parse)
+    needed = "; or ".join(", ".join(columns) for columns, _ in tables)
+    raise RecordError(f"{path} has the columns {', '.join(header) or '(none)'}: needed are {needed}")
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
@@ -135,15 +147,7 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
         return found
     if path.suffix.lower() in (".md", ".txt", ".markdown"):
         return _parse(path, _read_markdown(path), _parse_markdown_row)
-    lines = _read_csv(path)
-    header = lines[0][1]
-    for distinct, needed, parse in _TABLES:
-        if distinct <= set(header):
-            if missing := needed - set(header):
-                raise RecordError(f"{path} lacks the columns {', '.join(sorted(missing))}")
-            return _parse(path, lines, parse)
-    known = f"{', '.join(ALLREDUCE_HEADER)}, or those of Paceline's own table.csv"
-    raise RecordError(f"{path} has the columns {', '.join(header) or '(none)'}: known tables have {known}")
+    return _load_csv(path, _TABLES)
 
 
 def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:
@@ -166,20 +170,13 @@ def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:
     return found
 
 
-def _load_layers(path: str | Path, header: list[str], parse: Callable[[Row], Any]) -> list[Any]:
-    lines = _read_csv(Path(path))
-    if lines[0][1][-len(header) :] != header:
-        raise RecordError(f"{path} has the columns {', '.join(lines[0][1])}: {', '.join(header)} are needed")
-    return _parse(Path(path), lines, parse)
-
-
 def load_layer_sizes(path: str | Path) -> list[LayerSizeRecord]:
     """Parameters per layer from a `layer-sizes` CSV, in its order. Tied layers appear twice."""
 
     def parse(row: Row) -> LayerSizeRecord:
         return LayerSizeRecord(layer=row["Name"], num_params=int(row["No. Params"]), source="imported")
 
-    return _load_layers(path, LAYER_SIZES_HEADER[1:], parse)
+    return _load_csv(Path(path), [(LAYER_SIZES_HEADER[1:], parse)])
 
 
 def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
@@ -190,7 +187,7 @@ def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
         timing = Summary(min_s=low, max_s=high, mean_s=mean, stdev_s=stdev, median_s=median)
         return LayerTimeRecord(layer=row["Name"], timing=timing, source="imported")
 
-    return _load_layers(path, LAYER_TIMES_HEADER, parse)
+    return _load_csv(Path(path), [(LAYER_TIMES_HEADER, parse)])
 
 
 def _to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

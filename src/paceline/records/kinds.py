@@ -1,4 +1,4 @@
-"""The base of all records, the records of collectives and imported layers, and how records become JSON.
+"""The base of all records, the records of collectives, and how records become JSON.
 
 Nothing here measures or prints. Derived numbers are properties and are never stored.
 """
@@ -21,7 +21,7 @@ from paceline.records.samples import Samples, Summary, check_known
 ITEM_BYTES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "uint8": 1, "int8": 1,
 }  # fmt: skip
-
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 SOURCES = ("measured", "simulated", "emulated", "imported")
 # Where a message is: in a tensor of the rank, or in memory that the ranks share and reduce in.
 MEMORIES = ("ordinary", "shared")
@@ -34,8 +34,14 @@ COLLECTIVES: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
 }
 KINDS: dict[str, type[Record]] = {}
-# Kinds of older files: the kind that replaced each, its fields by their old names, and new words for some values.
-UPGRADES: dict[str, tuple[str, dict[str, str], dict[str, dict[str, str]]]] = {}
+# Kinds of versions 1 and 2: the kind that replaced each, its fields by their old names, and new words for some values.
+_SILENT = {"silent": "no_comm"}
+_UPGRADES: dict[str, tuple[str, dict[str, str], dict[str, dict[str, str]]]] = {
+    "wrapper": ("step", {"dtype": "precision"}, {"dtype": PRECISIONS}),
+    "phases": ("step", {"samples": "marked", "plain": "samples", **_SILENT, "silent_backward": "no_comm_backward"}, {}),
+    "scale": ("step", _SILENT, {}),
+    "tune_step": ("step", {}, {"role": {"plan": "job"}}),
+}
 
 
 def bus_factor(collective: str, world_size: int) -> float:
@@ -190,29 +196,6 @@ class ChunksRecord(_Timed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSizeRecord(Record):
-    """The number of parameters of one layer, in the order of the model's definition."""
-
-    kind: ClassVar[str] = "layer_size"
-    layer: str
-    num_params: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_params < 0:
-            raise RecordError(f"layer {self.layer!r} has {self.num_params} parameters")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerTimeRecord(Record):
-    """The time of one layer's backward, or of one phase of the step (`forward`, `backward`, `step`)."""
-
-    kind: ClassVar[str] = "layer_time"
-    layer: str
-    timing: Samples | Summary
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckRecord(Record):
     """One thing that `paceline doctor` looked at: `status` is ok, warn or fail; `advice` says how to fix it."""
 
@@ -240,8 +223,8 @@ def record_from_json(document: dict[str, Any]) -> Record:
         raise RecordError(f"a record must be a JSON object, not {type(document).__name__}")
     values = dict(document)
     kind = str(values.pop("kind", None))
-    if kind in UPGRADES:
-        kind, names, words = UPGRADES[kind]
+    if kind in _UPGRADES:
+        kind, names, words = _UPGRADES[kind]
         for name, new in words.items():
             if name not in values:
                 raise RecordError(f"{document['kind']} lacks {name}")

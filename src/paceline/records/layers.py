@@ -1,4 +1,4 @@
-"""Layer profiles: when each gradient became ready, how long each block took, and the numbers derived from that."""
+"""Layers: the rows of imported tables, and profiles of when each gradient became ready and how long each block took."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from functools import cached_property
 from typing import ClassVar
 
 from paceline.errors import RecordError, refuse
-from paceline.records.kinds import LayerSizeRecord, LayerTimeRecord, Record
-from paceline.records.samples import Ratio, Samples, compare_times
+from paceline.records.kinds import Record
+from paceline.records.samples import Ratio, Samples, Summary, compare_times
 
 # The name for what belongs to no block: parameters of the model itself, and the time between blocks.
 OUTSIDE = "outside"
@@ -22,6 +22,29 @@ def _check_seconds(name: str, values: Iterable[float | None]) -> None:
     for value in values:
         if value is not None and not 0 <= value < math.inf:
             raise RecordError(f"{name} has the time {value!r}; it must be finite and not negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizeRecord(Record):
+    """The number of parameters of one layer, in the order of the model's definition."""
+
+    kind: ClassVar[str] = "layer_size"
+    layer: str
+    num_params: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_params < 0:
+            raise RecordError(f"layer {self.layer!r} has {self.num_params} parameters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimeRecord(Record):
+    """The time of one layer's backward, or of one phase of the step (`forward`, `backward`, `step`)."""
+
+    kind: ClassVar[str] = "layer_time"
+    layer: str
+    timing: Samples | Summary
 
 
 @dataclass(frozen=True)

@@ -7,26 +7,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from paceline.errors import MeasurementError, RecordError, refuse
-from paceline.records.kinds import UPGRADES, CollectiveRecord, Record, bus_factor
+from paceline.records.kinds import CollectiveRecord, Record, bus_factor
 from paceline.records.samples import Ratio, Samples, check_known, compare_times
 from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
-MODES = ("weak", "strong")
-# Roles that a prediction may learn from: steps that send nothing, and steps whose messages are not the job's own.
-CALIBRATING = ("plain", "local", "disturbed")
-ROLES = (*CALIBRATING, "job")
+ROLES = ("job", "plain", "local", "disturbed")
 # The samples of a record besides its timing; those after the phases belong to further kinds of steps.
 EXTRA_SAMPLES = ("marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped")
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# A rank is disturbed if it is the slowest in more than this share of steps, by more than this share of others' time.
-_MOST_STEPS, _FAR_BEHIND = 2 / 3, 0.1
-# Bytes over seconds, computed in two ways, differ by at most this share.
-_ROUNDING = 1e-9
 
 
 def _median_difference(here: Samples, there: Samples) -> float:
@@ -96,7 +89,7 @@ class StepRecord(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_known("role of a step", self.role, ROLES)
-        check_known("mode of scaling", self.mode, ("", *MODES))
+        check_known("mode of scaling", self.mode, ("", "weak", "strong"))
         samples = self.batch_size * self.accumulate * (self.world_size if self.mode == "strong" else 1)
         counts = (self.cap_bytes, self.num_bytes, self.num_messages, self.num_parameters, self.threads)
         messages = {self.message_bytes > 0, self.under_way is not None, self.overlapped is not None}
@@ -216,16 +209,6 @@ class StepRecord(Record):
         return Ratio(1.0, 0.0) if self.marked is None else compare_times(self.marked.reduced_s, self.timing.reduced_s)
 
 
-# Records of versions 1 and 2: new names of fields (by the old ones), and new words for values.
-_SILENT = {"silent": "no_comm"}
-UPGRADES |= {
-    "wrapper": ("step", {"dtype": "precision"}, {"dtype": PRECISIONS}),
-    "phases": ("step", {"samples": "marked", "plain": "samples", **_SILENT, "silent_backward": "no_comm_backward"}, {}),
-    "scale": ("step", _SILENT, {}),
-    "tune_step": ("step", {}, {"role": {"plan": "job"}}),
-}
-
-
 def compare_steps(record: StepRecord, reference: StepRecord) -> Ratio:
     """Step time over the reference's in the same repetition: neighbours in time, so a slow spell hits both."""
     if record is reference:
@@ -242,7 +225,6 @@ class Standing:
     torch's on gloo, which is the default without Paceline; None where one was not measured."""
 
     record: StepRecord
-    torch: StepRecord | None
     bare: StepRecord | None
     to_torch: Ratio | None
     to_tuned: Ratio | None
@@ -279,7 +261,7 @@ def compare_wrappers(records: Sequence[StepRecord]) -> list[Standing]:
         places = (("torch", r.backend), ("torch-tuned", r.backend), ("bare", r.backend), ("torch", "gloo"))
         others = [known.get((wrapper, backend, r.job, r.cell)) for wrapper, backend in places]
         ratios = [None if other is None else compare_steps(r, other) for other in others]
-        standings.append(Standing(r, others[0], others[2], *ratios))
+        standings.append(Standing(r, others[2], *ratios))
     return standings
 
 
@@ -293,13 +275,7 @@ class ScalePoint:
 
     record: StepRecord
     alone: StepRecord
-
-    ratio: Ratio = field(init=False)  # T(1)/T(n), repetition by repetition
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", compare_steps(self.alone, self.record))
-        if self.alone.world_size != 1:
-            raise RecordError(f"{self.record.place}: compared with {self.alone.world_size} ranks, and one is needed")
+    ratio: Ratio  # T(1)/T(n), repetition by repetition
 
     @property
     def share(self) -> int:
@@ -330,37 +306,26 @@ class ScalePoint:
 def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
     """Each record with one rank of its cell, in the given order; cells without one rank are left out."""
     alone = {(r.cell, r.job): r for r in records if r.world_size == 1 and r.wrapper == "none"}
-    return [ScalePoint(r, alone[r.cell, r.job]) for r in records if (r.cell, r.job) in alone]
-
-
-def compare_points(mine: ScalePoint, theirs: ScalePoint) -> Ratio:
-    """My efficiency over theirs, which is their step over mine, repetition by repetition."""
-    if mine.record.world_size != theirs.record.world_size:
-        raise RecordError(f"{mine.record.place} and {theirs.record.place} are compared at equal ranks only")
-    return compare_steps(theirs.record, mine.record)
-
-
-def find_peak(collectives: Sequence[CollectiveRecord], backend: str, world_size: int) -> float | None:
-    """The largest bus bandwidth of an all-reduce on this backend and number of ranks; None if not measured.
-
-    By the fastest repetition of each size: the peak is what the machine can do, not what it does on average.
-    """
-    rates = []
-    for record in collectives:
-        if (record.collective, record.backend, record.world_size) == ("all_reduce", backend, world_size):
-            times_s = [time_s for time_s in getattr(record.timing, "reduced_s", ()) if time_s > 0]
-            rates.append(record.busbw_bytes_per_s * record.time_s / min(times_s, default=record.time_s))
-    return max(rates, default=None)
+    pairs = [(r, alone[r.cell, r.job]) for r in records if (r.cell, r.job) in alone]
+    return [ScalePoint(record, one, compare_steps(one, record)) for record, one in pairs]
 
 
 def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> float | None:
-    """The peak for the messages of a step, on the same kind of device and from the same source; None where either was
-    not measured. MeasurementError "above-peak" where the step is above it: bytes or seconds were counted wrongly."""
-    alike = [c for c in collectives if (c.device, c.source) == (record.device, record.source)]
-    rate, peak = record.busbw_bytes_per_s, find_peak(alike, record.backend, record.world_size)
+    """The largest bus bandwidth of an all-reduce on the step's backend, ranks and kind of device, from the same source;
+    None where either was not measured. MeasurementError "above-peak" where the step is above it: bytes or seconds were
+    counted wrongly.
+
+    By the fastest repetition of each size: the peak is what the machine can do, not what it does on average.
+    """
+    place, rates = attrgetter("backend", "world_size", "device", "source"), []
+    for c in collectives:
+        if c.collective == "all_reduce" and place(c) == place(record):
+            times_s = [time_s for time_s in getattr(c.timing, "reduced_s", ()) if time_s > 0]
+            rates.append(c.busbw_bytes_per_s * c.time_s / min(times_s, default=c.time_s))
+    rate, peak = record.busbw_bytes_per_s, max(rates, default=None)
     if rate is None or peak is None:
         return None
-    if rate > peak * (1 + _ROUNDING):
+    if rate > peak * (1 + 1e-9):  # they are computed in two ways
         found = f"{format_rate(rate)} GB/s ({record.num_bytes} bytes in {record.num_messages} messages)"
         limit = f"the peak of {format_rate(peak)} GB/s that an all-reduce alone reached"
         text = f"{record.place}: {found} is above {limit}: the bookkeeping is wrong; report a bug"
@@ -390,4 +355,4 @@ def find_straggler(record: StepRecord) -> Straggler | None:
     middles = [statistics.median(row[number] for row in rows) for number in range(len(rows[0]))]
     others = statistics.median(middle for number, middle in enumerate(middles) if number != rank)
     excess = middles[rank] / others - 1
-    return Straggler(record, rank, share, excess) if share > _MOST_STEPS and excess > _FAR_BEHIND else None
+    return Straggler(record, rank, share, excess) if share > 2 / 3 and excess > 0.1 else None

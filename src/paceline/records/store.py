@@ -87,16 +87,21 @@ def save_run(run: Run, path: Path) -> None:
     write_new(path, json.dumps(head, indent=1, allow_nan=False)[:-2] + f',\n "records": [\n  {records}\n ]\n}}\n')
 
 
+def load_json(file: Path, needed: str) -> Any:
+    """The document of a file. RecordError "missing", with what is needed, or "damaged"."""
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise RecordError(f"{file} does not exist: {needed}", code="missing") from None
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{file} cannot be read as JSON: {error}", code="damaged") from None
+
+
 def load_run(path: str | Path) -> Run:
     """Read a run from its file or its folder; RecordError says what is wrong with it and where."""
     path = Path(path)
     file = path / RUN_FILE if path.is_dir() else path
-    try:
-        document = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise RecordError(f"{file} does not exist: give a run folder or its {RUN_FILE}", code="missing") from None
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{file} cannot be read as JSON: {error}") from None
+    document = load_json(file, f"give a run folder or its {RUN_FILE}")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RecordError(f'{file} is not a run of Paceline: it lacks "format": "{FORMAT}"')
     version = document.get("version")
@@ -126,52 +131,37 @@ def load_records(documents: Sequence[Any], version: int) -> tuple[Record, ...]:
     return tuple(map(load, documents))
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """The folder of one run, made when the run starts, so that a bad place is reported before the work."""
+@contextlib.contextmanager
+def create_folder(out: str | Path, verb: str) -> Iterator[Path]:
+    """A new folder `out/TIME-verb`, made first so that a bad place is reported at once; removed if it stays empty."""
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+    name, number = f"{stamp}-{verb.replace(' ', '-')}", 1
+    path = Path(out) / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:
+                number += 1
+                path = Path(out) / f"{name}-{number}"
+    except OSError as error:
+        raise _cannot_write(out, str(error.strerror)) from None
+    try:
+        yield path
+    finally:
+        if not any(path.iterdir()):
+            shutil.rmtree(path)
 
-    path: Path
 
-    @classmethod
-    @contextlib.contextmanager
-    def create(cls, out: str | Path, verb: str) -> Iterator[RunFolder]:
-        """A new folder `out/TIME-verb`; it is removed again if nothing was put into it."""
-        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-        name, number = f"{stamp}-{verb.replace(' ', '-')}", 1
-        path = Path(out) / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            while True:
-                try:
-                    path.mkdir()
-                    break
-                except FileExistsError:
-                    number += 1
-                    path = Path(out) / f"{name}-{number}"
-        except OSError as error:
-            raise _cannot_write(out, str(error.strerror)) from None
-        try:
-            yield cls(path)
-        finally:
-            if not any(path.iterdir()):
-                shutil.rmtree(path)
-
-    @staticmethod
-    def check(out: str | Path) -> None:
-        """Refuse a place where `create` could not make a folder; makes nothing."""
-        place = Path(out).absolute()
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            raise _cannot_write(out, os.strerror(errno.EACCES if place.is_dir() else errno.ENOTDIR))
-
-    def save(self, run: Run) -> Path:
-        save_run(run, self.path / RUN_FILE)
-        return self.path / RUN_FILE
-
-    def write(self, name: str, content: str | bytes) -> Path:
-        write_new(self.path / name, content)
-        return self.path / name
+def check_folder(out: str | Path) -> None:
+    """Refuse a place where `create_folder` could not make one; makes nothing."""
+    place = Path(out).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise _cannot_write(out, os.strerror(errno.EACCES if place.is_dir() else errno.ENOTDIR))
 
 
 def _cannot_write(out: str | Path, reason: str) -> ConfigError:
@@ -189,11 +179,6 @@ class Study:
     verb: str
     config: dict[str, Any]
     command_line: str = ""
-
-    @property
-    def _cells(self) -> Path:
-        (self.path / _CELLS).mkdir(exist_ok=True)
-        return self.path / _CELLS
 
     @classmethod
     def begin(cls, path: Path, verb: str, config: dict[str, Any], command_line: str = "") -> Study:
@@ -222,7 +207,9 @@ class Study:
     def _file(self, cell: str) -> Path:
         """A file name for the cell; where it cannot hold every character of the name, a checksum makes it unique."""
         plain, slug = cell.replace(" ", "-"), re.sub(r"[^A-Za-z0-9.-]+", "-", cell)
-        return self._cells / f"{slug if slug == plain else f'{slug}-{zlib.crc32(cell.encode()):08x}'}.json"
+        folder = self.path / _CELLS
+        folder.mkdir(exist_ok=True)
+        return folder / f"{slug if slug == plain else f'{slug}-{zlib.crc32(cell.encode()):08x}'}.json"
 
     def find(self, cell: str) -> list[Record] | None:
         """The records of a finished cell; None where it is not finished."""
@@ -255,5 +242,5 @@ class Study:
     def discard(self) -> None:
         """Remove what a study left in its folder, unless a cell is finished."""
         if not self.count():
-            shutil.rmtree(self._cells)
+            shutil.rmtree(self.path / _CELLS, ignore_errors=True)
             (self.path / STUDY_FILE).unlink()

@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from paceline.errors import ConfigError, RecordError, refuse
+from paceline.errors import RecordError, refuse
 from paceline.records.kinds import Record
 from paceline.records.samples import Samples, check_known
-from paceline.records.store import write_new
+from paceline.records.store import load_json, write_new
 
 BUDGETS = ("epochs", "updates")
 CONFIG_FILE, METRICS_FILE = "config.json", "metrics.jsonl"
@@ -164,12 +164,8 @@ class RecipeSummary:
     train_loss: Spread | None = field(init=False)
 
     def __post_init__(self) -> None:
-        place = f"{self.first.recipe} at {self.first.global_batch_size}"
-        refuse(
-            (len({run.cell for run in self.runs}) != 1, f"{place}: its runs are of several cells"),
-            (len({run.seed for run in self.runs}) != len(self.runs), f"{place}: a seed appears twice"),
-            error=RecordError,
-        )
+        if len({run.seed for run in self.runs}) != len(self.runs):
+            raise RecordError(f"{self.first.recipe} at {self.first.global_batch_size}: a seed appears twice")
         for name, of in (("accuracy", "test_accuracy"), ("test_loss", "test_loss"), ("train_loss", "train_loss")):
             values = [getattr(run.curve[-1], of) for run in self.finished]
             deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -377,38 +373,32 @@ class EpochSummary:
 
 def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
     """One summary per epoch, in order, from one row of metrics per step."""
-    by_epoch: dict[int, list[dict[str, Any]]] = {}
+    epochs: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        by_epoch.setdefault(row["epoch"], []).append(row)
-    return [_summarize(epoch, found) for epoch, found in sorted(by_epoch.items())]
-
-
-def _summarize(epoch: int, rows: Sequence[dict[str, Any]]) -> EpochSummary:
-    def total(name: str) -> float:
-        """The sum over samples; not a number where a step has none."""
-        return float(sum((math.nan if row.get(name) is None else row[name]) * row["samples"] for row in rows))
-
-    samples, accuracy = sum(row["samples"] for row in rows), total("accuracy")
-    # A wrapper does not report it for its first step, in which it makes its plan.
-    exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
-    return EpochSummary(
-        epoch, len(rows), samples, loss=total("loss") / samples,
-        accuracy=None if math.isnan(accuracy) else accuracy / samples,
-        test_loss=rows[-1].get("test_loss"), test_accuracy=rows[-1].get("test_accuracy"),
-        seconds=sum(row["step_s"] for row in rows), data_wait_s=sum(row["data_wait_s"] for row in rows),
-        exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
-    )  # fmt: skip
+        epochs.setdefault(row["epoch"], []).append(row)
+    found = []
+    for epoch, of in sorted(epochs.items()):
+        samples = sum(row["samples"] for row in of)
+        # Not a number where a step has none.
+        loss, accuracy = (
+            sum((math.nan if row.get(name) is None else row[name]) * row["samples"] for row in of) / samples
+            for name in ("loss", "accuracy")
+        )
+        # A wrapper does not report it for its first step, in which it makes its plan.
+        exposed = [row["exposed_comm_s"] for row in of if row["exposed_comm_s"] is not None]
+        found.append(EpochSummary(
+            epoch, len(of), samples, loss, None if math.isnan(accuracy) else accuracy,
+            test_loss=of[-1].get("test_loss"), test_accuracy=of[-1].get("test_accuracy"),
+            seconds=sum(row["step_s"] for row in of), data_wait_s=sum(row["data_wait_s"] for row in of),
+            exposed_comm_s=sum(exposed) / len(exposed) * len(of) if exposed else None,
+        ))  # fmt: skip
+    return found
 
 
 def load_config(folder: str | Path) -> dict[str, Any]:
     """The document `config.json` of a training run: `settings`, `environment`, and `outcome` once it has ended."""
     file = Path(folder) / CONFIG_FILE
-    try:
-        document = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise RecordError(f"{file} does not exist; give the folder of a training run", code="missing") from None
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{file} cannot be read as JSON: {error}", code="damaged") from None
+    document = load_json(file, "give the folder of a training run")
     known = document if isinstance(document, dict) else {}
     if (known.get("format"), known.get("version")) != CONFIG_FORMAT or not isinstance(known.get("settings"), dict):
         raise RecordError(f"{file} is not the configuration of a training run of this Paceline", code="damaged")
@@ -469,13 +459,7 @@ def load_metrics(path: Path) -> list[dict[str, Any]]:
 def _render(rows: Iterable[Mapping[str, Any]]) -> bytes:
     lines = []
     for row in rows:
-        if type(row.get("step")) is not int or _NOT_FINITE in row:
-            found = f"a row of metrics has the keys {list(row)}"
-            raise ConfigError(f"{found}: it needs an integer `step`, and no `{_NOT_FINITE}`")
         lost = {name: str(x) for name, x in row.items() if isinstance(x, float) and not math.isfinite(x)}
         plain = {**row, **dict.fromkeys(lost), **({_NOT_FINITE: lost} if lost else {})}
-        try:
-            lines.append(json.dumps(plain, allow_nan=False) + "\n")
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"the row of metrics of step {row['step']} cannot be written as JSON: {error}") from None
+        lines.append(json.dumps(plain, allow_nan=False) + "\n")
     return "".join(lines).encode()

@@ -22,7 +22,7 @@ from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, St
 from paceline.records.environment import Environment
 from paceline.records.layers import LayerProfileRecord
 from paceline.records.samples import Ratio
-from paceline.records.steps import ScalePoint, Straggler, compare_points, find_peak_of, find_straggler, list_points
+from paceline.records.steps import ScalePoint, Straggler, compare_steps, find_peak_of, find_straggler, list_points
 from paceline.records.store import Run
 from paceline.records.training import find_knee
 from paceline.report.plots import COLORS, MARKERS, build_panels, label_values, new_figure, place_legend
@@ -112,15 +112,16 @@ class ScaleLine:
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
     """Each point in the given order, with what it is compared with; MeasurementError where one is above the peak."""
-    known = {(p.record.cell, p.record.world_size, p.record.wrapper, p.record.backend): p for p in points}
+    records = [point.record for point in points]
+    known = {(r.cell, r.world_size, r.wrapper, r.backend): r for r in records}
 
-    def compare(point: ScalePoint, backend: str) -> Ratio | None:
-        torch = known.get((point.record.cell, point.record.world_size, "torch", backend))
-        return None if torch is None or point.record.world_size == 1 else compare_points(point, torch)
+    def compare(record: StepRecord, backend: str) -> Ratio | None:
+        torch = known.get((record.cell, record.world_size, "torch", backend))
+        return None if torch is None or record.world_size == 1 else compare_steps(torch, record)
 
     return [
-        ScaleLine(p, compare(p, p.record.backend), compare(p, "gloo"), find_peak_of(p.record, collectives))
-        for p in points
+        ScaleLine(point, compare(r, r.backend), compare(r, "gloo"), find_peak_of(r, collectives))
+        for point, r in zip(points, records, strict=True)
     ]
 
 
@@ -636,8 +637,9 @@ class RanksResult(StudyResult):
                 continue
             ranks = [n for n in counts if mode == "weak" or size % n == 0]
             try:
-                evidence = ScalingEvidence.sort(self.records, wrapper, backend, (mode, size), at_hand)
-                found = simulate_scaling(evidence.calibrated_up_to(most // 2), [most])
+                study = self.records, wrapper, backend, (mode, size), at_hand
+                evidence, half = ScalingEvidence(*study), ScalingEvidence(*study, up_to=most // 2)
+                found = simulate_scaling(half, [most])
                 found += simulate_scaling(evidence, ranks, networks) if ranks else []
                 lines = describe_assumptions(evidence, networks)
             except PacelineError as error:  # times that no model fits, such as on a busy machine

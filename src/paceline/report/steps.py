@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from paceline.records.kinds import PRECISIONS
 from paceline.records.samples import Ratio
-from paceline.records.steps import PRECISIONS, Standing, StepRecord, compare_wrappers
+from paceline.records.steps import Standing, StepRecord, compare_wrappers
 from paceline.report.plots import COLORS, MARKERS, build_panels
 from paceline.report.result import Result
 from paceline.report.table import RATIO_NOTE, Column, Table, ratio_columns, raw_columns, text_columns
@@ -129,7 +130,7 @@ class WrappersResult(StepResult):
 
     @property
     def answer(self) -> str:
-        ours = [s for s in self.standings if s.record.wrapper == "paceline" and s.torch is not None]
+        ours = [s for s in self.standings if s.record.wrapper == "paceline" and s.to_torch is not None]
         ratios = [ratio for s in ours if (ratio := s.to_torch) is not None]
         if not ratios:
             return "torch's wrapper and Paceline's were not measured together."

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import ConfigError, LaunchError
 from paceline.records.environment import Environment, capture_environment, find_doubts
 from paceline.records.kinds import Record
-from paceline.records.store import RUN_FILE, STUDY_FILE, Run, RunFolder, Study, load_run
+from paceline.records.store import RUN_FILE, STUDY_FILE, Run, Study, check_folder, create_folder, load_run, save_run
 from paceline.runtime.environment import Place, is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, handle_signals, unwind_on_sigterm
 from paceline.runtime.worker import find_function, listen
@@ -231,24 +231,19 @@ class Session:
                 pool.close()
             self._pools.clear()
 
-    def save(
-        self, records: Sequence[Record], details: dict[str, Any] | None = None, doubts: Sequence[str] | None = None,
-        complete: bool = True,
-    ) -> Run:  # fmt: skip
+    def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
         """The finished run, saved as `run.json` where this session writes. Its warnings are the reasons to doubt it.
 
-        `details` is what only a rank knows of the environment. `doubts` are those that follow from the records: by
-        default those that `find_doubts` finds. A resumed run that was finished is the saved one.
+        `details` is what only a rank knows of the environment. A resumed run that was finished is the saved one.
         """
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
         environment = self.environment if details is None else dataclasses.replace(self.environment, details=details)
-        if doubts is None:
-            doubts = [doubt.text for doubt in find_doubts(records, environment)]
+        doubts = [doubt.text for doubt in find_doubts(records, environment)]
         found = (*self.warnings, *self._find_machine_warnings(), *doubts)
         run = Run(self.verb, self.config, environment, tuple(records), found, complete)
         if self.folder is not None and self.is_leader:
-            RunFolder(self.folder).save(run)
+            save_run(run, self.folder / RUN_FILE)
             self.is_finished = complete
         return run
 
@@ -319,24 +314,6 @@ class Session:
             print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-def choose_ranks(requested: Sequence[int] | None) -> tuple[tuple[int, ...], list[str]]:
-    """The numbers of ranks to measure, and a warning about those that the launched world cannot hold.
-
-    Without a request: all of the launched world, else 2. A launched world of one rank, such as a shell of a batch job,
-    does not limit a request: local ranks are started for it.
-    """
-    size = read_place().world_size if is_launched() else None
-    if requested is None:
-        return (size or 2,), []
-    if size is None or size == 1:
-        return tuple(requested), []
-    fitting, others = tuple(n for n in requested if n <= size), ", ".join(str(n) for n in requested if n > size)
-    if not fitting:
-        text = f"--ranks {others} in a launched world of {size}: start more ranks, or leave out --ranks"
-        raise ConfigError(text, code="launched")
-    return fitting, [f"not measured: {others} ranks, because the launched world has {size}"] if others else []
-
-
 def joins_world(ranks: int) -> bool:
     """Whether a session of this many ranks runs in the launched world, rather than on ranks that it starts."""
     return is_launched() and not (read_place().world_size == 1 and ranks > 1)
@@ -383,9 +360,9 @@ def open_session(
             if whole is not None:
                 folder = Path(out)
             elif is_leader:
-                folder = stack.enter_context(RunFolder.create(out, verb)).path
+                folder = stack.enter_context(create_folder(out, verb))
             else:
-                RunFolder.check(out)  # here too: if rank 0 cannot write, the others must not wait for it
+                check_folder(out)  # here too: if rank 0 cannot write, the others must not wait for it
         if folder is not None and cells:
             machine = environment.machine_and_torch
             if resume is not None:

@@ -11,7 +11,7 @@ from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import load_layer_sizes, load_layer_times, load_table
-from paceline.records.store import Run, RunFolder, load_run
+from paceline.records.store import Run, create_folder, load_run
 
 if TYPE_CHECKING:
     from paceline.report.predictions import CapsResult, PredictResult
@@ -93,8 +93,8 @@ def predict_csv(folder: str | Path, *, out: Place = None) -> CapsResult:
 
 def _save(result: R, out: str | Path | None) -> R:
     if out is not None:
-        with RunFolder.create(out, "predict") as folder:
-            result.save(folder.path)
+        with create_folder(out, "predict") as folder:
+            result.save(folder)
     return result
 
 

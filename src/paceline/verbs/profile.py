@@ -157,7 +157,8 @@ def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
 
 def _load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[Any]:
     from paceline.predict.networks import build_sweeps
-    from paceline.records import CollectiveRecord, load_run
+    from paceline.records import CollectiveRecord
+    from paceline.records.store import load_run
 
     sweeps: list[Any] = []
     for path in paths:
