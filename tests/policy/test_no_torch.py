@@ -11,7 +11,6 @@ from .reading import PACKAGE, STARRED, expect_none, imports, modules, room, run_
 # Outside the starred half, what a command loads before it knows that it needs torch.
 LATE = (
     "paceline.cli.main",
-    "paceline.measure.scale_settings",
     "paceline.measure.settings",
     "paceline.runtime.environment",
     "paceline.runtime.launch",
@@ -19,7 +18,7 @@ LATE = (
     "paceline.training.journal",
     "paceline.training.settings",
     "paceline.workloads.registry",
-    "paceline.workloads.data.sources",
+    "paceline.workloads.data",
 )
 
 _IMPORT_ALL = """

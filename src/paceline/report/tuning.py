@@ -5,22 +5,18 @@ What is concluded is in `predict.tuning`; nothing here decides anything.
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
 from paceline.plan import Plan
-from paceline.predict.predictor import GridPoint, Judgement
 from paceline.predict.search import estimate_caps
-from paceline.predict.simulate import SimulatedStep
-from paceline.predict.tuning import Tuning, load_tuning
+from paceline.predict.tuning import GridPoint, Tuning, load_tuning
 from paceline.records import StepRecord
 from paceline.records.samples import Ratio
-from paceline.report.plots import COLORS, new_figure, place_legend
-from paceline.report.predictions import draw_caps
+from paceline.report.plots import COLORS, draw_line, new_figure, place_legend
+from paceline.report.predictions import draw_caps, mark_best
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of
@@ -71,7 +67,7 @@ class TuneResult(Result):
 
     @property
     def gain(self) -> Ratio | None:
-        return self.tuning.judgement.gain
+        return self.tuning.gain
 
     @property
     def verdict(self) -> str:
@@ -79,7 +75,7 @@ class TuneResult(Result):
 
     @property
     def candidates(self) -> Sequence[GridPoint]:
-        return self.tuning.judgement.points
+        return self.tuning.points
 
     @property
     def step(self) -> StepRecord:
@@ -105,16 +101,11 @@ class TuneResult(Result):
         listed = ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
         advice = f"; to reduce it, measure {first} again" if most >= _LEAST_DOUBT else ""
         return [
-            *describe_errors(tuning.judgement),
+            *describe_errors(tuning),
             f"standard deviation of the predicted step by input: {listed}{advice}",
             f"contention: {tuning.model.costs.contention.basis}",
             describe_torch(tuning),
         ]
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result. Versions 1 and 2 stored the findings there, too."""
-        return self.run.warnings if "tune" in self.config else tuple(doubt.text for doubt in self.doubts)
 
     def tables(self) -> list[Table]:
         choice = self.tuning.choice
@@ -128,12 +119,7 @@ class TuneResult(Result):
         return {"tuning": lambda: plot_tuning(self.tuning, title, self.run.environment.machine)}
 
     def files(self) -> dict[str, str | bytes]:
-        tuning = self.tuning
-        default = tuning.model.estimate(tuning.model.cut_like(tuning.default_plan.bucket_bytes)).step
-        steps = {"the default": default}
-        if not tuning.choice.is_default:
-            steps["the plan predicted best"] = tuning.choice.estimate.step
-        return {"plan.json": tuning.plan.to_json(), "simulated-timeline.json": render_timeline(steps)}
+        return {"plan.json": self.tuning.plan.to_json()}
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -147,31 +133,31 @@ class TuneResult(Result):
         return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
 
     def to_json(self) -> dict[str, Any]:
-        tuning, judgement, step = self.tuning, self.tuning.judgement, self.step
-        times = {label: record.timing.median_s for label, record in judgement.confirmed.items()}
-        best = judgement.best_measured
-        return super().to_json() | judgement.scores | {
+        tuning, step = self.tuning, self.step
+        times = {label: record.timing.median_s for label, record in tuning.confirmed.items()}
+        best = tuning.best_measured
+        return super().to_json() | tuning.scores | {
             **{name: getattr(step, name) for name in ("model", "wrapper", "backend")},
-            **{name: getattr(judgement, name) for name in ("noise", "regret")},
+            **{name: getattr(tuning, name) for name in ("noise", "regret")},
             "world_size": tuning.settings.network_ranks if tuning.settings.network else step.world_size,
-            "flat": judgement.is_flat,
-            "best_predicted_cap_bytes": judgement.best_predicted.cap_bytes,
+            "flat": tuning.is_flat,
+            "best_predicted_cap_bytes": tuning.best_predicted.cap_bytes,
             "best_measured_cap_bytes": None if best is None else best.cap_bytes,
             "keeps_default": tuning.keeps_default,
             "predicted_gain": tuning.choice.gain,
             "plan": None if self.folder is None else str(self.folder / "plan.json"),
-            "plan_measured_s": times.get("default" if tuning.keeps_default else judgement.recommended),
-            "recommended_measured_s": times.get(judgement.recommended),
+            "plan_measured_s": times.get("default" if tuning.keeps_default else tuning.recommended),
+            "recommended_measured_s": times.get(tuning.recommended),
             "default_measured_s": times.get("default"),
             "verdict": self.answer,
         }  # fmt: skip
 
 
-def describe_errors(judgement: Judgement) -> list[str]:
+def describe_errors(tuning: Tuning) -> list[str]:
     """How right the prediction was, in sentences."""
     lines = []
-    if judgement.measured:
-        scores = judgement.scores
+    if tuning.measured:
+        scores = tuning.scores
 
         def say(name: str, how: str) -> str:
             return "unknown" if (score := scores[name]) is None else format(score, how)
@@ -180,22 +166,22 @@ def describe_errors(judgement: Judgement) -> list[str]:
             f"predicted steps are {say('mape', '.1%')} off on average, {say('max_error', '.1%')} at most; the time "
             f"that communication adds, by {say('exposed_error', '.0%')} of it or {say('exposed_step_error', '.1%')} of "
             f"a step; {say('coverage', '.0%')} of the measured points are in their 90 % intervals; rank correlation "
-            f"{say('kendall_tau', '.2f')}; noise {judgement.noise:.1%}"
+            f"{say('kendall_tau', '.2f')}; noise {tuning.noise:.1%}"
         )
-    odd = [format_bytes(point.cap_bytes) for point in judgement.points if not point.same_layout]
+    odd = [format_bytes(point.cap_bytes) for point in tuning.points if not point.same_layout]
     return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines
 
 
 def describe_answer(tuning: Tuning) -> str:
     """The answer in one sentence, without its end."""
-    choice, judgement = tuning.choice, tuning.judgement
-    count, gain = format_number_of(choice.estimate.num_buckets, "bucket"), judgement.gain
+    choice, gain = tuning.choice, tuning.gain
+    count = format_number_of(choice.estimate.num_buckets, "bucket")
     if choice.is_default or (gain is None and tuning.keeps_default):
-        sure = f"the noise being {judgement.noise:.1%}" if judgement.noise else "predicted"
-        sizes = f"all bucket sizes lie within {judgement.spread:.1%}, {sure}"
-        if judgement.is_flat:
+        sure = f"the noise being {tuning.noise:.1%}" if tuning.noise else "predicted"
+        sizes = f"all bucket sizes lie within {tuning.spread:.1%}, {sure}"
+        if tuning.is_flat:
             return f"flat: keep the default, {count}: {sizes}"
-        regret = "" if judgement.regret is None else f" (regret {judgement.regret:.1%})"
+        regret = "" if tuning.regret is None else f" (regret {tuning.regret:.1%})"
         return f"keep the default, {count}: no plan is predicted to gain more than the noise; {sizes}{regret}"
     cap = f"bucket size {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "the plan"
     predicted = f"predicted {choice.gain:.1%} less than the default"
@@ -204,7 +190,7 @@ def describe_answer(tuning: Tuning) -> str:
     noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
     took = f"took {abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}, measured in turns"
     if gain.is_clear and gain.value <= 1:
-        return f"use {cap}, {count}: {predicted}, and {took}; regret {judgement.regret:.1%}"
+        return f"use {cap}, {count}: {predicted}, and {took}; regret {tuning.regret:.1%}"
     why = "a wrong prediction" if gain.is_clear else "within the noise"
     return f"keep the default: {cap}, {count}, was {predicted}, and {took}: {why}"
 
@@ -224,7 +210,7 @@ def describe_torch(tuning: Tuning) -> str:
 
 def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     """Step time against bucket size: predicted for every cap, measured for some."""
-    judgement, points = tuning.judgement, tuning.judgement.points
+    points = tuning.points
     sources = {point.measured.source for point in points if point.measured} or {"simulated"}
     figure, axes = new_figure(title, f"{subtitle}; predicted is simulated, points are {', '.join(sorted(sources))}")
     least, most = min(p.cap_bytes for p in points) / 1.5, max(p.cap_bytes for p in points) * 1.5
@@ -235,45 +221,13 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     low, high = [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points]
     sizes = [point.cap_bytes / MIB for point in points]
     axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
-    measured = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
+    timings = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
+    measured = [(size, *(1e3 * s for s in (t.median_s, t.p10_s, t.p90_s))) for size, t in timings]
     if measured:
-        sizes, timings = [size for size, _ in measured], [timing for _, timing in measured]
-        centers = [timing.median_s * 1e3 for timing in timings]
-        errors = [[(t.median_s - t.p10_s) * 1e3 for t in timings], [(t.p90_s - t.median_s) * 1e3 for t in timings]]
-        style: dict[str, Any] = {"fmt": "o-", "capsize": 3, "lw": 1, "label": "measured: median, p10 to p90"}
-        axes.errorbar(sizes, centers, yerr=errors, color=COLORS[1], **style)
-        best_ms, size = min(zip(centers, sizes, strict=True))
+        draw_line(axes, 1, measured, "measured: median, p10 to p90", marker="o", lw=1)
+        best_ms, size = min((median_ms, size) for size, median_ms, *_ in measured)
         axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
-    best = judgement.best_predicted
-    center = [best.cap_bytes / MIB], [best.estimate.step_s * 1e3]
-    axes.plot(*center, "D", color=COLORS[2], markersize=8, label="best predicted")
-    axes.axhline(tuning.model.plain_s * 1e3, color=COLORS[6], ls=":", lw=1, label="without communication")
+    best = tuning.best_predicted
+    mark_best(axes, best.cap_bytes, best.estimate.step_s, tuning.model.plain_s, "without communication")
     place_legend(figure, axes)
     return figure
-
-
-def render_timeline(steps: Mapping[str, SimulatedStep]) -> str:
-    """Simulated steps as a trace for Perfetto: a process for each, its phases on one track, each bucket on another."""
-    events: list[dict[str, Any]] = []
-
-    def add_track(pid: int, tid: int, name: str, spans: Sequence[tuple[str, float, float]]) -> None:
-        """A track with its spans: their names, begins and ends in seconds; without spans, the process itself."""
-        kind = "thread_name" if spans else "process_name"
-        events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}})
-        for what, begin_s, end_s in spans:
-            if end_s > begin_s:
-                times = {"ts": round(begin_s * 1e6, 3), "dur": round((end_s - begin_s) * 1e6, 3)}
-                events.append({"ph": "X", "name": what, "pid": pid, "tid": tid, **times})
-
-    for pid, (name, step) in enumerate(steps.items(), 1):
-        add_track(pid, 0, f"{name} (simulated)", ())
-        begin, end, over = step.before_s, step.before_s + step.backward_s, step.before_s + step.over_s
-        phases = [("data and forward", 0.0, begin), ("backward", begin, end), ("exposed communication", end, over)]
-        add_track(pid, 1, "this rank", [*phases, ("optimizer", over, over + step.after_s)])
-        for number, bucket in enumerate(step.buckets):
-            size = format_bytes(bucket.num_bytes)
-            moments = [begin + at_s for at_s in (bucket.ready_s, bucket.launch_s, bucket.start_s, bucket.done_s)]
-            names = (f"{what}, {size}" for what in ("gathered", "queued", "in flight"))
-            spans = [(what, *pair) for what, pair in zip(names, itertools.pairwise(moments), strict=True)]
-            add_track(pid, 2 + number, f"bucket {number}, {size}", spans)
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=None) + "\n"

@@ -65,7 +65,7 @@ def load_windows(
         """Gather into pinned memory and copy on a stream of its own."""
         num_samples, micros = split(number)
         with torch.cuda.stream(stream):
-            batches = [_pin(data.take(micro.indices)).to(device, non_blocking=True) for micro in micros]
+            batches = [data.take(micro.indices).map(_pin).to(device, non_blocking=True) for micro in micros]
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(stream)
         return num_samples, micros, batches, arrived
@@ -88,7 +88,6 @@ def load_windows(
         thread.shutdown(cancel_futures=True)
 
 
-def _pin(batch: Batch) -> Batch:
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
     # Contiguous: a part of each row (of tokens, of padded pairs) would first be copied into pageable memory.
-    mask = None if batch.mask is None else batch.mask.contiguous().pin_memory()
-    return Batch(batch.inputs.contiguous().pin_memory(), batch.targets.contiguous().pin_memory(), mask)
+    return tensor.contiguous().pin_memory()
