@@ -154,7 +154,7 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
     """
     if not sizes:
         raise RecordError("no layers: the table of sizes is empty")
-    phases = {record.layer: _median(record) for record in times}
+    phases = {record.layer: record.timing.center_s for record in times}
     seconds = {_normalize(layer): time_s for layer, time_s in phases.items() if layer.endswith(" grad")}
     first, last = sizes[0], sizes[-1]
     is_head = "head" in last.layer.lower() and "embedding" in first.layer.lower()
@@ -187,13 +187,6 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
 def _normalize(layer: str) -> str:
     name = layer.removesuffix(" grad").strip().lower().replace(" ", "_")
     return "ln_f" if name == "layernorm_final" else name
-
-
-def _median(record: LayerTimeRecord) -> float:
-    value = record.timing.mean_s if record.timing.median_s is None else record.timing.median_s
-    if value is None:
-        raise RecordError(f"{record.layer} has neither a median nor a mean")
-    return value
 
 
 def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:

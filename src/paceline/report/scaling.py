@@ -86,11 +86,6 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     return [text, f"At batch size {here} a step takes {format_ms(knee.step_s or 0.0)} ms{memory}.", *failed]
 
 
-def is_split(record: StepRecord) -> bool:
-    """Whether steps without communication were timed, so that compute and exposed communication are known."""
-    return record.world_size > 1 and record.no_comm is not None
-
-
 @dataclass(frozen=True)
 class ScaleLine:
     """A point; its efficiency over that of torch's wrapper on the same backend and on gloo, above 1 where it is better;
@@ -107,7 +102,7 @@ class ScaleLine:
 
     @property
     def split(self) -> StepRecord | None:
-        return self.record if is_split(self.record) else None
+        return self.record if self.record.comm_off else None
 
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
@@ -225,7 +220,7 @@ def _say_cause(point: ScalePoint) -> str:
     record = point.record
     if 1 - point.efficiency <= (point.efficiency_noise or 0.0):
         return " There is no loss beyond the noise."
-    if not is_split(record):
+    if record.comm_off is None:
         return ""
     exposed, is_weak = f"exposed communication is {record.overhead:.0%} of the step", record.mode == "weak"
     if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
@@ -506,7 +501,7 @@ def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
     """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
     variant and mode."""
     groups: dict[str, list[StepRecord]] = {}
-    for record in sorted(filter(is_split, records), key=lambda r: (r.cell_size, r.world_size)):
+    for record in sorted((r for r in records if r.comm_off), key=lambda r: (r.cell_size, r.world_size)):
         groups.setdefault(f"{record.variant}, {record.mode} ({record.source})", []).append(record)
     figure, panels = build_panels(list(groups), "where the time of a step goes", subtitle)
     source = ", ".join(dict.fromkeys(r.source for group in groups.values() for r in group))
@@ -673,7 +668,7 @@ class RanksResult(StudyResult):
         drawn: dict[str, Callable[[], Figure]] = {
             mode: partial(plot_ranks, mode, self.points, self.subtitle, self._predicted[0]) for mode in modes
         }
-        if any(map(is_split, self.steps)):
+        if any(step.comm_off for step in self.steps):
             drawn["communication"] = partial(plot_communication, self.steps, self.subtitle)
         return drawn
 
