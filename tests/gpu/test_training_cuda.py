@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from paceline.training.loader import load_windows
-from paceline.workloads.data import DataForm
+from paceline.workloads.data import DataForm, DataRequest
 from paceline.workloads.data.sets import Augmentation, ImageData, build_synthetic
 from paceline.workloads.data.sharding import EpochOrder
-from paceline.workloads.data.sources import DataRequest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -19,7 +19,7 @@ LATE = (
     "paceline.training.journal",
     "paceline.training.settings",
     "paceline.workloads.registry",
-    "paceline.workloads.data.sources",
+    "paceline.workloads.data",
 )
 
 _IMPORT_ALL = """

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from paceline.errors import ConfigError
+from paceline.workloads.data import DataRequest
 from paceline.workloads.data.sets import load_data
-from paceline.workloads.data.sources import DataRequest
 
 COUNT = 6
 
@@ -168,7 +168,7 @@ def test_a_batch_as_python_2_wrote_it():
     """The names that numpy 1 wrote, and bytes as Python 2's strings."""
     from pathlib import Path
 
-    from paceline.workloads.data.formats import _read_batch
+    from paceline.workloads.data.formats import _parse_batch
 
     row = bytes(range(256)) * 12
     array = (
@@ -176,7 +176,7 @@ def test_a_batch_as_python_2_wrote_it():
         b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tbI00\n"
         b"T" + struct.pack("<i", len(row)) + row + b"tb"
     )
-    images, labels = _read_batch(Path("b"), b"\x80\x02}(U\x04data" + array + b"U\x06labels](K\x07eu.")
+    images, labels = _parse_batch(Path("b"), b"\x80\x02}(U\x04data" + array + b"U\x06labels](K\x07eu.")
     assert images.shape == (1, 3, 32, 32) and images.tobytes() == row and labels.tolist() == [7]
 
 
@@ -348,7 +348,7 @@ def test_a_truncated_parquet_file(tmp_path):
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     (tmp_path / "train.parquet").write_bytes(b"")
-    monkeypatch.setattr("paceline.workloads.data.sources.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.workloads.data.find_spec", lambda name: None)
     assert "train.parquet needs pyarrow, which is not installed" in complaint("cifar10", tmp_path)
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.workloads.data import DataForm
+from paceline.workloads.data import DataForm, DataRequest
 from paceline.workloads.data.sets import Augmentation, ImageData, build_synthetic
-from paceline.workloads.data.sources import DataRequest
 
 COUNT, SIZE = 40, 12
 

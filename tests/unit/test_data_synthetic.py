@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import KINDS, DataForm
+from paceline.workloads.data import KINDS, DataForm, DataRequest
 from paceline.workloads.data.sets import load_data
-from paceline.workloads.data.sources import DataRequest
 
 
 def load(kind, split="train", form=None, **fields):

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import DataForm
+from paceline.workloads.data import DataForm, DataRequest
 from paceline.workloads.data.formats import ByteTokenizer
 from paceline.workloads.data.sets import load_data
-from paceline.workloads.data.sources import DataRequest
 
 HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
 PAIRS = [('He said " no " .', '" No , " said he .', 1), ("It rained .", "It ’ s dry .", 0), ('"', 'Yes "" .', 1)]
@@ -95,7 +94,7 @@ def test_damaged_pairs_are_named(tmp_path, lines, message):
     [
         (b"", "the first line is ''"),
         (b"index\tsentence\n1\ta\n", "needed are the tab-separated names"),
-        (HEADER.encode() + b"\n", "no lines below the header"),
+        (HEADER.encode() + b"\n", "no rows"),
         (HEADER.encode() + b"\n1\t7\t8\t\xff\tb\n", "truncated or damaged text"),
     ],
 )
@@ -228,8 +227,7 @@ def fake_transformers(monkeypatch):
 
     module = types.SimpleNamespace(AutoTokenizer=types.SimpleNamespace(from_pretrained=from_pretrained))
     monkeypatch.setitem(sys.modules, "transformers", module)
-    for place in ("sources",):
-        monkeypatch.setattr(f"paceline.workloads.data.{place}.find_spec", lambda name: name)
+    monkeypatch.setattr("paceline.workloads.data.find_spec", lambda name: name)
 
 
 def test_a_tokenizer_from_a_folder(tmp_path, fake_transformers):
@@ -256,7 +254,7 @@ def test_tokenizers_that_cannot_be_loaded(tmp_path, fake_transformers, monkeypat
     (tmp_path / "broken").mkdir()
     found = complaint("mrpc", tmp_path, tokenizer=str(tmp_path / "broken"))
     assert "broken: no tokenizer that transformers can load (no such tokenizer)" in found
-    monkeypatch.setattr("paceline.workloads.data.sources.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.workloads.data.find_spec", lambda name: None)
     assert "needs transformers" in complaint("mrpc", tmp_path, tokenizer=str(tmp_path / "broken"))
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import IGNORED, Batch, DataForm
+from paceline.workloads.data import Batch, DataForm
 from paceline.workloads.models import GPT2, compute_outcome, find_blocks
 from paceline.workloads.registry import ModelOptions, build_model, default_form
 
@@ -72,7 +72,7 @@ def test_parts_add_up(value, targets, form, cut):
 
 def test_ignored_targets_count_for_nothing():
     targets = CLASSES.clone()
-    targets[2:] = IGNORED
+    targets[2:] = -100
     assert answer(LOGITS, targets, IMAGES).loss_sum == answer(LOGITS[:2], CLASSES[:2], IMAGES).loss_sum
     assert answer(LOGITS, targets, IMAGES).num_correct == answer(LOGITS[:2], CLASSES[:2], IMAGES).num_correct
 
@@ -214,7 +214,7 @@ def test_a_module_with_parameters_of_its_own_and_no_parts_is_one_block():
     assert find_blocks(module) == [("", module)]
 
 
-SIZE = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 50, "context": 16}
+SIZE = {"layers": 2, "width": 32, "heads": 4, "vocabulary": 50, "context": 16, "num_classes": 0, "dropout": 0.0}
 
 
 def build(**changes):

@@ -184,7 +184,7 @@ WHOLE = ("config.json", "model.safetensors")
         ("a/b", WHOLE, None, "weights from .*cache$", 1),
         ("a/b", None, WHOLE, "weights from .*hub 5$", 2),
         ("a/b", ("config.json",), WHOLE, "weights from .*hub 5$", 2),
-        ("a/b", ("config.json",), None, "random weights, because only its configuration is in the cache", 2),
+        ("a/b", ("config.json",), None, "random weights, because the hub cannot be reached", 2),
         (KEPT, None, None, "random weights, because the hub cannot be reached", 2),
         (KEPT, None, WHOLE, "weights from .*hub 5$", 2),
     ],

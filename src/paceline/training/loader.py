@@ -100,7 +100,8 @@ def _copy_ahead(
     try:
         for share in shares:
             with torch.cuda.stream(stream):
-                batches = [_pin(data.take(micro.indices)).to(device, non_blocking=True) for micro in share[2]]
+                pinned = (data.take(micro.indices).map(_pin) for micro in share[2])
+                batches = [batch.to(device, non_blocking=True) for batch in pinned]
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record(stream)
             put((share, batches, arrived))
@@ -111,7 +112,6 @@ def _copy_ahead(
         put(error)
 
 
-def _pin(batch: Batch) -> Batch:
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
     # Contiguous: a part of each row (of tokens, of padded pairs) would first be copied into pageable memory.
-    mask = None if batch.mask is None else batch.mask.contiguous().pin_memory()
-    return Batch(batch.inputs.contiguous().pin_memory(), batch.targets.contiguous().pin_memory(), mask)
+    return tensor.contiguous().pin_memory()

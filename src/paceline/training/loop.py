@@ -33,7 +33,7 @@ from paceline.training.settings import TrainSettings
 from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, PhaseTimes, find_bad_parameter, take_step
 from paceline.units import format_number_of, format_speed
 from paceline.workloads.data.sets import DataSet
-from paceline.workloads.data.sharding import evaluation_share
+from paceline.workloads.data.sharding import cut_range
 from paceline.workloads.models import compute_outcome
 from paceline.workloads.registry import describe_model
 
@@ -98,9 +98,8 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
     sums = torch.zeros((2,), dtype=torch.float64, device=learner.device)
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
     starts = range(0, len(data), size)
-    share = evaluation_share(len(starts), world.rank, world.world_size)
     try:
-        for start in starts[share.start : share.stop]:
+        for start in cut_range(starts, world.rank, world.world_size):
             indices = torch.arange(start, min(start + size, len(data)))
             batch = data.prepare(data.take(indices).to(learner.device), indices, 0)
             with learner.autocast():

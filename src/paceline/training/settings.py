@@ -18,8 +18,7 @@ from paceline.machine import canonical_backend
 from paceline.plan import Plan
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_number_of
-from paceline.workloads.data import TAILS
-from paceline.workloads.data.sources import DataRequest, check_request, parse_data
+from paceline.workloads.data import TAILS, DataRequest, check_request, parse_data
 from paceline.workloads.registry import ModelOptions, check_model, default_form
 
 WRAPPERS = ("paceline", "torch", "none", "dp")

@@ -109,7 +109,7 @@ class Learner:
         """Where a rank has no sample: one that does not count or, where norms over all ranks would count it, none."""
         if loaded.num_counted or not any(isinstance(layer, _OVER_RANKS) for layer in self.module.modules()):
             return loaded.batch
-        return loaded.batch.first(0)
+        return loaded.batch.map(lambda tensor: tensor[:0])
 
     def update(self, rate: float) -> None:
         """Apply the averaged gradients at this learning rate, and drop them."""

@@ -23,7 +23,7 @@ from paceline.runtime.session import Session, Task, open_session
 from paceline.training.recipes import NO_RECIPE, Recipe
 from paceline.training.settings import TrainSettings, check_job
 from paceline.verbs.jobs import Counts, Names, Place, choose_world, finish, list_counts, list_names
-from paceline.workloads.data.sources import parse_data
+from paceline.workloads.data import parse_data
 
 if TYPE_CHECKING:
     from paceline.report.large_batch import LargeBatchResult

@@ -18,7 +18,7 @@ from paceline.runtime.session import open_session
 from paceline.training.schedules import format_growths
 from paceline.training.settings import NAMES, TrainSettings, check_job
 from paceline.verbs.jobs import Place, choose_world
-from paceline.workloads.data.sources import parse_data
+from paceline.workloads.data import parse_data
 
 # What a resumed run may change: how it is run, and for how long, but not what is computed. Data may move.
 _CHANGEABLE = (

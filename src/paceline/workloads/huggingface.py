@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # One folder for each configuration that Paceline brings, named as its model with -- for the slash.
 _KEPT = Path(__file__).parent / "configs"
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_ALL = (_CONFIG, _WEIGHTS, "model-*.safetensors", _INDEX)
+_FILES = (_CONFIG, _WEIGHTS, "model-*.safetensors", _INDEX)
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _HUB_TIMEOUT_S = 5
 _CLASSES = {"tokens": "AutoModelForCausalLM", "pairs": "AutoModelForSequenceClassification"}
@@ -45,21 +45,36 @@ def check_source(name: str) -> None:
 
 def read_limits(name: str) -> tuple[int, int]:
     """The vocabulary, and the longest context (a large number where the model states none)."""
-    return _limits(name, _load_config(_find_source(name, (_CONFIG,))[0]))
+    config = _load_config(_find_source(name)[0])
+    text = config.get_text_config()
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise ConfigError(f"model hf:{name} ({config.model_type}) has no vocabulary: only models of tokens are served")
+    return int(text.vocab_size), int(getattr(text, "max_position_embeddings", None) or 2**20)
 
 
 def describe_weights(name: str) -> str:
     """Where the weights come from, in one line. Searches as `build_hf` does, and caches the answer."""
-    folder, lack = _find_source(name, _ALL)
+    folder, lack = _find_source(name)
     return f"hf:{name}: random weights, {lack}" if lack else f"hf:{name}: weights from {folder}"
 
 
 def build_hf(name: str, form: DataForm) -> nn.Module:
     """A causal language model for tokens, a classifier of sequences for pairs, with float32 parameters."""
-    check_source(name)
-    folder, lack = _find_source(name, _ALL)
+    folder, lack = _find_source(name)
+    vocabulary, context = read_limits(name)
+    if form.vocabulary > vocabulary:
+        what = f"model hf:{name} has a vocabulary of {vocabulary}, and the data one of {form.vocabulary}"
+        raise ConfigError(f"{what}: use the model's own tokenizer, or bytes")
+    if form.shape[0] > context:
+        raise ConfigError(f"model hf:{name} has {context} positions, and the data {form.shape[0]}: use fewer")
     config = _load_config(folder)
-    _fit_config(name, config, form)
+    # What a training step returns should hold no cache of keys and values, which only generating uses.
+    config.use_cache = False
+    if form.kind == "pairs":
+        config.num_labels, config.pad_token_id = form.num_classes, form.pad
+    elif getattr(config, "is_decoder", None) is False:
+        # An encoder such as BERT would see the tokens that it has to predict.
+        config.is_decoder = True
     import torch
     import transformers  # type: ignore[import-not-found,unused-ignore]
 
@@ -79,47 +94,44 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
 
 
 @lru_cache
-def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
+def _find_source(name: str) -> tuple[Path, str]:
     """The folder of a model, and why there are no weights in it; empty where there are. The folder is given, in the
     hub's cache, fetched from the hub, or kept here, in this order."""
-    path, wants_weights = Path(name).expanduser(), _WEIGHTS in files
+    path = Path(name).expanduser()
     if path.is_dir():
-        return _inspect_folder(path) if wants_weights else (path, "")
-    reason, cached = "", None
+        return path, _check_folder(path)
+    reason, known = "", _KEPT / name.replace("/", "--")
     for options in ({"local_files_only": True}, {"etag_timeout": _HUB_TIMEOUT_S}):
         try:
             hub = importlib.import_module("huggingface_hub")
-            folder = Path(hub.snapshot_download(name, allow_patterns=files, **options))
+            folder = Path(hub.snapshot_download(name, allow_patterns=_FILES, **options))
         except Exception as error:
             # The hub's errors have no common parent in all of its versions; the text below names it.
             reason = shorten_error(error)
             continue
         if (folder / _CONFIG).is_file():
-            if not wants_weights or not _missing_weights(folder):
+            if not _missing_weights(folder):
                 return folder, ""
             if "local_files_only" not in options:
                 raise ConfigError(f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read")
-            cached = folder
-    if cached is not None:
-        return cached, "because only its configuration is in the cache and the hub cannot be reached"
-    kept = _KEPT / name.replace("/", "--")
-    if kept.is_dir():
-        return kept, "because the hub cannot be reached and Paceline brings only its configuration"
+            known = folder
+    if known.is_dir():
+        return known, "because the hub cannot be reached and only its configuration is here"
     offline = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else reason
     what = f"model hf:{name} is neither a folder here nor in the hub's cache, and cannot be fetched ({offline})"
     raise ConfigError(f"{what}: give the path of a folder with its {_CONFIG}")
 
 
-def _inspect_folder(folder: Path) -> tuple[Path, str]:
+def _check_folder(folder: Path) -> str:
+    """Why there are no weights in a folder of the user's; empty where there are."""
     missing = _missing_weights(folder)
-    if not missing:
-        return folder, ""
-    if missing != [_WEIGHTS]:
+    pickles = [file for file in _PICKLES if (folder / file).exists()]
+    if missing and missing != [_WEIGHTS]:
         raise ConfigError(f"model folder {folder} lacks {', '.join(missing)}, named in {_INDEX}: copy them there")
-    if pickles := [pickle for pickle in _PICKLES if (folder / pickle).exists()]:
+    if missing and pickles:
         text = f"has its weights in a pickle ({pickles[0]}), which can run code: save safetensors"
         raise ConfigError(f"model folder {folder} {text}")
-    return folder, f"because {folder} holds only a configuration"
+    return f"because {folder} holds only a configuration" if missing else ""
 
 
 def _missing_weights(folder: Path) -> list[str]:
@@ -139,27 +151,3 @@ def _load_config(folder: Path) -> Any:
         return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{folder / _CONFIG} cannot be used: {shorten_error(error)}") from error
-
-
-def _limits(name: str, config: Any) -> tuple[int, int]:
-    text = config.get_text_config()
-    if not isinstance(getattr(text, "vocab_size", None), int):
-        raise ConfigError(f"model hf:{name} ({config.model_type}) has no vocabulary: only models of tokens are served")
-    return int(text.vocab_size), int(getattr(text, "max_position_embeddings", None) or 2**20)
-
-
-def _fit_config(name: str, config: Any, form: DataForm) -> None:
-    """Check that the model can take the data, and set what depends on it."""
-    vocabulary, context = _limits(name, config)
-    if form.vocabulary > vocabulary:
-        what = f"model hf:{name} has a vocabulary of {vocabulary}, and the data one of {form.vocabulary}"
-        raise ConfigError(f"{what}: use the model's own tokenizer, or bytes")
-    if form.shape[0] > context:
-        raise ConfigError(f"model hf:{name} has {context} positions, and the data {form.shape[0]}: use fewer")
-    # What a training step returns should hold no cache of keys and values, which only generating uses.
-    config.use_cache = False
-    if form.kind == "pairs":
-        config.num_labels, config.pad_token_id = form.num_classes, form.pad
-    elif getattr(config, "is_decoder", None) is False:
-        # An encoder such as BERT would see the tokens that it has to predict.
-        config.is_decoder = True

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import IGNORED, Batch, DataForm
+from paceline.workloads.data import Batch, DataForm
 
 
 def build_mlp(shape: tuple[int, ...], hidden: int, outputs: int, dropout: float = 0.0) -> nn.Module:
@@ -143,14 +143,7 @@ class GPT2(nn.Module):
     the last token of each sequence replaces the tied head."""
 
     def __init__(
-        self,
-        layers: int,
-        width: int,
-        heads: int,
-        vocabulary: int,
-        context: int,
-        num_classes: int = 0,
-        dropout: float = 0.0,
+        self, layers: int, width: int, heads: int, vocabulary: int, context: int, num_classes: int, dropout: float
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
@@ -196,7 +189,8 @@ class Outcome(NamedTuple):
 def compute_outcome(
     model: Callable[..., Any], batch: Batch, form: DataForm, *, label_smoothing: float = 0.0
 ) -> Outcome:
-    """Cross-entropy where there are classes, squared error where numbers are predicted; summed, in float32."""
+    """Cross-entropy where there are classes (targets of -100 count nowhere), squared error where numbers are predicted;
+    summed, in float32."""
     output = model(batch.inputs) if batch.mask is None else model(batch.inputs, attention_mask=batch.mask)
     predicted, targets = getattr(output, "logits", output), batch.targets.reshape(-1)
     if not isinstance(predicted, torch.Tensor):
@@ -213,8 +207,7 @@ def compute_outcome(
         what = f"targets of shape {tuple(batch.targets.shape)} and {form.num_classes} classes"
         raise ConfigError(f"{returned} for {what}: {(*batch.targets.shape, form.num_classes)} is needed")
     logits = predicted.reshape(-1, classes)
-    options: dict[str, Any] = {"reduction": "sum", "ignore_index": IGNORED, "label_smoothing": label_smoothing}
-    loss = F.cross_entropy(logits.float(), targets, **options)
+    loss = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing)
     return Outcome(loss, (logits.detach().argmax(dim=-1) == targets).sum())
 
 

@@ -5,9 +5,10 @@ Checking reads the file and runs nothing of it; building imports it, as Python w
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
+import re
+import symtable
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,13 +32,15 @@ def check_own(name: str) -> None:
     """Refuse a file that is not there or not Python, and a name that it does not define."""
     path, function = _split(name)
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        text = path.read_text(encoding="utf-8")
+        symbols = symtable.symtable(text, str(path), "exec").get_symbols()
     except OSError as error:
         raise ConfigError(f"model file {path} cannot be read: {error.strerror or error}") from error
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"model file {path} is not Python: {error}") from error
-    names = _defined_names(tree)
-    if function not in names and "*" not in names:
+    names = [symbol.get_name() for symbol in symbols if symbol.is_assigned()]
+    # What a star brings, only running would show.
+    if function not in names and not re.search(r"import\s*\*", text):
         raise ConfigError(f"model file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
 
 
@@ -49,21 +52,6 @@ def _split(name: str) -> tuple[Path, str]:
     if not path.is_file():
         raise ConfigError(f"model file {path} does not exist: give the path of a Python file, from {Path.cwd()}")
     return path, function
-
-
-def _defined_names(tree: ast.AST) -> list[str]:
-    """What the module may have as an attribute; `*` among them where only running it would show."""
-    names: list[str] = []
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.append(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names += [alias.asname or alias.name for alias in node.names]
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.append(node.id)
-        else:
-            names += _defined_names(node)
-    return names
 
 
 def build_own(name: str, form: DataForm) -> nn.Module:
@@ -106,14 +94,11 @@ def _load_function(path: Path, function: str) -> Callable[..., Any]:
 
 def _call(name: str, function: Callable[..., Any], form: DataForm) -> Any:
     """Hand over the form as the one argument that must be given, or as the one called `form`."""
-    found = inspect.signature(function).parameters
-    needed = {
-        n: p for n, p in found.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
+    found = inspect.signature(function).parameters.values()
+    needed = [p for p in found if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if len(needed) > 1:
-        what = f"needs {', '.join(needed)}"
+        what = f"needs {', '.join(parameter.name for parameter in needed)}"
         raise ConfigError(f"model {name} {what}: it is called with the form of the data, or with nothing")
-    if not needed:
-        return function(form=form) if "form" in found else function()
-    ((argument, parameter),) = needed.items()
-    return function(**{argument: form}) if parameter.kind is parameter.KEYWORD_ONLY else function(form)
+    for parameter in needed or (p for p in found if p.name == "form"):
+        return function(form) if parameter.kind is parameter.POSITIONAL_ONLY else function(**{parameter.name: form})
+    return function()

@@ -5,9 +5,8 @@ Loads without torch, so that a command can refuse a request before any rank star
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ConfigError, suggest
@@ -28,11 +27,6 @@ class ModelOptions:
     channels: tuple[int, ...] | None = None
     hidden: int | None = None
     dropout: float | None = None
-
-    @property
-    def given(self) -> dict[str, object]:
-        """The options that are set, by name."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 class Model(NamedTuple):
@@ -55,23 +49,18 @@ _GPT2_SIZES = {
 }
 
 
-def _form(kind: str, *shape: int, num_classes: int = 0) -> DataForm:
-    return DataForm(kind=kind, shape=shape, num_classes=num_classes)
-
-
-def _tokens_form(vocabulary: int, context: int) -> DataForm:
-    return DataForm(kind="tokens", shape=(context,), num_classes=vocabulary, vocabulary=vocabulary)
-
-
 _HF_KINDS = ("tokens", "pairs")
 MODELS = {
-    "linear": Model(("numbers", "images"), (), _form("numbers", 64)),
-    "mlp": Model(("numbers", "images"), ("hidden", "dropout"), _form("numbers", 64)),
-    "cnn": Model(("images",), ("channels", "hidden", "dropout"), _form("images", 1, 28, 28, num_classes=10)),
-    "resnet18": Model(("images",), (), _form("images", 3, 32, 32, num_classes=10)),
-    "resnet18-imagenet": Model(("images",), (), _form("images", 3, 224, 224, num_classes=1000)),
-    **{name: Model(_HF_KINDS, ("dropout",), _tokens_form(*size[-2:])) for name, size in _GPT2_SIZES.items()},
-    "tiny": Model((), (), _form("numbers", 8, num_classes=8)),  # learns no data: for benchmarks alone
+    "linear": Model(("numbers", "images"), (), DataForm("numbers", (64,))),
+    "mlp": Model(("numbers", "images"), ("hidden", "dropout"), DataForm("numbers", (64,))),
+    "cnn": Model(("images",), ("channels", "hidden", "dropout"), DataForm("images", (1, 28, 28), 10)),
+    "resnet18": Model(("images",), (), DataForm("images", (3, 32, 32), 10)),
+    "resnet18-imagenet": Model(("images",), (), DataForm("images", (3, 224, 224), 1000)),
+    **{
+        name: Model(_HF_KINDS, ("dropout",), DataForm("tokens", (context,), vocabulary, vocabulary))
+        for name, (*_, vocabulary, context) in _GPT2_SIZES.items()
+    },
+    "tiny": Model((), (), DataForm("numbers", (8,), 8)),  # learns no data: for benchmarks alone
 }
 NAMES = tuple(name for name, model in MODELS.items() if model.kinds)
 _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
@@ -89,21 +78,17 @@ def check_model(name: str, options: ModelOptions) -> None:
     else:
         known = f"known are {', '.join((*NAMES, *_OTHERS))}"
         raise ConfigError(f"model {name!r} is unknown: {suggest(name, NAMES)}{known}")
-    for option, value in options.given.items():
-        if option not in taken:
+    for option, value in asdict(options).items():
+        if value is not None and option not in taken:
             takes = ", ".join(taken) or "no options"
-            raise ConfigError(f"model {name} has no {option} (given: {_show(value)}): it takes {takes}")
+            raise ConfigError(f"model {name} has no {option} (given: {value}): it takes {takes}")
     channels, hidden, dropout = options.channels, options.hidden, options.dropout
     if channels is not None and (not channels or min(channels) < 1):
-        raise ConfigError(f"channels ({_show(channels)}): give one number of at least 1 for each convolution")
+        raise ConfigError(f"channels {channels}: give one number of at least 1 for each convolution")
     if hidden is not None and hidden < 1:
         raise ConfigError(f"hidden {hidden}: at least 1")
     if dropout is not None and not 0 <= dropout < 1:
         raise ConfigError(f"dropout {dropout}: at least 0 and less than 1")
-
-
-def _show(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def default_form(name: str, options: ModelOptions) -> DataForm:
@@ -113,7 +98,7 @@ def default_form(name: str, options: ModelOptions) -> DataForm:
         raise ConfigError(f"model {name} does not say what data it takes: name it, such as synthetic:images")
     if name.startswith(HF_PREFIX):
         vocabulary, context = huggingface.read_limits(name.removeprefix(HF_PREFIX))
-        return _tokens_form(vocabulary, min(128, context))
+        return DataForm("tokens", (min(128, context),), vocabulary, vocabulary)
     return MODELS[name].form
 
 
@@ -202,7 +187,7 @@ WORKLOADS = {
     workload.model: workload
     for workload in (
         # wide layers and a small batch: communication takes longer than arithmetic on a CPU
-        Workload("mlp", 8, 16_785_408, 2, _form("numbers", 2048, num_classes=2048), ModelOptions(hidden=2048)),
+        Workload("mlp", 8, 16_785_408, 2, DataForm("numbers", (2048,), 2048), ModelOptions(hidden=2048)),
         # a small network for images of digits
         Workload("cnn", 8, 1_199_882, 16),
         # BatchNorm, and 32 x 32 images: arithmetic takes longer than communication

@@ -1,22 +1,25 @@
-"""Data as a model sees it: the form of a data set, and one batch of it.
+"""Data: as a model sees it, which can be requested, and where its files lie: a folder, or the Hugging Face hub.
 
-Loads without torch. `sources` finds files, `formats` reads them, `sets` holds the samples, `sharding` shares them out.
+Loads without torch. `formats` reads the files, `sets` holds the samples, `sharding` shares them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
     import torch
 
 KINDS = ("images", "numbers", "pairs", "tokens")
-# A target of this value counts neither in the loss nor in the accuracy, as in torch's cross-entropy.
-IGNORED = -100
 # What becomes of the last global batch of an epoch when it is not full.
 TAILS = ("keep", "drop", "pad")
 
@@ -26,7 +29,7 @@ def shorten_error(error: Exception) -> str:
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DataForm:
     """What a model must take and give. `images`: inputs (batch, channels, height, width), a class each. `numbers`:
     inputs (batch, features), a number each, 0 classes. `tokens`: inputs (batch, context) of ids, the next id for each.
@@ -34,13 +37,9 @@ class DataForm:
 
     kind: str
     shape: tuple[int, ...]
-    num_classes: int
+    num_classes: int = 0
     vocabulary: int = 0
     pad: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"unknown kind of data {self.kind!r}: known are {', '.join(KINDS)}")
 
     @property
     def targets_per_sample(self) -> int:
@@ -59,13 +58,196 @@ class Batch:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """The batch with each of its tensors changed."""
         return Batch(change(self.inputs), change(self.targets), None if self.mask is None else change(self.mask))
-
-    def first(self, num_samples: int) -> Batch:
-        """The first `num_samples` samples."""
-        return self._map(lambda tensor: tensor[:num_samples])
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on a device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+
+SPLITS = ("train", "test")
+# A reader, and the parts that must all be there; a part is a list of patterns of which the first that matches serves.
+_Layout = tuple[str, tuple[tuple[str, ...], ...]]
+
+
+class _Source(NamedTuple):
+    """A set: the hub's repository and folder, the files as their authors give them out, its layouts by split in the
+    order of preference, and folders inside the given one, as archives, hubs and other libraries leave them."""
+
+    repo: str
+    folder: str
+    files: str
+    layouts: Mapping[str, tuple[_Layout, ...]]
+    inside: tuple[str, ...]
+
+
+def _parquet(name: str) -> _Layout:
+    return "parquet", ((f"{name}.parquet", f"{name}-*-of-*.parquet"),)
+
+
+def _idx(prefix: str) -> _Layout:
+    names = (f"{prefix}-images[-.]idx3-ubyte", f"{prefix}-labels[-.]idx1-ubyte")
+    return "idx", tuple((name, f"{name}.gz") for name in names)
+
+
+BATCHES = {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)}
+_TAR: _Layout = ("tar", (("cifar-10-python.tar.gz", "cifar-10-python.tar"),))
+_IDX = {"train": (_idx("train"), _parquet("train")), "test": (_idx("t10k"), _parquet("test"))}
+_IDX_FILES = "train-images-idx3-ubyte.gz and its three companions"
+_FASHION = "zalando-datasets/fashion_mnist"
+_CIFAR = {split: (("batches", tuple((n,) for n in names)), _TAR, _parquet(split)) for split, names in BATCHES.items()}
+_MRPC = {
+    "train": (("tsv", (("msr_paraphrase_train.txt", "train.tsv"),)), _parquet("train")),
+    # GLUE's own test.tsv has no labels; its dev.tsv has.
+    "test": (("tsv", (("msr_paraphrase_test.txt", "dev.tsv"),)), _parquet("test"), _parquet("validation")),
+}
+_MRPC_FILES = "msr_paraphrase_train.txt and msr_paraphrase_test.txt"
+_SOURCES = {
+    "mnist": _Source("ylecun/mnist", "mnist", _IDX_FILES, _IDX, ("mnist", "MNIST/raw")),
+    "fashion-mnist": _Source(_FASHION, "fashion_mnist", _IDX_FILES, _IDX, ("fashion_mnist", "FashionMNIST/raw")),
+    "cifar10": _Source("uoft-cs/cifar10", "plain_text", _TAR[1][0][0], _CIFAR, ("cifar-10-batches-py", "plain_text")),
+    "mrpc": _Source("nyu-mll/glue", "mrpc", _MRPC_FILES, _MRPC, ("mrpc", "MRPC")),
+}
+
+
+def find_files(name: str, path: Path, split: str) -> tuple[str, tuple[Path, ...]]:
+    """The files of a split in a folder, or the file that is the whole set (`text`, an archive of CIFAR-10), after the
+    layout that says which reader takes them."""
+    layouts = _SOURCES[name].layouts[split] if name != "text" else ()
+    # In words, one example for each layout.
+    wanted = ", or ".join(" and ".join(patterns[0] for patterns in parts) for _, parts in layouts)
+    if not path.exists():
+        wanted = wanted or "the .txt files, or one file of text"
+        raise ConfigError(f"{name}: {path} does not exist: give the folder with {wanted}")
+    if name == "text":
+        files = tuple(sorted(path.rglob("*.txt"))) if path.is_dir() else (path,)
+        if not files:
+            raise ConfigError(f"text: no .txt file in {path}: give a file, or a folder of .txt files")
+        return "text", files
+    if name == "cifar10" and path.is_file() and path.name.endswith((".tar", ".tar.gz", ".tgz")):
+        return "tar", (path,)
+    if not path.is_dir():
+        raise ConfigError(f"{name}: {path} is a file: give the folder with {wanted}")
+    lacking = ""
+    for folder in (path, *(path / inside for inside in _SOURCES[name].inside)):
+        for layout, parts in layouts:
+            matches = [_match(folder, patterns) for patterns in parts]
+            if all(matches):
+                if layout == "parquet" and find_spec("pyarrow") is None:
+                    raise ConfigError(f"{matches[0][0]} needs pyarrow, which is not installed: install paceline[hf]")
+                return layout, tuple(file for match in matches for file in match)
+            if any(matches):
+                missing = next(patterns[0] for patterns, match in zip(parts, matches, strict=True) if not match)
+                lacking = f"{folder} lacks {missing}: "
+    seen = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) or "nothing"
+    raise ConfigError(f"{name}: {lacking}no {split} split in {path}, which holds {seen}: needed is {wanted}")
+
+
+def _match(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    for pattern in patterns:
+        if found := sorted(file for file in folder.glob(pattern) if file.is_file()):
+            # A set may come in several numbered parquet files; of anything else there is one.
+            return found if "-of-" in pattern else found[:1]
+    return []
+
+
+_TIMEOUT_S = 5.0
+
+
+def _advise(name: str) -> str:
+    repo, folder, files, *_ = _SOURCES[name]
+    return f"get {files}, or the parquet files of {repo} ({folder}), on this machine and pass {name}:FOLDER"
+
+
+def load_from_hub(name: str) -> Path:
+    """The folder with a set's files: the local copy where there is one, else downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import ENDPOINT
+
+    repo, folder, *_ = _SOURCES[name]
+    wanted = {"repo_id": repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
+    try:
+        copy = Path(snapshot_download(**wanted, local_files_only=True)) / folder
+        for split in SPLITS:
+            find_files(name, copy, split)
+        return copy
+    except (OSError, ValueError):
+        pass  # no copy, or an incomplete one: fetch it
+    try:
+        # The hub's library waits minutes for a server that does not answer; any answer shows that it is there.
+        with contextlib.suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=_TIMEOUT_S).close()
+        return Path(snapshot_download(**wanted)) / folder
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be fetched from the hub ({shorten_error(error)}): {_advise(name)}") from error
+
+
+_IMAGES = ("mnist", "fashion-mnist", "cifar10")
+_SEQUENCES = ("mrpc", "text", "synthetic", "synthetic:pairs", "synthetic:tokens")
+DATA_NAMES = (*_IMAGES, "mrpc", "text", "synthetic", *(f"synthetic:{kind}" for kind in KINDS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataRequest:
+    """Which data set, from where, and in what shape.
+
+    `path` of None means the hub's copy. `context` is tokens per sequence, None: what fits. `tokenizer` is `auto` (the
+    model's own, else bytes), `bytes`, or a folder. `samples` takes the first ones of the training split, or is the
+    number of synthetic ones. `augment` of None means the default of the set; `cutout` is the side of the square that
+    augmentation hides, in pixels.
+    """
+
+    name: str
+    path: str | None = None
+    context: int | None = None
+    tokenizer: str = "auto"
+    samples: int | None = None
+    seed: int = 0
+    augment: bool | None = None
+    cutout: int = 0
+
+    @property
+    def is_augmented(self) -> bool:
+        return self.name == "cifar10" if self.augment is None else self.augment
+
+
+def parse_data(text: str) -> tuple[str, str | None]:
+    """The name and the path of `NAME`, `NAME:PATH` or `synthetic:KIND`; the latter is a name as a whole."""
+    name, _, rest = text.partition(":")
+    if name == "synthetic":
+        name, rest = text.rstrip(":"), ""
+    if name not in DATA_NAMES:
+        known = f"known are {', '.join(DATA_NAMES)}; files are NAME:PATH"
+        raise ConfigError(f"data {name!r} is unknown: {suggest(name, DATA_NAMES)}{known}")
+    return name, rest or None
+
+
+def check_request(request: DataRequest) -> None:
+    """Refuse contradictions and missing files."""
+    name, tokenizer = request.name, request.tokenizer
+    if name not in _SEQUENCES and (request.context is not None or tokenizer != "auto"):
+        raise ConfigError(f"{name} is not text: leave out context and tokenizer")
+    if request.augment and name not in _IMAGES:
+        raise ConfigError(f"{name} cannot be augmented: that is for {', '.join(_IMAGES)}")
+    if request.cutout and not (name in _IMAGES and request.is_augmented):
+        text = f"cutout {request.cutout} is a part of augmentation, and {name} is not augmented"
+        raise ConfigError(f"{text}: leave it out")
+    if name.startswith("synthetic"):
+        if request.path is not None or tokenizer != "auto":
+            raise ConfigError(f"{name} data is generated: leave out path and tokenizer")
+        return
+    if tokenizer not in ("auto", "bytes"):
+        if not Path(tokenizer).is_dir():
+            needed = "needed is auto, bytes, or a tokenizer's folder"
+            raise ConfigError(f"tokenizer {tokenizer!r} is not a folder: {needed}")
+        if find_spec("transformers") is None:
+            raise ConfigError(f"tokenizer {tokenizer!r} needs transformers: install paceline[hf]")
+    if request.path is not None:
+        for split in SPLITS:
+            find_files(name, Path(request.path), split)
+    elif name == "text":
+        raise ConfigError("text needs a path: give text:PATH, a file or a folder of .txt files")
+    elif lacking := " and ".join(module for module in ("huggingface_hub", "pyarrow") if find_spec(module) is None):
+        raise ConfigError(f"{name} without a path comes from the hub, which needs {lacking}: {_advise(name)}")

@@ -12,6 +12,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import shorten_error
-from paceline.workloads.data.sources import BATCHES, Found
+from paceline.workloads.data import BATCHES, shorten_error
 
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -33,8 +33,6 @@ def _refuse_unreadable(path: Path, what: str, *damage: type[Exception]) -> Itera
     """Turn an unreadable file, or one whose bytes raise one of `damage`, into one line that names it."""
     try:
         yield
-    except ConfigError:
-        raise
     except damage as error:
         text = f"{path}: truncated or damaged {what} ({shorten_error(error)}): get the file again"
         raise ConfigError(text) from error
@@ -43,7 +41,9 @@ def _refuse_unreadable(path: Path, what: str, *damage: type[Exception]) -> Itera
 
 
 def _check_labels(path: Path, labels: Labels, num_classes: int, num_samples: int) -> None:
-    """Refuse labels that are too few or too many, or that name no class."""
+    """Refuse labels that are missing, too few or too many, or that name no class."""
+    if num_samples == 0:
+        raise ConfigError(f"{path}: no rows: get the file again")
     if len(labels) != num_samples:
         raise ConfigError(f"{path}: {len(labels)} labels for {num_samples} samples: the files do not belong together")
     if len(wrong := np.flatnonzero((labels < 0) | (labels >= num_classes))):
@@ -51,23 +51,29 @@ def _check_labels(path: Path, labels: Labels, num_classes: int, num_samples: int
         raise ConfigError(f"{path}: label {labels[row]} of row {row} (from 0): needed is 0 to {num_classes - 1}")
 
 
-def load_images(found: Found, split: str, channels: int, limit: int | None) -> tuple[Bytes, Labels]:
+def load_images(
+    layout: str, files: Sequence[Path], split: str, channels: int, limit: int | None
+) -> tuple[Bytes, Labels]:
     """Images (n, channels, height, width) and their labels; only the first `limit`, where that saves time."""
-    if found.layout == "idx":
-        pixels, classes = _load_array(found.files[0], 3), _load_array(found.files[1], 1).astype(np.int64)
-        _check_labels(found.files[1], classes, NUM_CLASSES, len(pixels))
+    if layout == "idx":
+        pixels, classes = _load_array(files[0], 3), _load_array(files[1], 1).astype(np.int64)
+        _check_labels(files[1], classes, NUM_CLASSES, len(pixels))
         return pixels[:, None], classes
-    if found.layout == "parquet":
-        return _load_parquet_images(found.files, channels, limit)
-    batches = _open_archive(found.files[0], split) if found.layout == "tar" else dict.fromkeys(found.files)
-    images, labels = zip(*(_read_batch(path, data) for path, data in batches.items()), strict=True)
+    if layout == "parquet":
+        return _load_parquet_images(files, channels, limit)
+    batches = _read_archive(files[0], split) if layout == "tar" else ((path, _read_bytes(path)) for path in files)
+    images, labels = zip(*(_parse_batch(path, data) for path, data in batches), strict=True)
     return np.concatenate(images), np.concatenate(labels)
+
+
+def _read_bytes(path: Path) -> bytes:
+    with _refuse_unreadable(path, "gzip file", EOFError, gzip.BadGzipFile, zlib.error):
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
 
 def _load_array(path: Path, num_dims: int) -> Bytes:
     """An idx file of bytes, which may be gzipped."""
-    with _refuse_unreadable(path, "gzip file", EOFError, gzip.BadGzipFile, zlib.error):
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    data = _read_bytes(path)
     magic, needed = data[:4].hex(), f"{0x0800 | num_dims:08x}"
     if magic != needed:
         raise ConfigError(f"{path}: magic number {magic or 'missing'}: needed is {needed}, an idx file of bytes")
@@ -79,17 +85,14 @@ def _load_array(path: Path, num_dims: int) -> Bytes:
     return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
 
 
-def _encode(text: str, encoding: str) -> bytes:
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"asks for the encoding {encoding!r}")
-    return text.encode("latin1")
-
-
-# The same function under the names that numpy 1 and numpy 2 write. Python 3 writes bytes by `_codecs.encode`.
 _ALLOWED: dict[str, Any] = {
-    "numpy.ndarray": np.ndarray, "numpy.dtype": np.dtype, "_codecs.encode": _encode,
+    "numpy.ndarray": np.ndarray,
+    "numpy.dtype": np.dtype,
+    # The same function under the names that numpy 1 and numpy 2 write.
     **{f"numpy.{core}.multiarray._reconstruct": np.empty(0).__reduce__()[0] for core in ("core", "_core")},
-}  # fmt: skip
+    # Python 3 writes bytes as a call of this, always with latin1.
+    "_codecs.encode": lambda text, encoding: text.encode("latin1"),
+}
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -101,7 +104,7 @@ class _ArrayUnpickler(pickle.Unpickler):
         return _ALLOWED[wanted]
 
 
-def _open_archive(path: Path, split: str) -> dict[Path, bytes | None]:
+def _read_archive(path: Path, split: str) -> Iterator[tuple[Path, bytes]]:
     """The batches of the archive, of which nothing is written to disk."""
     found: dict[str, bytes] = {}
     damage = (tarfile.TarError, EOFError, zlib.error)
@@ -112,14 +115,11 @@ def _open_archive(path: Path, split: str) -> dict[Path, bytes | None]:
                 found[name] = file.read()
     if missing := [name for name in BATCHES[split] if name not in found]:
         raise ConfigError(f"{path}: no {', '.join(missing)} inside: needed is cifar-10-python.tar.gz as given out")
-    return {path / name: found[name] for name in BATCHES[split]}
+    return ((path / name, found[name]) for name in BATCHES[split])
 
 
-def _read_batch(path: Path, data: bytes | None) -> tuple[Bytes, Labels]:
-    """A file of CIFAR-10, with its content if it has been read."""
-    if data is None:
-        with _refuse_unreadable(path, "batch"):
-            data = path.read_bytes()
+def _parse_batch(path: Path, data: bytes) -> tuple[Bytes, Labels]:
+    """The images and labels in a file of CIFAR-10."""
     try:
         content = _ArrayUnpickler(io.BytesIO(data), encoding="bytes").load()
     except ConfigError as error:
@@ -146,7 +146,7 @@ def _load_parquet_images(files: Sequence[Path], channels: int, limit: int | None
 
     images: list[Bytes] = []
     labels: list[int] = []
-    for file, row, (cell, label) in _rows(files, (("img", "image"), ("label",)), limit):
+    for file, row, (cell, label) in islice(_rows(files, (("img", "image"), ("label",))), limit):
         try:
             with Image.open(io.BytesIO(cell["bytes"] if isinstance(cell, dict) else cell)) as picture:
                 pixels = np.asarray(picture.convert("L" if channels == 1 else "RGB"))
@@ -163,14 +163,11 @@ def _load_parquet_images(files: Sequence[Path], channels: int, limit: int | None
     return np.stack(images), classes
 
 
-def _rows(
-    files: Sequence[Path], wanted: Sequence[tuple[str, ...]], limit: int | None
-) -> Iterator[tuple[Path, int, tuple[Any, ...]]]:
-    """File, row in it and cells of each requested row; of the names of a wanted column, the first that is there."""
+def _rows(files: Sequence[Path], wanted: Sequence[tuple[str, ...]]) -> Iterator[tuple[Path, int, tuple[Any, ...]]]:
+    """File, row in it and cells of each row; of the names of a wanted column, the first that is there."""
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
-    left = math.inf if limit is None else limit
     for path in files:
         row = 0
         with _refuse_unreadable(path, "parquet file", ArrowException), ParquetFile(path) as file:
@@ -179,39 +176,35 @@ def _rows(
             for options, column in zip(wanted, columns, strict=True):
                 if not column:
                     raise ConfigError(f"{path}: no column {' or '.join(options)}: it has {', '.join(names)}")
-            for batch in file.iter_batches(columns=columns, batch_size=int(min(left, 1024))):
+            for batch in file.iter_batches(columns=columns, batch_size=1024):
                 for values in zip(*(batch.column(column).to_pylist() for column in columns), strict=True):
                     if None in values:
                         raise ConfigError(f"{path}: row {row} (from 0) has an empty cell: all of {columns} are needed")
                     yield path, row, values
                     row += 1
-                    left -= 1
-                    if left == 0:
-                        return
-    if limit is None and row == 0:
-        raise ConfigError(f"{files[-1]}: no rows")
 
 
 _HEADER = ["Quality", "#1 ID", "#2 ID", "#1 String", "#2 String"]
 _QUOTED = r'(?:"(?:[^"]|"")*"|[^"\t]*)'
 
 
-def load_pairs(found: Found, limit: int | None) -> tuple[list[str], list[str], Labels]:
-    """First sentences, second sentences and labels; 1 is a paraphrase."""
-    if found.layout == "tsv":
-        rows = [(row[3], row[4], int(row[0])) for row in _read_paraphrases(found.files[0])]
+def load_pairs(layout: str, files: Sequence[Path], limit: int | None) -> tuple[Sequence[str], Sequence[str], Labels]:
+    """First sentences, second sentences and labels, of the first `limit` pairs; 1 is a paraphrase."""
+    if layout == "tsv":
+        rows = _read_paraphrases(files[0])
     else:
         columns = (("sentence1",), ("sentence2",), ("label",))
-        rows = [cells for *_, cells in _rows(found.files, columns, limit)]
+        rows = [cells for *_, cells in islice(_rows(files, columns), limit)]
     labels = np.array([label for *_, label in rows], np.int64)
-    _check_labels(found.files[0], labels, 2, len(rows))
-    return [first for first, *_ in rows], [second for _, second, _ in rows], labels
+    _check_labels(files[0], labels, 2, len(rows))
+    first, second, _ = zip(*rows[:limit], strict=True)
+    return first, second, labels[:limit]
 
 
-def _read_paraphrases(path: Path) -> list[list[str]]:
-    """The fields of MRPC's lines. In the files as given out a quote is a quote. Copies go around that a spreadsheet has
-    rewritten: there a field with quotes is in quotes itself and its own are doubled. A copy is known by its lines, of
-    which all obey that rule."""
+def _read_paraphrases(path: Path) -> list[tuple[Any, ...]]:
+    """Sentences and label of MRPC's lines. In the files as given out a quote is a quote. Copies go around that a
+    spreadsheet has rewritten: there a field with quotes is in quotes itself and its own are doubled. A copy is known by
+    its lines, of which all obey that rule."""
     with _refuse_unreadable(path, "text", UnicodeDecodeError):
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     while lines and not lines[-1]:
@@ -230,9 +223,8 @@ def _read_paraphrases(path: Path) -> list[list[str]]:
         if not re.fullmatch(r"-?\d+", fields[0]):
             raise ConfigError(f"{path}, line {number}: the label is {fields[0]!r}: needed is 0 or 1")
         # A tab cannot be in a field of this corpus: one in quotes is a comma that was taken for a separator.
-        rows.append([field.replace("\t", ",") for field in fields])
-    if not rows:
-        raise ConfigError(f"{path}: no lines below the header")
+        first, second = (field.replace("\t", ",") for field in fields[3:])
+        rows.append((first, second, int(fields[0])))
     return rows
 
 

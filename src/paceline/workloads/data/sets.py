@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import zlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import Batch, DataForm, formats
+from paceline.workloads.data import Batch, DataForm, DataRequest, check_request, find_files, formats, load_from_hub
 from paceline.workloads.data.sharding import derive_seed
-from paceline.workloads.data.sources import SPLITS, DataRequest, Found, check_request, find_files, load_from_hub
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -111,24 +110,18 @@ class Augmentation:
     flip: bool
     seed: int
     cutout: int = 0
-    _tables: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
+    @functools.lru_cache(maxsize=4)  # noqa: B019 - what it keeps alive is small
     def draw(self, num_samples: int, epoch: int) -> torch.Tensor:
         """Of every sample of an epoch, on the host: the shifts down and right, the flip, and with a cutout the row and
         column of its middle, in parts of `_PARTS` of the image."""
-        # A thread that fetches ahead may be in the next epoch already: the table is handed on, not looked up again.
-        table = self._tables.get((num_samples, epoch))
-        if table is None:
-            generator = torch.Generator().manual_seed(derive_seed("augment", self.seed, epoch))
-            shifts = torch.randint(-self.pad, self.pad + 1, (num_samples, 2), generator=generator, dtype=torch.int16)
-            flips = torch.randint(2, (num_samples, 1), generator=generator, dtype=torch.int16)
-            table = torch.cat([shifts, flips * self.flip], dim=1)
-            if self.cutout:
-                middles = torch.randint(_PARTS, (num_samples, 2), generator=generator, dtype=torch.int16)
-                table = torch.cat([table, middles], dim=1)
-            self._tables.clear()
-            self._tables[num_samples, epoch] = table
-        return table
+        generator = torch.Generator().manual_seed(derive_seed("augment", self.seed, epoch))
+        shifts = torch.randint(-self.pad, self.pad + 1, (num_samples, 2), generator=generator, dtype=torch.int16)
+        flips = torch.randint(2, (num_samples, 1), generator=generator, dtype=torch.int16)
+        columns = [shifts, flips * self.flip]
+        if self.cutout:
+            columns.append(torch.randint(_PARTS, (num_samples, 2), generator=generator, dtype=torch.int16))
+        return torch.cat(columns, dim=1)
 
     def apply(self, images: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """The images, each moved by its row of `draws`."""
@@ -158,21 +151,24 @@ class ImageData(DataSet):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     augmentation: Augmentation | None = None
-    _scales: dict[torch.device, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
-        images, draws = batch.inputs, None
-        if self.augmentation is not None:
-            draws = _select(self.augmentation.draw(len(self), epoch), indices)
-            images = self.augmentation.apply(images, draws)
-        if images.device not in self._scales:
-            mean, std = torch.tensor([self.mean, self.std])[:, :, None, None]
-            self._scales[images.device] = torch.stack([1 / (255 * std), -mean / std]).to(images.device)
-        scale, shift = self._scales[images.device]
+        images, change = batch.inputs, self.augmentation
+        if change is not None:
+            draws = _select(change.draw(len(self), epoch), indices)
+            images = change.apply(images, draws)
+        scale, shift = _scales(self.mean, self.std, images.device)
         images = images.to(torch.float32).mul_(scale).add_(shift)
-        if draws is not None and self.augmentation is not None and self.augmentation.cutout:
-            images = self.augmentation.hide(images, draws)
+        if change is not None and change.cutout:
+            images = change.hide(images, draws)
         return Batch(images, batch.targets)
+
+
+@functools.lru_cache
+def _scales(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """What pixels are multiplied by, and what is added, by channel."""
+    means, stds = torch.tensor([mean, std])[:, :, None, None]
+    return torch.stack([1 / (255 * stds), -means / stds]).to(device)
 
 
 def _select(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -195,10 +191,10 @@ def _mirror(places: torch.Tensor, size: int) -> torch.Tensor:
 _Labels = dict[str, Any]  # of a data set: its name, its split, where it is from
 _SIZES = {"train": 2048, "test": 512}
 _FORMS = {
-    "images": DataForm(kind="images", shape=(3, 32, 32), num_classes=10),
-    "numbers": DataForm(kind="numbers", shape=(16,), num_classes=0),
-    "pairs": DataForm(kind="pairs", shape=(32,), num_classes=2, vocabulary=64),
-    "tokens": DataForm(kind="tokens", shape=(64,), num_classes=64, vocabulary=64),
+    "images": DataForm("images", (3, 32, 32), 10),
+    "numbers": DataForm("numbers", (16,)),
+    "pairs": DataForm("pairs", (32,), 2, vocabulary=64),
+    "tokens": DataForm("tokens", (64,), 64, vocabulary=64),
 }
 # Rules over more ids than these would take long to learn, whatever the vocabulary.
 _USED_IDS = 64
@@ -300,59 +296,40 @@ def load_data(
 ) -> DataSet:  # fmt: skip
     """A split of a data set, `train` or `test`. `form` is what suits the model: the kind and shape of a synthetic set,
     which is made on `device`, or the context of text. `model_folder` may hold the model's own tokenizer."""
-    if split not in SPLITS:
-        raise ConfigError(f"split {split!r} is unknown: known are {', '.join(SPLITS)}")
     check_request(request)
     if request.name.startswith("synthetic"):
         return build_synthetic(request, split, form, device)
     limit = request.samples if split == "train" else None  # `samples` of training, all of the test
     path = load_from_hub(request.name) if request.path is None else Path(request.path)
-    found = find_files(request.name, path, split)
-    labels: _Labels = {"name": request.name, "split": split, "source": f"from {found.layout} in {path}"}
+    layout, files = find_files(request.name, path, split)
+    labels: _Labels = {"name": request.name, "split": split, "source": f"from {layout} in {path}"}
+    data: DataSet
     if request.name in _LOOKS:
-        data = _load_images(request, split, found, labels, limit)
+        mean, std, pad, flip = _LOOKS[request.name]
+        images, classes = formats.load_images(layout, files, split, len(mean), limit)
+        inputs, targets = (torch.from_numpy(values[:limit].copy()) for values in (images, classes))
+        if split == "train" and request.is_augmented:
+            labels["augmentation"] = Augmentation(pad, flip, request.seed, request.cutout)
+        form = DataForm("images", images.shape[1:], formats.NUM_CLASSES)
+        data = ImageData(form=form, inputs=inputs, targets=targets, mean=mean, std=std, **labels)
     else:
         tokenizer = formats.load_tokenizer(request.tokenizer, model_folder)
+        count, pad = tokenizer.vocabulary, tokenizer.pad
         labels["source"] += f", tokens by {tokenizer.name}"
         if request.name == "mrpc":
-            data = _load_pairs(found, labels, tokenizer, request.context or tokenizer.pair_context, limit)
+            context = request.context or tokenizer.pair_context
+            first, second, classes = formats.load_pairs(layout, files, limit)
+            rows = [torch.tensor(row, dtype=torch.int64) for row in tokenizer.encode_pairs(first, second, context)]
+            inputs, labels["lengths"] = pad_sequence(rows, True, pad), torch.tensor([len(row) for row in rows])
+            form = DataForm("pairs", (context,), 2, count, pad)
+            data = PairData(form=form, inputs=inputs, targets=torch.from_numpy(classes), **labels)
         else:
-            preferred = form.shape[0] if form and form.kind in ("pairs", "tokens") else 256
-            data = _load_blocks(found, labels, tokenizer, request.context or preferred)
+            context = request.context or (form.shape[0] if form and form.kind in ("pairs", "tokens") else 256)
+            stream = torch.from_numpy(formats.load_text(files, split, tokenizer, context))
+            # A view: the last id of a block, a target there, is the first of the next, an input.
+            blocks = stream.unfold(0, context + 1, context)
+            form = DataForm("tokens", (context,), count, count, pad)
+            data = TokenData(form=form, inputs=blocks, targets=blocks, **labels)
     if limit is not None and limit > len(data):
         raise ConfigError(f"{limit} samples of {request.name}: it has {len(data)}")
     return data if limit is None else data.first(limit)
-
-
-def _load_images(request: DataRequest, split: str, found: Found, labels: _Labels, limit: int | None) -> DataSet:
-    mean, std, pad, flip = _LOOKS[request.name]
-    images, classes = formats.load_images(found, split, len(mean), limit)
-    form = DataForm(kind="images", shape=images.shape[1:], num_classes=formats.NUM_CLASSES)
-    if split == "train" and request.is_augmented:
-        labels["augmentation"] = Augmentation(pad, flip, request.seed, request.cutout)
-    inputs, targets = (torch.from_numpy(values[:limit].copy()) for values in (images, classes))
-    return ImageData(form=form, inputs=inputs, targets=targets, mean=mean, std=std, **labels)
-
-
-def _load_pairs(
-    found: Found, labels: _Labels, tokenizer: formats.ByteTokenizer, context: int, limit: int | None
-) -> DataSet:
-    first, second, classes = formats.load_pairs(found, limit)
-    rows = tokenizer.encode_pairs(first[:limit], second[:limit], context)
-    ids = np.full((len(rows), max(map(len, rows))), tokenizer.pad, np.int64)
-    for number, row in enumerate(rows):
-        ids[number, : len(row)] = row
-    vocabulary, pad = tokenizer.vocabulary, tokenizer.pad
-    form = DataForm(kind="pairs", shape=(context,), num_classes=2, vocabulary=vocabulary, pad=pad)
-    inputs, targets = torch.from_numpy(ids), torch.from_numpy(classes[:limit].copy())
-    lengths = torch.tensor([len(row) for row in rows])
-    return PairData(form=form, inputs=inputs, targets=targets, lengths=lengths, **labels)
-
-
-def _load_blocks(found: Found, labels: _Labels, tokenizer: formats.ByteTokenizer, context: int) -> DataSet:
-    stream = torch.from_numpy(formats.load_text(found.files, labels["split"], tokenizer, context))
-    # A view: the last id of a block, a target there, is the first of the next, an input.
-    blocks = stream.unfold(0, context + 1, context)
-    count = tokenizer.vocabulary
-    form = DataForm(kind="tokens", shape=(context,), num_classes=count, vocabulary=count, pad=tokenizer.pad)
-    return TokenData(form=form, inputs=blocks, targets=blocks, **labels)

@@ -85,22 +85,15 @@ class MicroBatch(NamedTuple):
 def split_window(indices: torch.Tensor, rank: int, world_size: int, micro_batch_size: int) -> list[MicroBatch]:
     """A rank's share of a global batch as micro-batches, of which every rank has equally many. Shares are contiguous
     and differ by one sample at most, and so do the micro-batches of a rank."""
-    if not 0 <= rank < world_size or micro_batch_size < 1 or len(indices) == 0:
-        what = f"{len(indices)} samples for rank {rank} of {world_size} in micro-batches of {micro_batch_size}"
-        raise ConfigError(f"{what}: needed are a sample, a rank below the world's size, and micro-batches of 1 or more")
     largest = -(-len(indices) // world_size)
     count = -(-largest // micro_batch_size)
-    share = evaluation_share(len(indices), rank, world_size)
-    parts = [_cut(share, number, count) for number in range(count)]
+    share = cut_range(range(len(indices)), rank, world_size)
+    parts = [cut_range(share, number, count) for number in range(count)]
     return [MicroBatch(indices[part.start : part.stop] if part else indices[:1], len(part)) for part in parts]
 
 
-def evaluation_share(num_samples: int, rank: int, world_size: int) -> range:
-    """A rank's contiguous part of an evaluation: every sample once, none twice, so a part may be empty."""
-    return _cut(range(num_samples), rank, world_size)
-
-
-def _cut(whole: range, number: int, count: int) -> range:
+def cut_range(whole: range, number: int, count: int) -> range:
+    """Part `number` of `count` contiguous parts, which differ by one at most, so a part may be empty."""
     return whole[number * len(whole) // count : (number + 1) * len(whole) // count]
 
 
