@@ -7,8 +7,12 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from paceline.errors import RecordError
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -18,6 +22,14 @@ def quantile(values: Sequence[float], q: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items of each key, both in the order given."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def check_known(what: str, value: str, known: Iterable[str]) -> None:

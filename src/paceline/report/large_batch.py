@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from paceline.records import LargeBatchRecord, NoiseRecord
+from paceline.records.samples import group_by
 from paceline.records.training import RecipeSummary, summarize_recipes
 from paceline.report.plots import COLORS, build_panels, label_values, new_figure, place_legend
 from paceline.report.scaling import StudyResult, draw_line
@@ -80,9 +81,7 @@ def _describe(summary: RecipeSummary) -> str:
 
 def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
     """What each batch size costs in test accuracy without a recipe, and the recipe that does best for it."""
-    groups: dict[tuple[str, int], list[RecipeSummary]] = {}
-    for summary in summaries:
-        groups.setdefault((summary.first.budget, summary.first.global_batch_size), []).append(summary)
+    groups = group_by(summaries, lambda summary: (summary.first.budget, summary.first.global_batch_size))
     lines = []
     for (budget, _), group in groups.items():
         plain = [s for s in group if s.first.recipe == "none"]
@@ -148,10 +147,8 @@ NOISE = (
 
 def group_noise(records: Sequence[NoiseRecord]) -> list[list[NoiseRecord]]:
     """The records of each job, in the order of its steps."""
-    jobs: dict[tuple[object, ...], list[NoiseRecord]] = {}
-    for record in sorted(records, key=lambda r: r.step):
-        jobs.setdefault((record.model, record.data, record.note, record.precision, record.seed), []).append(record)
-    return list(jobs.values())
+    ordered = sorted(records, key=lambda r: r.step)
+    return list(group_by(ordered, lambda r: (r.model, r.data, r.note, r.precision, r.seed)).values())
 
 
 def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None) -> list[str]:
@@ -204,10 +201,7 @@ def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
 def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
     """Test accuracy on the way, against epochs and against updates: the mean over seeds of each cell, with a band from
     the worst to the best seed. Runs that failed are left out."""
-    cells: dict[tuple[str, int, str], list[LargeBatchRecord]] = {}
-    for record in records:
-        if not record.failure:
-            cells.setdefault(record.cell, []).append(record)
+    cells = group_by((record for record in records if not record.failure), lambda record: record.cell)
     title = "large batches: test accuracy on the way"
     figure, panels = build_panels(["against epochs", "against updates"], title, subtitle)
     for number, ((budget, size, recipe), runs) in enumerate(cells.items()):

@@ -21,7 +21,7 @@ from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_a
 from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, StepRecord
 from paceline.records.environment import Environment
 from paceline.records.layers import LayerProfileRecord
-from paceline.records.samples import Ratio
+from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import ScalePoint, Straggler, compare_steps, find_peak_of, find_straggler, list_points
 from paceline.records.store import Run
 from paceline.records.training import find_knee
@@ -54,7 +54,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         Column("epoch (s)", "epoch_s", _three, "epoch_s", priority=1),
         Column("step", "step_s", "ms", "step_s", priority=2),
         Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
-        Column("data wait (s)", "data_wait_s", _three, "data_wait_s", priority=-1),
+        Column("data wait (s)", "data_wait.median_s", _three, "data_wait_s", priority=-1),
         Column("peak memory", lambda r: r.peak_bytes or None, "bytes", "peak_bytes", priority=2),
         Column("noise", noise, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
@@ -500,9 +500,8 @@ def _draw_ranks(
 def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
     """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
     variant and mode."""
-    groups: dict[str, list[StepRecord]] = {}
-    for record in sorted((r for r in records if r.comm_off), key=lambda r: (r.cell_size, r.world_size)):
-        groups.setdefault(f"{record.variant}, {record.mode} ({record.source})", []).append(record)
+    split = sorted((r for r in records if r.comm_off), key=lambda r: (r.cell_size, r.world_size))
+    groups = group_by(split, lambda r: f"{r.variant}, {r.mode} ({r.source})")
     figure, panels = build_panels(list(groups), "where the time of a step goes", subtitle)
     source = ", ".join(dict.fromkeys(r.source for group in groups.values() for r in group))
     for axes, group in zip(panels, groups.values(), strict=True):
