@@ -15,6 +15,14 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
+def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by key; keys and items stay in the order in which they come."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile of the values, interpolated linearly between neighbours."""
     ordered = sorted(values)
@@ -22,14 +30,6 @@ def quantile(values: Sequence[float], q: float) -> float:
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
-def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items of each key, both in the order given."""
-    groups: dict[K, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
 
 
 def check_known(what: str, value: str, known: Iterable[str]) -> None:

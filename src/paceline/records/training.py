@@ -185,7 +185,8 @@ class RecipeSummary:
 
 def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary]:
     """A summary for each cell, in order. The baseline of a budget is its smallest batch size without a recipe."""
-    found = {cell: RecipeSummary(tuple(runs)) for cell, runs in group_by(records, lambda run: run.cell).items()}
+    cells = group_by(records, lambda record: record.cell)
+    found = {cell: RecipeSummary(tuple(runs)) for cell, runs in cells.items()}
     plain = sorted((cell for cell in found if cell[2] == "none"), key=lambda cell: cell[1], reverse=True)
     baselines = {cell[0]: found[cell] for cell in plain}  # the smallest is the last of its budget
     pairs = [(summary, baselines.get(summary.first.budget)) for summary in found.values()]
@@ -362,7 +363,7 @@ class EpochSummary:
 def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
     """One summary per epoch, in order, from one row of metrics per step."""
     found = []
-    for epoch, of in sorted(group_by(rows, lambda row: int(row["epoch"])).items()):
+    for epoch, of in sorted(group_by(rows, lambda row: row["epoch"]).items()):
         samples = sum(row["samples"] for row in of)
         # Not a number where a step has none.
         loss, accuracy = (
