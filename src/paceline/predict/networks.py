@@ -19,7 +19,7 @@ from paceline.predict import curves
 from paceline.predict.curves import CostCurve, FamilyCurve
 from paceline.predict.simulate import SERVERS
 from paceline.records import CollectiveRecord
-from paceline.records.samples import Samples
+from paceline.records.samples import Samples, group_by
 from paceline.units import format_duration, format_rate
 
 _CUSTOM = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|bit|B)/s,(\d+(?:\.\d+)?)(ns|us|µs|ms|s)")
@@ -276,11 +276,8 @@ def build_measured_fabric(
 
 def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:
     """A fabric for each backend, device and dtype that has a curve."""
-    kinds: dict[tuple[str, str, str], list[CollectiveRecord]] = {}
-    for record in (record for record in records if record.collective == "all_reduce"):
-        kinds.setdefault((record.backend, record.device, record.dtype), []).append(record)
-    fabrics = []
-    for kind in kinds.values():
+    reduced, fabrics = (record for record in records if record.collective == "all_reduce"), []
+    for kind in group_by(reduced, lambda record: (record.backend, record.device, record.dtype)).values():
         with contextlib.suppress(RecordError):  # one size, or times that do not grow: no curve
             fabrics.append(build_measured_fabric(kind, None))
     return fabrics
