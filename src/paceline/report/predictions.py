@@ -328,10 +328,10 @@ class TuneResult(Result):
     def findings(self) -> Sequence[str]:
         tuning = self.tuning
         doubts = tuning.model.estimate_doubts(tuning.choice.estimate.cuts)
-        listed = ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
+        first, listed = next(iter(doubts)), ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
         return [
             *describe_errors(tuning),
-            f"standard deviation of the predicted step by input: {listed}; to reduce it, measure the first again",
+            f"standard deviation of the predicted step by input: {listed}; to reduce it, measure {first} again",
             f"contention: {tuning.model.costs.contention.basis}",
             describe_torch(tuning),
         ]
