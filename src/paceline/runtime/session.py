@@ -268,13 +268,14 @@ class Session:
     def open_part(self, name: str, verb: str, config: dict[str, Any], same_machine: bool = False) -> Iterator[Session]:
         """A run that is part of this one, in the folder `name` inside of its folder: resumed where it was started."""
         assert self.folder is not None
-        place = self.folder / name
+        place, environment = self.folder / name, self.environment
         place.mkdir(exist_ok=True)
-        begun = place if (place / STUDY_FILE).exists() else None
+        if not (place / STUDY_FILE).exists():
+            Study.begin(place, verb, config | {"machine": environment.machine_and_torch}, environment.command_line)
         try:
             with open_session(
-                verb, config, ranks=self.ranks, out=place, resume=begun, progress=self.progress, cells=True,
-                same_machine=same_machine, whole=self,
+                verb, config, ranks=self.ranks, resume=place, progress=self.progress, cells=True,
+                same_machine=same_machine, is_part=True,
             ) as part:  # fmt: skip
                 self._parts.append(part)
                 yield part
@@ -328,7 +329,7 @@ def find_place() -> Place | None:
 def open_session(
     verb: str, config: dict[str, Any], *, ranks: int = 1, out: str | Path | None = None,
     resume: str | Path | None = None, progress: bool | None = None, cells: bool = False, can_resume: bool = False,
-    same_machine: bool = False, here: bool = False, whole: Session | None = None,
+    same_machine: bool = False, here: bool = False, is_part: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
     """The one way to run a verb: ranks, the run's folder, progress on stderr, and a word on what an interrupt left.
 
@@ -338,7 +339,7 @@ def open_session(
     `progress` True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
     `here` starts no ranks, for what cannot be sent to them (a user's own model): this process runs the tasks, as a rank
     of its process group if it has opened one, of the launched world if there is one, and else alone.
-    A part of a `whole` (`Session.open_part`) is written to `out` itself, and leaves the word to the whole.
+    A part of another run (`Session.open_part`) leaves the word to that one.
     Inside a launched world this is collective: every rank opens the session.
     """
     place = find_place() if here else read_place() if joins_world(ranks) else None
@@ -354,9 +355,7 @@ def open_session(
     folder, study = None if resume is None else Path(resume), None
     with contextlib.ExitStack() as stack:
         if folder is None and out is not None:
-            if whole is not None:
-                folder = Path(out)
-            elif is_leader:
+            if is_leader:
                 folder = stack.enter_context(create_folder(out, verb))
             else:
                 check_folder(out)  # here too: if rank 0 cannot write, the others must not wait for it
@@ -369,8 +368,7 @@ def open_session(
                     text = f"it was started on {begun}, and this is {machine}: times cannot be mixed"
                     raise ConfigError(f"--resume {folder}: {text}", code="other-machine")
             else:
-                line = (environment if whole is None else whole.environment).command_line
-                study = Study.begin(folder, verb, config | {"machine": machine}, line)
+                study = Study.begin(folder, verb, config | {"machine": machine}, environment.command_line)
             config = study.config
             environment = dataclasses.replace(environment, command_line=study.command_line or environment.command_line)
         if folder is not None and is_leader:
@@ -385,7 +383,7 @@ def open_session(
             yield session
         except BaseException as error:
             what = session._save_unfinished()
-            if whole is None:
+            if not is_part:
                 if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (130, 143):
                     session._say(f"interrupted: {what or 'nothing was saved'}")
                     error.was_reported = True  # type: ignore[attr-defined]
