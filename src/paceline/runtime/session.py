@@ -425,10 +425,9 @@ class ProgressDisplay:
         self._has_bar = progress is not False and sys.stderr.isatty()
         self._has_lines = bool(progress) and not self._has_bar
         self._weights = {task.name: task.weight for task in tasks}
-        self._total, self._count = sum(self._weights.values(), 0.0), len(finished)
         self._parts = {name: self._weights[name] for name in finished}  # what is done of each task
+        self._count, self._done_before = len(finished), sum(self._parts.values())
         self._begin_s = self._line_s = time.monotonic()
-        self._done_before = sum(self._parts.values())
         self._bar: rich.progress.Progress | None = None
 
     def __enter__(self) -> ProgressDisplay:
@@ -456,10 +455,8 @@ class ProgressDisplay:
     def hear(self, name: str, message: Progress) -> None:
         """What a rank posted in the task of this name; "" is a run without tasks."""
         with self._lock:
-            if name:
-                self._parts[name] = min(1.0, message.done / message.total) * self._weights[name]
-            else:
-                self._total, self._parts[""] = message.total, message.done
+            weight = self._weights.setdefault(name, message.total)
+            self._parts[name] = min(1.0, message.done / message.total) * weight
             label = f"{name} {message.label}".strip()
             share = self._update(label)
             if message.line:
@@ -480,19 +477,19 @@ class ProgressDisplay:
                 self._print(f"{self._count} of {len(self._weights)} cells ({words}){self._say_left()}")
 
     def _say_left(self) -> str:
-        done = sum(self._parts.values())
+        done, total = sum(self._parts.values()), sum(self._weights.values())
         fresh, elapsed_s = done - self._done_before, time.monotonic() - self._begin_s
-        if fresh <= 0 or done >= self._total or elapsed_s < 2.0:
+        if fresh <= 0 or done >= total or elapsed_s < 2.0:
             return ""
-        left_s = elapsed_s * (self._total - done) / fresh
+        left_s = elapsed_s * (total - done) / fresh
         return f", about {format_duration(left_s) if left_s < 60 else f'{left_s / 60:.0f} min'} left"
 
     def _update(self, label: str) -> float:
         """Redraw the bar; the share that is done."""
-        done = sum(self._parts.values())
+        done, total = sum(self._parts.values()), sum(self._weights.values())
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done, total=self._total or None, description=label)
-        return done / self._total if self._total else 0.0
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total or None, description=label)
+        return done / total if total else 0.0
 
     def _print(self, text: str) -> None:
         self._line_s = time.monotonic()
