@@ -60,9 +60,8 @@ class _Residual(nn.Module):
         return x + self.scale * self.linear(x)  # type: ignore[no-any-return]
 
 
-def build_tiny(num_parameters: int, width: int = 8) -> nn.Module:
+def build_tiny(depth: int, width: int) -> nn.Module:
     """Many tiny parameters, a weight and a bias for each layer: the time is the host's overhead."""
-    depth = num_parameters // 2
     return nn.Sequential(*(_Residual(width, depth) for _ in range(depth)))
 
 
