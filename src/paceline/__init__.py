@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from paceline.report.result import Result, load_result
     from paceline.runtime.environment import is_launched
     from paceline.runtime.launch import RankPool, run_ranks
-    from paceline.runtime.ranks import Ranks, get, ranks, set_seed
-    from paceline.runtime.world import World, init, shutdown
+    from paceline.runtime.world import Ranks, World, get, init, ranks, set_seed, shutdown
     from paceline.training.optimizers import LAMB, LARS, split_parameters
     from paceline.training.schedules import BatchSchedule, Schedule
     from paceline.verbs import bench, scale
@@ -47,8 +46,7 @@ _HOMES = {
     "paceline.plan": ("Plan",), "paceline.predict": ("predict",),  # a package that can be called
     "paceline.records.store": ("Run", "load_run"), "paceline.report.result": ("Result", "load_result"),
     "paceline.runtime.environment": ("is_launched",), "paceline.runtime.launch": ("RankPool", "run_ranks"),
-    "paceline.runtime.ranks": ("Ranks", "get", "ranks", "set_seed"),
-    "paceline.runtime.world": ("World", "init", "shutdown"),
+    "paceline.runtime.world": ("Ranks", "World", "get", "init", "ranks", "set_seed", "shutdown"),
     "paceline.training.optimizers": ("LAMB", "LARS", "split_parameters"),
     "paceline.training.schedules": ("BatchSchedule", "Schedule"),
     "paceline.verbs.bench": ("bench",), "paceline.verbs.doctor": ("doctor",),

@@ -178,19 +178,12 @@ def list_descriptors() -> dict[str, str]:
 
 
 def find_leftovers(before: dict[str, str]) -> list[str]:
-    """Descriptors that were not there before, shared memory that is still mapped, and sockets with our name."""
+    """Descriptors that were not there before, and shared memory that is still mapped."""
     gc.collect()
     now = list_descriptors()
     left = [f"descriptor {name} -> {now[name]}" for name in now if before.get(name) != now[name]]
     maps = Path("/proc/self/maps").read_text()
-    return left + re.findall(r".*memfd:paceline.*", maps) + [f"socket {name}" for name in own_sockets()]
-
-
-def own_sockets() -> list[str]:
-    """The names of this process's sockets that are ours."""
-    inodes = {target[8:-1] for target in list_descriptors().values() if target.startswith("socket:[")}
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return [words[7] for words in lines if len(words) > 7 and words[6] in inodes and words[7].startswith("@paceline")]
+    return left + re.findall(r".*memfd:paceline.*", maps)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import threading
@@ -22,7 +21,7 @@ from paceline import ConfigError, LaunchError, machine
 from paceline.runtime import launch, rendezvous
 from paceline.runtime import world as worlds
 from paceline.runtime.environment import read_place
-from paceline.runtime.worker import describe_failure, post
+from paceline.runtime.worker import post
 from tests.conftest import descendants, wait_until
 
 
@@ -248,7 +247,8 @@ def test_what_one_rank_of_a_launched_world_raises_is_reported_on_the_others(on_r
 def share_with(failing: int, timeout_s: float) -> str:
     place = read_place()
     if place.rank == failing:
-        rendezvous.fail(rendezvous.open_gathering(place), place, pickle.dumps(describe_failure(failing, KeyError("k"))))
+        with pytest.raises(KeyError):
+            rendezvous.gather(place, lambda: {}["k"], 1.0)
         return ""
     if failing < 0:
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"

@@ -17,9 +17,10 @@ from paceline.records.kinds import CollectiveRecord
 from paceline.records.samples import Samples
 from paceline.records.store import load_run
 from paceline.runtime import session as module
-from paceline.runtime.session import Progress, ProgressDisplay, Task, choose_ranks, open_session
+from paceline.runtime.session import Progress, ProgressDisplay, Task, open_session
 from paceline.runtime.worker import post
 from paceline.training.settings import TrainSettings
+from paceline.verbs.jobs import choose_up_to
 from paceline.verbs.scale import build_killed
 from tests.conftest import descendants, wait_until
 
@@ -106,7 +107,8 @@ def test_tasks_run_in_order_and_a_killed_rank_is_replaced(tmp_path):
         assert again.is_finished and again.save(()) == run and not again._pools
 
 
-def test_a_rank_that_exits_ends_the_run_and_a_resumed_one_measures_what_is_missing(tmp_path, capfd):
+def test_a_rank_that_exits_ends_the_run_and_a_resumed_one_measures_what_is_missing(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(module, "find_doubts", lambda *_: [])
     with pytest.raises(LaunchError, match="exited with code 3"), open_cells(tmp_path) as session:
         session.run([make_task(4), make_task(8, "exited"), make_task(2)])
     how = f"1 of 3 cells saved; resume with: paceline scale batch --resume {session.folder}"
@@ -115,7 +117,7 @@ def test_a_rank_that_exits_ends_the_run_and_a_resumed_one_measures_what_is_missi
     before = kept.stat().st_mtime_ns
     with open_cells(resume=session.folder) as again:
         assert read_sizes(again.run([make_task(4, "exited"), make_task(8), make_task(2)])) == [4, 8, 2]
-        run = again.save(again.run([make_task(4), make_task(8), make_task(2)]), doubts=())
+        run = again.save(again.run([make_task(4), make_task(8), make_task(2)]))
     assert kept.stat().st_mtime_ns == before and len(run.records) == 3 and run.warnings == ()
 
 
@@ -161,12 +163,13 @@ def test_an_unused_folder_is_removed(tmp_path, capfd):
     ],
 )
 def test_a_run_of_several_machines_names_them(tmp_path, monkeypatch, machines, expected):
+    monkeypatch.setattr(module, "find_doubts", lambda *_: [])
     monkeypatch.setattr(module.Environment, "machine_and_torch", "begun")
     with open_cells(tmp_path) as session:
         monkeypatch.setattr(module.Environment, "machine_and_torch", "here")
         for size, machine in zip((4, 8), machines, strict=True):
             session.study.keep(f"cell {size}", answer(size), machine)
-        run = session.save(session.run([make_task(4), make_task(8)]), doubts=())
+        run = session.save(session.run([make_task(4), make_task(8)]))
     assert len(run.warnings) == (expected is not None) and (expected is None or expected in run.warnings[0])
 
 
@@ -287,14 +290,14 @@ def launch(monkeypatch):
 def test_numbers_of_ranks_are_those_that_the_launched_world_holds(launch, world_size, requested, expected, left_out):
     if world_size is not None:
         launch(0, world_size)
-    ranks, notes = choose_ranks(requested)
+    ranks, notes = choose_up_to(requested, 2)
     assert ranks == expected and len(notes) == bool(left_out) and all(left_out in note for note in notes)
 
 
 def test_a_launched_world_that_is_too_small_is_refused(launch):
     launch(0, 2)
     with pytest.raises(ConfigError) as caught:
-        choose_ranks((4, 8))
+        choose_up_to((4, 8), 2)
     assert caught.value.code == "launched"
     with pytest.raises(ConfigError) as caught, open_session("bench x", {}, ranks=4):
         pytest.fail("opened")

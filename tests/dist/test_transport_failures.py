@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from paceline.transport import native
-from tests.dist.forked_ranks import Ranks, own_sockets
+from tests.dist.forked_ranks import Ranks
 
 if native.why_not():
     pytest.skip(f"NOT TESTED: {native.why_not()}", allow_module_level=True)
@@ -59,7 +58,7 @@ def work_until_it_fails(rank: int, say: Any, seed: int, timeout_s: float) -> dic
 
     for _ in range(3):
         step()
-    say(own_sockets())
+    say("working")
     told = catch(step)
     again = catch(lambda: dist.all_reduce(tensors[1]))
     assert again["error"] == told["error"]  # it stays so
@@ -71,8 +70,7 @@ def harm(trials: int, seed: int, number: int, timeout_s: float, code: str, limit
     draw, took = random.Random(seed), []
     for trial in range(trials):
         with Ranks(3, work_until_it_fails, draw.random(), timeout_s) as ranks:
-            sockets = {name for names in ranks.hear_all() for name in names}
-            assert sockets, "nothing to look for"
+            ranks.hear_all()
             victim = draw.randrange(3)
             time.sleep(draw.random() * 0.05)
             harmed = time.monotonic()
@@ -83,8 +81,6 @@ def harm(trials: int, seed: int, number: int, timeout_s: float, code: str, limit
                 assert f"rank {victim} (process {ranks.pids[victim]})" in told["error"], about
                 assert told["code"] == code and late < limit_s + SOON_S, about
                 took.append(late)
-        known = Path("/proc/net/unix").read_text()
-        assert not [name for name in sockets if name in known], "sockets left behind"
     return took
 
 

@@ -1,14 +1,10 @@
-"""The transport in narrow places: few cores, a small /dev/shm, several groups and jobs at once, uninvited guests."""
+"""The transport in narrow places: few cores, a small /dev/shm, several groups and jobs at once."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
 import os
 import re
-import socket
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import paceline
 from paceline.transport import native
-from paceline.transport.shared import HostGroup
 from tests.dist.forked_ranks import Ranks
 
 if native.why_not():
@@ -179,81 +175,23 @@ def test_a_message_larger_than_dev_shm(forked):
         pytest.skip(f"NOT TESTED: a small /dev/shm cannot be made here ({forbidden})")
 
 
-# -- who is let in ----------------------------------------------------------------------------------------------------
-
-
-def knock(address: str, said: bytes) -> socket.socket:
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link.settimeout(20)
-    link.connect("\0" + address)
-    if said:
-        with contextlib.suppress(OSError):  # the listener may be closed already
-            link.sendall(said)
-    return link
-
-
-def is_shut(link: socket.socket) -> bool:
-    try:
-        return link.recv(64) == b""
-    except ConnectionError:
-        return True
-
-
-def meet_among_strangers() -> dict[str, Any]:
-    """Two processes make a HostGroup, while this one, and one of them before it behaves, try to get in."""
-    meeting = tempfile.mkdtemp(prefix="meeting-") + "/store"
-    gate, open_gate = os.pipe()
-    answers, answer = os.pipe()
-    pids: list[int] = []
-
-    def join(rank: int) -> None:
-        store: Any = dist.FileStore(meeting, 2)
-        pids_of_both = json.loads(store.get("pids"))
-        held = []
-        if rank == 1:
-            os.read(gate, 1)
-            address, secret = json.loads(store.get("host/0"))
-            held.append(knock(address, b""))  # the right process, which says nothing
-            for said in (["wrong", 1], [secret, 0], [secret, -1], [secret, 7], [secret, "1"], [secret], "nonsense"):
-                held.append(knock(address, json.dumps(said).encode()))
-                assert is_shut(held[-1]), said
-        host = HostGroup(store, [0, 1], pids_of_both, rank, 30.0)
-        mapping, part_bytes = host.share(100)
-        mapping.memory[rank * part_bytes] = rank + 1
-        os.write(answer, f"{rank} met\n".encode())
-        host.close()
-
-    for rank in range(2):
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            try:
-                join(rank)
-            except BaseException as error:
-                os.write(answer, f"{rank} failed: {error!r}\n".encode())
-            os._exit(0)
-    store: Any = dist.FileStore(meeting, 2)
-    store.set("pids", json.dumps(pids))
-    address, secret = json.loads(store.get("host/0"))
-    strangers = [knock(address, said) for said in (b"", b"[]", json.dumps([secret, 1]).encode(), b"x" * 1000)]
-    result = {"shut": [is_shut(link) for link in strangers], "met": []}
-    os.write(open_gate, b"x")
-    for pid in pids:
-        os.waitpid(pid, 0)
-    os.close(answer)
-    with os.fdopen(answers) as reader:
-        result["met"] = sorted(reader.read().splitlines())
-    Path(meeting).unlink(missing_ok=True)
-    Path(meeting).parent.rmdir()
-    result["listens"] = address in Path("/proc/net/unix").read_text()
-    return result
-
-
-def test_strangers_are_not_let_in_and_do_not_keep_the_ranks_from_meeting(forked):
-    found = forked(HERE + "meet_among_strangers")
-    assert found == {"shut": [True] * 4, "met": ["0 met", "1 met"], "listens": False}
-
-
 # -- memory that was asked for ----------------------------------------------------------------------------------------
+
+
+def test_memory_that_cannot_be_shared_names_the_rank_and_the_reason():
+    """Here this process is both ranks: 4 has made memory of one page for each, and 7 opens it."""
+    paths: list[str] = []
+    first = native.Mapping(0, [4, 7], 100, lambda path: paths.append(path) or path)
+    second = native.Mapping(1, [4, 7], 100, lambda _: paths[0])
+    first.part(1)[0] = b"x"
+    assert second.part(1)[0] == b"x" and second.part(0)[0] == b"\0"
+    with pytest.raises(paceline.CollectiveError, match="rank 4 8192 bytes, rank 7 16384") as caught:
+        native.Mapping(1, [4, 7], 5000, lambda _: paths[0])
+    assert caught.value.code == "mismatch"
+    del first
+    with pytest.raises(paceline.CollectiveError, match="rank 4 left") as caught:
+        native.Mapping(1, [4, 7], 100, lambda _: paths[0])
+    assert caught.value.code == "peer-lost"
 
 
 def mapped_bytes() -> int:

@@ -31,7 +31,7 @@ def open_world() -> None:
     dist.init_process_group("shm", timeout=timedelta(seconds=40))
     group = dist.group.WORLD
     assert not group.shares_memory
-    assert len(group._host.pids) == int(os.environ["LOCAL_WORLD_SIZE"])
+    assert len(group._here) == int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -269,6 +269,7 @@ def test_repetitions_of_one_length_are_drawn_together_and_all_are_used_where_not
     everything = Resample()
     assert everything.take((3.0, 1.0, 2.0)) == (3.0, 1.0, 2.0) and everything.gauss() == 0
     first, again, other = (Resample(random.Random(seed)) for seed in (3, 3, 4))
-    drawn = first.pick(9)
-    assert drawn == again.pick(9) == first.pick(9) != other.pick(9) and set(drawn) <= set(range(9))
-    assert Resample(random.Random(0)).pick(1) == [0]
+    numbers = range(9)
+    drawn = first.take(numbers)
+    assert drawn == again.take(numbers) == first.take(numbers) != other.take(numbers) and set(drawn) <= set(numbers)
+    assert Resample(random.Random(0)).take((5.0,)) == (5.0,)

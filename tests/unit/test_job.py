@@ -133,7 +133,7 @@ def test_a_larger_latency_asks_for_larger_buckets():
     job = gpt2_large()
     costs = MachineCosts(curve=CURVE)
     changes = estimate_sensitivity(job, costs, CURVE)
-    by_name = {(change.what, change.factor): change.curve for change in changes}
+    by_name = {(change.what, change.factor): change for change in changes}
     assert by_name["alpha", 10.0].plateau[0] > by_name["alpha", 0.1].plateau[0]
     assert by_name["beta", 0.1].best.backward_s > by_name["beta", 10.0].best.backward_s
     assert by_name["B", 10.0].best.backward_s > by_name["B", 0.1].best.backward_s

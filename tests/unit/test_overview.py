@@ -11,9 +11,9 @@ import pytest
 from paceline.errors import RecordError
 from paceline.measure.traces import build_bucket_events
 from paceline.parallel.timeline import BucketTimes, StepTimes
+from paceline.predict.simulate import BucketSpan
 from paceline.predict.traces import (
     CATEGORIES,
-    BucketSpan,
     StepLane,
     attribute_time,
     build_lanes,
@@ -264,8 +264,8 @@ def lane(rank, **changes):
     fields = {
         "phases": (("forward", 0, 3 * MS), ("backward", 3 * MS, 9 * MS)),
         "buckets": (
-            BucketSpan(2**20, 4 * MS, 5 * MS, 8 * MS), BucketSpan(2**21, 7 * MS, 8 * MS, 12 * MS),
-            BucketSpan(2**22, 9 * MS, 9 * MS, 12 * MS),
+            BucketSpan(2**20, 4 * MS, 5 * MS, 5 * MS, 8 * MS), BucketSpan(2**21, 7 * MS, 8 * MS, 8 * MS, 12 * MS),
+            BucketSpan(2**22, 9 * MS, 9 * MS, 9 * MS, 12 * MS),
         ),
         "backward_end_s": 9 * MS, "end_s": 14 * MS,
     }  # fmt: skip

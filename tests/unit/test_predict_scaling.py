@@ -20,7 +20,6 @@ from paceline.predict.networks import find_network
 from paceline.predict.scaling import (
     ScalingEvidence,
     describe_assumptions,
-    estimate_maximum,
     estimate_slowdown,
     estimate_spread,
     estimate_wait,
@@ -134,19 +133,17 @@ class MadeWorld:
             for size in SWEPT
         ]  # fmt: skip
 
-    def evidence(self, *ranks: int, sweeps: tuple[int, ...] = ()) -> ScalingEvidence:
+    def evidence(self, *ranks: int, sweeps=(), records=None, collectives=None, wrapper="", up_to=0) -> ScalingEvidence:
+        """`records` and `collectives` take the place of the world's own."""
         swept = sweeps or tuple(count for count in ranks if count > 1) or (2,)
-        shares = sorted({self.samples(count) for count in (1, 2, 4, 8, 16)})
-        return ScalingEvidence(
-            wrapper=self.wrapper,
-            backend=self.backend,
-            records=tuple(self.record(count) for count in ranks),
-            profiles=(self.profile(self.cell_size),),
-            collectives=tuple(record for count in swept for record in self.sweep(count)),
-            ranks_at_hand=self.cores,
-            one_rank_s={samples: self.one_rank_s(samples) for samples in shares},
-            layouts={2: self.buckets},
-        )
+        others = {self.samples(count) for count in (2, 4, 8, 16)} - {self.cell_size}
+        study = list(records or map(self.record, ranks))
+        study += [replace(self, cell_size=samples).record(1) for samples in sorted(others)]
+        study += [record for count in swept for record in self.sweep(count)] if collectives is None else collectives
+        where = wrapper or self.wrapper, self.backend, (self.mode, self.cell_size), self.cores
+        evidence = ScalingEvidence([*study, self.profile(self.cell_size)], *where, up_to)
+        evidence.layouts = {2: self.buckets}
+        return evidence
 
 
 # What messages cost beside those of a sweep, by ranks.
@@ -224,7 +221,7 @@ def test_ranks_that_bring_links_of_their_own_are_recovered_less_well(factor):
 def test_calibrated_ranks_are_reproduced_and_the_nearest_corrects_the_others():
     worlds = {count: MadeWorld(factor=factor, slowdown=rise(0.03), noise=0.02) for count, factor in FACTORS.items()}
     records = tuple(world.record(count) for count, world in worlds.items())
-    evidence = replace(worlds[4].evidence(1, 2, 4), records=records)
+    evidence = worlds[4].evidence(1, 2, 4, records=records)
     *known, beyond = simulate_scaling(evidence, (1, 2, 4, 8))
     for point, record in zip(known, records, strict=True):
         assert point.step_s == pytest.approx(record.timing.median_s, rel=1e-3)
@@ -235,30 +232,31 @@ def test_ranks_that_seem_quicker_together_are_noise():
     world = MadeWorld()
     alone_s = world.one_rank_s(8)
     quick = replace(world.record(4), no_comm=spread(alone_s * 0.9, 4), timing=spread(alone_s * 0.92, 4))
-    evidence = replace(world.evidence(1, 2, 4), records=(world.record(1), world.record(2), quick))
+    evidence = world.evidence(1, 2, 4, records=(world.record(1), world.record(2), quick))
     assert all(point.step_s >= alone_s for point in simulate_scaling(evidence, (2, 4, 8)))
 
 
 @pytest.mark.parametrize(("up_to", "ranks"), [(4, 8), (2, 4), (1, 2)])
 def test_what_is_held_out_changes_nothing(up_to, ranks):
     world = MadeWorld(noise=0.02, slowdown=rise(0.02))
-    evidence = world.evidence(1, 2, 4, 8)
+    known = (1, 2, 4, 8)
     wild = MadeWorld(alpha_s=0.1, bytes_per_s=1e6, sample_s=3.0, buckets=(MIB,) * 24)
-    other = replace(
-        evidence,
-        records=tuple(r if r.world_size <= up_to else wild.record(r.world_size) for r in evidence.records),
-        collectives=tuple(
-            r if r.world_size <= max(2, up_to) else replace(r, timing=spread(7.0, r.world_size))
-            for r in evidence.collectives
-        ),
-    )
+    other = {
+        "records": [(world if count <= up_to else wild).record(count) for count in known],
+        "collectives": [
+            r if count <= max(2, up_to) else replace(r, timing=spread(7.0, count))
+            for count in known[1:]
+            for r in world.sweep(count)
+        ],
+    }
     asked = (2, 4, 8)
-    points = simulate_scaling(evidence.calibrated_up_to(up_to), asked)
-    assert points == simulate_scaling(other.calibrated_up_to(up_to), asked)
-    assert simulate_scaling(evidence, asked) != simulate_scaling(other, asked)
-    measured = {record.world_size: record.timing.median_s for record in evidence.records}
+    held_out = world.evidence(*known, up_to=up_to)
+    points = simulate_scaling(held_out, asked)
+    assert points == simulate_scaling(world.evidence(*known, **other, up_to=up_to), asked)
+    assert simulate_scaling(world.evidence(*known), asked) != simulate_scaling(world.evidence(*known, **other), asked)
+    measured = {count: world.record(count).timing.median_s for count in known}
     assert {p.world_size: p.step_s for p in points}[ranks] == pytest.approx(measured[ranks], rel=0.05)
-    assert evidence.calibrated_up_to(up_to).ranks == tuple(count for count in (1, 2, 4, 8) if count <= up_to)
+    assert held_out.ranks == tuple(count for count in known if count <= up_to)
 
 
 def test_the_interval_widens_with_every_doubling():
@@ -271,7 +269,7 @@ def test_the_interval_widens_with_every_doubling():
 def test_the_interval_has_the_noise_of_what_it_is_compared_with():
     world = MadeWorld(bytes_per_s=1e9)
     noisy = replace(world.record(1), timing=spread(world.one_rank_s(8), 1, noise=0.2))
-    evidence = replace(world.evidence(1, 2), records=(noisy, world.record(2)))
+    evidence = world.evidence(1, 2, records=(noisy, world.record(2)))
     [point] = simulate_scaling(evidence, (2,))  # that no draw can change: its own steps calibrate it
     assert point.low_s < 0.98 * point.step_s and point.high_s > 1.02 * point.step_s
 
@@ -341,7 +339,7 @@ def test_beyond_the_host_the_slowest_of_all_ranks_is_waited_for():
     last = even.shared[-1]
     step_s = last.no_comm.median_s
     apart = replace(last.no_comm, seconds=tuple(tuple(step_s / 1.05 * share for share in row) for row in rows))
-    uneven = replace(even, records=tuple(replace(r, no_comm=apart) if r is last else r for r in even.records))
+    uneven = world.evidence(1, 2, 4, records=(even.alone, even.shared[0], replace(last, no_comm=apart)))
     assert even.spread == 0 and 0.03 < uneven.spread < 0.08
     times = {
         count: [simulate_scaling(known, (count,), free)[0].step_s for known in (even, uneven)]
@@ -355,24 +353,24 @@ def test_beyond_the_host_the_slowest_of_all_ranks_is_waited_for():
 
 
 def test_steps_that_a_rank_spoilt_are_a_doubt():
-    known = MadeWorld(cores=4).evidence(1, 2, 4)
+    world = MadeWorld(cores=4)
+    known = world.evidence(1, 2, 4)
     last = known.shared[-1]
     rows = tuple(tuple(s * (1.4 if rank == 3 else 1.0) for rank, s in enumerate(row)) for row in last.no_comm.seconds)
     spoilt = replace(last, no_comm=replace(last.no_comm, seconds=rows))
-    changed = replace(known, records=tuple(spoilt if r is last else r for r in known.records))
+    changed = world.evidence(1, 2, 4, records=(known.alone, known.shared[0], spoilt))
     assert "rank 3 was disturbed in steps on 4 ranks" in simulate_scaling(changed, (4,))[0].doubt
     assert simulate_scaling(known, (4,))[0].doubt == ""
 
 
 def test_a_host_of_one_device_needs_no_sweep():
     world = MadeWorld(cores=1)
-    evidence = replace(world.evidence(1), collectives=())
-    points = simulate_scaling(evidence, (1, 2, 64), [find_network("10gbe")])
+    points = simulate_scaling(world.evidence(1, collectives=()), (1, 2, 64), [find_network("10gbe")])
     assert [point.network for point in points] == ["", "10gbe", "10gbe"]
     assert points[0].step_s < points[1].step_s < points[2].step_s
     assert "no step on several ranks" in points[1].doubt
     with pytest.raises(RecordError, match="no all-reduce on gloo"):
-        simulate_scaling(replace(evidence, ranks_at_hand=2), (2,))
+        simulate_scaling(replace(world, cores=2).evidence(1, collectives=()), (2,))
 
 
 def test_a_full_host_hides_less():
@@ -386,11 +384,9 @@ def test_a_full_host_hides_less():
 def test_what_no_factor_explains_is_added_as_it_is():
     """Messages that are all hidden, and a wait that is not theirs."""
     world = MadeWorld(bytes_per_s=1e13, alpha_s=1e-9)
-    waits = tuple(
-        r if r.world_size == 1 else replace(r, timing=spread(r.timing.median_s + 0.02, r.world_size))
-        for r in world.evidence(1, 2, 4).records
-    )
-    evidence = replace(world.evidence(1, 2, 4), records=waits)
+    shared = (world.record(count) for count in (2, 4))
+    waits = [replace(r, timing=spread(r.timing.median_s + 0.02, r.world_size)) for r in shared]
+    evidence = world.evidence(1, 2, 4, records=(world.record(1), *waits))
     assert simulate_scaling(evidence, (8,))[0].step_s == pytest.approx(world.step_s(8)[0] + 0.02, rel=0.01)
 
 
@@ -447,31 +443,38 @@ def test_evidence_is_sorted_out_of_a_study():
         *other.sweep(2),
     ]
     strong = MadeWorld(mode="strong", cell_size=64).record(1)
-    found = ScalingEvidence.sort([*records, strong], "torch", "gloo", ("weak", 8), 64)
-    assert [record.world_size for record in found.records] == [1, 2, 4]
+    found = ScalingEvidence([*records, strong], "torch", "gloo", ("weak", 8), 64)
+    assert found.ranks == (1, 2, 4) and found.alone == world.record(1)
     assert set(found.one_rank_s) == {8, 64}
     assert found.variant == "torch on gloo"
     assert {record.backend for record in found.shared} == {"gloo"}
     with pytest.raises(RecordError, match="one rank"):
-        ScalingEvidence.sort(records, "torch", "gloo", ("weak", 16), 64)
+        ScalingEvidence(records, "torch", "gloo", ("weak", 16), 64)
+    with pytest.raises(RecordError, match="once"):
+        ScalingEvidence([*records, world.record(2)], "torch", "gloo", ("weak", 8), 64)
     with pytest.raises(RecordError, match="communication off"):
-        replace(found, records=(world.record(1), replace(world.record(2), no_comm=None)))
+        world.evidence(1, 2, records=(world.record(1), replace(world.record(2), no_comm=None)))
 
 
 @pytest.mark.parametrize(("wrapper", "memory"), [("paceline", "shared"), ("torch", "ordinary")])
 def test_messages_lie_where_the_wrapper_puts_them(wrapper, memory):
     world = MadeWorld(backend="paceline")
     copied = [replace(record, memory="ordinary") for record in world.sweep(2)]
-    evidence = replace(world.evidence(1), wrapper=wrapper, collectives=(*world.sweep(2), *copied))
+    evidence = world.evidence(1, wrapper=wrapper, collectives=(*world.sweep(2), *copied))
     fabric = evidence.fabric
     assert ("(shared)" in fabric.name) == (memory == "shared")
 
 
 def test_the_buckets_are_those_of_the_nearest_ranks():
-    evidence = replace(MadeWorld().evidence(1, 2), layouts={2: (3 * MIB,), 4: (MIB, MIB)})
+    world = MadeWorld()
+    evidence = world.evidence(1, 2)
+    evidence.layouts = {2: (3 * MIB,), 4: (MIB, MIB)}
     assert [evidence.list_buckets(count) for count in (2, 4, 8)] == [(3 * MIB,), (MIB, MIB), (MIB, MIB)]
-    assert evidence.calibrated_up_to(1).list_buckets(2) == (3 * MIB,)
-    assert sum(replace(evidence, layouts={}).list_buckets(2)) == sum(MadeWorld().sizes)
+    study = [world.record(1), world.record(2), world.profile(8)]
+    held_out = ScalingEvidence(study, world.wrapper, world.backend, ("weak", 8), 64, up_to=1)
+    assert held_out.ranks == (1,) and held_out.list_buckets(2) == world.buckets
+    evidence.layouts = {}
+    assert sum(evidence.list_buckets(2)) == sum(world.sizes)
 
 
 def test_silent_steps_of_all_wrappers_count():
@@ -481,7 +484,7 @@ def test_silent_steps_of_all_wrappers_count():
         tuple(3 * value for value in row) for row in mine.no_comm.seconds
     )))  # fmt: skip
     records = [world.record(1), mine, theirs, world.profile(32), *world.sweep(2)]
-    [shared] = ScalingEvidence.sort(records, mine.wrapper, mine.backend, mine.cell, 64).shared
+    [shared] = ScalingEvidence(records, mine.wrapper, mine.backend, mine.cell, 64).shared
     assert shared.no_comm.reduced_s == pytest.approx([2 * value for value in mine.no_comm.reduced_s])
     assert shared.timing == mine.timing
 
@@ -492,16 +495,8 @@ def test_buckets_survive_json():
 
 
 def test_ranks_with_a_gap_are_predicted_from_the_smallest_sweep():
-    known = MadeWorld().evidence(1, 3, sweeps=(3,))
-    [point] = simulate_scaling(known.calibrated_up_to(1), [3])
+    [point] = simulate_scaling(MadeWorld().evidence(1, 3, sweeps=(3,), up_to=1), [3])
     assert point.step_s > 0
-
-
-@pytest.mark.parametrize("count", [1, 2, 8, 1000, 16384])
-def test_the_largest_of_uniform_and_of_exponential_values(count):
-    assert estimate_maximum(lambda p: p, count) == pytest.approx(count / (count + 1), rel=1e-3)
-    harmonic = math.fsum(1 / number for number in range(1, count + 1))
-    assert estimate_maximum(lambda p: -math.log1p(-p), count) == pytest.approx(harmonic, rel=2e-3)
 
 
 def test_a_lognormal_wait_is_what_drawing_it_gives():
@@ -521,7 +516,7 @@ def test_a_wait_grows_with_the_spread_and_with_the_ranks(spread, more, count, ot
     assert wait <= estimate_wait(spread + more, count) + 1e-12
 
 
-@pytest.mark.parametrize(("call", "words"), [((0.1, 0), "largest of 0"), ((-0.1, 2), "-10%"), ((1.0, 2), "100%")])
+@pytest.mark.parametrize(("call", "words"), [((0.1, 0), "0 ranks"), ((-0.1, 2), "-10%"), ((1.0, 2), "100%")])
 def test_an_impossible_spread_is_refused(call, words):
     with pytest.raises(ConfigError, match=words):
         estimate_wait(*call)

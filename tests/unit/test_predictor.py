@@ -16,15 +16,14 @@ from paceline.errors import MeasurementError
 from paceline.plan import Gradient, Plan
 from paceline.predict.curves import Resample
 from paceline.predict.predictor import (
+    Choice,
     Estimate,
     Evidence,
-    GridPoint,
-    Judgement,
     Predictor,
     fit_job,
-    kendall_tau,
 )
-from paceline.predict.simulate import SERVERS, Contention, MachineCosts, SimulatedBucket, SimulatedStep, simulate
+from paceline.predict.simulate import SERVERS, BucketSpan, Contention, MachineCosts, SimulatedStep, simulate
+from paceline.predict.tuning import GridPoint, TuneSettings, Tuning, kendall_tau
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, StepRecord, Summary
 from paceline.units import MIB
 from tests.unit.made_jobs import line, make_job
@@ -345,12 +344,14 @@ def test_the_input_that_is_known_worst_is_named_first(of, first):
 
 
 PLAIN_S = 0.5
+# What a judgement does not look at.
+NO_TUNING = Tuning(TuneSettings(), (), None, None, None, None, (), {})
 # Two ranks a row; the medians are 1, 2 and 4.
 TIMES_S = {1: (0.9, 1.0, 1.1), 2: (1.9, 2.0, 2.3), 4: (4.0, 4.0, 4.0)}
 
 
 def guess(step_s, low_s=None, high_s=None, sizes=(MIB,)):
-    step = SimulatedStep(tuple(map(SimulatedBucket, sizes)), 0.0, step_s, 0.0, 0.0, 0.0)
+    step = SimulatedStep(tuple(map(BucketSpan, sizes)), 0.0, step_s, 0.0, 0.0, 0.0)
     low_s, high_s = step_s * 0.95 if low_s is None else low_s, step_s * 1.05 if high_s is None else high_s
     return Estimate((1,), low_s, high_s, step_s - PLAIN_S, step)
 
@@ -360,7 +361,8 @@ def measure(label, times_s, sizes=(MIB,)):
 
 
 def judge(points, confirmed=(), recommended="default"):
-    return Judgement(tuple(points), {record.label: record for record in confirmed}, recommended)
+    choice = Choice(points[0].estimate, 0, recommended == "default", 0.0)
+    return replace(NO_TUNING, choice=choice, points=tuple(points), confirmed={one.label: one for one in confirmed})
 
 
 def point(cap_bytes, step_s, times_s=None, **limits):

@@ -63,7 +63,7 @@ def test_flat():
     assert "all bucket sizes lie within 1.4%, the noise being 2.8%" in answer
     assert tuning.plan is tuning.default_plan
     result = make_result(tuning)
-    assert (result.verdict, result.plan, result.gain) == ("keep", tuning.plan, tuning.judgement.gain)
+    assert (result.verdict, result.plan, result.gain) == ("keep", tuning.plan, tuning.gain)
     assert result.answer == f"made on 2 ranks, wrapper paceline, backend gloo: {answer}."
 
 
@@ -92,7 +92,7 @@ def test_the_default_is_kept_though_sizes_differ():
 def test_a_recommended_plan_beside_the_default(recommended_s, spread, words):
     confirmed = {"default": 0.150, "recommended": recommended_s, "cap 1": 0.100}
     tuning = tune(SLOW, (0.150, 0.110, 0.100), confirmed, spread)
-    assert not tuning.choice.is_default and tuning.judgement.recommended == "recommended"
+    assert not tuning.choice.is_default and tuning.recommended == "recommended"
     answer = describe_answer(tuning)
     for part in words:
         assert part in answer
@@ -111,17 +111,17 @@ def test_a_prediction_that_nobody_confirmed(takes_lists):
     assert answer.endswith(f"predicted {tuning.choice.gain:.1%} less than the default")
     assert answer.startswith("use bucket size ") == (tuning.choice.cap_bytes > 0)
     assert takes_lists or tuning.choice.cap_bytes > 0
-    assert describe_errors(tuning.judgement) == []
-    assert len(tuning.judgement.points) >= 4 and tuning.judgement.measured == []
+    assert describe_errors(tuning) == []
+    assert len(tuning.points) >= 4 and tuning.measured == []
     result = make_result(tuning)
-    assert result.gain is None and result.candidates == tuning.judgement.points
+    assert result.gain is None and result.candidates == tuning.points
     row = result.to_json()
     missing = ("mape", "max_error", "regret", "best_measured_cap_bytes", "plan_measured_s", "default_measured_s")
     assert set(row) >= JSON_KEYS and all(row[key] is None for key in missing)
     assert {point["source"] for point in row["grid"]} == {"simulated"}
 
 
-def test_a_row_has_what_is_promised_and_the_numbers_of_the_judgement():
+def test_a_row_has_what_is_promised_and_the_numbers_of_the_tuning():
     confirmed = {"default": 0.150, "recommended": 0.120, "cap 1": 0.100}
     tuning = tune(SLOW, (0.150, 0.110, 0.100), confirmed)
     result = make_result(tuning)
@@ -146,12 +146,12 @@ def test_a_row_has_what_is_promised_and_the_numbers_of_the_judgement():
 
 def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
     tuning = tune(SLOW, (0.150, 0.110, 0.100))
-    (line,) = describe_errors(tuning.judgement)
-    assert f"{tuning.judgement.scores['mape']:.1%} off on average" in line and "rank correlation 0.33" in line
-    points = list(tuning.judgement.points)
+    (line,) = describe_errors(tuning)
+    assert f"{tuning.scores['mape']:.1%} off on average" in line and "rank correlation 0.33" in line
+    points = list(tuning.points)
     points[1] = replace(points[1], measured=replace(points[1].measured, bucket_bytes=(8 * MIB,)))
-    lines = describe_errors(replace(tuning.judgement, points=tuple(points)))
-    (line,) = describe_errors(tune(SLOW, (0.150,)).judgement)
+    lines = describe_errors(replace(tuning, points=tuple(points)))
+    (line,) = describe_errors(tune(SLOW, (0.150,)))
     assert "rank correlation unknown" in line and "nan" not in line
     assert lines[1:] == ["the wrapper's buckets differ from the simulated ones at 4 MiB"]
 

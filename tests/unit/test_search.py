@@ -27,10 +27,10 @@ def test_every_distinct_partition_is_found_once_and_its_caps_are_right(sizes):
     by_trying = {}
     for cap in range(1, totals[-1] + 2):
         by_trying.setdefault(cut_by_cap(totals, cap), []).append(cap)
-    assert [interval.cuts for interval in intervals] == list(by_trying)
-    for interval in intervals[:-1]:
-        caps = by_trying[interval.cuts]
-        assert (interval.low_bytes, interval.high_bytes) == (caps[0], caps[-1])
+    assert list(intervals) == list(by_trying)
+    for cuts, (low_bytes, high_bytes) in list(intervals.items())[:-1]:
+        caps = by_trying[cuts]
+        assert (low_bytes, high_bytes) == (caps[0], caps[-1])
 
 
 @given(sizes_lists, st.integers(2, 9))
@@ -78,8 +78,7 @@ def test_a_free_plan_is_as_good_as_every_cap(sizes, alpha_s, rate, compute_rate,
     costs = MachineCosts(
         curve=line(alpha_s, rate), contention=Contention((1,), (compute_rate,), (1.0,)), servers=servers, launch_s=1e-3
     )
-    intervals = enumerate_caps(sizes)
-    by_cap = {i.cuts: simulate(job, i.cuts, costs).step_s for i in intervals}
+    by_cap = {cuts: simulate(job, cuts, costs).step_s for cuts in enumerate_caps(sizes)}
     best_cap = min(by_cap, key=lambda cuts: by_cap[cuts])
     cuts, step = find_best_cuts(job, costs, seeds=[best_cap])
     assert step.step_s <= by_cap[best_cap] + 1e-12

@@ -78,7 +78,7 @@ def test_steps_are_ours_and_not_the_profilers():
     ],
 )
 def test_messages_are_told_by_kind_and_name(kind, name, is_message):
-    assert is_collective({"cat": kind, "name": name}) is is_message
+    assert is_collective(kind, name) is is_message
 
 
 def test_a_bucket_does_not_count_beside_the_kernel_that_carries_it():

@@ -18,7 +18,7 @@ from torch import nn
 
 from paceline.errors import MeasurementError, refuse
 from paceline.records.training import NoiseProbe, NoiseRecord
-from paceline.runtime.ranks import set_seed
+from paceline.runtime.world import set_seed
 from paceline.training.build import Job
 from paceline.workloads.data.sharding import derive_seed
 from paceline.workloads.models import compute_outcome

@@ -59,10 +59,8 @@ class Advice:
 
 
 def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness | None = None) -> list[Advice]:
-    """What to do, the largest gain first; where nothing is worth it, what bounds the step.
-
-    Judged by the rank that waits least for messages: the others' messages also hold the time that they wait for it.
-    """
+    """What to do, the largest gain first; where nothing is worth it, what bounds the step. Judged by the rank that
+    waits least for messages: the others' messages also hold the time that they wait for it."""
     if not overviews:
         raise RecordError("no overview to judge by: record at least one rank")
     first = min(overviews, key=lambda overview: overview.seconds("communication"))

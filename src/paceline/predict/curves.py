@@ -39,23 +39,19 @@ class CostCurve(ABC):
 
 
 class Resample:
-    """Which repetitions a fit uses: all of them, or with a source those that a bootstrap draws with replacement.
-
-    Series of one length were measured in turns, so they share one draw: a slow spell is in all of them.
-    """
+    """Which repetitions a fit uses: all of them, or with a source those that a bootstrap draws with replacement. Series
+    of one length were measured in turns, so they share one draw: a slow spell is in all of them."""
 
     def __init__(self, source: random.Random | None = None) -> None:
         self.source = source
         self._drawn: dict[int, Sequence[int]] = {}
 
-    def pick(self, count: int) -> Sequence[int]:
-        """The repetitions to use, of `count`."""
+    def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        """The repetitions to use, of these."""
+        count = len(seconds)
         if count not in self._drawn:
             self._drawn[count] = self.source.choices(range(count), k=count) if self.source else range(count)
-        return self._drawn[count]
-
-    def take(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        return tuple(seconds[number] for number in self.pick(len(seconds)))
+        return tuple(seconds[number] for number in self._drawn[count])
 
     def median(self, samples: Samples | Summary) -> float:
         if not isinstance(samples, Samples):
@@ -84,10 +80,8 @@ def hold_draws(value: float, draws: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class MeasuredCurve(CostCurve):
-    """Straight lines on log axes between measured points: curves are neither convex nor monotone, and stay so.
-
-    Below the smallest size the time is constant; above the largest it grows with the bandwidth of the last two points.
-    """
+    """Straight lines on log axes between measured points: curves are neither convex nor monotone, and stay so. Below
+    the smallest size the time is constant; above the largest it grows with the bandwidth of the last two points."""
 
     sizes: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -157,12 +151,10 @@ def check_algorithm(name: str) -> None:
 
 @dataclass(frozen=True)
 class FamilyCurve(CostCurve):
-    """`latencies * alpha_s + bytes / bytes_per_s` with the work of one algorithm on `world_size` ranks.
-
-    Where the two numbers were fitted, `residuals` are (fitted - measured) / measured in the order of the points, from
-    `min_bytes` to `max_bytes` on up to `max_ranks`: 0 where they are assumed. `replace(fit, world_size=n)` is the same
-    fit on other ranks.
-    """
+    """`latencies * alpha_s + bytes / bytes_per_s` with the work of one algorithm on `world_size` ranks. Where the two
+    numbers were fitted, `residuals` are (fitted - measured) / measured in the order of the points, from `min_bytes` to
+    `max_bytes` on up to `max_ranks`: 0 where they are assumed. `replace(fit, world_size=n)` is the same fit on other
+    ranks."""
 
     algorithm: str
     world_size: int
@@ -207,10 +199,8 @@ class FamilyCurve(CostCurve):
 
 def fit_family(points: Iterable[tuple[int, int, float]], algorithm: str) -> FamilyCurve:
     """Fit `t = latencies * alpha + bytes / rate` to (bytes, ranks, seconds) of all numbers of ranks above 1 at once.
-
     Minimises the squared *relative* errors, with alpha >= 0. Relative, because sizes span decades: with absolute errors
-    the largest message would be the whole fit.
-    """
+    the largest message would be the whole fit."""
     points = [point for point in points if point[1] > 1]
     work = [FAMILIES[algorithm](num_bytes, ranks) for num_bytes, ranks, _ in points]
     if len(set(work)) < 2:
@@ -241,10 +231,8 @@ def fit_line(points: Iterable[tuple[int, float]]) -> FamilyCurve:
 
 
 def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, FamilyCurve]]:
-    """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels.
-
-    A curve of one size or rank, or one whose times do not grow, has no line and is left out.
-    """
+    """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels. A curve
+    of one size or rank, or one whose times do not grow, has no line and is left out."""
     curves: dict[object, list[CollectiveRecord]] = {}
     for record in (record for record in records if record.world_size > 1):
         curves.setdefault(record.key, []).append(record)
@@ -270,11 +258,9 @@ class DerivedCurve(CostCurve):
 
 
 def join_levels(inside: CostCurve, between: CostCurve) -> CostCurve:
-    """Reduce-scatter inside each node, all-reduce between the nodes, all-gather inside: one after the other.
-
-    Inside, that is as much as a ring. Between, the ranks of a node send 1/m each and share the node's link, so that all
-    bytes pass it; `between` is a curve over nodes.
-    """
+    """Reduce-scatter inside each node, all-reduce between the nodes, all-gather inside: one after the other. Inside,
+    that is as much as a ring. Between, the ranks of a node send 1/m each and share the node's link, so that all bytes
+    pass it; `between` is a curve over nodes."""
 
     def explain(num_bytes: float) -> tuple[str, str]:
         algorithm, doubt = between.explain(num_bytes)

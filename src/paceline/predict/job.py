@@ -24,10 +24,8 @@ GRADIENT_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
 @dataclass(frozen=True)
 class Job:
     """Gradients in ready order, the moments at which they are ready, and the step around them. Times of one rank alone.
-
     `ready_s` counts from the start of backward, which takes `backward_s`; `before_s` is data and forward, `after_s` the
-    optimizer. `device` is where it computes, empty where nothing says; `notes` is what had to be assumed.
-    """
+    optimizer. `device` is where it computes, empty where nothing says; `notes` is what had to be assumed."""
 
     gradients: tuple[Gradient, ...]
     ready_s: tuple[float, ...]
@@ -83,11 +81,9 @@ class Job:
 
 
 def build_job_from_profile(record: LayerProfileRecord, gradients: str | None = None) -> Job:
-    """Gradients in ready order, and the plain step around them, by medians.
-
-    Ready times are the profiled ones divided by what profiling cost. `gradients` is `fp32` or `bf16`; None leaves them
-    as they were. A parameter that never had a gradient is sent with the last.
-    """
+    """Gradients in ready order, and the plain step around them, by medians. Ready times are the profiled ones divided
+    by what profiling cost. `gradients` is `fp32` or `bf16`; None leaves them as they were. A parameter that never had a
+    gradient is sent with the last."""
     if gradients is not None and gradients not in GRADIENT_DTYPES:
         raise ConfigError(f"gradients in {gradients!r}: known are {', '.join(GRADIENT_DTYPES)}")
     total_s, cost = record.backward.median_s, record.backward_cost.value
@@ -125,10 +121,8 @@ def _find_around(record: LayerProfileRecord, resample: Resample) -> tuple[float,
 
 
 def draw_jobs(record: LayerProfileRecord, job: Job, count: int, seed: int = 0) -> list[Job]:
-    """The same job as other repetitions of its profile might have given it.
-
-    Whole repetitions are drawn, for their phases are slow together; ready times stretch with backward.
-    """
+    """The same job as other repetitions of its profile might have given it. Whole repetitions are drawn, for their
+    phases are slow together; ready times stretch with backward."""
     source, draws = random.Random(seed), []
     for resample in (Resample(source) for _ in range(count)):
         total_s = resample.median(record.backward)
@@ -147,14 +141,12 @@ _GPT2_BLOCK = (
 
 
 def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[LayerTimeRecord]) -> Job:
-    """Layers run backward in the reverse of their order in `sizes`; one without a time is taken to need none.
-
-    Two layers of equal size at both ends of a language model are one tied tensor, whose gradient is complete only when
-    the first layer's is. A block of GPT-2's size is taken apart into its tensors, for buckets are made of those.
-    """
+    """Layers run backward in the reverse of their order in `sizes`; one without a time is taken to need none. Two
+    layers of equal size at both ends of a language model are one tied tensor, whose gradient is complete only when the
+    first layer's is. A block of GPT-2's size is taken apart into its tensors, for buckets are made of those."""
     if not sizes:
         raise RecordError("no layers: the table of sizes is empty")
-    phases = {record.layer: _median(record) for record in times}
+    phases = {record.layer: record.timing.center_s for record in times}
     seconds = {_normalize(layer): time_s for layer, time_s in phases.items() if layer.endswith(" grad")}
     first, last = sizes[0], sizes[-1]
     is_head = "head" in last.layer.lower() and "embedding" in first.layer.lower()
@@ -187,13 +179,6 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
 def _normalize(layer: str) -> str:
     name = layer.removesuffix(" grad").strip().lower().replace(" ", "_")
     return "ln_f" if name == "layernorm_final" else name
-
-
-def _median(record: LayerTimeRecord) -> float:
-    value = record.timing.mean_s if record.timing.median_s is None else record.timing.median_s
-    if value is None:
-        raise RecordError(f"{record.layer} has neither a median nor a mean")
-    return value
 
 
 def _take_apart(record: LayerSizeRecord) -> list[tuple[str, int, float]]:

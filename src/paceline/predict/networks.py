@@ -156,10 +156,8 @@ def _on(network: Network, names: Iterable[str], count: int, place: str = "") -> 
 @dataclass(frozen=True)
 class MeasuredFabric:
     """Sweeps of one backend: on their own ranks as measured, on others scaled from the nearest as the fits say.
-
     `sweeps` has, by ranks and by size, both in order, the seconds of all repetitions. `what` is the name with device
-    and dtype. `shift` moves the times on other ranks by that many standard deviations of what is known of them.
-    """
+    and dtype. `shift` moves the times on other ranks by that many standard deviations of what is known of them."""
 
     name: str
     what: str
@@ -209,11 +207,9 @@ class MeasuredFabric:
         return len(self.ranks) > 1 and self.fits[0].algorithm in ("gloo", "shared")
 
     def build_continued_curve(self, world_size: int) -> CostCurve:
-        """The fabric's own curve, continued to more ranks of one host than were measured.
-
-        The family lets each rank bring a link of its own, and a straight line through the last two sweeps lets none:
-        where the line is more, the mean of both, size by size.
-        """
+        """The fabric's own curve, continued to more ranks of one host than were measured. The family lets each rank
+        bring a link of its own, and a straight line through the last two sweeps lets none: where the line is more, the
+        mean of both, size by size."""
         shifted = self.build_curve(world_size)
         if not self.is_continued or world_size <= self.ranks[-1]:
             return shifted
@@ -242,12 +238,11 @@ Fabric = AssumedFabric | MeasuredFabric
 
 
 def build_measured_fabric(
-    records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto"
+    records: Sequence[CollectiveRecord], backend: str | None, algorithm: str = "auto", memory: str = "shared"
 ) -> MeasuredFabric:
     """The sweep of one backend, and the family that its algorithm is known to follow, or the one that is named.
-
-    Where a backend was measured on ordinary and on shared memory the latter is taken: the wrapper's buckets lie there.
-    """
+    `memory` is the one to take where a backend was measured on ordinary and on shared memory: our wrapper's buckets lie
+    in shared memory."""
     curves.check_algorithm(algorithm)
     if algorithm == "two-level":
         raise ConfigError("algorithm two-level cannot be fitted to one sweep: name a --network with --ranks-per-node")
@@ -260,7 +255,7 @@ def build_measured_fabric(
         if not records:
             raise ConfigError(f"no all-reduce on the backend {backend} is in the run: there is {', '.join(there)}")
     if len({record.backend for record in records}) == 1:
-        records = [record for record in records if record.memory == "shared"] or records
+        records = [record for record in records if record.memory == memory] or records
     kinds = sorted({f"{_name(record)} on {record.device} in {record.dtype}" for record in records})
     if len(kinds) > 1:
         raise ConfigError(f"the run has several curves ({'; '.join(kinds)}): choose one with --backend")

@@ -1,6 +1,6 @@
-"""From the records of a tuning run to predictions with intervals, the recommended plan, and how right it was.
+"""From the records of a tuning run to predictions with intervals and the best plan. Pure.
 
-Pure. `Evidence` leaves out the steps of the job under its own plans, so a prediction never sees what it is judged by.
+`Evidence` leaves out the steps of the job under its own plans, so a prediction never sees what it is judged by.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from paceline.errors import MeasurementError
 from paceline.plan import Gradient, Plan, plan_by_cuts
@@ -21,13 +20,12 @@ from paceline.predict.job import Job
 from paceline.predict.search import estimate_caps, find_best_cuts
 from paceline.predict.simulate import SERVERS, Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import ChunksRecord, CollectiveRecord, LayerProfileRecord, Record, StepRecord
-from paceline.records.samples import Ratio, compare_times
 from paceline.units import format_bytes
 
 _DRAWS, _SEED = 40, 11
 # The standard deviation of what the model leaves out, as a share of what communication adds.
 _MODEL_ERROR = 0.10
-_Z90, _Z95 = 1.645, 1.96
+_Z90 = 1.645
 # A free plan that is not this much better than one cap is not worth its length.
 _WORTH = 0.002
 
@@ -210,134 +208,3 @@ class Predictor:
         # What never had a gradient is sent last, with the rest of the last bucket.
         missing = [index for index in range(len(gradients)) if index not in set(order)]
         return plan_by_cuts(gradients, [*order, *missing], [*cuts[:-1], len(gradients)], rule)
-
-
-@dataclass(frozen=True)
-class GridPoint:
-    """One cap: what was predicted for it and, where the job was run, what it took."""
-
-    cap_bytes: int
-    estimate: Estimate
-    plain_s: float
-    measured: StepRecord | None = None
-
-    @property
-    def measured_s(self) -> float | None:
-        return None if self.measured is None else self.measured.timing.median_s
-
-    @property
-    def best_s(self) -> float:
-        """What is known best of its step: measured where it was, else predicted."""
-        return self.estimate.step_s if self.measured_s is None else self.measured_s
-
-    @property
-    def error(self) -> float | None:
-        return None if self.measured_s is None else self.estimate.step_s / self.measured_s - 1
-
-    @property
-    def exposed_s(self) -> float | None:
-        """What communication added to the step."""
-        return None if self.measured_s is None else self.measured_s - self.plain_s
-
-    @property
-    def is_covered(self) -> bool | None:
-        return None if self.measured_s is None else self.estimate.low_s <= self.measured_s <= self.estimate.high_s
-
-    @property
-    def same_layout(self) -> bool:
-        """Whether the wrapper's buckets are the simulated ones."""
-        simulated = tuple(bucket.num_bytes for bucket in self.estimate.step.buckets)
-        return self.measured is None or self.measured.bucket_bytes == simulated
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A sweep of caps and, where it was confirmed, the recommended plan and the default, by label."""
-
-    points: tuple[GridPoint, ...]
-    confirmed: Mapping[str, StepRecord] = field(default_factory=dict)
-    recommended: str = "default"
-
-    @property
-    def measured(self) -> list[GridPoint]:
-        return [point for point in self.points if point.measured is not None]
-
-    @cached_property
-    def scores(self) -> dict[str, float | None]:
-        """How right the predictions were, as fractions; None where nothing was measured.
-
-        `exposed_error` is the mean error over what communication adds on average, `exposed_step_error` over the step;
-        `coverage` is the share of points in their intervals.
-        """
-        points = self.measured
-        if not points:
-            names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "kendall_tau")
-            return dict.fromkeys(names)
-        pairs = [(point.estimate.step_s, point.best_s) for point in points]
-        errors = [abs(point.error or 0.0) for point in points]
-        added_s = sum(abs(point.exposed_s or 0.0) for point in points)
-        wrong_s = sum(abs(point.estimate.exposed_s - (point.exposed_s or 0.0)) for point in points)
-        return {
-            "mape": statistics.fmean(errors),
-            "max_error": max(errors),
-            "exposed_error": wrong_s / added_s if added_s else None,
-            "exposed_step_error": sum(abs(here - there) for here, there in pairs) / sum(there for _, there in pairs),
-            "coverage": sum(bool(point.is_covered) for point in points) / len(points),
-            "kendall_tau": kendall_tau(pairs),
-        }
-
-    @property
-    def noise(self) -> float:
-        """The half-width of the 95 % interval of a median here."""
-        noises = [median_noise(point.measured.timing) for point in self.points if point.measured is not None]
-        return _Z95 * statistics.median(noises) if noises else 0.0
-
-    @property
-    def spread(self) -> float:
-        """How much longer the slowest cap takes than the quickest."""
-        times = [point.best_s for point in self.points]
-        return max(times) / min(times) - 1
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether all caps cost the same within twice the noise."""
-        widths = [(p.estimate.high_s - p.estimate.low_s) / 2 / p.estimate.step_s for p in self.points]
-        return self.spread < 2 * (self.noise or statistics.median(widths))
-
-    @property
-    def best_predicted(self) -> GridPoint:
-        return min(self.points, key=lambda point: point.estimate.step_s)
-
-    @property
-    def best_measured(self) -> GridPoint | None:
-        return min(self.measured, key=lambda point: point.best_s, default=None)
-
-    @property
-    def regret(self) -> float | None:
-        """The recommended plan's time over the best measured one's, minus 1; of those that were confirmed in turns."""
-        if self.confirmed:
-            times = {label: record.timing.median_s for label, record in self.confirmed.items()}
-            return times[self.recommended] / min(times.values()) - 1
-        best, chosen = self.best_measured, self.best_predicted
-        return None if best is None or chosen.measured is None else chosen.best_s / best.best_s - 1
-
-    @property
-    def gain(self) -> Ratio | None:
-        """The recommended plan over the default, step by step."""
-        if self.recommended == "default" or "default" not in self.confirmed:
-            return None
-        mine, theirs = (self.confirmed[label].timing.reduced_s for label in (self.recommended, "default"))
-        return compare_times(mine, theirs)
-
-
-def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The rank correlation tau-b of two orders; None where either of them has but one value."""
-    agreeing = ties_x = ties_y = total = 0
-    for (x0, y0), (x1, y1) in itertools.combinations(pairs, 2):
-        total += 1
-        product = (x1 - x0) * (y1 - y0)
-        agreeing += (product > 0) - (product < 0)
-        ties_x += x0 == x1
-        ties_y += y0 == y1
-    scale = math.sqrt((total - ties_x) * (total - ties_y))
-    return agreeing / scale if scale else None

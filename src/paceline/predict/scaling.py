@@ -10,9 +10,9 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from paceline.errors import ConfigError, RecordError
 from paceline.machine import canonical_backend
@@ -26,9 +26,8 @@ from paceline.predict.curves import (
     join_levels,
     median_noise,
 )
-from paceline.predict.job import Job, build_job_from_profile, draw_jobs
-from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, MeasuredFabric, Network
-from paceline.predict.networks import build_measured_fabric as build_fabric
+from paceline.predict.job import build_job_from_profile, draw_jobs
+from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, Network, build_measured_fabric
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
 from paceline.records import CollectiveRecord, LayerProfileRecord, Record, StepRecord
 from paceline.records.samples import quantile
@@ -41,30 +40,24 @@ _DRAWS, _SEED = 40, 17
 SLOWDOWN_ERROR, _GROWTH_ERROR, _UNKNOWN_ERROR = 0.03, 0.5, 0.15
 
 
-def estimate_maximum(inverse: Callable[[float], float], count: int) -> float:
-    """The expected largest of `count` independent values whose inverse distribution function is given."""
-    if count < 1:
-        raise ConfigError(f"the largest of {count} values: at least 1 is needed")
-    # F^-1(U^(1/count)) has its distribution. U goes through the middles of equal strata: no noise.
-    moments = ((place + 0.5) / 1000 for place in range(1000))
-    return math.fsum(inverse(math.exp(math.log(u) / count)) for u in moments) / 1000
-
-
 @lru_cache(maxsize=256)  # a thousand strata, and a curve is drawn many times
 def estimate_wait(spread: float, count: int) -> float:
-    """How much longer than a rank the slowest of `count` takes, as a share of the median: lognormal times.
-
-    `spread` is the standard deviation of a rank's time relative to that median.
-    """
-    if not 0 <= spread < 1:
-        raise ConfigError(f"a spread of {spread:.0%} between ranks: from 0 to below 100 %")
+    """How much longer than a rank the slowest of `count` takes, as a share of the median: lognormal times. `spread` is
+    the standard deviation of a rank's time relative to that median."""
+    if not 0 <= spread < 1 or count < 1:
+        raise ConfigError(f"a spread of {spread:.0%} between {count} ranks: from 0 to below 100 %, of at least 1 rank")
     if spread == 0 or count == 1:
         return 0.0
     # For a lognormal time of median 1: sd^2 = (e^(s^2) - 1) e^(s^2), solved for s.
     sigma = math.sqrt(math.log((1 + math.sqrt(1 + 4 * spread**2)) / 2))
-    normal = statistics.NormalDist()
-    largest, one = (estimate_maximum(lambda p: math.exp(sigma * normal.inv_cdf(p)), n) for n in (count, 1))
-    return largest - one
+    inverse = statistics.NormalDist().inv_cdf
+
+    def expect_largest(of: int) -> float:
+        # F^-1(U^(1/n)) is distributed as the largest of n. U goes through the middles of equal strata: no noise.
+        moments = ((place + 0.5) / 1000 for place in range(1000))
+        return math.fsum(math.exp(sigma * inverse(math.exp(math.log(u) / of))) for u in moments) / 1000
+
+    return expect_largest(count) - expect_largest(1)
 
 
 def estimate_spread(seconds: Sequence[float]) -> float:
@@ -73,85 +66,48 @@ def estimate_spread(seconds: Sequence[float]) -> float:
     return (quantile(seconds, 0.9) - quantile(seconds, 0.1)) / p10_to_p90 / statistics.median(seconds)
 
 
-@dataclass(frozen=True)
 class ScalingEvidence:
-    """What is known of one wrapper on one backend in one cell: `records` has one rank alone, and any more ranks.
+    """What is known of one wrapper on one backend in one cell (mode, size), from the records of a study. With `up_to`,
+    steps and sweeps on more ranks are held out. This host has cores (or devices) for `at_hand` ranks."""
 
-    `profiles` are of the job on one rank, at one or more batch sizes; `collectives` the sweeps of all-reduce.
-    `ranks_at_hand` is how many ranks this host has cores (or devices) for. `one_rank_s` has the seconds of a step on
-    one rank by its samples, for strong scaling. `layouts` has the wrapper's buckets by ranks, which follow from its
-    planner and not from times; torch's default is used where there are none.
-    """
-
-    wrapper: str
-    backend: str
-    records: tuple[StepRecord, ...]
-    profiles: tuple[LayerProfileRecord, ...]
-    collectives: tuple[CollectiveRecord, ...] = ()
-    ranks_at_hand: int = 1
-    one_rank_s: Mapping[int, float] = field(default_factory=dict)
-    layouts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        counts = self.ranks
-        if len({record.cell for record in self.records}) != 1 or len(set(counts)) < len(counts) or 1 not in counts:
-            cells = sorted((*record.cell, record.world_size) for record in self.records)
-            raise RecordError(f"a scaling curve needs one cell with each number of ranks once, and one rank: {cells}")
-        for record in self.shared:
-            if (record.wrapper, record.backend) != (self.wrapper, self.backend) or record.no_comm is None:
-                found = f"{record.variant} on {record.world_size} ranks cannot calibrate {self.variant}"
-                raise RecordError(f"{found}: its own steps, and those with communication off, are needed")
-
-    @classmethod
-    def sort(
-        cls, records: Sequence[Record], wrapper: str, backend: str, cell: tuple[str, int], ranks_at_hand: int
-    ) -> ScalingEvidence:
-        """Take what concerns one wrapper on one backend and one cell (mode, size) out of the records of a study.
-
-        Steps with communication off are the same in every wrapper, so those of all of them count.
-        """
+    def __init__(
+        self, records: Sequence[Record], wrapper: str, backend: str, cell: tuple[str, int], at_hand: int, up_to: int = 0
+    ) -> None:
         steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
         alone = [record for record in steps if record.world_size == 1]
         own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend, r.cell) == (wrapper, backend, cell)]
-        cells = (*(r for r in alone if r.cell == cell), *(_join_no_comm(record, steps) for record in own))
-        profiles = tuple(record for record in records if isinstance(record, LayerProfileRecord))
-        collectives = tuple(record for record in records if isinstance(record, CollectiveRecord))
-        one_rank_s = {record.global_batch_size: record.timing.median_s for record in alone}
-        layouts = {record.world_size: record.bucket_bytes for record in own if record.bucket_bytes}
-        return cls(wrapper, backend, cells, profiles, collectives, ranks_at_hand, one_rank_s, layouts)
-
-    def calibrated_up_to(self, world_size: int) -> ScalingEvidence:
-        """The evidence of at most this many ranks. One rank sends nothing, so the smallest sweep stays with it."""
-        most = max(world_size, min((r.world_size for r in self.collectives), default=0))
-        records = tuple(r for r in self.records if r.world_size <= world_size)
-        return replace(self, records=records, collectives=tuple(r for r in self.collectives if r.world_size <= most))
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted(record.world_size for record in self.records))
-
-    @cached_property
-    def alone(self) -> StepRecord:
-        return next(record for record in self.records if record.world_size == 1)
-
-    @cached_property
-    def shared(self) -> list[StepRecord]:
-        """The steps on several ranks, fewest first."""
-        return sorted((r for r in self.records if r.world_size > 1), key=lambda record: record.world_size)
-
-    @cached_property
-    def spread(self) -> float:
-        """How far the steps of ranks lie apart without communication, as a standard deviation over their median."""
+        sweeps = [record for record in records if isinstance(record, CollectiveRecord)]
+        # One rank's step by its samples, for strong scaling; and the wrapper's buckets by ranks, which follow from its
+        # planner and not from times, so that they are never held out.
+        self.one_rank_s = {record.global_batch_size: record.timing.median_s for record in alone}
+        self.layouts = {record.world_size: record.bucket_bytes for record in own if record.bucket_bytes}
+        if up_to:
+            own = [record for record in own if record.world_size <= up_to]
+            # One rank sends nothing, so the smallest sweep stays with it.
+            most = max(up_to, min((record.world_size for record in sweeps), default=0))
+            sweeps = [record for record in sweeps if record.world_size <= most]
+        # Steps with communication off are the same in every wrapper, so those of all of them count.
+        self.shared = sorted((_join_no_comm(record, steps) for record in own), key=lambda record: record.world_size)
+        found = [*(record for record in alone if record.cell == cell), *self.shared]
+        self.ranks = tuple(record.world_size for record in found)
+        if self.ranks[:1] != (1,) or len(set(self.ranks)) < len(self.ranks):
+            needed = "a scaling curve needs one cell with each number of ranks once, and one rank"
+            raise RecordError(f"{needed}: {cell} has {list(self.ranks)}")
+        self.alone, self.backend, self.ranks_at_hand = found[0], backend, at_hand
+        self.variant = replace(self.alone, wrapper=wrapper, backend=backend).variant
+        for record in (record for record in self.shared if record.no_comm is None):
+            lacks = f"{self.variant} on {record.world_size} ranks has no steps with communication off"
+            raise RecordError(f"{lacks}: they are needed to calibrate a scaling curve")
+        self.most_on_host = max(at_hand, *self.ranks)
+        self.profiles = [record for record in records if isinstance(record, LayerProfileRecord)]
+        self.jobs = [build_job_from_profile(profile) for profile in self.profiles]
+        # The sweeps where this wrapper's messages lie; None where there are none.
+        wanted, memory = ("all_reduce", canonical_backend(backend)), "shared" if wrapper == "paceline" else "ordinary"
+        sweeps = [r for r in sweeps if (r.collective, canonical_backend(r.backend)) == wanted]
+        self.fabric = build_measured_fabric(sweeps, backend, memory=memory) if sweeps else None
+        # How far the steps of ranks lie apart without communication, as a standard deviation over their median.
         rows = self.shared[-1].phase("no_comm").seconds if self.shared else ((1.0,),)
-        return min(0.5, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
-
-    @property
-    def variant(self) -> str:
-        return replace(self.alone, wrapper=self.wrapper, backend=self.backend).variant
-
-    @cached_property
-    def most_on_host(self) -> int:
-        return max(self.ranks_at_hand, *self.ranks)
+        self.spread = min(0.5, estimate_spread([time_s / statistics.median(row) for row in rows for time_s in row]))
 
     def count_samples(self, world_size: int) -> float:
         """Of one rank, in a step."""
@@ -160,22 +116,8 @@ class ScalingEvidence:
             raise ConfigError(f"{size} samples over {world_size} ranks: at least one for each is needed")
         return size if mode == "weak" else size / world_size
 
-    @cached_property
-    def jobs(self) -> list[Job]:
-        """The job of each profile."""
-        return [build_job_from_profile(profile) for profile in self.profiles]
-
-    @cached_property
-    def fabric(self) -> MeasuredFabric | None:
-        """The sweeps where this wrapper's messages lie; None where there are none."""
-        backend = canonical_backend(self.backend)
-        found = [r for r in self.collectives if (r.collective, canonical_backend(r.backend)) == ("all_reduce", backend)]
-        memory = "shared" if self.wrapper == "paceline" else "ordinary"
-        found = [record for record in found if record.memory == memory] or found
-        return build_fabric(found, self.backend) if found else None
-
     def list_buckets(self, world_size: int) -> tuple[int, ...]:
-        """The wrapper's buckets on these ranks or the nearest known ones."""
+        """The wrapper's buckets on these ranks or the nearest known ones; torch's default where none are known."""
         if self.layouts:
             return self.layouts[find_nearest(self.layouts, world_size)]
         gradients = self.jobs[0].gradients
@@ -212,10 +154,8 @@ def interpolate_logs(points: Sequence[tuple[float, float]], place: float) -> flo
 
 def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shift: float = 0.0) -> float:
     """How much longer a rank computes next to others, from (ranks, factor), one rank first: as measured where it was.
-
     Beyond, a straight line through the last two: what ranks share, they share with one more each. It never falls, and
-    never grows faster than the ranks. `shift` is how many standard deviations off the continued part is.
-    """
+    never grows faster than the ranks. `shift` is how many standard deviations off the continued part is."""
     last, top = points[-1]
     if len(points) == 1:
         return top * math.exp(abs(shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
@@ -230,11 +170,9 @@ def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shif
 
 @dataclass(frozen=True)
 class PredictedPoint:
-    """A step on `world_size` ranks; a measured one should lie between `low_s` and `high_s` in 90 % of cases.
-
-    `alone_s` is the step of one rank alone, `network` what joins the hosts (empty: all ranks are on this one), `doubt`
-    why not to trust it, and `measured` the same step where it was measured.
-    """
+    """A step on `world_size` ranks; a measured one should lie between `low_s` and `high_s` in 90 % of cases. `alone_s`
+    is the step of one rank alone, `network` what joins the hosts (empty: all ranks are on this one), `doubt` why not to
+    trust it, and `measured` the same step where it was measured."""
 
     variant: str
     mode: str
@@ -308,10 +246,8 @@ def simulate_scaling(
 
 class _ScalingCurve:
     """The curve by medians of the repetitions that are used; with a source, what is only assumed is drawn, too.
-
     `corrections` has for each calibrated number of ranks how many times as long its messages take as alone, and the
-    seconds that no such factor explains. `shift` is how far off the factor is elsewhere, in standard deviations.
-    """
+    seconds that no such factor explains. `shift` is how far off the factor is elsewhere, in standard deviations."""
 
     def __init__(self, evidence: ScalingEvidence, networks: Sequence[Network], resample: Resample) -> None:
         self.evidence, source, alone = evidence, resample.source, evidence.alone
@@ -440,20 +376,19 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
     curve = _ScalingCurve(evidence, networks, Resample())
     ranks = ", ".join(map(str, evidence.ranks))
     lines = [f"{evidence.variant}: calibrated on steps of {ranks} ranks; more ranks than that are simulated"]
-    factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowed[1:])
-    found = (
-        f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")
-        for count, (factor, extra_s) in curve.corrections.items()
-    )
-    lines += (
-        [
+    if curve.corrections:
+        factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowed[1:])
+        found = ", ".join(
+            f"{factor:.2f} on {count}" + (f" and {format_ms(extra_s)} ms" if abs(extra_s) > 1e-6 else "")
+            for count, (factor, extra_s) in curve.corrections.items()
+        )
+        lines += [
             "without communication a rank takes a multiple of the step of one alone, and on more ranks along the line "
             f"through the last two: {factors}",
-            f"messages take a multiple of those of the sweep, and time that it does not explain: {', '.join(found)}",
+            f"messages take a multiple of those of the sweep, and time that it does not explain: {found}",
         ]
-        if factors
-        else ["no steps on several ranks: they do not slow each other, and messages take what the sweep's do"]
-    )
+    else:
+        lines.append("no steps on several ranks: they do not slow each other, and messages take what the sweep's do")
     lines.append(f"contention: {curve.find_contention(2).basis}")
     if evidence.alone.device == "cpu":
         lines.append(f"{evidence.ranks_at_hand} ranks fit this host")

@@ -18,57 +18,41 @@ from paceline.predict.simulate import MachineCosts, SimulatedStep, simulate
 PLATEAU = 0.01
 
 
-@dataclass(frozen=True)
-class CapInterval:
-    """All caps from `low_bytes` to `high_bytes` cut the ready order at the same places, `cuts`."""
-
-    low_bytes: int
-    high_bytes: int
-    cuts: tuple[int, ...]
-
-
-def enumerate_caps(sizes: Sequence[int]) -> list[CapInterval]:
-    """Every distinct way in which one cap can cut gradients of these sizes, in ready order and of one dtype.
-
-    The cuts stay the same up to the smallest bucket that has closed: only a cap above that size can change them. So
-    the next cap to try is one byte more, and none is missed.
-    """
+def enumerate_caps(sizes: Sequence[int]) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Every distinct way in which one cap can cut gradients of these sizes, in ready order and of one dtype, with the
+    smallest and the largest cap that does. The cuts stay the same up to the smallest bucket that has closed: only a cap
+    above that size can change them. So the next cap to try is one byte more, and none is missed."""
     totals = [0, *itertools.accumulate(sizes)]
-    found: list[CapInterval] = []
-    low = 1
-    while True:
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
+    low, cuts = 1, tuple[int, ...]()
+    while len(cuts) != 1:
         cuts = cut_by_cap(totals, low)
         closed = [end - start for start, end in itertools.pairwise([0, *(totals[cut] for cut in cuts)])]
         # The last bucket may be one that never reached the cap.
         high = min((size for size in closed if size >= low), default=low)
-        if found and found[-1].cuts == cuts:
-            found[-1] = CapInterval(found[-1].low_bytes, high, cuts)
-        else:
-            found.append(CapInterval(low, high, cuts))
-        if len(cuts) == 1:
-            return found
+        found[cuts] = found.get(cuts, (low, low))[0], high
         low = high + 1
+    return found
 
 
 def choose_caps(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Caps to try on the job itself: about `count`, evenly spread on a log axis, no two with the same buckets.
-
-    The largest makes one bucket; the smallest is a hundredth of it.
-    """
-    total = sum(sizes)
-    intervals = enumerate_caps(sizes)
+    """Caps to try on the job itself: about `count`, evenly spread on a log axis, no two with the same buckets. The
+    largest makes one bucket; the smallest is a hundredth of it."""
+    totals = [0, *itertools.accumulate(sizes)]
     found: dict[tuple[int, ...], int] = {}
     for number in range(count):
-        cap = max(1, round(total * 0.01 ** (1 - number / max(1, count - 1))))
-        interval = next((i for i in intervals if cap <= i.high_bytes), intervals[-1])
-        found.setdefault(interval.cuts, min(cap, total))
+        cap = max(1, round(totals[-1] * 0.01 ** (1 - number / max(1, count - 1))))
+        found.setdefault(cut_by_cap(totals, cap), min(cap, totals[-1]))
     return tuple(found.values())
 
 
 @dataclass(frozen=True)
-class CapPoint(CapInterval):
-    """The step with the buckets that these caps make."""
+class CapPoint:
+    """The step with the buckets that all caps from `low_bytes` to `high_bytes` make; `cuts` are their ends."""
 
+    low_bytes: int
+    high_bytes: int
+    cuts: tuple[int, ...]
     step: SimulatedStep
 
     @property
@@ -78,10 +62,11 @@ class CapPoint(CapInterval):
 
 @dataclass(frozen=True)
 class CapCurve:
-    """Every distinct partition in order of its caps. `local_s` is the backward of one rank alone."""
+    """Every distinct partition in order of its caps, with one input (`what`) multiplied by a factor if any is."""
 
     points: tuple[CapPoint, ...]
-    local_s: float
+    what: str = ""
+    factor: float = 1.0
 
     @property
     def best(self) -> CapPoint:
@@ -101,24 +86,13 @@ class CapCurve:
 
 def estimate_caps(job: Job, costs: MachineCosts) -> CapCurve:
     """Simulate every partition that one cap can make."""
-    found = [CapPoint(**vars(caps), step=simulate(job, caps.cuts, costs)) for caps in enumerate_caps(job.sizes)]
-    return CapCurve(tuple(found), job.backward_s)
+    caps = enumerate_caps(job.sizes).items()
+    return CapCurve(tuple(CapPoint(*limits, cuts, simulate(job, cuts, costs)) for cuts, limits in caps))
 
 
-@dataclass(frozen=True)
-class Change:
-    """The curve with one input multiplied by a factor; `what` is `B`, `alpha` or `beta`."""
-
-    what: str
-    factor: float
-    curve: CapCurve
-
-
-def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) -> list[Change]:
-    """How the best bucket size moves with the bytes of the model, the latency and the bandwidth, one at a time.
-
-    Latency and bandwidth are those of the line through the measured curve; its residuals stay as they are.
-    """
+def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) -> list[CapCurve]:
+    """How the best bucket size moves with the bytes of the model (`B`), the latency (`alpha`) and the bandwidth
+    (`beta`), one at a time. Those are of the line through the measured curve; its residuals stay as they are."""
     points = list(zip(curve.sizes, curve.seconds, strict=True))
     line = fit_line(points)
     changes = []
@@ -134,16 +108,14 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
                 latency_s, transfer_s = measured_s * share, measured_s * (1 - share)
                 seconds.append(latency_s * factor + transfer_s if what == "alpha" else latency_s + transfer_s / factor)
             other_costs = replace(costs, curve=MeasuredCurve(curve.sizes, tuple(seconds)))
-        changes.append(Change(what, factor, estimate_caps(other_job, other_costs)))
+        changes.append(replace(estimate_caps(other_job, other_costs), what=what, factor=factor))
     return changes
 
 
 def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:
-    """Where to cut the ready order so that the last message ends soonest: exact for one server and no contention.
-
-    `C[j] = min over i < j of max(C[i], ready_j) + overhead + a(bytes of i+1..j)`, the end of a last bucket that ends
-    with gradient j.
-    """
+    """Where to cut the ready order so that the last message ends soonest: exact for one server and no contention."""
+    # C[j], the end of a last bucket that ends with gradient j, is
+    # min over i < j of max(C[i], ready_j) + overhead + a(bytes of i+1..j).
     count, totals, latest = len(job.sizes), job.totals, job.latest_s
     ends, previous = [0.0] * (count + 1), [0] * (count + 1)
     for j in range(1, count + 1):

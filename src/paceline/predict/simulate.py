@@ -26,12 +26,10 @@ _EPSILON = 1e-12
 
 @dataclass(frozen=True)
 class Contention:
-    """How a message and arithmetic slow each other down, by the size of the message: 1 is undisturbed.
-
-    Fitted where steps were measured while messages were sent (`predictor`), else as `assume` says; `basis` says which.
-    Small messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines
-    on a log axis, beyond them constant.
-    """
+    """How a message and arithmetic slow each other down, by the size of the message: 1 is undisturbed. Fitted where
+    steps were measured while messages were sent (`predictor`), else as `assume` says; `basis` says which. Small
+    messages are slowed most: they wait for a core that computes. Between the sizes the rates are straight lines on a
+    log axis, beyond them constant."""
 
     sizes: tuple[int, ...] = (1,)
     compute_rates: tuple[float, ...] = (1.0,)
@@ -46,10 +44,8 @@ class Contention:
 
     @classmethod
     def assume(cls, device: str, is_on_host: bool, spare_cores: float = 0.0) -> Contention:
-        """What is taken where nothing was measured. `spare_cores` are the idle cores for each rank.
-
-        `is_on_host`: cores move the messages, between ranks of one host. What a link carries is taken to need none.
-        """
+        """What is taken where nothing was measured. `spare_cores` are the idle cores for each rank. `is_on_host`: cores
+        move the messages, between ranks of one host. What a link carries is taken to need none."""
         if device != "cpu" or not is_on_host:
             return cls()
         rate = (1 + min(1.0, max(0.0, spare_cores))) / 2
@@ -71,12 +67,10 @@ class Contention:
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """What messages cost. All times are of a rank that is otherwise alone, unless they say so.
-
-    `servers`: messages that are under way at once (1 on NCCL and shm, 2 on gloo). `launch_s`: the host's time per
-    bucket. `gather_s_per_byte`: the copies into a bucket and out of it. `contention`: how messages and arithmetic slow
-    each other. `pair_rate`: how fast each of two messages moves. `finish_s`: what follows the last message.
-    """
+    """What messages cost. All times are of a rank that is otherwise alone, unless they say so. `servers`: messages that
+    are under way at once (1 on NCCL and shm, 2 on gloo). `launch_s`: the host's time per bucket. `gather_s_per_byte`:
+    the copies into a bucket and out of it. `contention`: how messages and arithmetic slow each other. `pair_rate`: how
+    fast each of two messages moves. `finish_s`: what follows the last message."""
 
     curve: CostCurve
     servers: int = 1
@@ -92,10 +86,8 @@ class MachineCosts:
 
     @classmethod
     def assume(cls, curve: CostCurve, servers: int, contention: Contention) -> MachineCosts:
-        """The costs where no steps were measured: copies and launches cost nothing.
-
-        Messages that are under way at once share the link: together they are no faster than one.
-        """
+        """The costs where no steps were measured: copies and launches cost nothing. Messages that are under way at once
+        share the link: together they are no faster than one."""
         return cls(curve, servers, contention=contention, pair_rate=1 / servers)
 
 
@@ -107,8 +99,8 @@ class Layout(NamedTuple):
 
 
 @dataclass
-class SimulatedBucket:
-    """One bucket, in seconds since backward began: ready, handed over, moving, done."""
+class BucketSpan:
+    """One bucket: when it was ready, handed over, moving and done, in seconds since backward began."""
 
     num_bytes: int
     ready_s: float = 0.0
@@ -124,11 +116,9 @@ class SimulatedBucket:
 @dataclass(frozen=True)
 class SimulatedStep:
     """A step under a plan. `backward_s` is when this rank's backward ended, `over_s` when all gradients were there.
+    `local_s` is the rank's own backward, without communication."""
 
-    `local_s` is the rank's own backward, without communication.
-    """
-
-    buckets: tuple[SimulatedBucket, ...]
+    buckets: tuple[BucketSpan, ...]
     backward_s: float
     over_s: float
     before_s: float
@@ -149,7 +139,7 @@ def simulate(job: Job, buckets: Plan | Layout | Sequence[int], costs: MachineCos
     """One step of the job with these buckets: a plan, a layout, or the places of the ready order at which they end."""
     layout = buckets if isinstance(buckets, Layout) else _lay_out(job, buckets)
     run = _Run(costs)
-    done = [SimulatedBucket(size) for size in layout.num_bytes]
+    done = [BucketSpan(size) for size in layout.num_bytes]
     # Computing, with buckets handed over as they are complete. In-order launch: a bucket does not leave before the ones
     # in front of it, so it is complete with the latest gradient so far. Handing a bucket over is computing, too.
     computed_s = 0.0
@@ -185,7 +175,7 @@ def _lay_out(job: Job, buckets: Plan | Sequence[int]) -> Layout:
 class _Message:
     """A message under way: the undisturbed seconds that are left of it, and its rates (see `Contention.rates`)."""
 
-    bucket: SimulatedBucket
+    bucket: BucketSpan
     left_s: float
     compute_rate: float
     message_rate: float
@@ -197,7 +187,7 @@ class _Run:
 
     costs: MachineCosts
     now_s: float = 0.0
-    waiting: deque[SimulatedBucket] = field(default_factory=deque)
+    waiting: deque[BucketSpan] = field(default_factory=deque)
     moving: list[_Message] = field(default_factory=list)
 
     def compute(self, work_s: float) -> None:
@@ -207,7 +197,7 @@ class _Run:
             rate = min((message.compute_rate for message in self.moving), default=1.0)
             work_s -= self._move(work_s / rate, is_computing=True) * rate
 
-    def send(self, bucket: SimulatedBucket) -> None:
+    def send(self, bucket: BucketSpan) -> None:
         self.waiting.append(bucket)
         self._admit()
 

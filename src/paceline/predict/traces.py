@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import RecordError
+from paceline.predict.simulate import BucketSpan
 from paceline.records.kinds import decode
 
 Event = dict[str, Any]
@@ -57,9 +58,7 @@ _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
 @dataclass(frozen=True)
 class RankTrace:
     """The events of one rank. Their `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
-
-    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU.
-    """
+    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU."""
 
     rank: int
     world_size: int
@@ -100,14 +99,9 @@ def find_steps(events: Iterable[Event]) -> list[Event]:
     return sorted((e for e in found if re.fullmatch(r"step \d+", e["name"])), key=lambda event: float(event["ts"]))
 
 
-def is_collective(event: Event) -> bool:
-    """Whether the event is a message between ranks: a kernel of NCCL, a range of gloo's, a bucket of our wrapper."""
-    return _names_collective(event.get("cat"), event["name"])
-
-
-# Traces have millions of events and hundreds of names.
-@functools.lru_cache(maxsize=10_000)
-def _names_collective(kind: str | None, name: str) -> bool:
+@functools.lru_cache(maxsize=10_000)  # traces have millions of events and hundreds of names
+def is_collective(kind: str | None, name: str) -> bool:
+    """Whether such an event is a message between ranks: a kernel of NCCL, a range of gloo, a bucket of our wrapper."""
     if kind == "kernel":
         return _COLLECTIVE_KERNEL.search(name) is not None
     return kind == BUCKET or (kind == "user_annotation" and _COLLECTIVE_RANGE.match(name) is not None)
@@ -118,7 +112,7 @@ def find_messages(events: Iterable[Event]) -> list[Event]:
     where NCCL was called and no kernel shows it, as on one rank, nothing was sent."""
     timed = [event for event in events if event["ph"] == "X"]
     by_nccl = any(event.get("cat") == "user_annotation" and event["name"].startswith("nccl:") for event in timed)
-    found = [event for event in timed if is_collective(event)]
+    found = [event for event in timed if is_collective(event.get("cat"), event["name"])]
     on_gpu = by_nccl or any(event["cat"] == "kernel" for event in found)
     return [event for event in found if not on_gpu or event["cat"] != BUCKET]
 
@@ -139,10 +133,8 @@ def uses_tensor_cores(kernel: str) -> bool:
 
 
 def merge_traces(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """One Chrome trace with a process for each rank; its earliest event is at 0.
-
-    The ranks' clocks are the Unix clocks of their hosts: on one host that is one clock.
-    """
+    """One Chrome trace with a process for each rank; its earliest event is at 0. The ranks' clocks are the Unix clocks
+    of their hosts: on one host that is one clock."""
     origin_ns = min(trace.origin_ns for trace in traces)
     # Viewers take process 0 and thread 0 for the idle task, and some identify threads by their number alone.
     threads, flows = itertools.count(1), itertools.count(1)
@@ -210,10 +202,8 @@ def _cut(edges: Iterable[Floats], windows: Floats) -> tuple[Floats, npt.NDArray[
 
 
 def attribute_time(classes: Sequence[Edges], windows: Floats) -> Floats:
-    """Time of each window (row) that belongs to each class (column), and to none (last column).
-
-    Each instant belongs to the first class that has it, so that the columns of a row sum to its window.
-    """
+    """Time of each window (row) that belongs to each class (column), and to none (last column). Each instant belongs to
+    the first class that has it, so that the columns of a row sum to its window."""
     points, place = _cut(itertools.chain(*classes), windows)
     inside, width = place >= 0, len(classes) + 1
     owner = np.full(len(points) - 1, len(classes))
@@ -263,16 +253,6 @@ def _find_phases(events: Iterable[Event], windows: Iterable[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class BucketSpan:
-    """A bucket: when it was ready, left and was done, in seconds of the picture's clock."""
-
-    num_bytes: int
-    ready_s: float
-    launch_s: float
-    done_s: float
-
-
-@dataclass(frozen=True)
 class StepLane:
     """One step of one rank, in seconds of a clock that all ranks share; `backward_end_s` is None if there was none."""
 
@@ -315,8 +295,8 @@ def _build_lane(trace: RankTrace, begin: float, end: float, later_s: float) -> S
     phases = tuple((name, at(first), at(last)) for name, first, last in spans if last > first)
     buckets = []
     for args, first, took in ((e["args"], e["ts"], e["dur"]) for e in own if e.get("cat") == BUCKET):
-        ready_s = at(first - args.get(WAITED, 0.0))
-        buckets.append(BucketSpan(int(args["bytes"]), ready_s, at(first), at(first + took)))
+        moments = (first - args.get(WAITED, 0.0), first, first, first + took)
+        buckets.append(BucketSpan(int(args["bytes"]), *map(at, moments)))
     return StepLane(trace.rank, phases, tuple(buckets), None if over is None else at(over), at(end))
 
 
@@ -371,10 +351,8 @@ class KernelRow:
 @dataclass(frozen=True)
 class GpuUse:
     """How a GPU was used. Shares are of 1; `busy` and `sm_efficiency` of the wall time, the others of kernel time.
-
-    `sm_efficiency` weighs each instant by min(1, blocks / SMs) of what runs; `occupancy` is the kernels' estimated
-    one, weighted by their time. `missed_s` is the time per step of kernels that could use tensor cores and do not.
-    """
+    `sm_efficiency` weighs each instant by min(1, blocks / SMs) of what runs; `occupancy` is the kernels' estimated one,
+    weighted by their time. `missed_s` is the time per step of kernels that could use tensor cores and do not."""
 
     name: str
     busy: float
@@ -391,11 +369,9 @@ class GpuUse:
 
 @dataclass(frozen=True)
 class Overview:
-    """The steps of one rank's trace. Everything that is not of one step is a mean per step.
-
-    `message_s` is when at least one message was on its way, hidden or not; `host_s` when the host worked.
-    `optimizer_passes` counts the kinds of operators that take most of the optimizer's time: a fused one has one.
-    """
+    """The steps of one rank's trace. Everything that is not of one step is a mean per step. `message_s` is when at
+    least one message was on its way, hidden or not; `host_s` when the host worked. `optimizer_passes` counts the kinds
+    of operators that take most of the optimizer's time: a fused one has one."""
 
     rank: int
     world_size: int
@@ -471,7 +447,7 @@ def _group(events: Sequence[Event], messages: list[Event]) -> dict[str, list[Eve
     groups: dict[str, list[Event]] = {name: [] for name in order.split()}
     for event in events:
         kind, name = event.get("cat"), event["name"]
-        if is_collective(event):
+        if is_collective(kind, name):
             continue
         if kind == "kernel":
             groups["kernel"].append(event)
@@ -539,7 +515,7 @@ def _kernels(events: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
         found[event["name"]].append(event)
     rows = []
     for name, same in found.items():
-        kind = "communication" if is_collective(same[0]) else "matmul" if is_matmul(name) else "other"
+        kind = "communication" if is_collective("kernel", name) else "matmul" if is_matmul(name) else "other"
         calls, time_s = len(same) / num_steps, _sum_us(same) * 1e-6 / num_steps
         rows.append(KernelRow(name, kind, calls, time_s, uses_tensor_cores(name), _mean_occupancy(same)))
     return tuple(sorted(rows, key=lambda row: -row.time_s)[:_MAX_ROWS])
@@ -576,7 +552,7 @@ def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], 
         if blocks is not None:
             known.append((event, min(1.0, blocks)))
     weights = np.array([share for _, share in known])
-    computing = [event for event in kernels if not is_collective(event)]
+    computing = [event for event in kernels if not is_collective("kernel", event["name"])]
     matmuls = [event for event in computing if is_matmul(event["name"])]
     matmul_us = _sum_us(matmuls)
     tensor_us = _sum_us(event for event in matmuls if uses_tensor_cores(event["name"]))
@@ -626,9 +602,7 @@ def overview_from_json(document: Mapping[str, Any]) -> Overview:
 @dataclass(frozen=True)
 class Lateness:
     """The rank that was last at the message where most was waited, in most steps, and in how large a share of them.
-
-    `mean_s` is the mean over steps of how long the others, in the mean, had been waiting there.
-    """
+    `mean_s` is the mean over steps of how long the others, in the mean, had been waiting there."""
 
     rank: int
     share: float
@@ -646,10 +620,8 @@ def _arrivals_ns(trace: RankTrace) -> list[list[float]]:
 
 
 def find_lateness(traces: Sequence[RankTrace]) -> Lateness | None:
-    """None where there is nothing to compare: one rank, no messages, or ranks that show different ones.
-
-    The ranks' clocks must agree, as on one host.
-    """
+    """None where there is nothing to compare: one rank, no messages, or ranks that show different ones. The ranks'
+    clocks must agree, as on one host."""
     late_s, last = [], Counter[int]()
     for steps in zip(*(_arrivals_ns(trace) for trace in traces), strict=False):
         if len(traces) < 2 or not steps[0] or len({len(arrivals) for arrivals in steps}) > 1:

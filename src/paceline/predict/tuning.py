@@ -5,18 +5,23 @@ Everything here is pure, so that a saved run gives the same answer again. Measur
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.plan import Gradient, Plan, plan_like_torch
-from paceline.predict.curves import CostCurve
+from paceline.predict.curves import CostCurve, median_noise
 from paceline.predict.networks import AssumedFabric, find_network
-from paceline.predict.predictor import Choice, Evidence, GridPoint, Judgement, Predictor
+from paceline.predict.predictor import Choice, Estimate, Evidence, Predictor
 from paceline.predict.search import choose_caps
 from paceline.records import LayerProfileRecord, Record, StepRecord
+from paceline.records.samples import Ratio, compare_times
 from paceline.units import MIB, format_bytes
 
 RECOMMENDED = "recommended"
@@ -44,11 +49,9 @@ EFFORTS = {
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What a tuning is to do with a job. Without `caps_bytes` a range is chosen.
-
-    `confirms` is whether the job itself is run at all. With a `network`, one rank sends to `network_ranks - 1` others
-    that do not exist. `takes_lists`: the wrapper can be given a cap for each bucket.
-    """
+    """What a tuning is to do with a job. Without `caps_bytes` a range is chosen. `confirms` is whether the job itself
+    is run at all. With a `network`, one rank sends to `network_ranks - 1` others that do not exist. `takes_lists`: the
+    wrapper can be given a cap for each bucket."""
 
     wrapper: str = "paceline"
     effort: str = "full"
@@ -98,8 +101,47 @@ class TuneSettings:
 
 
 @dataclass(frozen=True)
+class GridPoint:
+    """One cap: what was predicted for it and, where the job was run, what it took."""
+
+    cap_bytes: int
+    estimate: Estimate
+    plain_s: float
+    measured: StepRecord | None = None
+
+    @property
+    def measured_s(self) -> float | None:
+        return None if self.measured is None else self.measured.timing.median_s
+
+    @property
+    def best_s(self) -> float:
+        """What is known best of its step: measured where it was, else predicted."""
+        return self.estimate.step_s if self.measured_s is None else self.measured_s
+
+    @property
+    def error(self) -> float | None:
+        return None if self.measured_s is None else self.estimate.step_s / self.measured_s - 1
+
+    @property
+    def exposed_s(self) -> float | None:
+        """What communication added to the step."""
+        return None if self.measured_s is None else self.measured_s - self.plain_s
+
+    @property
+    def is_covered(self) -> bool | None:
+        return None if self.measured_s is None else self.estimate.low_s <= self.measured_s <= self.estimate.high_s
+
+    @property
+    def same_layout(self) -> bool:
+        """Whether the wrapper's buckets are the simulated ones."""
+        simulated = tuple(bucket.num_bytes for bucket in self.estimate.step.buckets)
+        return self.measured is None or self.measured.bucket_bytes == simulated
+
+
+@dataclass(frozen=True)
 class Tuning:
-    """The records, the predictor fitted to those that may calibrate it, what it chose, and how right it was."""
+    """The predictor fitted to the records that may calibrate it, what it chose, and how right it was. `points` are a
+    sweep of caps; `confirmed` has, by label, the steps of the plans that were run in turns."""
 
     settings: TuneSettings
     records: tuple[Record, ...]
@@ -107,15 +149,20 @@ class Tuning:
     choice: Choice
     default_plan: Plan
     recommended_plan: Plan
-    judgement: Judgement
+    points: tuple[GridPoint, ...]
+    confirmed: Mapping[str, StepRecord]
+
+    @property
+    def recommended(self) -> str:
+        """The label of what was chosen."""
+        return "default" if self.choice.is_default else RECOMMENDED
 
     @property
     def keeps_default(self) -> bool:
         """Whether the default is the answer: nothing better was predicted, or it did not prove better."""
-        gain = self.judgement.gain
-        if gain is None:
-            return self.choice.is_default or self.judgement.is_flat
-        return not (gain.is_clear and gain.value < 1)
+        if self.gain is None:
+            return self.choice.is_default or self.is_flat
+        return not (self.gain.is_clear and self.gain.value < 1)
 
     @property
     def plan(self) -> Plan:
@@ -128,8 +175,90 @@ class Tuning:
         found: list[Candidate] = [("default", 0, None)]
         if not self.choice.is_default:
             found.append((RECOMMENDED, 0, self.recommended_plan))
-        best = self.judgement.best_measured
+        best = self.best_measured
         return found if best is None or best.measured is None else [*found, (best.measured.label, best.cap_bytes, None)]
+
+    @property
+    def measured(self) -> list[GridPoint]:
+        return [point for point in self.points if point.measured is not None]
+
+    @cached_property
+    def scores(self) -> dict[str, float | None]:
+        """How right the predictions were, as fractions; None where nothing was measured. `exposed_error` is the mean
+        error over what communication adds on average, `exposed_step_error` over the step; `coverage` is the share of
+        points in their intervals."""
+        points = self.measured
+        if not points:
+            names = ("mape", "max_error", "exposed_error", "exposed_step_error", "coverage", "kendall_tau")
+            return dict.fromkeys(names)
+        pairs = [(point.estimate.step_s, point.best_s) for point in points]
+        errors = [abs(point.error or 0.0) for point in points]
+        added_s = sum(abs(point.exposed_s or 0.0) for point in points)
+        wrong_s = sum(abs(point.estimate.exposed_s - (point.exposed_s or 0.0)) for point in points)
+        return {
+            "mape": statistics.fmean(errors),
+            "max_error": max(errors),
+            "exposed_error": wrong_s / added_s if added_s else None,
+            "exposed_step_error": sum(abs(here - there) for here, there in pairs) / sum(there for _, there in pairs),
+            "coverage": sum(bool(point.is_covered) for point in points) / len(points),
+            "kendall_tau": kendall_tau(pairs),
+        }
+
+    @property
+    def noise(self) -> float:
+        """The half-width of the 95 % interval of a median here."""
+        noises = [median_noise(point.measured.timing) for point in self.points if point.measured is not None]
+        return 1.96 * statistics.median(noises) if noises else 0.0
+
+    @property
+    def spread(self) -> float:
+        """How much longer the slowest cap takes than the quickest."""
+        times = [point.best_s for point in self.points]
+        return max(times) / min(times) - 1
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all caps cost the same within twice the noise."""
+        widths = [(p.estimate.high_s - p.estimate.low_s) / 2 / p.estimate.step_s for p in self.points]
+        return self.spread < 2 * (self.noise or statistics.median(widths))
+
+    @property
+    def best_predicted(self) -> GridPoint:
+        return min(self.points, key=lambda point: point.estimate.step_s)
+
+    @property
+    def best_measured(self) -> GridPoint | None:
+        return min(self.measured, key=lambda point: point.best_s, default=None)
+
+    @property
+    def regret(self) -> float | None:
+        """The recommended plan's time over the best measured one's, minus 1; of those that were confirmed in turns."""
+        if self.confirmed:
+            times = {label: record.timing.median_s for label, record in self.confirmed.items()}
+            return times[self.recommended] / min(times.values()) - 1
+        best, chosen = self.best_measured, self.best_predicted
+        return None if best is None or chosen.measured is None else chosen.best_s / best.best_s - 1
+
+    @property
+    def gain(self) -> Ratio | None:
+        """The recommended plan over the default, step by step."""
+        if self.recommended == "default" or "default" not in self.confirmed:
+            return None
+        mine, theirs = (self.confirmed[label].timing.reduced_s for label in (self.recommended, "default"))
+        return compare_times(mine, theirs)
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """The rank correlation tau-b of two orders; None where either of them has but one value."""
+    agreeing = ties_x = ties_y = total = 0
+    for (x0, y0), (x1, y1) in itertools.combinations(pairs, 2):
+        total += 1
+        product = (x1 - x0) * (y1 - y0)
+        agreeing += (product > 0) - (product < 0)
+        ties_x += x0 == x1
+        ties_y += y0 == y1
+    scale = math.sqrt((total - ties_x) * (total - ties_y))
+    return agreeing / scale if scale else None
 
 
 def judge_tuning(
@@ -159,8 +288,7 @@ def judge_tuning(
         choice = Choice(estimate, 0, False, 1 - estimate.step_s / model.estimate(default_cuts).step_s)
     elif recommended is None and confirmed:
         choice = replace(choice, is_default=True)
-    judgement = Judgement(points, confirmed, "default" if choice.is_default else RECOMMENDED)
-    return Tuning(settings, tuple(records), model, choice, default_plan, plan, judgement)
+    return Tuning(settings, tuple(records), model, choice, default_plan, plan, points, confirmed)
 
 
 def load_tuning(config: dict[str, Any], records: Sequence[Record], plan_text: str | None = None) -> Tuning:

@@ -28,11 +28,10 @@ _NOTHING = 1e-3
 @dataclass(frozen=True)
 class WhatIfRow:
     """One fabric and number of ranks with the best bucket size; `low_s` to `high_s` hold the step in 90 % of draws.
-
     `efficiency_low` and `efficiency_high` do for the efficiency, each step against the local one of the same draw.
     `exposed_s` is what communication adds, and `straggler_s` what waiting for the slowest rank adds. `default_step_s`
-    is the step with torch's default buckets. `bound` says what everything waits for, `doubt` why not to trust the row.
-    """
+    is the step with torch's default buckets. `bound` says what everything waits for, `doubt` why not to trust the
+    row."""
 
     network: str
     world_size: int
@@ -88,10 +87,8 @@ def simulate_what_if(
     accumulate: int = 1,
     spread: float = 0.0,
 ) -> list[WhatIfRow]:
-    """A row for each fabric and number of ranks. `draws` are the job as it might have been measured.
-
-    A step has `accumulate` micro-batches, and the ranks' computing lies apart by `spread`, a relative sd.
-    """
+    """A row for each fabric and number of ranks. `draws` are the job as it might have been measured. A step has
+    `accumulate` micro-batches, and the ranks' computing lies apart by `spread`, a relative sd."""
     job, draws = job.accumulate(accumulate), [draw.accumulate(accumulate) for draw in draws]
     rows = []
     for fabric in fabrics:
@@ -165,9 +162,8 @@ def describe_scenario(job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, 
 @dataclass(frozen=True)
 class CommRow:
     """One model, network and number of ranks: the step of `predict`, and the all-reduce of all gradients at once.
-
-    `message_s` is that one message after backward, so that nothing hides it; `step` the step with the best bucket size.
-    """
+    `message_s` is that one message after backward, so that nothing hides it; `step` the step with the best bucket
+    size."""
 
     model: str
     num_bytes: int

@@ -168,13 +168,13 @@ POINTS = (
 CHANGES = (
     Column("changed", "what", key="changed", is_key=True),
     Column("by", "factor", "x {:g}".format, "factor", is_key=True),
-    Column("best bucket size", lambda c: _join(*c.curve.plateau), priority=3),
-    Column(None, lambda c: c.curve.plateau[0], key="plateau_low_bytes"),
-    Column(None, lambda c: c.curve.plateau[1], key="plateau_high_bytes"),
-    Column("buckets", lambda c: len(c.curve.best.cuts), "count", priority=1),
-    Column("backward", "curve.best.backward_s", "ms", priority=2),
-    Column("exposed", "curve.best.step.exposed_s", "ms"),
-    Column(None, lambda c: build_row(POINTS, c.curve.best), key="best"),
+    Column("best bucket size", lambda c: _join(*c.plateau), priority=3),
+    Column(None, lambda c: c.plateau[0], key="plateau_low_bytes"),
+    Column(None, lambda c: c.plateau[1], key="plateau_high_bytes"),
+    Column("buckets", lambda c: len(c.best.cuts), "count", priority=1),
+    Column("backward", "best.backward_s", "ms", priority=2),
+    Column("exposed", "best.step.exposed_s", "ms"),
+    Column(None, lambda c: build_row(POINTS, c.best), key="best"),
 )
 
 
@@ -235,7 +235,7 @@ class CapsResult(Result):
         return super().to_json() | {
             "best": build_row(POINTS, self.caps.best), "plateau_low_bytes": low, "plateau_high_bytes": high,
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
-            "local_backward_s": self.caps.local_s, "notes": list(self.findings), "source": "simulated",
+            "local_backward_s": self.job.backward_s, "notes": list(self.findings), "source": "simulated",
         }  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
     low, high, best = *curve.plateau, curve.best
     axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, label="within 1 % of the best")
     axes.plot([best.high_bytes / MIB], [best.backward_s * 1e3], "o", color=COLORS[2], label="best predicted")
-    axes.axhline(curve.local_s * 1e3, color=COLORS[6], linestyle=":", linewidth=1, label="one rank alone")
+    axes.axhline(best.step.local_s * 1e3, color=COLORS[6], linestyle=":", linewidth=1, label="one rank alone")
     axes.set(xlim=(least, None), ylim=(0, None), ylabel="backward with communication (ms)")
     place_legend(figure, axes)
     return figure

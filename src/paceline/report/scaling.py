@@ -637,8 +637,9 @@ class RanksResult(StudyResult):
                 continue
             ranks = [n for n in counts if mode == "weak" or size % n == 0]
             try:
-                evidence = ScalingEvidence.sort(self.records, wrapper, backend, (mode, size), at_hand)
-                found = simulate_scaling(evidence.calibrated_up_to(most // 2), [most])
+                study = self.records, wrapper, backend, (mode, size), at_hand
+                evidence, half = ScalingEvidence(*study), ScalingEvidence(*study, up_to=most // 2)
+                found = simulate_scaling(half, [most])
                 found += simulate_scaling(evidence, ranks, networks) if ranks else []
                 lines = describe_assumptions(evidence, networks)
             except PacelineError as error:  # times that no model fits, such as on a busy machine

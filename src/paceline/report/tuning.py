@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
 from paceline.plan import Plan
-from paceline.predict.predictor import GridPoint, Judgement
 from paceline.predict.search import estimate_caps
 from paceline.predict.simulate import SimulatedStep
-from paceline.predict.tuning import Tuning, load_tuning
+from paceline.predict.tuning import GridPoint, Tuning, load_tuning
 from paceline.records import StepRecord
 from paceline.records.samples import Ratio
 from paceline.report.plots import COLORS, new_figure, place_legend
@@ -71,7 +70,7 @@ class TuneResult(Result):
 
     @property
     def gain(self) -> Ratio | None:
-        return self.tuning.judgement.gain
+        return self.tuning.gain
 
     @property
     def verdict(self) -> str:
@@ -79,7 +78,7 @@ class TuneResult(Result):
 
     @property
     def candidates(self) -> Sequence[GridPoint]:
-        return self.tuning.judgement.points
+        return self.tuning.points
 
     @property
     def step(self) -> StepRecord:
@@ -105,7 +104,7 @@ class TuneResult(Result):
         listed = ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
         advice = f"; to reduce it, measure {first} again" if most >= _LEAST_DOUBT else ""
         return [
-            *describe_errors(tuning.judgement),
+            *describe_errors(tuning),
             f"standard deviation of the predicted step by input: {listed}{advice}",
             f"contention: {tuning.model.costs.contention.basis}",
             describe_torch(tuning),
@@ -147,31 +146,31 @@ class TuneResult(Result):
         return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
 
     def to_json(self) -> dict[str, Any]:
-        tuning, judgement, step = self.tuning, self.tuning.judgement, self.step
-        times = {label: record.timing.median_s for label, record in judgement.confirmed.items()}
-        best = judgement.best_measured
-        return super().to_json() | judgement.scores | {
+        tuning, step = self.tuning, self.step
+        times = {label: record.timing.median_s for label, record in tuning.confirmed.items()}
+        best = tuning.best_measured
+        return super().to_json() | tuning.scores | {
             **{name: getattr(step, name) for name in ("model", "wrapper", "backend")},
-            **{name: getattr(judgement, name) for name in ("noise", "regret")},
+            **{name: getattr(tuning, name) for name in ("noise", "regret")},
             "world_size": tuning.settings.network_ranks if tuning.settings.network else step.world_size,
-            "flat": judgement.is_flat,
-            "best_predicted_cap_bytes": judgement.best_predicted.cap_bytes,
+            "flat": tuning.is_flat,
+            "best_predicted_cap_bytes": tuning.best_predicted.cap_bytes,
             "best_measured_cap_bytes": None if best is None else best.cap_bytes,
             "keeps_default": tuning.keeps_default,
             "predicted_gain": tuning.choice.gain,
             "plan": None if self.folder is None else str(self.folder / "plan.json"),
-            "plan_measured_s": times.get("default" if tuning.keeps_default else judgement.recommended),
-            "recommended_measured_s": times.get(judgement.recommended),
+            "plan_measured_s": times.get("default" if tuning.keeps_default else tuning.recommended),
+            "recommended_measured_s": times.get(tuning.recommended),
             "default_measured_s": times.get("default"),
             "verdict": self.answer,
         }  # fmt: skip
 
 
-def describe_errors(judgement: Judgement) -> list[str]:
+def describe_errors(tuning: Tuning) -> list[str]:
     """How right the prediction was, in sentences."""
     lines = []
-    if judgement.measured:
-        scores = judgement.scores
+    if tuning.measured:
+        scores = tuning.scores
 
         def say(name: str, how: str) -> str:
             return "unknown" if (score := scores[name]) is None else format(score, how)
@@ -180,22 +179,22 @@ def describe_errors(judgement: Judgement) -> list[str]:
             f"predicted steps are {say('mape', '.1%')} off on average, {say('max_error', '.1%')} at most; the time "
             f"that communication adds, by {say('exposed_error', '.0%')} of it or {say('exposed_step_error', '.1%')} of "
             f"a step; {say('coverage', '.0%')} of the measured points are in their 90 % intervals; rank correlation "
-            f"{say('kendall_tau', '.2f')}; noise {judgement.noise:.1%}"
+            f"{say('kendall_tau', '.2f')}; noise {tuning.noise:.1%}"
         )
-    odd = [format_bytes(point.cap_bytes) for point in judgement.points if not point.same_layout]
+    odd = [format_bytes(point.cap_bytes) for point in tuning.points if not point.same_layout]
     return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines
 
 
 def describe_answer(tuning: Tuning) -> str:
     """The answer in one sentence, without its end."""
-    choice, judgement = tuning.choice, tuning.judgement
-    count, gain = format_number_of(choice.estimate.num_buckets, "bucket"), judgement.gain
+    choice, gain = tuning.choice, tuning.gain
+    count = format_number_of(choice.estimate.num_buckets, "bucket")
     if choice.is_default or (gain is None and tuning.keeps_default):
-        sure = f"the noise being {judgement.noise:.1%}" if judgement.noise else "predicted"
-        sizes = f"all bucket sizes lie within {judgement.spread:.1%}, {sure}"
-        if judgement.is_flat:
+        sure = f"the noise being {tuning.noise:.1%}" if tuning.noise else "predicted"
+        sizes = f"all bucket sizes lie within {tuning.spread:.1%}, {sure}"
+        if tuning.is_flat:
             return f"flat: keep the default, {count}: {sizes}"
-        regret = "" if judgement.regret is None else f" (regret {judgement.regret:.1%})"
+        regret = "" if tuning.regret is None else f" (regret {tuning.regret:.1%})"
         return f"keep the default, {count}: no plan is predicted to gain more than the noise; {sizes}{regret}"
     cap = f"bucket size {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "the plan"
     predicted = f"predicted {choice.gain:.1%} less than the default"
@@ -204,7 +203,7 @@ def describe_answer(tuning: Tuning) -> str:
     noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
     took = f"took {abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}, measured in turns"
     if gain.is_clear and gain.value <= 1:
-        return f"use {cap}, {count}: {predicted}, and {took}; regret {judgement.regret:.1%}"
+        return f"use {cap}, {count}: {predicted}, and {took}; regret {tuning.regret:.1%}"
     why = "a wrong prediction" if gain.is_clear else "within the noise"
     return f"keep the default: {cap}, {count}, was {predicted}, and {took}: {why}"
 
@@ -224,7 +223,7 @@ def describe_torch(tuning: Tuning) -> str:
 
 def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     """Step time against bucket size: predicted for every cap, measured for some."""
-    judgement, points = tuning.judgement, tuning.judgement.points
+    points = tuning.points
     sources = {point.measured.source for point in points if point.measured} or {"simulated"}
     figure, axes = new_figure(title, f"{subtitle}; predicted is simulated, points are {', '.join(sorted(sources))}")
     least, most = min(p.cap_bytes for p in points) / 1.5, max(p.cap_bytes for p in points) * 1.5
@@ -244,7 +243,7 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
         axes.errorbar(sizes, centers, yerr=errors, color=COLORS[1], **style)
         best_ms, size = min(zip(centers, sizes, strict=True))
         axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
-    best = judgement.best_predicted
+    best = tuning.best_predicted
     center = [best.cap_bytes / MIB], [best.estimate.step_s * 1e3]
     axes.plot(*center, "D", color=COLORS[2], markersize=8, label="best predicted")
     axes.axhline(tuning.model.plain_s * 1e3, color=COLORS[6], ls=":", lw=1, label="without communication")

@@ -28,9 +28,9 @@ from types import FrameType
 from typing import Any
 
 from paceline import machine
-from paceline.errors import ConfigError, LaunchError, PacelineError
+from paceline.errors import ConfigError, LaunchError
 from paceline.runtime.environment import is_launched, read_place
-from paceline.runtime.worker import Failure, describe_failure, listen, serve_jobs_spawned
+from paceline.runtime.worker import Failure, listen, make_error, serve_jobs_spawned
 from paceline.units import format_memory
 
 # What one more rank takes before it allocates anything, with some room: the interpreter and torch hold 145 MiB of their
@@ -359,17 +359,6 @@ def _describe_death(rank: int, code: int, was_heard: bool) -> Failure:
     return Failure(rank, time.monotonic(), summary, code="killed" if code == -signal.SIGKILL else "")
 
 
-def make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
-    """The error of the rank that failed first; one that only lost its peer may have lost a rank that `returned`."""
-    lost = f" (rank {', '.join(map(str, returned))} had already returned)" if failure.is_secondary and returned else ""
-    if failure.error is not None and not lost:
-        failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
-        return failure.error
-    trace = f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}" if failure.trace else ""
-    message = f"rank {failure.rank} of {num_ranks} {failure.summary}{lost}{trace}"
-    return LaunchError(message, failure.rank, failure.trace, failure.code)
-
-
 def run_ranks(
     fn: Callable[..., Any], num_ranks: int, args: Sequence[Any] = (), *, timeout_s: float | None = None,
     on_message: _Hear = None,
@@ -391,28 +380,16 @@ def run_ranks(
         hint = f"request {place.world_size}, launch {num_ranks}, or start local ranks with RankPool"
         raise ConfigError(f"{found}: {hint}", code="world-size")
     listening = listen(lambda message: on_message(place.rank, message)) if on_message else contextlib.nullcontext()
-    if place.world_size == 1:
-        with listening:
-            return [fn(*args)]
-    from paceline.runtime import rendezvous
 
-    store = rendezvous.open_gathering(place)
-    try:
+    def call() -> Any:
         with listening:
-            value = fn(*args)
-        data = pickle.dumps(value)
-    except BaseException as error:
-        failure = describe_failure(place.rank, error)
-        # Another rank's failure may be the cause of this one.
-        cause = rendezvous.find_failure(store) if failure.is_secondary else b""
-        rendezvous.fail(store, place, pickle.dumps(failure))
-        if cause:
-            raise make_error(pickle.loads(cause), num_ranks) from error
-        raise
-    values, failed = rendezvous.gather(store, place, data, timeout_s)
-    if failed:
-        raise make_error(pickle.loads(failed), num_ranks)
-    return [pickle.loads(item) for item in values]
+            return fn(*args)
+
+    if place.world_size == 1:
+        return [call()]
+    from paceline.runtime.rendezvous import gather
+
+    return gather(place, call, timeout_s)
 
 
 def _pickle_job(fn: Callable[..., Any] | str, args: Sequence[Any]) -> bytes:

@@ -7,10 +7,10 @@ import contextlib
 import fcntl
 import math
 import os
+import pickle
 import platform
 import secrets
 import socket
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError, LaunchError
 from paceline.runtime.environment import Place
+from paceline.runtime.worker import describe_failure, make_error
 
 # How long to try to open the launcher's store, and how long rank 0 keeps it open for the others at the end.
 _STORE_S, _LINGER_S = 120.0, 3.0
@@ -50,35 +51,42 @@ def open_store(rendezvous: str, place: Place, timeout_s: float, topic: str = "")
     return dist.PrefixStore(f"paceline/{attempt}/{topic}{counts[topic]}", store)
 
 
-def open_gathering(place: Place) -> Any:
-    """A store for `gather` or `fail`, one of which every rank must call: it outlives the worlds of a program."""
-    return open_store("env://", place, _STORE_S, "gather-")
-
-
 def gather(
-    store: Any, place: Place, mine: bytes, timeout_s: float | None, late: str = "did not return within {:g} s"
-) -> tuple[list[bytes], bytes]:
-    """The bytes of all ranks in rank order and nothing; or nothing and what the first rank to `fail` said."""
+    place: Place, make: Callable[[], Any], timeout_s: float | None, late: str = "did not return within {:g} s"
+) -> list[Any]:
+    """What `make` returned on every rank, in rank order; once it has failed on one, all of them raise.
+
+    Collective: every rank must call this. Its store outlives the worlds of a program.
+    """
+    store = open_store("env://", place, _STORE_S, "gather-")
+    try:
+        mine = pickle.dumps(make())
+    except BaseException as error:
+        failure = describe_failure(place.rank, error)
+        # Another rank's failure may be the cause of this one.
+        cause = _find_failure(store) if failure.is_secondary else b""
+        with contextlib.suppress(RuntimeError):
+            if store.add("failures", 1) == 1:
+                store.set("failed", pickle.dumps(failure))
+            _leave(store, place)
+        if cause:
+            raise make_error(pickle.loads(cause), place.world_size) from error
+        raise
     limit_s = math.inf if timeout_s is None else timeout_s
     try:
-        values = _exchange(store, place, "value", mine, limit_s, late.format(limit_s), lambda: find_failure(store))
-        failure = b"" if values else find_failure(store)
+        values = _exchange(store, place, "value", mine, limit_s, late.format(limit_s), lambda: _find_failure(store))
+        failed = b"" if values else _find_failure(store)
     except dist.DistError as error:
         text = f"lost the store of the job, probably with rank 0: {str(error).splitlines()[0]}"
         raise LaunchError(f"rank {place.rank} {text}", code="peer-lost") from None
     _leave(store, place)
-    return values, failure
+    if failed:
+        raise make_error(pickle.loads(failed), place.world_size)
+    return [pickle.loads(value) for value in values]
 
 
-def fail(store: Any, place: Place, what: bytes) -> None:
-    """Report a failure to every rank that gathers, now or later."""
-    with contextlib.suppress(RuntimeError):
-        if store.add("failures", 1) == 1:
-            store.set("failed", what)
-        _leave(store, place)
-
-
-def find_failure(store: Any) -> bytes:
+def _find_failure(store: Any) -> bytes:
+    """What the first rank to fail reported."""
     return bytes(store.get("failed")) if store.check(["failed"]) else b""
 
 
@@ -157,60 +165,50 @@ def _open_tcp(host: str, port: int, place: Place, serve: bool, timeout_s: float)
 
 def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
     """A store in a file next to `path`. Rank 0 holds a lock on `path`, so that a stale file is found at once."""
-    deadline, held = time.monotonic() + timeout_s, -1
+    deadline = time.monotonic() + timeout_s
     if place.rank == 0:
-        token, held = _claim(path)
+        token = _claim(path)
     else:
         while not (token := _read_claim(path)):
             if time.monotonic() > deadline:
                 text = f"rank {place.rank} of {place.world_size} waited {timeout_s:g} s for rank 0 to open {path}"
                 raise LaunchError(f"{text}: is rank 0 running, and does it see the same file system?")
             time.sleep(0.02)
-    # A name of its own for every claim: a late rank of an old store cannot touch a new one.
+    # A name of its own for every claim: a late rank of an old store cannot touch a new one. Its file is removed with
+    # the last FileStore that is freed, and not by rank 0: a late rank's would make it again.
     store = dist.FileStore(f"{path}.{token}", place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
-
-    def close() -> None:
-        # Not the store's own file: the last FileStore that is freed removes it, and a late rank's would make it again.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        os.close(held)
-
-    if held >= 0:
-        _closers.callback(close)
     return store
 
 
-def _claim(path: Path) -> tuple[str, int]:
-    """Create the file already locked, so that no rank ever sees it unlocked while rank 0 lives."""
-    token = secrets.token_hex(4)
+def _claim(path: Path) -> str:
+    """Create and lock the file, until the stores are closed; the token in it is written when it is locked."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except FileExistsError:
+        raise LaunchError(_STALE.format(path)) from None
     except OSError as error:
         raise ConfigError(f"cannot create {path}: {error.strerror}; choose another path for rendezvous") from None
+    _closers.callback(os.close, handle)
+    _closers.callback(path.unlink, missing_ok=True)
     fcntl.flock(handle, fcntl.LOCK_EX)
+    token = secrets.token_hex(4)
     os.write(handle, token.encode())
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        os.close(handle)
-        raise LaunchError(_STALE.format(path)) from None
-    finally:
-        os.unlink(temporary)
-    return token, handle
+    return token
 
 
 def _read_claim(path: Path) -> str:
-    """The token of a living rank 0, or nothing while there is no file; raises for a file that a dead one left."""
+    """The token of a living rank 0, or nothing while there is none; raises for a file that a dead one left."""
     try:
         with path.open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return file.read().decode(errors="replace")
+            is_stale = bool(file.read())  # else rank 0 is just about to lock it
     except FileNotFoundError:
         return ""
-    if path.exists():  # else it was removed by a run that ended just now
+    if is_stale and path.exists():  # else it was removed by a run that ended just now
         raise LaunchError(_STALE.format(path))
     return ""
 

@@ -231,20 +231,15 @@ class Session:
                 pool.close()
             self._pools.clear()
 
-    def save(
-        self, records: Sequence[Record], details: dict[str, Any] | None = None, doubts: Sequence[str] | None = None,
-        complete: bool = True,
-    ) -> Run:  # fmt: skip
+    def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
         """The finished run, saved as `run.json` where this session writes. Its warnings are the reasons to doubt it.
 
-        `details` is what only a rank knows of the environment. `doubts` are those that follow from the records: by
-        default those that `find_doubts` finds. A resumed run that was finished is the saved one.
+        `details` is what only a rank knows of the environment. A resumed run that was finished is the saved one.
         """
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
         environment = self.environment if details is None else dataclasses.replace(self.environment, details=details)
-        if doubts is None:
-            doubts = [doubt.text for doubt in find_doubts(records, environment)]
+        doubts = [doubt.text for doubt in find_doubts(records, environment)]
         found = (*self.warnings, *self._find_machine_warnings(), *doubts)
         run = Run(self.verb, self.config, environment, tuple(records), found, complete)
         if self.folder is not None and self.is_leader:
@@ -314,24 +309,6 @@ class Session:
     def _say(self, text: str) -> None:
         if self.is_leader:
             print(f"paceline: {text}", file=sys.stderr, flush=True)
-
-
-def choose_ranks(requested: Sequence[int] | None) -> tuple[tuple[int, ...], list[str]]:
-    """The numbers of ranks to measure, and a warning about those that the launched world cannot hold.
-
-    Without a request: all of the launched world, else 2. A launched world of one rank, such as a shell of a batch job,
-    does not limit a request: local ranks are started for it.
-    """
-    size = read_place().world_size if is_launched() else None
-    if requested is None:
-        return (size or 2,), []
-    if size is None or size == 1:
-        return tuple(requested), []
-    fitting, others = tuple(n for n in requested if n <= size), ", ".join(str(n) for n in requested if n > size)
-    if not fitting:
-        text = f"--ranks {others} in a launched world of {size}: start more ranks, or leave out --ranks"
-        raise ConfigError(text, code="launched")
-    return fitting, [f"not measured: {others} ranks, because the launched world has {size}"] if others else []
 
 
 def joins_world(ranks: int) -> bool:

@@ -19,12 +19,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import LaunchError, PacelineError
 
 # What gloo, NCCL and torch's stores say of a peer that is gone or late. They have no codes.
 _BACKENDS = ("gloo", "c10d", "NCCL", "Store")
@@ -69,6 +69,17 @@ def describe_failure(rank: int, error: BaseException) -> Failure:
     except Exception:  # an error that cannot be pickled is reported by its traceback alone
         ours = None
     return Failure(rank, when_s, summary, trace, ours, find_code(error) in ("peer-lost", "timeout"))
+
+
+def make_error(failure: Failure, num_ranks: int, returned: Sequence[int] = ()) -> PacelineError:
+    """The error of the rank that failed first; one that only lost its peer may have lost a rank that `returned`."""
+    lost = f" (rank {', '.join(map(str, returned))} had already returned)" if failure.is_secondary and returned else ""
+    if failure.error is not None and not lost:
+        failure.error.add_note(f"(on rank {failure.rank} of {num_ranks})")
+        return failure.error
+    trace = f"\n\nTraceback of rank {failure.rank}:\n{failure.trace}" if failure.trace else ""
+    message = f"rank {failure.rank} of {num_ranks} {failure.summary}{lost}{trace}"
+    return LaunchError(message, failure.rank, failure.trace, failure.code)
 
 
 _JOB_SIGNALS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}

@@ -1,11 +1,11 @@
-"""`init`: from a launcher's variables to a process group on the right device, closed on every way out."""
+"""A process group on the right device, from a launcher's variables (`init`), and who this process is in it (`get`)."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import pickle
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline import machine
 from paceline.errors import ConfigError, LaunchError, PacelineError, refuse
 from paceline.runtime import rendezvous as meeting
 from paceline.runtime.environment import Place, read_place
-from paceline.runtime.launch import make_error
 from paceline.transport import register, why_not
 from paceline.units import format_number_of
 
@@ -66,8 +67,16 @@ class World(contextlib.AbstractContextManager["World"]):
         self.__exit__(None, None, None)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if _open is self:
-            _destroy(error)
+        global _open
+        if _open is not self:
+            return
+        if self.world_size > 1:
+            how = "closed its world" if error is None else f"failed with {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):
+                self.departures.set(str(self.rank), how)
+        _open = None
+        atexit.unregister(shutdown)
+        _destroy_groups(failed=error is not None)
 
 
 _open: World | None = None
@@ -171,10 +180,7 @@ def share_first(place: Place, value: Any) -> Any:
     if dist.is_initialized():
         with join_world() as world:
             return world.share(value)[0]
-    values, failed = meeting.gather(meeting.open_gathering(place), place, pickle.dumps(value), SHARE_S, meeting.ABSENT)
-    if failed:
-        raise make_error(pickle.loads(failed), place.world_size)
-    return pickle.loads(values[0])
+    return meeting.gather(place, lambda: value, SHARE_S, meeting.ABSENT)[0]
 
 
 def _adopt(device: str) -> World:
@@ -193,7 +199,8 @@ def _adopt(device: str) -> World:
 
 def shutdown() -> None:
     """Close the world that `init` opened; does nothing when none is open."""
-    _destroy(None)
+    if _open is not None:
+        _open.close()
 
 
 def find_departed_ranks() -> dict[int, str]:
@@ -206,19 +213,6 @@ def find_departed_ranks() -> dict[int, str]:
             if rank != _open.rank and _open.departures.check([str(rank)]):
                 departed[rank] = _open.departures.get(str(rank)).decode()
     return departed
-
-
-def _destroy(error: BaseException | None) -> None:
-    global _open
-    if _open is None:
-        return
-    if _open.world_size > 1:
-        how = "closed its world" if error is None else f"failed with {type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):
-            _open.departures.set(str(_open.rank), how)
-    _open = None
-    atexit.unregister(shutdown)
-    _destroy_groups(failed=error is not None)
 
 
 def _destroy_groups(failed: bool) -> None:
@@ -321,3 +315,106 @@ def _choose_threads(threads: int | None, local_size: int) -> tuple[int, str]:
         return int(requested), "OMP_NUM_THREADS"
     cores = machine.count_cores()
     return max(1, cores // local_size), f"{format_number_of(cores, 'core')} / {local_size} local"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others. On a mesh, `rank` (-1 outside of it) and `world_size` count inside its group."""
+
+    rank: int
+    world_size: int
+    global_rank: int
+    local_rank: int
+
+
+def _need_world() -> None:
+    if not dist.is_initialized():
+        raise LaunchError("no process group is open: call paceline.init() first")
+
+
+def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The group of exactly the mesh's ranks; a mesh of several dimensions has one only if it is the world."""
+    long = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+    if len(long) <= 1:
+        return mesh.get_group(long[0] if long else 0)
+    if sorted(mesh.mesh.flatten().tolist()) == list(range(dist.get_world_size())):
+        return dist.group.WORLD
+    return None
+
+
+def ranks(mesh: DeviceMesh | None = None) -> Ranks:
+    """This process's ranks, in the world or inside a mesh (all of it, whatever its dimensions)."""
+    _need_world()
+    mesh = get.mesh if mesh is None else mesh
+    text = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    local_rank = _open.local_rank if _open is not None else int(text) if text.isdigit() else 0
+    rank = global_rank = dist.get_rank()
+    if mesh is None:
+        return Ranks(rank, dist.get_world_size(), global_rank, local_rank)
+    members = mesh.mesh.flatten().tolist()
+    rank = members.index(global_rank) if global_rank in members else -1
+    if rank >= 0 and (group := _find_group(mesh)) is not None:
+        rank = dist.get_rank(group)  # as collectives count, whatever the order of the mesh
+    return Ranks(rank, len(members), global_rank, local_rank)
+
+
+_FACTS = {"ws": "world_size", "rank": "rank", "grank": "global_rank", "lrank": "local_rank"}
+
+
+class _Get:
+    """`get(what, mesh=None)`: one fact about this process.
+
+    `ws`: ranks in the mesh, or in the world. `rank`: this process's number inside the mesh, or in the world.
+    `grank`: its number in the world. `lrank`: its number on its host, whatever the mesh.
+    `pg`: the process group of the mesh, or None for the world, as torch's calls take it.
+    """
+
+    def __init__(self) -> None:
+        self._mesh: DeviceMesh | None = None
+        self._world: dist.ProcessGroup | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The registered mesh, while the world that it was registered in is open."""
+        return self._mesh if dist.is_initialized() and self._world is dist.group.WORLD else None
+
+    def __call__(self, what: str, mesh: DeviceMesh | None = None) -> Any:
+        mesh = self.mesh if mesh is None else mesh
+        if what in _FACTS:
+            return getattr(ranks(mesh), _FACTS[what])
+        if what != "pg":
+            raise ConfigError(f"get({what!r}) is unknown: use 'ws', 'rank', 'grank', 'lrank' or 'pg'")
+        _need_world()
+        if mesh is None:
+            return None
+        if (rank := dist.get_rank()) not in mesh.mesh.flatten().tolist():
+            raise ConfigError(f"rank {rank} is not part of the mesh {mesh.mesh.tolist()}: it has no group there")
+        if (group := _find_group(mesh)) is None:
+            text = f"a mesh of shape {tuple(mesh.mesh.shape)} has one group per dimension and none for the whole"
+            raise ConfigError(f"{text}: use one dimension, such as mesh[{(mesh.mesh_dim_names or (0,))[0]!r}]")
+        return group
+
+    def register_mesh(self, mesh: DeviceMesh | None) -> _Get:
+        """Use this mesh whenever none is given; None goes back to the world."""
+        _need_world()
+        self._mesh, self._world = mesh, dist.group.WORLD
+        return self
+
+
+get = _Get()
+
+
+def set_seed(seed: int, per_rank: bool = False) -> int:
+    """Seed torch (every device), numpy and random, and return the seed used.
+
+    `per_rank` adds the global rank, for noise that must differ between ranks; the default makes equal models.
+    """
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed {seed}: numpy takes 0 to 2^32 - 1")
+    if per_rank:
+        _need_world()
+        seed = (seed + dist.get_rank()) % 2**32
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.errors import ConfigError
 from paceline.parallel import DataParallel, GhostBatchNorm, SyncBatchNorm
 from paceline.plan import Plan
-from paceline.runtime.ranks import set_seed
-from paceline.runtime.world import World, join_world
+from paceline.runtime.world import World, join_world, set_seed
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.training.schedules import BatchSchedule, Schedule
 from paceline.training.settings import (

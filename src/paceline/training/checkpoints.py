@@ -20,9 +20,8 @@ import torch
 from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.parallel import DataParallel
 from paceline.records.training import METRICS_FILE, MetricsLog
-from paceline.runtime.ranks import set_seed
 from paceline.runtime.session import lock_folder
-from paceline.runtime.world import World
+from paceline.runtime.world import World, set_seed
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
 from paceline.training.journal import EventsLog

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
+from paceline.runtime.launch import handle_signals
 
 if TYPE_CHECKING:
     import torch
@@ -43,9 +43,6 @@ def catch_stop() -> Iterator[StopRequest]:
     A rank of our own launcher ignores SIGINT, and keeps ignoring it: its parent passes the request on as SIGTERM.
     """
     request, arrived_s = StopRequest(), 0.0
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 
@@ -57,13 +54,8 @@ def catch_stop() -> Iterator[StopRequest]:
             signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
 
-    for number in before:
-        signal.signal(number, record)
-    try:
+    with handle_signals(record, *before):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,24 @@ from how one of them calls it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import json
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from paceline import machine
+from paceline.errors import LaunchError
 from paceline.transport import native, works
 from paceline.transport.hierarchy import HostsWork, TwoLevels
-from paceline.transport.shared import HostGroup, exchange_places
 from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
 
 _SLOT_BYTES = 1 << 20  # two per rank; in smaller ones lines go to and fro between cores, larger ones leave the caches
@@ -29,6 +35,7 @@ _OPS = {_RedOp.SUM: native.SUM, _RedOp.AVG: native.AVG, _RedOp.MIN: native.MIN, 
 # An operation of the core, with its tensors instead of their addresses.
 _Operation = tuple[int, int, int, int, torch.Tensor, torch.Tensor, int]
 _NOTHING = torch.empty(0, device="cpu")
+_BARRIER: native.Operation = (native.BARRIER, 0, 0, 0, 0, 0, 0)
 
 # torch describes the methods of a group with overloads that only its own class can have.
 _TorchGroup: Any = dist.ProcessGroup
@@ -55,20 +62,41 @@ class PacelineGroup(_TorchGroup):
         self._open(names)
 
     def _open(self, names: list[int]) -> None:
-        timeout_s = self._timeout.total_seconds()
-        places = exchange_places(self._store, self._rank, self._size)
+        places = self._exchange_places()
         hosts = [place["host"] for place in places]
         mine = [rank for rank in range(self._size) if hosts[rank] == hosts[self._rank]]
-        pids = [places[rank]["pid"] for rank in mine]
-        self._host = HostGroup(self._store, mine, pids, self._rank, timeout_s)
-        index, here = mine.index(self._rank), [names[rank] for rank in mine]
+        self._index, self._here = mine.index(self._rank), [names[rank] for rank in mine]
         wanted = native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES)
-        lanes = native.choose_lanes([places[rank]["cores"] for rank in mine], places[mine[0]]["lanes"])
-        segments = [self._host.share(-(-wanted // len(mine)))[0] for _ in range(lanes)]
-        self._native = native.Lanes(segments, _SLOT_BYTES, index, here, pids, timeout_s, _STOPPED_S)
+        segments = []
+        for lane in range(native.choose_lanes([places[rank]["cores"] for rank in mine], places[mine[0]]["lanes"])):
+            by_store = functools.partial(self._pass_by_store, f"memory/{mine[0]}/{lane}")
+            segments.append(native.Mapping(self._index, self._here, -(-wanted // len(mine)), by_store))
+        pids, limits_s = [places[rank]["pid"] for rank in mine], (self._timeout.total_seconds(), _STOPPED_S)
+        self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, pids, *limits_s)
+        self._native.run(_BARRIER)  # everyone has the segments, or is named in an error here
         self._levels = None
         if len(set(hosts)) > 1:
             self._levels = TwoLevels(self._store, self._native, hosts, self._rank, names, self._timeout)
+
+    def _exchange_places(self) -> list[dict[str, Any]]:
+        """Every rank's host, process, cores and requested lanes, in rank order."""
+        # To share memory, ranks need one kernel, one user, and namespaces in which they find each other.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("net", "pid")]
+        place = {"host": " ".join([boot, str(os.geteuid()), *spaces]), "pid": os.getpid()}
+        place |= {"cores": machine.count_cores(), "lanes": os.environ.get("PACELINE_LANES", "")}
+        self._store.set(f"place/{self._rank}", json.dumps(place))
+        return [json.loads(self._store.get(f"place/{other}")) for other in range(self._size)]
+
+    def _pass_by_store(self, key: str, path: str) -> str:
+        if path:
+            self._store.set(key, path)
+        try:
+            self._store.wait([key], self._timeout)
+        except RuntimeError as error:
+            text = f"rank {self._here[0]} did not share its memory within {self._timeout.total_seconds():g} s"
+            raise LaunchError(text, code="timeout") from error
+        return str(self._store.get(key), "utf-8")
 
     @property
     def shares_memory(self) -> bool:
@@ -85,15 +113,21 @@ class PacelineGroup(_TorchGroup):
         """
         if self._levels is not None:
             return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
-        self._native.run((native.BARRIER, 0, 0, 0, 0, 0, num_bytes))  # a different size on any rank is an error on all
-        mapping, part_bytes = self._host.share(num_bytes)
+        self._native.run((*_BARRIER[:-1], num_bytes))  # a different size on any rank is an error on all
+        mapping = native.Mapping(self._index, self._here, num_bytes, self._pass_by_broadcast)
         self._serial += 1
-        self._native.run((native.BARRIER, 0, 0, 0, 0, 0, 0))  # everyone has its own part nearby
-        self._host.populate(mapping, 0, mapping.num_bytes)
-        part = mapping.part(self._host.index * part_bytes, part_bytes)
-        if self._native.add_arena(self._serial, mapping.address, part_bytes):
+        self._native.run(_BARRIER)  # everyone has its own part nearby
+        mapping.populate(0, mapping.num_bytes)
+        part = mapping.part(self._index)
+        if self._native.add_arena(self._serial, mapping.address, mapping.part_bytes):
             weakref.finalize(part, self._native.remove_arena, self._serial)
         return torch.frombuffer(part, dtype=torch.uint8)[:num_bytes]
+
+    def _pass_by_broadcast(self, path: str) -> str:
+        text = ctypes.create_string_buffer(path.encode(), 64)
+        address = ctypes.addressof(text)
+        self._native.run((native.BROADCAST, native.BYTES, 0, 0, address, address, len(text)))
+        return text.value.decode()
 
     def shutdown(self) -> None:
         """Leave; ranks that still wait for this one get an error."""
@@ -102,7 +136,6 @@ class PacelineGroup(_TorchGroup):
         self._native.close()
         self._futures.close()
         self._pending.clear()
-        self._host.close()
         for backend in filter(None, (self._gloo, self._cuda)):
             with contextlib.suppress(RuntimeError):
                 backend.shutdown()
@@ -110,9 +143,8 @@ class PacelineGroup(_TorchGroup):
     abort = shutdown
 
     def __del__(self) -> None:
-        for name in ("_native", "_host"):  # those that exist, if the constructor failed half-way
-            if hasattr(self, name):
-                getattr(self, name).close()
+        if hasattr(self, "_native"):  # else the constructor failed half-way
+            self._native.close()
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.AllreduceOptions, opts, timeout)

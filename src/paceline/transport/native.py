@@ -1,14 +1,21 @@
-"""The compiled core by its C interface: loading it, and a group of ranks in memory that is already shared."""
+"""The compiled core by its C interface: loading it, memory that ranks of one host share, and their group in it.
+
+The memory is an anonymous file, which the first rank creates and the others open through /proc. It goes with the last
+of them, however that ends, and does not count against /dev/shm.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import importlib.machinery
+import mmap
 import os
 import platform
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +27,9 @@ SUM, AVG, MIN, MAX = range(4)
 ITEM_BYTES = {F32: 4, F64: 8, BF16: 2, F16: 2, I32: 4, I64: 8, BYTES: 1}
 OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range(10)
 
+_PAGE = mmap.PAGESIZE
+# Linux: have part of a mapping in memory now, and get an error where there is none instead of being killed later.
+_POPULATE_WRITE, _HUGE_PAGES = 23, 14
 # Waking another thread costs tens of microseconds.
 _LANE_BYTES, _LINE_BYTES = 512 << 10, 128
 
@@ -107,6 +117,54 @@ def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
     return int(requested)
 
 
+class Mapping:
+    """Memory with a part of whole pages for each of the ranks on a host, all zero; `index` counts them.
+
+    Collective. `pass_path` takes the first rank's path, and "" on the others, and returns the first rank's on all; the
+    first must keep its mapping until the others have theirs. The memory lives as long as this or a tensor in it.
+    """
+
+    def __init__(self, index: int, names: list[int], part_bytes: int, pass_path: Callable[[str], str]) -> None:
+        self.part_bytes = max(_PAGE, -(-part_bytes // _PAGE) * _PAGE)
+        self.num_bytes = total = self.part_bytes * len(names)
+        if index == 0:
+            descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
+        else:
+            path = pass_path("")
+            try:
+                descriptor = os.open(path, os.O_RDWR)
+            except OSError as error:
+                text = f"rank {names[0]} left while memory was being shared, or this process may not open {path}"
+                raise CollectiveError(f"{text}: {error.strerror}", code="peer-lost") from error
+        weakref.finalize(self, os.close, descriptor)
+        if index == 0:
+            os.ftruncate(descriptor, total)
+            pass_path(f"/proc/{os.readlink('/proc/self')}/fd/{descriptor}")  # as /proc counts, whatever its namespace
+        elif (found := os.fstat(descriptor).st_size) != total:
+            sizes = f"rank {names[0]} {found} bytes, rank {names[index]} {total}"
+            raise CollectiveError(f"ranks share memory of different sizes: {sizes}", code="mismatch")
+        self._memory = mmap.mmap(descriptor, total)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._advise(0, total, _HUGE_PAGES)
+        # Now and not in the first step; and too little memory is an error here.
+        self.populate(index * self.part_bytes, self.part_bytes)
+
+    def part(self, index: int) -> Any:
+        """The bytes of a rank, as an object that keeps the memory and can be watched."""
+        return (ctypes.c_char * self.part_bytes).from_buffer(self._memory, index * self.part_bytes)
+
+    def populate(self, begin: int, num_bytes: int) -> None:
+        """Have these bytes in memory, near this rank if they are not in memory yet."""
+        if self._advise(begin, num_bytes, _POPULATE_WRITE) in (errno.ENOMEM, errno.EFAULT):
+            raise CollectiveError(f"there is no memory for {num_bytes} bytes of shared buffers", code="memory")
+
+    def _advise(self, begin: int, num_bytes: int, advice: int) -> int:
+        """The result of madvise: 0, or an error number. Older kernels know fewer kinds of advice."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        return ctypes.get_errno() if libc.madvise(self.address + begin, num_bytes, advice) else 0
+
+
 class Lanes:
     """Ranks that share memory, in one group of the core or several side by side, each in a segment of its own.
 
@@ -116,7 +174,13 @@ class Lanes:
     """
 
     def __init__(
-        self, segments: Sequence[Any], slot_bytes: int, rank: int, names: list[int], pids: list[int], *limits_s: float
+        self,
+        segments: Sequence[Mapping],
+        slot_bytes: int,
+        rank: int,
+        names: list[int],
+        pids: list[int],
+        *limits_s: float,
     ) -> None:
         self._handles: list[int] = []
         self._library, self._segments, size = load_library(), segments, len(names)

@@ -13,9 +13,9 @@ from paceline.records.exchange import load_table
 from paceline.records.kinds import ITEM_BYTES, CollectiveRecord
 from paceline.records.store import Run, load_run
 from paceline.runtime.environment import read_place
-from paceline.runtime.session import choose_ranks, joins_world, open_session
+from paceline.runtime.session import joins_world, open_session
 from paceline.units import parse_size
-from paceline.verbs.jobs import Counts, Names, Place, Sizes, finish, list_counts, list_names, list_sizes
+from paceline.verbs.jobs import Counts, Names, Place, Sizes, choose_up_to, finish, list_names, list_sizes
 
 if TYPE_CHECKING:
     from paceline.report.collectives import ChunksResult, CollectiveResult
@@ -100,7 +100,7 @@ def _measure(
     verb: str, load: str, kind: type[GroupSettings], given: Mapping[str, Any], own: dict[str, Any], build: Any = None
 ) -> Any:
     """The settings that a verb was `given`, with `own` in place of what it has read: refused at once, or measured."""
-    ranks, notes = choose_ranks(None if given["ranks"] is None else list_counts(given["ranks"]))
+    ranks, notes = choose_up_to(given["ranks"], 2)
     own |= {"ranks": ranks, "backends": list_names(given["backend"])}
     same = {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
     unused = set(given) - set(same) - _READ

@@ -63,6 +63,21 @@ def choose_world(ranks: Counts | None, default: int) -> int:
     return counts[0]
 
 
+def choose_up_to(ranks: Counts | None, default: int) -> tuple[tuple[int, ...], list[str]]:
+    """The requested numbers of ranks that the launched world can hold, and a warning about the others.
+
+    A launched world of one rank, such as a shell of a batch job, does not limit them: local ranks are started.
+    """
+    if ranks is None:
+        return choose_worlds(None, default), []
+    counts, size = list_counts(ranks), read_place().world_size
+    fitting = tuple(count for count in counts if size == 1 or count <= size)
+    others = ", ".join(str(count) for count in counts if count not in fitting)
+    text = f"--ranks {others} in a launched world of {size}: start more ranks, or leave out --ranks"
+    refuse((not fitting, text), code="launched")
+    return fitting, [f"not measured: {others} ranks, because the launched world has {size}"] if others else []
+
+
 def build_settings(**job: Any) -> TrainSettings:
     """A job of ours, with everything checked that can be refused before a rank starts."""
     if unknown := sorted(set(job) - set(NAMES)):
