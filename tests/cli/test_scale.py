@@ -47,7 +47,7 @@ TABLES = {
 PICTURES = {
     "batch": ("batch",),
     "ranks": ("weak", "strong", "communication"),
-    "large-batch": ("accuracy", "curves", "noise"),
+    "large-batch": ("accuracy", "curves"),
 }
 
 

@@ -26,7 +26,6 @@ KEYS = {
 }  # fmt: skip
 FILES = {
     "run.json", "plan.json", "grid.md", "grid.csv", "buckets.md", "buckets.csv", "tuning.png", "tuning.svg",
-    "simulated-timeline.json",
 }  # fmt: skip
 
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from paceline.records.training import NoiseProbe
-from paceline.report.large_batch import NOISE, describe_noise, plot_noise
-from paceline.report.plots import render_svg
+from paceline.report.large_batch import NOISE, describe_noise
 from paceline.report.table import Table
 
 from .made_training import build_known, build_noise
@@ -67,10 +66,3 @@ def test_each_job_has_one_sentence(records, words):
     found = describe_noise(records)
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found, strict=True))
-
-
-def test_the_picture_draws_every_job():
-    records = [build_known(9.0, note="a", epoch=1), build_known(90.0, note="a"), build_known(50.0, note="b", seed=2)]
-    svg = render_svg(plot_noise([*records, LOST, UNSURE, build_noise(LOST.probes[:1])], "noise", "a laptop")).decode()
-    for text in ("cnn, a, seed 1", "cnn, b, seed 2", "a laptop; measured"):
-        assert text in svg

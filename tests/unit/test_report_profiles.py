@@ -146,7 +146,8 @@ def test_advice_is_listed_with_its_gain(build_environment):
     advice = Advice("data", "more workers", gain_s=5e-3, certainty="at most", step_s=10e-3)
     overview = build_overview(MadeTrace().step().op("aten::mm", 0, 6).build())
     document = TraceResult.build_document([overview], StepFacts(8), [advice])
-    result = TraceResult(Run("profile trace", {}, build_environment(), (), ("more workers",)), None, document)
+    run = Run("profile trace", {}, build_environment(), (), ("more workers",), version=2)
+    result = TraceResult(run, None, document)
     assert result.findings == ["1. more workers (at most 2.00 x as fast)"]
     assert result.to_json()["advice"][0]["factor"] == pytest.approx(2)
     assert result.warnings == ()  # advice of an older run

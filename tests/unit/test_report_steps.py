@@ -180,11 +180,11 @@ def test_in_words(build_phases, build_samples):
 def results(build_environment, build_phases, build_wrapper, build_samples):
     """The results of a run of phases and of one of wrappers, with long names and several cells."""
 
-    def build(verb, *records, warnings=()):
-        return build_result(Run(verb, {}, build_environment(), records, tuple(warnings)))
+    def build(verb, *records):
+        return build_result(Run(verb, {}, build_environment(), records))
 
     alone = build_phases(world_size=1, busy=None, batch_size=128)
-    phases = build("profile phases", alone, build_phases(), warnings=describe_phases(alone))
+    phases = build("profile phases", alone, build_phases())
     times = {"bare": 0.9, "torch": 1.0, "torch-tuned": 1.1, "paceline-per_parameter": 1.2, "paceline": 0.5}
     wrappers = [
         build_wrapper(name, tuple(time_s * (1 + number / 100) for number in range(10)), model=model, note="x")
@@ -214,7 +214,6 @@ def test_the_answer_says_where_the_time_goes(results):
         "A step of cnn takes 10 ms (2 ranks, batch 16): 10% waiting for data, 20% forward, 40% backward, "
         "10% optimizer, 20% exposed communication."
     )
-    assert phases.warnings == ()  # findings of an older run
     assert [row["world_size"] for row in phases.to_json()["records"]] == [1, 2]
 
 
@@ -244,12 +243,11 @@ def test_a_comparison_says_whether_it_is_shown(value, noise, words):
     assert describe_cost(Ratio(value, noise), "a step").endswith("(one repetition)") == (noise is None)
 
 
-def test_only_findings_are_left_out_of_the_warnings(results):
-    run = results["phases"].run
-    finding = results["phases"].findings[0]
-    changed = replace(run, warnings=(finding, f"{finding[:20]} something else"))
-    assert build_result(changed).warnings == changed.warnings[1:]
-    assert build_result(replace(changed, version=2)).warnings == ()
+def test_an_older_run_stored_its_findings_among_the_warnings(results):
+    run = replace(results["phases"].run, warnings=("an old finding", "a doubt"))
+    assert build_result(run).warnings == run.warnings
+    older = build_result(replace(run, version=2))
+    assert older.warnings == tuple(doubt.text for doubt in older.doubts)
 
 
 def test_results_are_saved_and_the_same_again(results, tmp_path):

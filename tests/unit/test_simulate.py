@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import pytest
 from hypothesis import given
@@ -14,9 +13,7 @@ from paceline.plan import Gradient, plan_like_torch
 from paceline.predict.curves import MeasuredCurve
 from paceline.predict.job import Job
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
-from paceline.report.tuning import render_timeline
 from tests.unit.made_jobs import line, make_job
-from tests.unit.made_traces import check_trace
 
 positive = st.floats(1e-6, 1.0)
 rates = st.floats(0.05, 1.0)
@@ -197,19 +194,3 @@ def test_contention_is_interpolated_on_a_log_axis_and_constant_beyond(size, rate
 def test_contention_that_cannot_be_is_refused(broken):
     with pytest.raises(ConfigError):
         Contention(*broken)
-
-
-def test_a_simulated_step_is_a_trace_whose_spans_add_up():
-    step = simulate(
-        make_job([1000, 3000], [0.01, 0.02], 0.02, 0.005, 0.003), [1, 2], MachineCosts(line(1e-3, 1e6), launch_s=1e-3)
-    )
-    trace = json.loads(render_timeline({"one": step, "two": step}))
-    assert check_trace(trace) == []
-    own = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 1]
-    phases = {e["name"]: (e["ts"], e["dur"]) for e in own if e["tid"] == 1}
-    assert list(phases) == ["data and forward", "backward", "exposed communication", "optimizer"]
-    assert sum(length for _, length in phases.values()) == pytest.approx(step.step_s * 1e6)
-    for number, bucket in enumerate(step.buckets):
-        lane = [e for e in own if e["tid"] == 2 + number]
-        assert lane[0]["ts"] == pytest.approx((step.before_s + bucket.ready_s) * 1e6, abs=0.01)
-        assert lane[-1]["ts"] + lane[-1]["dur"] == pytest.approx((step.before_s + bucket.done_s) * 1e6, abs=0.01)

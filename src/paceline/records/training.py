@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from paceline.errors import RecordError, refuse
 from paceline.records.kinds import Record
-from paceline.records.samples import Samples, check_known
+from paceline.records.samples import Samples, check_known, group_by
 from paceline.records.store import load_json, write_new
 
 BUDGETS = ("epochs", "updates")
@@ -68,10 +68,6 @@ class BatchRecord(Record):
     @property
     def samples_per_s(self) -> float | None:
         return None if not self.epoch_s else self.num_samples / self.epoch_s
-
-    @property
-    def data_wait_s(self) -> float | None:
-        return None if self.data_wait is None else self.data_wait.median_s
 
 
 def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
@@ -136,11 +132,6 @@ class LargeBatchRecord(Record):
         )
 
     @property
-    def test_accuracy(self) -> float | None:
-        """At the end of the run; None for one that failed."""
-        return None if self.failure else self.curve[-1].test_accuracy
-
-    @property
     def cell(self) -> tuple[str, int, str]:
         """Runs with the same cell differ only in their seed."""
         return self.budget, self.global_batch_size, self.recipe
@@ -194,9 +185,7 @@ class RecipeSummary:
 
 def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary]:
     """A summary for each cell, in order. The baseline of a budget is its smallest batch size without a recipe."""
-    cells: dict[tuple[str, int, str], list[LargeBatchRecord]] = {}
-    for record in records:
-        cells.setdefault(record.cell, []).append(record)
+    cells = group_by(records, lambda record: record.cell)
     found = {cell: RecipeSummary(tuple(runs)) for cell, runs in cells.items()}
     plain = sorted((cell for cell in found if cell[2] == "none"), key=lambda cell: cell[1], reverse=True)
     baselines = {cell[0]: found[cell] for cell in plain}  # the smallest is the last of its budget
@@ -373,11 +362,8 @@ class EpochSummary:
 
 def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
     """One summary per epoch, in order, from one row of metrics per step."""
-    epochs: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        epochs.setdefault(row["epoch"], []).append(row)
     found = []
-    for epoch, of in sorted(epochs.items()):
+    for epoch, of in sorted(group_by(rows, lambda row: row["epoch"]).items()):
         samples = sum(row["samples"] for row in of)
         # Not a number where a step has none.
         loss, accuracy = (

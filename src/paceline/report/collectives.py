@@ -11,8 +11,9 @@ from paceline.predict.curves import FamilyCurve, fit_collectives
 from paceline.records import ChunksRecord, CollectiveRecord, MemoryRecord
 from paceline.records.exchange import export_allreduce_times
 from paceline.records.kinds import MemoryBounds
+from paceline.records.samples import group_by
 from paceline.records.store import Run
-from paceline.report.plots import COLORS, MARKERS, label_times, label_values, new_figure, place_legend
+from paceline.report.plots import MARKERS, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import GB, format_bytes, format_duration, format_number_of, format_rate
@@ -20,8 +21,6 @@ from paceline.units import GB, format_bytes, format_duration, format_number_of, 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_MAX_IMPORTED = 6  # imported curves in one chart, before nobody can tell them apart
 
 Pair = tuple[CollectiveRecord | None, CollectiveRecord | None]
 
@@ -92,7 +91,8 @@ class CollectiveResult(Result):
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         subtitle = f"{self.run.environment.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
-        drawn = [*self.rows, *_choose_drawn(self.rows, self.compared)]
+        known = {(record.backend, record.world_size) for record in self.rows}
+        drawn = [*self.rows, *(record for record in self.compared if (record.backend, record.world_size) in known)]
         return {
             "time": lambda: plot_time(drawn, subtitle, self.bounds.records),
             "bandwidth": lambda: plot_bandwidth(drawn, subtitle),
@@ -108,18 +108,8 @@ class CollectiveResult(Result):
         return [f"paceline bench chunks --ranks {n}", f"paceline tune --ranks {n}"]
 
     def to_json(self) -> dict[str, Any]:
-        names = ("collective", "backend", "memory", "device", "world_size")
-        numbers = {"beta_bytes_per_s": "bytes_per_s"} | {
-            name: name for name in ("alpha_s", "max_rel_residual", "min_bytes", "max_bytes")
-        }
         document = super().to_json()
-        document["fits"] = [
-            {name: getattr(record, name) for name in names}
-            | {key: getattr(fit, name) for key, name in numbers.items()}
-            | {"residuals": list(fit.residuals)}
-            for record, fit in self.fits
-        ]
-
+        document["fits"] = [build_row(_CURVE, record) | build_row(_FIT, fit) for record, fit in self.fits]
         if self.compared:
             document["comparison"] = [
                 {
@@ -140,8 +130,7 @@ class ChunksResult(Result):
     @property
     def answer(self) -> str:
         parts = []
-        for backend, n in dict.fromkeys((record.backend, record.world_size) for record in self.rows):
-            mine = [record for record in self.rows if (record.backend, record.world_size) == (backend, n)]
+        for (backend, n), mine in group_by(self.rows, lambda record: (record.backend, record.world_size)).items():
             fastest, slowest = (
                 f"{format_number_of(r.num_messages, 'message')} of {format_bytes(r.chunk_bytes)} "
                 f"({format_duration(r.time_s)})"
@@ -241,6 +230,13 @@ COMPARISON = (
 )
 
 
+_CURVE = raw_columns("collective", "backend", "memory", "device", "world_size")
+_FIT = (
+    *raw_columns("alpha_s", "max_rel_residual", "min_bytes", "max_bytes", beta_bytes_per_s="bytes_per_s"),
+    Column(None, lambda fit: list(fit.residuals), key="residuals"),
+)
+
+
 def _describe_fit(record: CollectiveRecord, fit: FamilyCurve) -> str:
     check = f"off by at most {fit.max_rel_residual:.0%}" if len(fit.residuals) > 2 else "of two sizes, so unchecked,"
     return (
@@ -257,38 +253,27 @@ def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
     return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
 
 
-def _choose_drawn(ours: Sequence[CollectiveRecord], theirs: Sequence[CollectiveRecord]) -> Sequence[CollectiveRecord]:
-    """The imported curves that a chart can hold: all of a few, else those of a backend and ranks that we measured."""
-    curves = {(record.backend, record.memory, record.device, record.world_size, record.note) for record in theirs}
-    if len(curves) <= _MAX_IMPORTED:
-        return theirs
-    known = {(record.backend, record.world_size) for record in ours}
-    return [record for record in theirs if (record.backend, record.world_size) in known]
-
-
 def _draw(axes: Axes, records: Sequence[Any], x: Callable[[Any], float], y: Callable[[Any, float], float]) -> None:
     """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples."""
-    series: dict[tuple[str, str, str, int, str, str], list[Any]] = {}
-    for r in sorted(records, key=x):
-        memory = getattr(r, "memory", "ordinary")
-        series.setdefault((r.backend, r.device, memory, r.world_size, r.source, r.note), []).append(r)
-    backends = list(dict.fromkeys((r.backend, r.device, getattr(r, "memory", "ordinary"), r.note) for r in records))
+
+    def place(r: Any) -> tuple[str, str, str, str]:
+        return r.backend, r.device, getattr(r, "memory", "ordinary"), r.note
+
+    series = group_by(sorted(records, key=x), lambda r: (place(r), r.world_size, r.source))
+    backends = list(dict.fromkeys(map(place, records)))
     counts = sorted({r.world_size for r in records})
-    for (backend, device, memory, n, source, note), rows in sorted(series.items(), key=lambda item: item[0]):
+    for ((backend, device, memory, note), n, source), rows in sorted(series.items()):
         # One backend alone: colours tell the ranks apart; several: colours are backends, and markers the ranks.
         index = counts.index(n) if len(backends) == 1 else backends.index((backend, device, memory, note))
-        color, marker = COLORS[index % len(COLORS)], MARKERS[counts.index(n) % len(MARKERS)]
         kin = [(d, m) for b, d, m, _ in backends if b == backend]
         where = f" {device}" if len({d for d, _ in kin}) > 1 else ""
         where += f", {memory} memory" if any(m != "ordinary" for _, m in kin) else ""
         kind = source if rows[0].timing.statistic == "median" else f"{source}, {rows[0].timing.statistic}"
         label = f"{backend}{where}, {format_number_of(n, 'rank')} ({kind}{': ' + note if note else ''})"
-        style = "-" if source == "measured" else "--"
-        xs = [x(r) for r in rows]
-        axes.plot(xs, [y(r, r.time_s) for r in rows], style, color=color, marker=marker, ms=5, lw=1.6, label=label)
-        if all(r.timing.p10_s is not None for r in rows):
-            low, high = [y(r, r.timing.p10_s) for r in rows], [y(r, r.timing.p90_s) for r in rows]
-            axes.fill_between(xs, low, high, color=color, alpha=0.15, lw=0)
+        times = [(r, (r.time_s, r.timing.p10_s, r.timing.p90_s)) for r in rows]
+        points = [(x(r), *(None if time_s is None else y(r, time_s) for time_s in found)) for r, found in times]
+        marker = MARKERS[counts.index(n) % len(MARKERS)]
+        draw_line(axes, index, points, label, "-" if source == "measured" else "--", marker=marker)
 
 
 def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequence[MemoryRecord] = ()) -> Figure:
@@ -296,14 +281,17 @@ def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequen
     figure, axes = new_figure(f"{records[0].collective}: time", subtitle)
     _draw(axes, records, lambda r: r.num_bytes, lambda r, seconds: seconds * 1e3)
     counts = sorted({r.world_size for r in records})
-    for device, n in sorted({(r.device, r.world_size) for r in bounds}):
-        rows = sorted((r for r in bounds if (r.device, r.world_size) == (device, n)), key=lambda r: r.num_bytes)
+    of_ranks = group_by(sorted(bounds, key=lambda r: r.num_bytes), lambda r: (r.device, r.world_size))
+    for (_, n), rows in sorted(of_ranks.items()):
         label, marker = f"memory bound, {format_number_of(n, 'rank')} ({rows[0].source})", MARKERS[counts.index(n) % 7]
         xs, ys = [r.num_bytes for r in rows], [r.time_s * 1e3 for r in rows]
         axes.plot(xs, ys, ":", color="#000000", marker=marker, ms=3.5, lw=1.4, label=label)
     times = [r.time_s for r in (*records, *bounds)]
     place_legend(figure, axes)
-    label_times(axes, max(times), min(times))
+    # Ticks between the powers of ten where there are few of those.
+    axes.set_yscale("log", subs=[2, 5] if max(times) / min(times) < 100 else [])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set(xlabel="size", ylabel="time (ms), median, band p10 to p90")
     label_values(axes, [r.num_bytes for r in records], format_bytes)
     return figure

@@ -12,9 +12,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from paceline.records import LargeBatchRecord, NoiseRecord
+from paceline.records.samples import group_by
 from paceline.records.training import RecipeSummary, summarize_recipes
-from paceline.report.plots import COLORS, build_panels, label_values, new_figure, place_legend
-from paceline.report.scaling import StudyResult, draw_line
+from paceline.report.plots import build_panels, draw_line, label_values, place_legend
+from paceline.report.scaling import StudyResult
 from paceline.report.table import Column, Table, raw_columns, text_columns
 from paceline.units import format_number_of
 
@@ -80,30 +81,21 @@ def _describe(summary: RecipeSummary) -> str:
 
 def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
     """What each batch size costs in test accuracy without a recipe, and the recipe that does best for it."""
-    groups: dict[tuple[str, int], list[RecipeSummary]] = {}
-    for summary in summaries:
-        groups.setdefault((summary.first.budget, summary.first.global_batch_size), []).append(summary)
     lines = []
+    groups = group_by(summaries, lambda summary: (summary.first.budget, summary.first.global_batch_size))
     for (budget, _), group in groups.items():
         plain = [s for s in group if s.first.recipe == "none"]
         tried = [(s.gap, s) for s in group if s not in plain and s.gap is not None]
         if not plain or plain[0].baseline is None:
             lines += [f"{f'Baseline (the same {budget}): ' if s in plain else ''}{_describe(s)}." for s in group]
             continue
-        best = min(tried, key=lambda pair: pair[0])[1] if tried else None
-        lines.append(f"{_describe(plain[0])}{_say_repair(plain[0], best) if best else ''}.")
+        text, lost = _describe(plain[0]), plain[0].gap
+        if tried and (lost is None or lost > 0):
+            _, best = min(tried, key=lambda pair: pair[0])
+            updates = format_number_of(best.first.num_updates, "update")
+            text += f"; the best recipe, {best.first.recipe}: {_say_gap(best)}, after {updates}"
+        lines.append(f"{text}.")
     return lines
-
-
-def _say_repair(plain: RecipeSummary, best: RecipeSummary) -> str:
-    """What the best recipe does about the loss of a run without one; nothing where nothing was lost."""
-    lost, still, first = math.inf if plain.gap is None else plain.gap, best.gap or 0.0, best.first
-    if lost <= 0:
-        return ""
-    which = f"the best recipe, {first.recipe}" if still < lost else f"no recipe repairs it; the best, {first.recipe}"
-    differs = first.num_updates != plain.first.num_updates
-    updates = f", after {format_number_of(first.num_updates, 'update')}" if differs else ""
-    return f"; {which}: {_say_gap(best)}{updates}"
 
 
 def _say_number(value: float) -> str:
@@ -146,18 +138,11 @@ NOISE = (
 )
 
 
-def group_noise(records: Sequence[NoiseRecord]) -> list[list[NoiseRecord]]:
-    """The records of each job, in the order of its steps."""
-    jobs: dict[tuple[object, ...], list[NoiseRecord]] = {}
-    for record in sorted(records, key=lambda r: r.step):
-        jobs.setdefault((record.model, record.data, record.note, record.precision, record.seed), []).append(record)
-    return list(jobs.values())
-
-
 def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None) -> list[str]:
     """For each job its first and last noise scales, and what a global batch of `batch_size` would cost by it."""
     lines = []
-    for series in group_noise(records):
+    ordered = sorted(records, key=lambda r: r.step)
+    for series in group_by(ordered, lambda r: (r.model, r.data, r.note, r.precision, r.seed)).values():
         last = [record for record in series if record.noise_scale is not None or record is series[0]][-1]
         found = []
         for record in (record for record in series if record in (series[0], last, series[-1])):
@@ -191,7 +176,9 @@ def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
             line = [s for s in kept if (s.first.budget, s.first.recipe) == (budget, recipe)]
             source = ", ".join(dict.fromkeys(run.source for s in line for run in s.runs))
             found = [(s.first.global_batch_size, s.accuracy) for s in line]
-            points = [(x, 100 * y.mean, 100 * (y.deviation or 0.0)) for x, y in found if y]
+            points = [
+                (x, *(100 * (y.mean + side * (y.deviation or 0.0)) for side in (0, -1, 1))) for x, y in found if y
+            ]
             if points:
                 draw_line(axes, number, points, f"{_name_recipe(recipe)} ({source})")
         axes.set_xlabel("global batch size", fontsize=9)
@@ -204,10 +191,7 @@ def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
 def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
     """Test accuracy on the way, against epochs and against updates: the mean over seeds of each cell, with a band from
     the worst to the best seed. Runs that failed are left out."""
-    cells: dict[tuple[str, int, str], list[LargeBatchRecord]] = {}
-    for record in records:
-        if not record.failure:
-            cells.setdefault(record.cell, []).append(record)
+    cells = group_by((record for record in records if not record.failure), lambda record: record.cell)
     title = "large batches: test accuracy on the way"
     figure, panels = build_panels(["against epochs", "against updates"], title, subtitle)
     for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
@@ -219,9 +203,8 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
         rows = [[seed[point.update] for seed in seeds] for point in points]
         epochs = [point.num_samples * first.epochs / first.curve[-1].num_samples for point in points]
         for axes, xs in zip(panels, (epochs, [float(point.update) for point in points]), strict=True):
-            color = COLORS[number % len(COLORS)]
-            axes.plot(xs, [statistics.fmean(row) for row in rows], color=color, lw=1.6, label=label)
-            axes.fill_between(xs, [min(row) for row in rows], [max(row) for row in rows], color=color, alpha=0.15, lw=0)
+            found = [(x, statistics.fmean(row), min(row), max(row)) for x, row in zip(xs, rows, strict=True)]
+            draw_line(axes, number, found, label, marker="")
     panels[0].set_xlabel("epochs", fontsize=9)
     panels[1].set_xlabel("updates", fontsize=9)
     ends = [runs[0].num_updates for runs in cells.values()]
@@ -230,28 +213,6 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
         panels[1].xaxis.set_major_formatter("{x:,.0f}")
     panels[0].set_ylabel("test accuracy (%), mean, band over seeds")
     place_legend(figure, *panels)
-    return figure
-
-
-def plot_noise(records: Sequence[NoiseRecord], title: str, machine: str) -> Figure:
-    """The noise scale over epochs, a line for each job, with its 90 % interval; a triangle where that has no end."""
-    figure, axes = new_figure(title, f"{machine}; {', '.join(sorted({r.source for r in records}))}")
-    axes.set_yscale("log")
-    several_seeds = len({record.seed for record in records}) > 1
-    for number, series in enumerate(group_noise(records)):
-        first, color = series[0], COLORS[number % len(COLORS)]
-        label = ", ".join(filter(None, (first.model, first.note, f"seed {first.seed}" if several_seeds else "")))
-        known = [(r.epoch, r.noise_scale) for r in series if r.noise_scale]
-        axes.plot([e for e, _ in known], [s for _, s in known], color=color, marker="o", ms=5, lw=1.6, label=label)
-        for record in series:
-            low, high = record.estimate.interval or (0.0, 0.0)
-            top = high if high < math.inf else record.noise_scale or low
-            if 0 < low < math.inf:
-                axes.plot([record.epoch] * 2, [low, top], color=color, lw=3, alpha=0.3, solid_capstyle="butt")
-            if high == math.inf and 0 < top < math.inf:
-                axes.plot([record.epoch], [top], color=color, marker="^", ms=9)
-    axes.set(xlabel="epoch", ylabel="gradient noise scale (samples), line: 90 %")
-    place_legend(figure, axes)
     return figure
 
 
@@ -276,10 +237,6 @@ class LargeBatchResult(StudyResult):
             drawn["accuracy"] = partial(plot_accuracy, self.summaries, self.subtitle)
         if any(record.curve and not record.failure for record in ends):
             drawn["curves"] = partial(plot_curves, ends, self.subtitle)
-        if self.noise_records:
-            drawn["noise"] = partial(
-                plot_noise, self.noise_records, "Gradient noise scale of the baseline", self.subtitle
-            )
         return drawn
 
     @cached_property

@@ -6,7 +6,7 @@ A legend says whether its numbers were measured, imported or predicted, and neve
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,17 +67,6 @@ def label_values(axes: Axes, values: Sequence[int], say: Callable[[int], str] = 
         axes.set_xlim(found[0] / 2, found[0] * 2)
 
 
-def label_times(axes: Axes, top_s: float, least_s: float) -> None:
-    """A log axis of times as people write them, with ticks between the powers of ten where there are few of those."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    between = (1.0, 2.0, 5.0) if top_s / least_s < 100 else (1.0,)
-    axes.yaxis.set_major_locator(LogLocator(subs=between))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
 def place_legend(figure: Figure, *axes: Axes) -> None:
     """One for all axes, outside of them, where it covers no data: below a few lines, else to the right of them."""
     found: dict[str, Any] = {}
@@ -93,6 +82,19 @@ def place_legend(figure: Figure, *axes: Axes) -> None:
     width, height = figure.get_size_inches()
     figure.set_size_inches(width + 0.6 + 0.067 * longest, max(height, 1.6 + 0.22 * len(found)))
     figure.legend(list(found.values()), list(found), loc="outside right center", **style)
+
+
+def draw_line(
+    axes: Axes, number: int, points: Iterable[Sequence[Any]], label: str, ls: str = "-", **style: Any
+) -> None:
+    """The line of this number through points of x, y, low and high, with a band from low to high unless they are None.
+    `style` replaces its marker, say."""
+    color = COLORS[number % len(COLORS)]
+    look: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "ms": 5, "lw": 1.6} | style
+    xs, ys, lows, highs = zip(*points, strict=True)
+    axes.plot(xs, ys, ls, color=color, label=label, **look)
+    if None not in lows:
+        axes.fill_between(xs, lows, highs, color=color, alpha=0.15, lw=0)
 
 
 def render_png(figure: Figure) -> bytes:

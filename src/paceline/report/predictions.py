@@ -6,7 +6,6 @@ All numbers are simulated, from the records and the request that the run holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RecordError
@@ -17,7 +16,8 @@ from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_
 from paceline.predict.simulate import MachineCosts
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
 from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
-from paceline.report.plots import COLORS, MARKERS, label_values, new_figure, place_legend
+from paceline.records.samples import group_by
+from paceline.report.plots import COLORS, MARKERS, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INSIDE = "nvlink"
-# Neighbours with as many buckets whose times differ by less are one row on the terminal; the CSV has them all.
-_SAME = 0.002
-_MOST_ROWS = 24
+_MOST_ROWS = 24  # on the terminal, each the best of its number of buckets; the CSV has all bucket sizes
 
 
 def _advise(row: WhatIfRow) -> str:
@@ -76,7 +74,8 @@ class PredictResult(Result):
             self.fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         draws = draw_jobs(self.profile, self.job, DRAWS)
-        self.rows = simulate_what_if(self.job, draws, self.fabrics, config["ranks"], **self.scenario)
+        found = (simulate_what_if(self.job, draws, f, config["ranks"], **self.scenario) for f in self.fabrics)
+        self.rows = [row for rows in found for row in rows]
 
     @property
     def step_s(self) -> float:
@@ -141,16 +140,13 @@ class PredictResult(Result):
 def plot_efficiency(rows: Sequence[WhatIfRow], title: str, subtitle: str) -> Figure:
     """Weak-scaling efficiency against ranks, with its interval: a line for each network, hollow where doubtful."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
-    for number, network in enumerate(dict.fromkeys(row.network for row in rows)):
-        line = sorted((row for row in rows if row.network == network), key=lambda row: row.world_size)
-        color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-        xs = [row.world_size for row in line]
-        axes.plot(xs, [100 * row.efficiency for row in line], "--", color=color, label=f"{network} (simulated)")
-        low, high = [100 * row.efficiency_low for row in line], [100 * row.efficiency_high for row in line]
-        axes.fill_between(xs, low, high, color=color, alpha=0.12)
-        for row in line:
-            face = "white" if row.doubt else color
-            axes.plot([row.world_size], [100 * row.efficiency], marker, color=color, markerfacecolor=face)
+    for number, (network, found) in enumerate(group_by(rows, lambda row: row.network).items()):
+        line = sorted(found, key=lambda row: row.world_size)
+        shares = [(row.world_size, row.efficiency, row.efficiency_low, row.efficiency_high) for row in line]
+        draw_line(axes, number, [(n, *(100 * s for s in rest)) for n, *rest in shares], f"{network} (simulated)", "--")
+        for row in (row for row in line if row.doubt):
+            marker, color = MARKERS[number % len(MARKERS)], COLORS[number % len(COLORS)]
+            axes.plot([row.world_size], [100 * row.efficiency], marker, color=color, ms=5, mfc="white")
     label_values(axes, [row.world_size for row in rows])
     axes.set(ylim=(0, 105), xlabel="ranks", ylabel="weak-scaling efficiency (%)")
     place_legend(figure, axes)
@@ -208,14 +204,9 @@ class CapsResult(Result):
         ]
 
     def tables(self) -> list[Table]:
-        runs: list[CapPoint] = []
-        for point in self.caps.points:
-            is_like = runs and len(point.cuts) == len(runs[-1].cuts)
-            if is_like and abs(point.backward_s / runs[-1].backward_s - 1) < _SAME:
-                runs[-1] = replace(runs[-1], high_bytes=point.high_bytes)
-            else:
-                runs.append(point)
-        fast = [run for run in runs if run.backward_s < 1.5 * self.caps.best.backward_s]
+        counts = group_by(self.caps.points, lambda point: len(point.cuts)).values()
+        best = [min(points, key=lambda point: point.backward_s) for points in counts]
+        fast = [point for point in best if point.backward_s < 1.5 * self.caps.best.backward_s]
         shown = fast if len(fast) <= _MOST_ROWS else [*fast[: _MOST_ROWS // 2], *fast[-_MOST_ROWS // 2 :]]
         return [
             Table("caps", "backward against bucket size", POINTS, self.caps.points, shown=shown),
@@ -244,10 +235,9 @@ def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     least = max(curve.points[0].high_bytes, 1) / MIB
     draw_caps(axes, curve.points, [point.backward_s for point in curve.points], "predicted")
-    low, high, best = *curve.plateau, curve.best
+    low, high = curve.plateau
     axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, label="within 1 % of the best")
-    axes.plot([best.high_bytes / MIB], [best.backward_s * 1e3], "o", color=COLORS[2], label="best predicted")
-    axes.axhline(best.step.local_s * 1e3, color=COLORS[6], linestyle=":", linewidth=1, label="one rank alone")
+    mark_best(axes, curve.best.high_bytes, curve.best.backward_s, curve.best.step.local_s, "one rank alone")
     axes.set(xlim=(least, None), ylim=(0, None), ylabel="backward with communication (ms)")
     place_legend(figure, axes)
     return figure
@@ -258,3 +248,9 @@ def draw_caps(axes: Axes, points: Sequence[CapPoint], seconds: Sequence[float], 
     xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
     axes.plot(xs, [second * 1e3 for second in seconds for _ in range(2)], color=COLORS[0], label=label)
     axes.set(xscale="log", xlabel="bucket size (MiB)")
+
+
+def mark_best(axes: Axes, cap_bytes: int, best_s: float, alone_s: float, alone: str) -> None:
+    """A mark at the best predicted size, and a line at the time without communication."""
+    axes.plot([cap_bytes / MIB], [best_s * 1e3], "D", color=COLORS[2], markersize=8, label="best predicted")
+    axes.axhline(alone_s * 1e3, color=COLORS[6], ls=":", lw=1, label=alone)

@@ -24,7 +24,7 @@ from paceline.records.layers import OUTSIDE
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.steps import PHASES, PhasesResult, StepResult, describe_cost
+from paceline.report.steps import PHASES, PhasesResult, describe_cost
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
@@ -160,12 +160,13 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     """Bytes ready against the time since backward began, by medians; a mark where the last of each block is ready."""
     figure, axes = new_figure(f"{profile.model}: gradients ready during backward", subtitle)
     end_ms = profile.profiled_backward.median_s * 1e3
-    points = [(0.0, 0), *profile.timeline]
+    ready = [(p.of.median_s, p.ready_bytes) for p in list_parameters(profile) if p.of.median_s is not None]
+    points = [(0.0, 0), *ready]
     xs = [*(time_s * 1e3 for time_s, _ in points), end_ms]
     ys = [*(num_bytes / MIB for _, num_bytes in points), points[-1][1] / MIB]
     axes.step(xs, ys, where="post", color=COLORS[0], lw=1.6, label=f"ready ({profile.source}, median)")
     axes.axvline(end_ms, color="#555555", lw=1, ls="--", label="end of backward")
-    ready_bytes = dict(profile.timeline)  # of several at one moment, the last
+    ready_bytes = dict(ready)  # of several at one moment, the last
     found = [(profile.ready_of(block.name), block.name) for block in profile.blocks]
     marks = sorted((time_s * 1e3, ready_bytes[time_s] / MIB, name) for time_s, name in found if time_s is not None)
     xs, ys = [x for x, _, _ in marks], [y for _, y, _ in marks]
@@ -250,11 +251,6 @@ class TraceResult(Result):
             lines.append(f"trace: {self.folder / 'trace.json.gz'} (open it in ui.perfetto.dev)")
             lines += [f"picture: {self.folder / name}.png" for name in self.figures()]
         return lines
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        known = {one["text"] for one in self.advice}  # older runs kept the advice among the warnings
-        return tuple(text for text in self.run.warnings if text not in known)
 
     def tables(self) -> list[Table]:
         operators, kernels = self.overviews[0].operators, self.overviews[0].kernels
@@ -406,7 +402,7 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
     return figure
 
 
-class CommTableResult(StepResult):
+class CommTableResult(Result):
     """`profile comm-table`: the measured step of one rank, and its gradients on assumed and measured networks.
 
     `sweeps` are networks that were measured; those of a saved run are in the runs that `--curve` named.
@@ -420,8 +416,6 @@ class CommTableResult(StepResult):
 
     @property
     def answer(self) -> str:
-        if not self.rows:
-            return "No step was measured."
         best, worst = (pick(self.rows, key=lambda row: row.step.exposed_share) for pick in (min, max))
         parts = dict.fromkeys(
             f"{row.step.exposed_share:.1%} of a step on {row.step.network} with {row.step.world_size:,} ranks"
@@ -435,14 +429,10 @@ class CommTableResult(StepResult):
 
     @property
     def findings(self) -> list[str]:
-        if not self.rows:
-            return []
         how = "overhead: all gradients in one message after backward; step and exposed: the best bucket size, as "
         return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds it"]
 
     def tables(self) -> list[Table]:
-        if not self.rows:
-            return []
         title = f"{self.rows[0].model}: communication against computation"
         return [Table("table", title, COMM, self.rows, key="rows")]
 
@@ -469,19 +459,30 @@ COMM = (
 
 # The settings in which two runs of phases may differ without a remark: only cells that both have are compared.
 _MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
-# What is compared, by the keys of JSON rows, and its unit. Steps of different batches are compared by what they get
-# done, which comes first.
-_OF_PHASES = {
-    "step_s": "s", "data_wait_s": "s", "forward_s": "s", "backward_s": "s", "optimizer_s": "s", "compute_s": "s",
-    "exposed_comm_s": "s", "busy_comm_s": "s", "comm_overhead": "share", "samples_per_s": "count",
-}  # fmt: skip
-_OF_TRACES = {
-    "samples_per_s": "count", "step_s": "s", **{f"{name}_s": "s" for name in CATEGORIES},
-    **{f"{name}_share": "share" for name in CATEGORIES}, "forward_s": "s", "backward_s": "s", "optimizer_s": "s",
-    "message_s": "s", "host_s": "s", "peak_bytes": "bytes", "gpu_busy": "share", "gpu_sm_efficiency": "share",
-    "gpu_occupancy": "share", "gpu_tensor_core_share": "share", "gpu_communication_share": "share",
-    "gpu_kernel_s": "s", "gpu_num_kernels": "count",
-}  # fmt: skip
+# What is compared, by the keys of JSON rows. Steps of different batches are compared by what they get done, which comes
+# first.
+_OF_PHASES = (
+    "step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "compute_s", "exposed_comm_s", "busy_comm_s",
+    "comm_overhead", "samples_per_s",
+)  # fmt: skip
+_OF_TRACES = (
+    "samples_per_s", "step_s", *(f"{name}_s" for name in CATEGORIES), *(f"{name}_share" for name in CATEGORIES),
+    "forward_s", "backward_s", "optimizer_s", "message_s", "host_s", "peak_bytes", "gpu_busy", "gpu_sm_efficiency",
+    "gpu_occupancy", "gpu_tensor_core_share", "gpu_communication_share", "gpu_kernel_s", "gpu_num_kernels",
+)  # fmt: skip
+
+
+_UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # of all others by their ends
+
+
+def _list_quantities(result: Result) -> dict[tuple[str, str], float | None]:
+    """What a profile can be compared by: for each cell of ranks and batch size (a trace has one) and key, a number."""
+    if isinstance(result, TraceResult):
+        row = build_row(OVERVIEWS, result.overviews[0]) | {"samples_per_s": result.samples_per_s}
+        return {("", name): row[name] for name in _OF_TRACES}
+    steps = result.steps if isinstance(result, PhasesResult) else []
+    cells = {f"{format_number_of(r.world_size, 'rank')}, batch {r.batch_size}: ": build_row(PHASES, r) for r in steps}
+    return {(cell, name): row[name] for cell, row in cells.items() for name in _OF_PHASES}
 
 
 @dataclass(frozen=True)
@@ -506,42 +507,24 @@ class ComparisonResult(Result):
     def of(cls, first: Result, second: Result, environment: Environment) -> ComparisonResult:
         """Compare two profiles. They were not taken in turns: the machine may have changed between them."""
         names = [str(one.folder or f"a run of {one.run.verb}") for one in (first, second)]
-        if isinstance(first, TraceResult) and isinstance(second, TraceResult):
-            quantities: dict[str, str] = _OF_TRACES
-            here, there = (
-                {"": build_row(OVERVIEWS, one.overviews[0]) | {"samples_per_s": one.samples_per_s}}
-                for one in (first, second)
-            )
-        elif isinstance(first, StepResult) and isinstance(second, StepResult) and first.steps and second.steps:
-            quantities = _OF_PHASES
-            tables = (Table("", "", PHASES, one.steps).rows_json() for one in (first, second))
-            here, there = (
-                {f"{format_number_of(row['world_size'], 'rank')}, batch {row['batch_size']}: ": row for row in rows}
-                for rows in tables
-            )
-        else:
+        here, there = _list_quantities(first), _list_quantities(second)
+        rows = []
+        for cell, name in (place for place in here if place in there):
+            unit = _UNITS.get(name, "s" if name.endswith("_s") else "share")
+            said = "samples/s" if name == "samples_per_s" else name.removesuffix("_s").replace("_", " ")
+            rows.append(ComparedRow(cell + said, unit, here[cell, name], there[cell, name]))
+        if not rows:
             found = f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`"
-            needed = "two of `paceline profile trace`, or two of `paceline profile phases`"
-            raise ConfigError(f"{found}: give {needed}", code="mismatch")
-        common = [cell for cell in here if cell in there]
-        if not common:
-            text = f"{' and '.join(names)} have no number of ranks and batch size in common"
-            raise ConfigError(text, code="mismatch")
-        rows = [
-            ComparedRow(
-                cell + ("samples/s" if name == "samples_per_s" else name.removesuffix("_s").replace("_", " ")),
-                unit, here[cell][name], there[cell][name],
-            )
-            for cell in common
-            for name, unit in quantities.items()
-        ]  # fmt: skip
+            needed = "two of `paceline profile trace`, or two of `paceline profile phases` with a cell in common"
+            text = "they have no number of ranks and batch size in common"
+            raise ConfigError(f"{found}, and {text}: give {needed}", code="mismatch")
         config = {
             "runs": names,
             "rows": [asdict(row) for row in rows if row.first or row.second],
             "settings_that_differ": {
                 name: [value, second.config.get(name)]
                 for name, value in first.config.items()
-                if (quantities is _OF_TRACES or name not in _MAY_DIFFER) and value != second.config.get(name)
+                if (isinstance(first, TraceResult) or name not in _MAY_DIFFER) and value != second.config.get(name)
             },
         }
         return cls(Run(COMPARE, config, environment, ()))

@@ -41,6 +41,7 @@ _CLASSES = {
     "train": "training.TrainRunResult",
     "tune": "tuning.TuneResult",
 }
+_WITHOUT_RECORDS = ("profile --compare", "profile trace", "scale report", "train")
 
 
 class Result:
@@ -110,8 +111,9 @@ class Result:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result."""
-        return self.run.warnings
+        """Reasons to doubt the result. Before version 3 findings were stored among them, except in scaling studies."""
+        is_mixed = self.run.version < 3 and not self.run.verb.startswith("scale")
+        return tuple(doubt.text for doubt in self.doubts) if is_mixed else self.run.warnings
 
     @property
     def doubts(self) -> list[Doubt]:
@@ -252,18 +254,16 @@ def describe_job(config: dict[str, Any]) -> str:
 
 
 def _pick(named: dict[str, Any], name: str | None, what: str) -> Any:
-    if not named:
-        raise KeyError(f"this result has no {what}")
-    if name is None:
-        return next(iter(named.values()))
-    if name not in named:
-        raise KeyError(f"no {what} {name!r}: there are {', '.join(named)}")
-    return named[name]
+    chosen = next(iter(named), None) if name is None else name
+    if chosen not in named:
+        asked = what if name is None else f"{what} {name!r}"
+        raise KeyError(f"this result has no {asked}: there are {', '.join(named) or 'none'}")
+    return named[chosen]
 
 
 def build_result(run: Run, folder: Path | None = None) -> Result:
     """The result of a run, of the class of its verb."""
-    is_empty = run.verb.startswith("bench ") and not run.records  # interrupted before its first cell
+    is_empty = run.verb not in _WITHOUT_RECORDS and not run.records  # interrupted before its first cell
     module, _, name = ("" if is_empty else _CLASSES.get(run.verb, "")).partition(".")
     kind = getattr(importlib.import_module(f"paceline.report.{module}"), name) if module else Result
     result: Result = kind(run, folder)

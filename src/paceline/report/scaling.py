@@ -21,11 +21,11 @@ from paceline.predict.scaling import PredictedPoint, ScalingEvidence, describe_a
 from paceline.records import BatchRecord, CollectiveRecord, LargeBatchRecord, StepRecord
 from paceline.records.environment import Environment
 from paceline.records.layers import LayerProfileRecord
-from paceline.records.samples import Ratio
-from paceline.records.steps import ScalePoint, Straggler, compare_steps, find_peak_of, find_straggler, list_points
+from paceline.records.samples import Ratio, group_by
+from paceline.records.steps import ScalePoint, compare_steps, find_peak_of, find_straggler, list_points
 from paceline.records.store import Run
 from paceline.records.training import find_knee
-from paceline.report.plots import COLORS, MARKERS, build_panels, label_values, new_figure, place_legend
+from paceline.report.plots import COLORS, build_panels, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result, load_result
 from paceline.report.table import RATIO_NOTE, Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate, format_speed, parse_counts
@@ -54,7 +54,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         Column("epoch (s)", "epoch_s", _three, "epoch_s", priority=1),
         Column("step", "step_s", "ms", "step_s", priority=2),
         Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
-        Column("data wait (s)", "data_wait_s", _three, "data_wait_s", priority=-1),
+        Column("data wait (s)", "data_wait.median_s", _three, "data_wait_s", priority=-1),
         Column("peak memory", lambda r: r.peak_bytes or None, "bytes", "peak_bytes", priority=2),
         Column("noise", noise, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
@@ -75,39 +75,26 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     rates = {record.batch_size: record.samples_per_s for record in records if record.samples_per_s}
     best, here = max(rates, key=lambda size: rates[size]), knee.batch_size
     reached = f"{rates[here] / rates[best]:.0%} of the best {format_speed(rates[best])} samples/s (at {best})"
-    text = f"Throughput grows up to batch size {here} (the knee), which reaches {reached}."
-    if len(rates) == 1:
-        text = f"Batch size {here}, the only one measured, reaches {format_speed(rates[here])} samples/s."
-    elif here == max(rates):
-        text = f"Throughput grows up to batch size {here}, the largest measured: try larger ones."
-    elif here == min(rates):
-        text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
+    text = f"Batch size {here} (the knee) reaches {reached}."
+    if here in (max(rates), min(rates)):
+        size, other = ("largest", "larger") if here == max(rates) else ("smallest", "smaller")
+        text += f" It is the {size} measured: try {other} ones."
     memory = f" and the process peaks at {format_bytes(knee.peak_bytes)}" if knee.peak_bytes else ""
     return [text, f"At batch size {here} a step takes {format_ms(knee.step_s or 0.0)} ms{memory}.", *failed]
 
 
-def is_split(record: StepRecord) -> bool:
-    """Whether steps without communication were timed, so that compute and exposed communication are known."""
-    return record.world_size > 1 and record.no_comm is not None
-
-
 @dataclass(frozen=True)
-class ScaleLine:
-    """A point; its efficiency over that of torch's wrapper on the same backend and on gloo, above 1 where it is better;
-    and the measured peak for its messages. None where that was not measured."""
+class ScaleLine(ScalePoint):
+    """A point with its efficiency over that of torch's wrapper on the same backend and on gloo, above 1 where it is
+    better, and the measured peak for its messages. None where that was not measured."""
 
-    point: ScalePoint
     to_torch: Ratio | None = None
     to_torch_on_gloo: Ratio | None = None
     peak: float | None = None
 
     @property
-    def record(self) -> StepRecord:
-        return self.point.record
-
-    @property
     def split(self) -> StepRecord | None:
-        return self.record if is_split(self.record) else None
+        return self.record if self.record.comm_off else None
 
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
@@ -120,8 +107,8 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
         return None if torch is None or record.world_size == 1 else compare_steps(torch, record)
 
     return [
-        ScaleLine(point, compare(r, r.backend), compare(r, "gloo"), find_peak_of(r, collectives))
-        for point, r in zip(points, records, strict=True)
+        ScaleLine(r, p.alone, p.ratio, compare(r, r.backend), compare(r, "gloo"), find_peak_of(r, collectives))
+        for p, r in zip(points, records, strict=True)
     ]
 
 
@@ -149,12 +136,12 @@ SCALING = (
     Column("p10", "record.timing.p10_s", "ms", "step_p10_s", priority=-2),
     Column("p90", "record.timing.p90_s", "ms", "step_p90_s", priority=-2),
     Column("samples/s", "record.samples_per_s", format_speed, "samples_per_s", priority=0),
-    Column("speed-up", "point.speedup", "ratio", "speedup", priority=3),
+    Column("speed-up", "speedup", "ratio", "speedup", priority=3),
     Column("ideal", "record.world_size", "number", "ideal_speedup", priority=-2),
-    Column("efficiency", "point.efficiency", _three, "efficiency", priority=4),
-    Column("±", "point.efficiency_noise", _three, "efficiency_noise", priority=1),
-    Column(None, lambda s: s.point.slowdown if s.split else None, key="compute_slowdown"),
-    *raw_columns(alone_s="point.alone.timing.median_s"),
+    Column("efficiency", "efficiency", _three, "efficiency", priority=4),
+    Column("±", "efficiency_noise", _three, "efficiency_noise", priority=1),
+    Column(None, lambda s: s.slowdown if s.split else None, key="compute_slowdown"),
+    *raw_columns(alone_s="alone.timing.median_s"),
     *ratio_columns("/ torch", "to_torch", "efficiency_over_torch"),
     *ratio_columns("/ torch on gloo", "to_torch_on_gloo", "efficiency_over_torch_on_gloo"),
     *_LAST,
@@ -225,21 +212,20 @@ def _say_cause(point: ScalePoint) -> str:
     record = point.record
     if 1 - point.efficiency <= (point.efficiency_noise or 0.0):
         return " There is no loss beyond the noise."
-    if not is_split(record):
+    if record.comm_off is None:
         return ""
-    exposed, is_weak = f"exposed communication is {record.overhead:.0%} of the step", record.mode == "weak"
+    exposed = f"exposed communication is {record.overhead:.0%} of the step"
     if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
         return f" The cause: {exposed}." if record.exposed_s > 0 else ""
-    why = "ranks slow each other down, computing" if is_weak else "a rank's share of the batch"
-    than = "as long as on one rank" if is_weak else "its share of one rank's time"
-    return f" The cause: {why} takes {point.slowdown:.2f} times {than} ({exposed})."
+    than = "as long as on one rank" if record.mode == "weak" else "its share of one rank's time"
+    return f" The cause: computing takes {point.slowdown:.2f} times {than} ({exposed})."
 
 
 def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
     """Whether more ranks help: what the best variants reach on the most ranks, in one sentence."""
     most, parts = max((line.record.world_size for line in lines), default=0), []
     for mode in ("weak", "strong"):
-        here = [line.point for line in lines if (line.record.mode, line.record.world_size) == (mode, most)]
+        here = [line for line in lines if (line.record.mode, line.record.world_size) == (mode, most)]
         if here:
             best = max(here, key=lambda point: point.efficiency if mode == "weak" else point.speedup)
             value = f"{best.efficiency:.0%} efficiency" if mode == "weak" else f"{best.speedup:.2f} times the speed"
@@ -248,45 +234,38 @@ def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
 
 
 def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> list[str]:
-    """How well each leader does, the larger cause of what is lost, where strong scaling ends, and the bandwidth."""
+    """How well each leader does, the larger cause of what is lost, and where strong scaling ends."""
     texts = []
-    for point, record, peak in ((line.point, line.record, line.peak) for line in leaders):
-        noise = point.efficiency_noise
+    for point in leaders:
+        record, noise = point.record, point.efficiency_noise
         speed = "" if record.mode == "weak" else f"speed-up {point.speedup:.2f} of {record.world_size}, "
         sure = " (one repetition)" if noise is None else f" ± {noise:.2f}"
         text = f"{_say_place(record)} in {record.variant}: {speed}efficiency {point.efficiency:.2f}{sure}."
         text += _say_cause(point)
         if record.mode == "strong":
-            rivals = [r.point for r in lines if (r.record.variant, r.record.cell) == (record.variant, record.cell)]
+            rivals = [r for r in lines if (r.record.variant, r.record.cell) == (record.variant, record.cell)]
             best = max(rivals, key=lambda rival: rival.speedup)
             if best.record.world_size != record.world_size:
                 text += f" The speed-up is largest on {best.record.world_size} ranks: {best.speedup:.2f}."
             if record.busy_s:
                 limit = point.alone.timing.median_s / record.busy_s
                 text += f" While messages take {format_ms(record.busy_s)} ms, the speed-up stays below {limit:.1f}."
-        if peak is not None and (rate := record.busbw_bytes_per_s) is not None:
-            of_peak = f"{rate / peak:.0%} of the measured peak of {format_rate(peak)} GB/s"
-            text += f" Messages reach {format_rate(rate)} GB/s, {of_peak}."
         texts.append(text)
     return texts
 
 
 def pick_leaders(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
     """The best variant of each cell on the most ranks, and the worst line of all, so that findings stay few."""
-    best: dict[object, ScaleLine] = {}
-    for line in lines:
-        other = best.setdefault(line.record.cell, line)
-        best[line.record.cell] = max(other, line, key=lambda one: (one.record.world_size, one.point.efficiency))
-    worst = min(lines, key=lambda line: line.point.efficiency, default=None)
-    return [*best.values(), *([] if worst is None or worst in best.values() else [worst])]
+    cells = group_by(lines, lambda line: line.record.cell).values()
+    best = [max(cell, key=lambda line: (line.record.world_size, line.efficiency)) for cell in cells]
+    worst = sorted(lines, key=lambda line: line.efficiency)[:1]
+    return [*best, *(line for line in worst if line not in best)]
 
 
 def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
     """Cells that one slow rank disturbed, once for each number of ranks."""
-    worst: dict[tuple[str, int], Straggler] = {}
-    for found in filter(None, map(find_straggler, records)):
-        place = _say_place(found.record), found.rank
-        worst[place] = max(found, worst.get(place, found), key=lambda straggler: straggler.excess)
+    found = group_by(filter(None, map(find_straggler, records)), lambda one: (_say_place(one.record), one.rank))
+    worst = {place: max(ones, key=lambda one: one.excess) for place, ones in found.items()}
     return [
         f"{place}: do not use this cell. Rank {rank} was the slowest in {straggler.share:.0%} of the steps, "
         f"{straggler.excess:.0%} slower than the others even without communication: another process used its core. "
@@ -340,9 +319,9 @@ def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
 def describe_predictions(points: Sequence[PredictedPoint]) -> list[str]:
     """What the best variant of the largest cell of each mode reaches on the fewest and the most ranks of a network."""
     texts = []
-    for mode, network in dict.fromkeys((point.mode, point.network) for point in points if point.network):
-        here = [point for point in points if (point.mode, point.network) == (mode, network)]
-        here = [point for point in here if point.cell_size == max(other.cell_size for other in here)]
+    networked = [point for point in points if point.network]
+    for (mode, network), found_here in group_by(networked, lambda point: (point.mode, point.network)).items():
+        here = [point for point in found_here if point.cell_size == max(other.cell_size for other in found_here)]
         last = max(here, key=lambda point: (point.world_size, point.efficiency))
         first = min((point for point in here if point.variant == last.variant), key=lambda point: point.world_size)
         found = []
@@ -388,7 +367,8 @@ def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, w
     blocks, details = [f"# {title}", "## Findings"], []
     for part in parts:
         lines = part.sentences or ["These records show nothing to report."]
-        blocks += [f"**{part.title}.** Source: {', '.join(part.sources)}.", "\n".join(f"- {line}" for line in lines)]
+        sources = dict.fromkeys(row["source"] for table in part.tables() for row in table.rows_json())
+        blocks += [f"**{part.title}.** Source: {', '.join(sources)}.", "\n".join(f"- {line}" for line in lines)]
         place = os.path.relpath(part.folder, folder) + "/" if part.folder and folder and part.folder != folder else ""
         details += [f"## {part.title}", *(f"![{part.topic}: {name}]({place}{name}.png)" for name in part.figures())]
         for table in part.tables():
@@ -404,23 +384,16 @@ def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, w
     return "\n\n".join([*blocks, *details]) + "\n"
 
 
-def draw_line(axes: Axes, number: int, points: Sequence[tuple[float, float, float]], label: str, ls: str = "-") -> None:
-    """The line of this number through points of x, y and the error of y."""
-    color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
-    xs, ys, errors = zip(*points, strict=True)
-    axes.errorbar(xs, ys, errors, color=color, marker=marker, ms=5, lw=1.6, capsize=3, ls=ls, label=label)
-
-
 def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
     """Samples/s and peak memory against batch size, with the knee, and a cross where a batch did not fit."""
     source = ", ".join(dict.fromkeys(record.source for record in records))
     figure, axes = new_figure(f"{records[0].model} on one rank: batch size", subtitle)
     timed = sorted((r for r in records if r.timing), key=lambda r: r.batch_size)
-    xs, rates = [r.batch_size for r in timed], [r.samples_per_s or 0.0 for r in timed]
-    ends = [[r.num_samples / getattr(r.timing, name) for r in timed] for name in ("p90_s", "p10_s")]
-    errors = [[abs(end - rate) for end, rate in zip(one, rates, strict=True)] for one in ends]
-    axes.errorbar(xs, rates, errors, color=COLORS[0], marker="o", capsize=3, label=f"samples/s ({source})")
-    axes.set(ylim=(0, 1.2 * max(rates, default=1.0)), xlabel="batch size", ylabel="samples/s, line p10 to p90")
+    times = [(r, (r.timing.median_s, r.timing.p90_s, r.timing.p10_s)) for r in timed if r.timing]
+    rates = [(r.batch_size, *(r.num_samples / seconds for seconds in found)) for r, found in times]
+    draw_line(axes, 0, rates, f"samples/s ({source})")
+    highest = max(rate for _, rate, *_ in rates)
+    axes.set(ylim=(0, 1.2 * highest), xlabel="batch size", ylabel="samples/s, band p10 to p90")
     knee = find_knee(records)
     if knee is not None:
         axes.axvline(knee.batch_size, color="#555555", ls=":", lw=1.2, label=f"knee: {knee.batch_size}")
@@ -429,7 +402,15 @@ def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
         axes.plot(failed, [0] * len(failed), "x", color=COLORS[1], ms=9, mew=2, clip_on=False, label="does not fit")
     if any(r.peak_bytes for r in timed):
         memory, peaks = axes.twinx(), [r.peak_bytes / MIB for r in timed]
-        memory.plot(xs, peaks, "--", color=COLORS[2], marker="s", ms=4, label=f"peak memory ({source})")
+        memory.plot(
+            [r.batch_size for r in timed],
+            peaks,
+            "--",
+            color=COLORS[2],
+            marker="s",
+            ms=4,
+            label=f"peak memory ({source})",
+        )
         memory.set(ylim=(0, 1.2 * max(peaks)), ylabel="peak memory (MiB)")
         memory.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
@@ -485,19 +466,18 @@ def _draw_ranks(
         for source in dict.fromkeys(p.record.source for p in found):
             line = [p for p in found if p.record.source == source]
             noises = [(p.efficiency_noise if is_weak else p.ratio.noise) or 0.0 for p in line]
-            drawn = [(p.record.world_size, value(p), noise) for p, noise in zip(line, noises, strict=True)]
+            ends = [(value(p) - noise, value(p) + noise) for p, noise in zip(line, noises, strict=True)]
+            drawn = [(p.record.world_size, value(p), *end) for p, end in zip(line, ends, strict=True)]
             style = "-" if source == "measured" else "-."
-            draw_line(axes, number, [(1, 1.0, 0.0), *drawn], f"{name} ({source})", style)
+            draw_line(axes, number, [(1, 1.0, 1.0, 1.0), *drawn], f"{name} ({source})", style)
         for q in (q for q in predicted if q.variant == name and q.measured is not None):
             axes.plot(q.world_size, value(q), "x", color=color, ms=6, mew=1.4)
         networks = dict.fromkeys(q.network for q in beyond) if name == leader else {}
         for style, network in zip(("--", "-.", ":") * len(networks), networks, strict=False):
             curve = [q for q in beyond if (q.variant, q.network) == (name, network)]
-            joined = [(p.record.world_size, value(p)) for p in found[-1:]] + [(q.world_size, value(q)) for q in curve]
-            label = f"{name}, {network} ({curve[0].source})"
-            axes.plot(*zip(*joined, strict=True), style, color=color, marker=".", ms=3, lw=1.1, label=label)
-            lows, highs = zip(*(q.band(value(q)) for q in curve), strict=True)
-            axes.fill_between([q.world_size for q in curve], lows, highs, color=color, alpha=0.13, lw=0)
+            joined = [(p.record.world_size, value(p), value(p), value(p)) for p in found[-1:]]
+            joined += [(q.world_size, value(q), *q.band(value(q))) for q in curve]
+            draw_line(axes, number, joined, f"{name}, {network} ({curve[0].source})", style, marker=".", ms=3, lw=1.1)
     if len(beyond) < len(predicted):
         axes.plot([], [], "x", color="#555555", label="predicted from half the ranks (simulated)")
 
@@ -505,11 +485,10 @@ def _draw_ranks(
 def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
     """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
     variant and mode."""
-    groups: dict[str, list[StepRecord]] = {}
-    for record in sorted(filter(is_split, records), key=lambda r: (r.cell_size, r.world_size)):
-        groups.setdefault(f"{record.variant}, {record.mode} ({record.source})", []).append(record)
+    kept = sorted((r for r in records if r.comm_off), key=lambda r: (r.cell_size, r.world_size))
+    groups = group_by(kept, lambda r: f"{r.variant}, {r.mode} ({r.source})")
     figure, panels = build_panels(list(groups), "where the time of a step goes", subtitle)
-    source = ", ".join(dict.fromkeys(r.source for group in groups.values() for r in group))
+    source = ", ".join(dict.fromkeys(r.source for r in kept))
     for axes, group in zip(panels, groups.values(), strict=True):
         sizes = list(dict.fromkeys(r.cell_size for r in group))
         # A gap between batch sizes, so that the eye compares ranks at one size.
@@ -539,10 +518,6 @@ class StudyResult(Result):
     assumptions: Sequence[str] = ()  # of the predictions
 
     @property
-    def sources(self) -> list[str]:
-        return list(dict.fromkeys(record.source for record in self.records))
-
-    @property
     def title(self) -> str:
         jobs = [record for record in self.records if isinstance(record, BatchRecord | StepRecord | LargeBatchRecord)]
         named = dict.fromkeys(f"{job.model} on {job.data}, {job.precision} on {job.device}" for job in jobs)
@@ -558,10 +533,7 @@ class StudyResult(Result):
 
     @property
     def subtitle(self) -> str:
-        """The machine, for figures; its GPU only where it was used."""
-        is_on_gpu = any(getattr(record, "device", "cpu") == "cuda" for record in self.records)
-        machine, gpu = self.run.environment.machine, self.run.environment.details.get("gpu")
-        return machine if is_on_gpu or not gpu else machine.removesuffix(f", {gpu}")
+        return self.run.environment.machine
 
     @property
     def places(self) -> list[str]:
@@ -652,10 +624,6 @@ class RanksResult(StudyResult):
     def assumptions(self) -> list[str]:  # type: ignore[override]
         return self._predicted[1]
 
-    @property
-    def sources(self) -> list[str]:
-        return list(dict.fromkeys([*super().sources, *(point.source for point in self._predicted[0])]))
-
     def tables(self) -> list[Table]:
         (lines, failure), predicted = self._lines, self._predicted[0]
         rates = [] if failure else [line for line in lines if line.record.busbw_bytes_per_s is not None]
@@ -674,7 +642,7 @@ class RanksResult(StudyResult):
         drawn: dict[str, Callable[[], Figure]] = {
             mode: partial(plot_ranks, mode, self.points, self.subtitle, self._predicted[0]) for mode in modes
         }
-        if any(map(is_split, self.steps)):
+        if any(step.comm_off for step in self.steps):
             drawn["communication"] = partial(plot_communication, self.steps, self.subtitle)
         return drawn
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.records.kinds import PRECISIONS
-from paceline.records.samples import Ratio
+from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import Standing, StepRecord, compare_wrappers
 from paceline.report.plots import COLORS, MARKERS, build_panels
 from paceline.report.result import Result
@@ -17,37 +17,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class StepResult(Result):
-    """A result whose records are steps. Older runs kept their findings among the warnings, where they are left out."""
+class PhasesResult(Result):
+    """`profile phases`: one row per number of ranks and batch size."""
 
     def _derive(self) -> None:
         self.steps = self.only(StepRecord)
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        known = self.findings
-        starts = tuple(line[:20] for line in known) if self.run.version < 3 else ()  # some ended otherwise
-        return tuple(text for text in self.run.warnings if text not in known and not text.startswith(starts))
-
-
-class PhasesResult(StepResult):
-    """`profile phases`: one row per number of ranks and batch size."""
-
-    @property
     def answer(self) -> str:
-        return describe_step(self.steps[-1]) if self.steps else "No step was measured."
+        return describe_step(self.steps[-1])
 
     @property
     def findings(self) -> list[str]:
         return [line for record in self.steps for line in describe_phases(record)]
 
     def tables(self) -> list[Table]:
-        return [Table("table", "phases", PHASES, self.steps, key="records")] if self.steps else []
+        return [Table("table", "phases", PHASES, self.steps, key="records")]
 
     @property
     def next_steps(self) -> list[str]:
-        if not self.steps:
-            return []
         last = self.steps[-1]
         job = f"--model {last.model} --ranks {last.world_size} --batch-size {last.batch_size}"
         return [f"paceline profile trace {job}", *([f"paceline tune {job}"] if last.world_size > 1 else [])]
@@ -121,8 +109,11 @@ def describe_speed(ratio: Ratio) -> str:
     return f"not shown to differ from torch's ({ratio.value - 1:+.1%} ± {ratio.noise:.1%})"
 
 
-class WrappersResult(StepResult):
+class WrappersResult(Result):
     """`bench wrappers`: one row per wrapper, backend, number of ranks and model, compared with torch's wrapper."""
+
+    def _derive(self) -> None:
+        self.steps = self.only(StepRecord)
 
     @property
     def standings(self) -> list[Standing]:
@@ -153,17 +144,15 @@ class WrappersResult(StepResult):
 
     def tables(self) -> list[Table]:
         rows, title = self.standings, "steps of data-parallel wrappers"
-        return [Table("table", title, build_columns(rows), rows, key="rows", note=RATIO_NOTE)] if rows else []
+        return [Table("table", title, build_columns(rows), rows, key="rows", note=RATIO_NOTE)]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        if not self.steps:
-            return {}
         subtitle = f"{self.run.environment.machine}; {self.steps[0].precision}"
         return {"wrappers": lambda: plot_wrappers(self.steps, subtitle)}
 
     @property
     def next_steps(self) -> list[str]:
-        return [f"paceline profile phases --model {r.model} --ranks {r.world_size}" for r in self.steps[-1:]]
+        return [f"paceline profile phases --model {self.steps[-1].model} --ranks {self.steps[-1].world_size}"]
 
 
 # JSON rows name the element type as torch does, as they always have.
@@ -210,11 +199,13 @@ def build_columns(standings: Sequence[Standing]) -> list[Column]:
 
 def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
     """Step time of each wrapper and backend, one panel for each model and number of ranks; a line from p10 to p90."""
-    groups: dict[str, list[StepRecord]] = {}
     several = len({record.backend for record in records}) > 1
-    for record in records:
+
+    def name(record: StepRecord) -> str:
         on, ranks = "" if several else f"{record.backend}, ", format_number_of(record.world_size, "rank")
-        groups.setdefault(f"{record.model} ({on}{ranks}, {record.source})", []).append(record)
+        return f"{record.model} ({on}{ranks}, {record.source})"
+
+    groups = group_by(records, name)
     wrappers = list(dict.fromkeys(record.wrapper for record in records))
     # One wrapper's backends stand together, so that the eye compares them.
     rows = list(dict.fromkeys((r.wrapper, r.backend) for r in sorted(records, key=lambda r: wrappers.index(r.wrapper))))

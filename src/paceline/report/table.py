@@ -151,8 +151,7 @@ class Table:
         """All columns for people that hold anything."""
         shown = self._show(self.rows)
         rule = "|" + "|".join("--:" if one.column.is_number else "---" for one in shown) + "|"
-        rows = ([cell.replace("|", "\\|") for cell in row] for row in zip(*(one.cells for one in shown), strict=True))
-        head, *body = ("| " + " | ".join(row) + " |" for row in ([one.column.header for one in shown], *rows))
+        head, *body = ("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in _list_rows(shown))
         return "\n".join([head, rule, *body]) + "\n"
 
     def html(self) -> str:
@@ -160,13 +159,10 @@ class Table:
         shown = self._show(self.rows)
         sides = ["right" if one.column.is_number else "left" for one in shown]
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        rows = [("th", [one.column.header for one in shown])]
-        rows += [("td", list(cells)) for cells in zip(*(one.cells for one in shown), strict=True)]
         lines = []
-        for tag, cells in rows:
-            parts = [
-                f'<{tag} style="text-align:{s}">{html.escape(c)}</{tag}>' for c, s in zip(cells, sides, strict=True)
-            ]
+        for number, row in enumerate(_list_rows(shown)):
+            tag = "td" if number else "th"
+            parts = [f'<{tag} style="text-align:{s}">{html.escape(c)}</{tag}>' for c, s in zip(row, sides, strict=True)]
             lines.append(f"<tr>{''.join(parts)}</tr>")
         return f"<table>{caption}{''.join(lines)}</table>"
 
@@ -221,6 +217,11 @@ class _Shown:
         return min(self.width, _MIN_WORDS) if self.column.unit == "words" else self.width
 
 
+def _list_rows(columns: Sequence[_Shown]) -> list[tuple[str, ...]]:
+    """The headers, and the cells of each row."""
+    return list(zip(*((one.column.header, *one.cells) for one in columns), strict=True))
+
+
 def wrap(text: str, width: int | None, indent: str = "") -> list[str]:
     """Lines of at most this width, broken between words; a word (a path, say) is never broken."""
     if width is None:
@@ -248,8 +249,9 @@ def _lay_out(columns: Sequence[_Shown], width: int | None) -> list[str]:
         return (" " * _GAP + (" " * _GAP).join(parts)).rstrip()
 
     rule = " " * _GAP + "─" * (sum(widths) + _GAP * (len(widths) - 1))
-    lines = [build_line([one.column.header for one in columns]), rule]
-    for row in zip(*(one.cells for one in columns), strict=True):
+    head, *rows = _list_rows(columns)
+    lines = [build_line(head), rule]
+    for row in rows:
         wrapped = [
             wrap(cell, size) if one.column.unit == "words" else [cell]
             for cell, size, one in zip(row, widths, columns, strict=True)

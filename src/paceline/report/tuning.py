@@ -5,21 +5,18 @@ What is concluded is in `predict.tuning`; nothing here decides anything.
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
 from paceline.plan import Plan
 from paceline.predict.search import estimate_caps
-from paceline.predict.simulate import SimulatedStep
 from paceline.predict.tuning import GridPoint, Tuning, load_tuning
 from paceline.records import StepRecord
 from paceline.records.samples import Ratio
-from paceline.report.plots import COLORS, new_figure, place_legend
-from paceline.report.predictions import draw_caps
+from paceline.report.plots import COLORS, draw_line, new_figure, place_legend
+from paceline.report.predictions import draw_caps, mark_best
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of
@@ -110,11 +107,6 @@ class TuneResult(Result):
             describe_torch(tuning),
         ]
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result. Versions 1 and 2 stored the findings there, too."""
-        return self.run.warnings if "tune" in self.config else tuple(doubt.text for doubt in self.doubts)
-
     def tables(self) -> list[Table]:
         choice = self.tuning.choice
         step = choice.estimate.step
@@ -127,12 +119,7 @@ class TuneResult(Result):
         return {"tuning": lambda: plot_tuning(self.tuning, title, self.run.environment.machine)}
 
     def files(self) -> dict[str, str | bytes]:
-        tuning = self.tuning
-        default = tuning.model.estimate(tuning.model.cut_like(tuning.default_plan.bucket_bytes)).step
-        steps = {"the default": default}
-        if not tuning.choice.is_default:
-            steps["the plan predicted best"] = tuning.choice.estimate.step
-        return {"plan.json": tuning.plan.to_json(), "simulated-timeline.json": render_timeline(steps)}
+        return {"plan.json": self.tuning.plan.to_json()}
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -234,45 +221,13 @@ def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
     low, high = [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points]
     sizes = [point.cap_bytes / MIB for point in points]
     axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
-    measured = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
+    timings = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
+    measured = [(size, *(1e3 * s for s in (t.median_s, t.p10_s, t.p90_s))) for size, t in timings]
     if measured:
-        sizes, timings = [size for size, _ in measured], [timing for _, timing in measured]
-        centers = [timing.median_s * 1e3 for timing in timings]
-        errors = [[(t.median_s - t.p10_s) * 1e3 for t in timings], [(t.p90_s - t.median_s) * 1e3 for t in timings]]
-        style: dict[str, Any] = {"fmt": "o-", "capsize": 3, "lw": 1, "label": "measured: median, p10 to p90"}
-        axes.errorbar(sizes, centers, yerr=errors, color=COLORS[1], **style)
-        best_ms, size = min(zip(centers, sizes, strict=True))
+        draw_line(axes, 1, measured, "measured: median, p10 to p90", marker="o", lw=1)
+        best_ms, size = min((median_ms, size) for size, median_ms, *_ in measured)
         axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
     best = tuning.best_predicted
-    center = [best.cap_bytes / MIB], [best.estimate.step_s * 1e3]
-    axes.plot(*center, "D", color=COLORS[2], markersize=8, label="best predicted")
-    axes.axhline(tuning.model.plain_s * 1e3, color=COLORS[6], ls=":", lw=1, label="without communication")
+    mark_best(axes, best.cap_bytes, best.estimate.step_s, tuning.model.plain_s, "without communication")
     place_legend(figure, axes)
     return figure
-
-
-def render_timeline(steps: Mapping[str, SimulatedStep]) -> str:
-    """Simulated steps as a trace for Perfetto: a process for each, its phases on one track, each bucket on another."""
-    events: list[dict[str, Any]] = []
-
-    def add_track(pid: int, tid: int, name: str, spans: Sequence[tuple[str, float, float]]) -> None:
-        """A track with its spans: their names, begins and ends in seconds; without spans, the process itself."""
-        kind = "thread_name" if spans else "process_name"
-        events.append({"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}})
-        for what, begin_s, end_s in spans:
-            if end_s > begin_s:
-                times = {"ts": round(begin_s * 1e6, 3), "dur": round((end_s - begin_s) * 1e6, 3)}
-                events.append({"ph": "X", "name": what, "pid": pid, "tid": tid, **times})
-
-    for pid, (name, step) in enumerate(steps.items(), 1):
-        add_track(pid, 0, f"{name} (simulated)", ())
-        begin, end, over = step.before_s, step.before_s + step.backward_s, step.before_s + step.over_s
-        phases = [("data and forward", 0.0, begin), ("backward", begin, end), ("exposed communication", end, over)]
-        add_track(pid, 1, "this rank", [*phases, ("optimizer", over, over + step.after_s)])
-        for number, bucket in enumerate(step.buckets):
-            size = format_bytes(bucket.num_bytes)
-            moments = [begin + at_s for at_s in (bucket.ready_s, bucket.launch_s, bucket.start_s, bucket.done_s)]
-            names = (f"{what}, {size}" for what in ("gathered", "queued", "in flight"))
-            spans = [(what, *pair) for what, pair in zip(names, itertools.pairwise(moments), strict=True)]
-            add_track(pid, 2 + number, f"bucket {number}, {size}", spans)
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=None) + "\n"

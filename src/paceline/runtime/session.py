@@ -277,6 +277,9 @@ class Session:
                 same_machine=same_machine, whole=self,
             ) as part:  # fmt: skip
                 self._parts.append(part)
+                if begun is not None:  # what a resumed run starts belongs to the command that started it
+                    line = part.environment.command_line
+                    self.environment = dataclasses.replace(self.environment, command_line=line)
                 yield part
         finally:
             with contextlib.suppress(OSError):  # it stays unless it is empty
