@@ -55,8 +55,9 @@ class AllReduce(Timed):
 
 def time_engine(vector: torch.Tensor, iters: int, world: paceline.World) -> list[float]:
     """The same number of repetitions by the engine, with its barrier, fresh data and check."""
-    (timing,) = time_in_turns([AllReduce(vector, world)], world.control, iters, 0)
-    return timing.seconds
+    timed = AllReduce(vector, world)
+    time_in_turns([timed], world.control, iters, 0)
+    return timed.timing.seconds
 
 
 def compare(sizes: tuple[int, ...], rounds: int, iters: int, threads: int = 1) -> list[dict[str, Any]]:

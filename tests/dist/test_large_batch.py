@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.measure.scale_settings import LargeBatchSettings
+from paceline.measure.settings import LargeBatchSettings
 from paceline.training.settings import TrainSettings
 
 STUDY = LargeBatchSettings(

@@ -142,7 +142,7 @@ def step_both_ways(wrapper: str) -> tuple[list[float], list[float]]:
         start = Pair().state_dict()
         start = {name: torch.full_like(value, 0.3) for name, value in start.items()}
         for wrap_by in (lambda module: wrap(module, wrapper), None):
-            replica = job.build(world, wrap_by)
+            replica = job.build(wrap_by)
             replica.module.load_state_dict(start)
             replica.run(None, NoPhases())
             mine = torch.cat([param.detach().flatten() for param in replica.module.parameters()])

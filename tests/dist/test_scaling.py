@@ -14,7 +14,7 @@ import numpy
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.measure.scale_settings import Cell, ScaleSettings, Setup
+from paceline.measure.settings import Cell, ScaleSettings, Setup
 from paceline.training.settings import TrainSettings
 from paceline.transport import why_not
 

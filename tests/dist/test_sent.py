@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import MeasurementError
-from paceline.measure.scale_settings import Cell, ScaleSettings, Setup
+from paceline.measure.settings import Cell, ScaleSettings, Setup
 from paceline.training.settings import TrainSettings
 from paceline.transport import why_not
 

@@ -216,7 +216,9 @@ def test_parts_are_started_resumed_and_reported_by_the_whole(tmp_path, capfd):
 
 
 def test_a_batch_whose_ranks_were_killed_is_a_row():
-    (row,) = build_killed(TrainSettings(data="synthetic:images", device="cpu", threads=2), 8)
+    job = TrainSettings(data="synthetic:images", device="cpu", threads=2)
+    (row,) = build_killed(job, 8, LaunchError("rank 0 was killed", code="killed"))
+    assert build_killed(job, 8, LaunchError("rank 0 failed")) is None
     assert (row.batch_size, row.data, row.device, row.threads, row.timing) == (8, "synthetic:images", "cpu", 2, None)
     assert row.failure == "killed, as by the kernel when memory is exhausted"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
 
-from paceline.measure.scale_settings import Cell, LargeBatchSettings, ScaleSettings, Setup
 from paceline.measure.scaling import measure_batch, measure_large_batch
+from paceline.measure.settings import Cell, LargeBatchSettings, ScaleSettings, Setup
 from paceline.records import LargeBatchRecord, NoiseRecord
 from paceline.training.settings import TrainSettings
 from tests.cli.test_train import type_alone

@@ -11,7 +11,6 @@ from .reading import PACKAGE, STARRED, expect_none, imports, modules, room, run_
 # Outside the starred half, what a command loads before it knows that it needs torch.
 LATE = (
     "paceline.cli.main",
-    "paceline.measure.scale_settings",
     "paceline.measure.settings",
     "paceline.runtime.environment",
     "paceline.runtime.launch",

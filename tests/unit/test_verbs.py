@@ -35,7 +35,11 @@ def test_an_argument_that_nothing_reads_is_a_mistake():
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [({"global_batch_size": 0}, "global_batch_size 0: at least"), ({"seeds": -1}, "--seeds -1: at least 1")],
+    [
+        ({"global_batch_size": 0}, "global_batch_size 0: at least"),
+        ({"seeds": -1}, "--seeds -1: at least 1"),
+        ({"base_batch_size": 0}, "--base-batch-size 0: at least 1"),
+    ],
 )
 def test_what_a_study_of_large_batches_refuses(arguments, words):
     with pytest.raises(ConfigError, match=words):

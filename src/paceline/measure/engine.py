@@ -82,6 +82,7 @@ class Timed:
     device: torch.device
     num_elements: int
     record: Callable[..., Record]
+    timing: Timing
 
     def prepare(self, repetition: int) -> None:
         """Write fresh data, different in every repetition."""
@@ -109,8 +110,8 @@ def measure_cells(
         if world.rank < groups[0].world_size:
             # Things that are timed in turns share vectors; a fresh cache, so that the last cell's memory is free again.
             timed = build(groups, size, functools.cache(allocate))
-            timings = time_in_turns(timed, groups[0].control, settings.iters, settings.warmup, report)
-            mine = [(item.record, timing) for item, timing in zip(timed, timings, strict=True)]
+            time_in_turns(timed, groups[0].control, settings.iters, settings.warmup, report)
+            mine = [(item.record, item.timing) for item in timed]
         # The ranks outside of the cell wait here for the others.
         answers = [answer for answer in world.share(mine) if answer is not None]
         records = []
@@ -213,34 +214,36 @@ def allocate(name: str, elements: int, dtype: torch.dtype, device: torch.device)
 def time_in_turns(
     timed: Sequence[Timed], control: dist.ProcessGroup, iters: int | None, warmup: int | None,
     report: Report | None = None,
-) -> list[Timing]:  # fmt: skip
-    """Time everything in turns: A B A B ... Collective: every rank of `control` must call this.
-
-    Each repetition: make the data, synchronize the device, wait at a barrier, read the clock, call, synchronize,
-    read the clock, check the data. Nothing but the call is between the two readings.
-    """
-    timings = [Timing() for _ in timed]
+) -> None:  # fmt: skip
+    """Time everything in turns: A B A B ... Collective: every rank of `control` must call this."""
+    for item in timed:
+        item.timing = Timing()
 
     def run_once(repetition: int) -> float:
-        for item, timing in zip(timed, timings, strict=True):
-            item.prepare(repetition)
-            synchronize(item.device)
-            dist.barrier(group=control)
-            start_s = time.perf_counter()
-            item.call()
-            synchronize(item.device)
-            timing.seconds.append(time.perf_counter() - start_s)
-            timing.starts_s.append(start_s)
-            timing.num_wrong += item.check(repetition)
-            timing.num_checked += item.num_elements
-        return max(timing.seconds[-1] for timing in timings)
+        for item in timed:
+            time_once(item, control, repetition)
+        return max(item.timing.seconds[-1] for item in timed)
 
     def end_warmup(num_warmup: int) -> None:
-        for timing in timings:
-            timing.num_warmup = num_warmup
+        for item in timed:
+            item.timing.num_warmup = num_warmup
 
     run_rounds(run_once, control, _PACE, iters, warmup, report, end_warmup)
-    return timings
+
+
+def time_once(item: Timed, control: dist.ProcessGroup, repetition: int) -> None:
+    """Make the data, synchronize the device, wait at a barrier, read the clock, call, synchronize, read the clock,
+    check the data. Nothing but the call is between the two readings. Collective: every rank must call this."""
+    item.prepare(repetition)
+    synchronize(item.device)
+    dist.barrier(group=control)
+    start_s = time.perf_counter()
+    item.call()
+    synchronize(item.device)
+    item.timing.seconds.append(time.perf_counter() - start_s)
+    item.timing.starts_s.append(start_s)
+    item.timing.num_wrong += item.check(repetition)
+    item.timing.num_checked += item.num_elements
 
 
 def run_rounds(

@@ -26,7 +26,7 @@ from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Rec
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World, join_world
-from paceline.training.build import build_job, build_learner, open_world
+from paceline.training.build import build_job, open_world
 from paceline.training.settings import TrainSettings
 from paceline.training.step import Phases, PhaseTimes
 from paceline.units import format_number_of
@@ -52,52 +52,44 @@ class Seen(NamedTuple):
 class LayerClock:
     """The phases of a step, the gradients that become ready in it, and the blocks that come and go, as moments.
 
-    A moment is a number: of a reading of the clock or, on CUDA, of an event, which is used again in each step. A hook
-    on a parameter would cost in every later step even after its removal, because torch still looks for it; a hook on
-    the node that accumulates its gradient goes with the graph. Full backward hooks of modules put views around every
-    output, which breaks operations in place; hooks on the nodes of a block's inputs and outputs do not.
+    A moment is a reading of the clock or, on CUDA, an event, which is used again in each step. A hook on a parameter
+    would cost in every later step even after its removal, because torch still looks for it; a hook on the node that
+    accumulates its gradient goes with the graph. Full backward hooks of modules put views around every output, which
+    breaks operations in place; hooks on the nodes of a block's inputs and outputs do not.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], blocks: Sequence[nn.Module], device: torch.device) -> None:
         self._params, self._blocks, self.device = params, blocks, device
-        self._moments: list[Any] = []
-        self._events: list[torch.cuda.Event] = []  # to be used again
-        self._clear()
+        self._events: list[torch.cuda.Event] = []
 
-    def _clear(self) -> None:
-        if self.device.type == "cuda":
-            self._events += self._moments
-        self._moments = []
-        self.marks: list[tuple[str, int]] = []  # phases and when they begin
-        self.ready: dict[int, int] = {}
-        self._calls: list[tuple[int, int, int]] = []  # block, begin and end of one forward
-        self._owners: list[tuple[int, int]] = []  # from this moment of backward on, this block or none is at work
-        self._open: dict[int, tuple[int, list[Any]]] = {}  # a block that runs again may stop half-way
+    def attach(self, hooks: contextlib.ExitStack) -> None:
+        """Begin a step; `hooks` are to be undone when it is over."""
+        self._unused = list(self._events)
+        self.marks: list[tuple[str, Any]] = []  # phases and when they begin
+        self._ready: dict[int, Any] = {}
+        self._calls: list[tuple[int, Any, Any]] = []  # block, begin and end of one forward
+        self._owners: list[tuple[Any, int]] = []  # from this moment of backward on, this block or none is at work
+        self._open: dict[int, tuple[Any, list[Any]]] = {}  # a block that runs again may stop half-way
+        # The nodes are held until the end: a graph made in backward (checkpointing) then uses the same ones.
+        self._nodes = [get_gradient_edge(param).node for param in self._params]
+        hooks.callback(self._nodes.clear)
+        for index, node in enumerate(self._nodes):
+            hooks.callback(node.register_hook(functools.partial(self._note_ready, index)).remove)
+        for index, block in enumerate(self._blocks):
+            before = functools.partial(self._begin_forward, index)
+            after = functools.partial(self._end_forward, index)
+            hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(block.register_forward_hook(after).remove)
 
-    @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """Hooks for one step; none is left afterwards."""
-        self._clear()
-        with contextlib.ExitStack() as hooks:
-            # The nodes are held until the end: a graph made in backward (checkpointing) then uses the same ones.
-            nodes = [get_gradient_edge(param).node for param in self._params]
-            for index, node in enumerate(nodes):
-                hooks.callback(node.register_hook(functools.partial(self._note_ready, index)).remove)
-            for index, block in enumerate(self._blocks):
-                before = functools.partial(self._begin_forward, index)
-                after = functools.partial(self._end_forward, index)
-                hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-                hooks.callback(block.register_forward_hook(after).remove)
-            yield
-
-    def mark(self) -> int:
-        """Note this moment, and return its number."""
-        if self.device.type == "cuda":
-            self._moments.append(self._events.pop() if self._events else torch.cuda.Event(enable_timing=True))
-            self._moments[-1].record()
-        else:
-            self._moments.append(time.perf_counter())
-        return len(self._moments) - 1
+    def mark(self) -> Any:
+        """This moment."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        if not self._unused:
+            self._unused.append(torch.cuda.Event(enable_timing=True))
+            self._events += self._unused
+        self._unused[-1].record()
+        return self._unused.pop()
 
     def enter(self, phase: str) -> None:
         moment = self.mark()
@@ -107,33 +99,32 @@ class LayerClock:
 
     def end(self) -> PhaseTimes:
         self.enter("end")
-        return PhaseTimes([(phase, self._moments[moment]) for phase, moment in self.marks])
-
-    def read_s(self) -> list[float]:
-        """Seconds of every moment since the first one; on a GPU the step must have finished."""
-        first = self._moments[0]
-        if self.device.type == "cuda":
-            return [first.elapsed_time(event) / 1e3 for event in self._moments]
-        return [reading - first for reading in self._moments]
+        return PhaseTimes(self.marks)
 
     def read(self) -> Seen:
-        # All from the same readings: an event rounds, and no part may be longer than its whole.
-        at_s, took_s = self.read_s(), dict[str, float]()
-        spans = [(phase, begin, end) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
-        for phase, begin, end in spans:
-            took_s[phase] = took_s.get(phase, 0.0) + at_s[end] - at_s[begin]
+        """On a GPU the step must have finished."""
+        first, took_s = self.marks[0][1], dict[str, float]()
+
+        # All since the first moment: an event rounds, and no part may be longer than its whole.
+        def at_s(moment: Any) -> float:
+            passed_s: float = moment - first if isinstance(moment, float) else first.elapsed_time(moment) / 1e3
+            return passed_s
+
+        spans = [(phase, at_s(begin), at_s(end)) for (phase, begin), (_, end) in itertools.pairwise(self.marks)]
+        for phase, begin_s, end_s in spans:
+            took_s[phase] = took_s.get(phase, 0.0) + end_s - begin_s
         # A step may run backward several times: a gradient is ready after as much of backward as had passed by then.
-        backwards = [(begin, end) for phase, begin, end in spans if phase == "backward"]
+        backwards = [(begin_s, end_s) for phase, begin_s, end_s in spans if phase == "backward"]
         ready_s = {
-            index: sum(min(at_s[end], at_s[moment]) - at_s[begin] for begin, end in backwards if begin <= moment)
-            for index, moment in self.ready.items()
+            index: sum(max(0.0, min(end_s, at_s(moment)) - begin_s) for begin_s, end_s in backwards)
+            for index, moment in self._ready.items()
         }
         forward_s, backward_s = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
         for index, begin, end in self._calls:
-            forward_s[index] += at_s[end] - at_s[begin]
+            forward_s[index] += at_s(end) - at_s(begin)
         for (begin, index), (end, _) in itertools.pairwise(self._owners):
             if index != _OUTSIDE:
-                backward_s[index] += at_s[end] - at_s[begin]
+                backward_s[index] += at_s(end) - at_s(begin)
         return Seen(took_s, ready_s, forward_s, backward_s)
 
     @property
@@ -141,7 +132,7 @@ class LayerClock:
         return bool(self.marks) and self.marks[-1][0] == "backward"
 
     def _note_ready(self, index: int, *grads: Any) -> None:
-        self.ready[index] = self.mark()  # a gradient may come in parts: the last one counts
+        self._ready[index] = self.mark()  # a gradient may come in parts: the last one counts
 
     def _begin_forward(self, index: int, block: nn.Module, args: Any, kwargs: Any) -> None:
         self._open[index] = self.mark(), _find_nodes(*args, *kwargs.values())
@@ -214,7 +205,7 @@ class Layers(steps.Probe):
     def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
         if kind != "profiled":
             return None
-        hooks.enter_context(self._clock.attached())
+        self._clock.attach(hooks)
         return self._clock
 
     def end(self, kind: str, end_s: float, phases_s: dict[str, float]) -> None:
@@ -266,72 +257,49 @@ def _find_children(module: nn.Module, prefix: str = "") -> list[Block]:
 
 
 @contextlib.contextmanager
-def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, MeasuredJob, Callable[[], Replica]]]:
-    """The world, the job, and what builds a replica of it in its wrapper, or bare. Collective: call on every rank."""
+def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, MeasuredJob]]:
+    """The world and the job, in its wrapper or bare. Collective: call on every rank."""
     if isinstance(given, TrainSettings):
         with open_world(given) as world:
             wrapper = "none" if is_bare else given.wrapper
-            job = TrainingJob(build_job(dataclasses.replace(given, ranks=world.world_size, wrapper=wrapper), world))
-            job.labels["wrapper"] = wrapper
-            windows, built = steps.cycle_windows(job.job), [job.job.learner]
-
-            def build() -> Replica:
-                learner = built.pop() if built else build_learner(job.job.settings, world, job.job.train)
-                return job.as_replica(learner, windows)
-
-            yield world, job, build
+            settings = dataclasses.replace(given, ranks=world.world_size, wrapper=wrapper)
+            yield world, TrainingJob(build_job(settings, world))
         return
     model, step, wrapper, options = given
     with join_world(**options) as world:
-        own = OwnJob(model, step)
-        own.labels["wrapper"] = wrapper
-        wrap_by = None if is_bare or wrapper == "none" else functools.partial(steps.wrap, wrapper=wrapper)
+        own = OwnJob(model, step, "none" if is_bare else wrapper)
         try:
-            yield world, own, lambda: own.build(world, wrap_by)
+            yield world, own
         finally:
             own.close()
 
 
-def measure_phases(
-    settings: TrainSettings,
-    batch_sizes: tuple[int, ...],
-    iters: int | None,
-    warmup: int | None,
-    before: int,
-    after: int,
-) -> list[StepRecord]:
-    """The phases of a job of ours at each batch size per rank. Collective: every rank must call this. `before` and
-    `after` count the cells of other numbers of ranks, for the progress."""
-    total = before + len(batch_sizes) + after
-    records: list[StepRecord] = []
-    with open_world(settings) as world:
-        for number, batch_size in enumerate(batch_sizes, before):
-            with open_job(dataclasses.replace(settings, batch_size=batch_size)) as (_, job, build):
-                assert isinstance(job, TrainingJob)
-                # Before the first is measured: the largest would end the run, and lose what was measured.
-                largest = dataclasses.replace(job.job.batches, batch_size=max(batch_sizes))
-                steps.check_whole(job.job, largest.global_batch_size)
-                label = f"{format_number_of(world.world_size, 'rank')}, batch {batch_size}"
-                records.append(_run_phases(world, job, build, iters, warmup, follow(world, label, number, total)))
-            if world.rank == 0:
-                post(Progress(number + 1, total, label, (records[-1],)))
-    return records
-
-
-def measure_profile(given: Given, kind: str, iters: int | None, warmup: int | None) -> list[Record]:
+def measure_profile(
+    given: Given, kind: str, iters: int | None, warmup: int | None, number: int = 0, total: int = 1, largest: int = 0
+) -> list[Record]:
     """Layers of the bare model ("layers"), phases of its steps ("phases"), or on several ranks both ("all").
-    Collective: every rank must call this."""
+
+    It is job `number` of `total`; the data must also do for a batch of `largest` per rank, which another of them has:
+    refused there, what was measured would be lost. Collective: every rank must call this.
+    """
     records: list[Record] = []
-    with open_job(given, is_bare=kind == "layers") as (world, job, build):
+    with open_job(given, is_bare=kind == "layers") as (world, job):
+        if isinstance(job, TrainingJob):
+            steps.check_whole(job.job, largest * world.world_size * job.job.batches.accumulate)
         parts = (kind,) if kind != "all" else ("layers", "phases") if world.world_size > 1 else ("layers",)
-        for number, part in enumerate(parts):
-            report = follow(world, part, number, len(parts))
+        total = max(total, len(parts))
+        what = f"{format_number_of(world.world_size, 'rank')}, batch {job.labels['batch_size']}"
+        for place, part in enumerate(parts, number):
+            label = what if part == kind else f"{part}, {what}"
+            report = follow(world, label, place, total)
             if part == "phases":
-                records.append(_run_phases(world, job, build, iters, warmup, report))
+                records.append(_run_phases(world, job, iters, warmup, report))
             else:
-                bare = build() if kind == "layers" else job.build(world)
+                bare = job.build_own() if kind == "layers" else job.build()
                 blocks = find_blocks(bare.module) if isinstance(job, TrainingJob) else None
                 records.append(measure_layers(world, bare, job.labels, blocks, iters, warmup, report))
+            if world.rank == 0:
+                post(Progress(place + 1, total, label, (records[-1],)))
     return records
 
 
@@ -348,14 +316,12 @@ def measure_layers(
         return layers.build_record(bench, variant)
 
 
-def _run_phases(
-    world: World, job: MeasuredJob, build: Callable[[], Replica], iters: int | None, warmup: int | None, report: Report
-) -> StepRecord:
-    replica, wrapper, kinds = build(), job.labels["wrapper"], ("plain", "marked", "no_comm")
+def _run_phases(world: World, job: MeasuredJob, iters: int | None, warmup: int | None, report: Report) -> StepRecord:
+    replica, wrapper, kinds = job.build_own(), job.labels["wrapper"], ("plain", "marked", "no_comm")
     # torch's wrapper is timed by a second replica, which one module that all share cannot be.
     is_alone = wrapper == "torch" and isinstance(job, OwnJob) and job.is_shared
     can_time = world.world_size > 1 and wrapper in ("paceline", "torch") and not is_alone
-    timed = steps.TimedMessages(replica, build) if can_time else None
+    timed = steps.TimedMessages(replica, job.build_own) if can_time else None
     with StepBench(world, job.labels | {"num_parameters": len(replica.parameters)}, loads_inside=True) as bench:
         variant = bench.add(Variant({}, replica, (*kinds, "timed") if can_time else kinds, timed))
         bench.run(_PACE, iters, warmup, report)

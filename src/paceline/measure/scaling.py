@@ -1,6 +1,6 @@
 """The cells of scaling studies on ranks: steps of all wrappers in turns, epochs at a batch size, training runs.
 
-Which cells there are is in `scale_settings`. How steps take turns is in `steps`, the training loop in `training.loop`.
+Which cells there are is in `settings`. How steps take turns is in `steps`, the training loop in `training.loop`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ConfigError, MeasurementError
@@ -24,8 +25,7 @@ from paceline.measure import steps
 from paceline.measure.collectives import measure_collectives
 from paceline.measure.engine import PATIENCE, Pace, build_samples, follow, synchronize
 from paceline.measure.noise_scale import measure_noise_scale
-from paceline.measure.scale_settings import Cell, ScaleSettings, Setup, TrainingCell
-from paceline.measure.settings import CollectiveSettings
+from paceline.measure.settings import Cell, CollectiveSettings, ScaleSettings, Setup, TrainingCell
 from paceline.measure.steps import Replica, StepBench, TimedMessages, TrainingJob, Variant
 from paceline.parallel.replicas import only_computing
 from paceline.records import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord, Record
@@ -54,9 +54,9 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
     """All of one cell, in turns. Collective: every rank of the launched world must call this."""
     with open_world(dataclasses.replace(settings.job, backend="gloo")) as world:
         job = _build_job(settings, cell, world)
-        samples = cell.count_samples(job.batches.accumulate)
-        labels = TrainingJob(job).labels | {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
-        with StepBench(world, labels) as bench:
+        samples = cell.count_samples(job.job.batches.accumulate)
+        more = {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
+        with StepBench(world, job.labels | more) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
             for world_size in (n for n in settings.ranks if n > 1):
                 groups: dict[str, dist.ProcessGroup] = {}
@@ -69,41 +69,38 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
             return [bench.build_record(variant) for variant in bench.variants]
 
 
-def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> Job:
+def _build_job(settings: ScaleSettings, cell: Cell, world: World) -> TrainingJob:
     if max(settings.ranks) > world.world_size:
         raise ConfigError(f"{max(settings.ranks)} ranks are needed, and the world has {world.world_size}")
     size = cell.batch_size(1, settings.job.accumulate or 1)
     alone = dataclasses.replace(settings.job, ranks=1, wrapper="none", batch_size=size, global_batch_size=None)
     job = build_job(alone, world)
     largest = cell.count_samples(job.batches.accumulate) * (max(settings.ranks) if cell.mode == "weak" else 1)
-    if len(job.train) < largest:
-        found = f"{job.train.describe()}: less than one global batch of {largest}"
-        raise ConfigError(f"{found}; use fewer ranks, a smaller batch, or more --samples")
-    return job
+    steps.check_whole(job, largest, "fewer ranks, a smaller batch")
+    return TrainingJob(job)
 
 
 def _build_variant(
-    job: Job, cell: Cell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None
+    job: TrainingJob, cell: Cell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None
 ) -> Variant:
     """A wrapper on the first `world_size` ranks; without a replica on a rank outside."""
     is_alone = setup.wrapper in ("none", "dp")  # in one process
     num_ranks, kinds = (1, ("plain",)) if is_alone else (world_size, ("plain", "no_comm", "timed"))
-    batch_size = cell.batch_size(world_size, job.batches.accumulate)
+    batch_size = cell.batch_size(world_size, job.job.batches.accumulate)
     labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size}
     if world.rank >= num_ranks:
         return Variant(labels, None, kinds)
-    windows = steps.cycle_windows(job, batch_size * world_size // num_ranks, num_ranks)
+    windows = steps.cycle_windows(job.job, batch_size * world_size // num_ranks, num_ranks)
+
+    def wrap(module: nn.Module) -> nn.Module:
+        if setup.wrapper == "dp":
+            return nn.DataParallel(module, device_ids=list(range(world_size)))
+        with only_computing(world_size):
+            return steps.wrap(module, setup.wrapper, group)
 
     def build() -> Replica:
-        learner = steps.build_bare(job, world)
-        model: torch.nn.Module = learner.module
-        if setup.wrapper == "dp":
-            model = torch.nn.DataParallel(model, device_ids=list(range(world_size)))
-        elif setup.wrapper != "none":
-            with only_computing(world_size):
-                model = steps.wrap(model, setup.wrapper, group)
         # The loss is divided by the samples of all ranks, and the wrapper averages: see `take_step`.
-        return TrainingJob(job).as_replica(dataclasses.replace(learner, model=model, world_size=num_ranks), windows)
+        return job.build(None if setup.wrapper == "none" else wrap, windows, num_ranks)
 
     replica = build()
     return Variant(labels, replica, kinds, None if is_alone else TimedMessages(replica, build, group))

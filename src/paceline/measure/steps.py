@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import time
@@ -107,39 +108,45 @@ def read_buckets(model: nn.Module) -> tuple[int, ...]:
 
 
 class TrainingJob:
-    """A job of our own, built from settings. `labels` are fields of its records. Its steps learn nothing: replicas must
-    not drift apart."""
+    """A job of our own, built from settings. `labels` are fields of its records. Its steps take whole global batches,
+    and learn nothing: replicas must not drift apart."""
 
     steps_per_turn = 1
 
     def __init__(self, job: Job) -> None:
-        self.job, self.module = job, job.learner.module
+        self.job, self.module, self._built = job, job.learner.module, [job.learner]
+        self._windows = cycle_windows(job)
         check_whole(job, job.batches.global_batch_size)
         self.labels: dict[str, Any] = {"model": job.settings.model, "data": job.train.name}
         self.labels |= {"batch_size": job.batches.batch_size, "accumulate": job.batches.accumulate}
-        self.labels["precision"] = job.settings.precision
+        self.labels |= {"precision": job.settings.precision, "wrapper": job.settings.wrapper}
 
-    def build(self, world: World, wrap: Wrap | None = None) -> Replica:
-        """A replica, bare or in a wrapper. Collective where the wrapper is."""
-        learner = build_bare(self.job, world)
-        return self.as_replica(learner if wrap is None else dataclasses.replace(learner, model=wrap(learner.module)))
+    def build(
+        self, wrap: Wrap | None = None, windows: Generator[Window, None, None] | None = None, num_ranks: int = 0
+    ) -> Replica:
+        """A replica, bare or in a wrapper, with the values of the job's own; its windows and ranks, unless given, are
+        those of the job. Collective where the wrapper is."""
+        bare = dataclasses.replace(self.job.settings, wrapper="none")
+        learner = build_learner(bare, self.job.world, self.job.train, like=self.module)
+        if wrap is not None:
+            learner.model = wrap(learner.module)
+        learner.world_size = num_ranks or learner.world_size
+        return self._take_steps(learner, windows or cycle_windows(self.job))
 
-    def as_replica(self, learner: Learner, windows: Generator[Window, None, None] | None = None) -> Replica:
-        """A learner that takes steps of whole global batches."""
+    def build_own(self) -> Replica:
+        """A replica in the job's own wrapper. Collective where the wrapper is."""
+        job = self.job
+        learner = self._built.pop() if self._built else build_learner(job.settings, job.world, job.train)
+        return self._take_steps(learner, self._windows)
+
+    def _take_steps(self, learner: Learner, windows: Generator[Window, None, None]) -> Replica:
         learner.model.train()
-        windows = windows or cycle_windows(self.job)
 
         def run(window: Window, phases: Phases) -> None:
             num_targets = window.num_samples * learner.form.targets_per_sample
             take_step(learner, window.batches, num_targets, 0.0, phases)
 
         return Replica(learner.model, learner.module, learner.device, run, lambda: next(windows), finish=windows.close)
-
-
-def build_bare(job: Job, world: World) -> Learner:
-    """A learner without a wrapper, with the values of the job's own."""
-    settings = dataclasses.replace(job.settings, wrapper="none")
-    return build_learner(settings, world, job.train, like=job.learner.module)
 
 
 class OwnJob:
@@ -150,7 +157,9 @@ class OwnJob:
     optimizers that `step` uses are restored at the end: ranks without communication would take them apart.
     """
 
-    def __init__(self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None) -> None:
+    def __init__(
+        self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None, wrapper: str = "none"
+    ) -> None:
         self.is_shared = isinstance(model, nn.Module)  # all replicas are the one module that was given
         self._factory: Callable[[], Any] = (lambda: (model, step)) if isinstance(model, nn.Module) else model
         self._spare: tuple[nn.Module, OwnStep] | None = self._make()
@@ -170,6 +179,7 @@ class OwnJob:
             "data": "own",
             "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(trained[0].dtype, "fp32"),
             "batch_size": self._count_samples(),
+            "wrapper": wrapper,
         }
 
     def _make(self) -> tuple[nn.Module, OwnStep]:
@@ -195,7 +205,11 @@ class OwnJob:
         self.module.zero_grad()
         return max(1, found[0]) if found else 1
 
-    def build(self, world: World, wrap: Wrap | None = None) -> Replica:
+    def build_own(self) -> Replica:
+        wrapper = self.labels["wrapper"]
+        return self.build(None if wrapper == "none" else functools.partial(wrap, wrapper=wrapper))
+
+    def build(self, wrap: Wrap | None = None) -> Replica:
         (module, step), self._spare = self._spare or self._make(), None
         replica = Replica(module, module, self._device, lambda _, phases: None)
 
@@ -237,10 +251,10 @@ class OwnJob:
 MeasuredJob = TrainingJob | OwnJob
 
 
-def check_whole(job: Job, size: int) -> None:
+def check_whole(job: Job, size: int, smaller: str = "a smaller --batch-size") -> None:
     found = f"{job.train.describe()}: less than one global batch of {size}"
     refuse(
-        (len(job.train) < size, f"{found}; use a smaller --batch-size, or more samples"),
+        (len(job.train) < size, f"{found}; use {smaller}, or more --samples"),
         (job.settings.batch_growth, "--batch-growth: steps are measured at one batch size; leave it out"),
     )
 

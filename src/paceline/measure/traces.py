@@ -37,8 +37,8 @@ def trace_job(
 ) -> tuple[list[RankTrace], StepFacts]:
     """Record steps of a job in its wrapper: the traces of all ranks, and what they do not show of it. Rank 0 gets the
     traces; with `for_all` every rank does. Collective: every rank must call this."""
-    with open_job(given) as (world, job, build):
-        replica = build()
+    with open_job(given) as (world, job):
+        replica = job.build_own()
         try:
             replica.activate()
             everyone: list[RankTrace] = world.share(record_trace(world, replica, warmup, active, extras))

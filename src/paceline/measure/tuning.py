@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import PacelineError
-from paceline.measure.engine import Pace, build_samples, follow, synchronize
+from paceline.measure.engine import Pace, Timed, Timing, build_samples, follow, time_once
 from paceline.measure.profiles import Given, Layers, open_job
 from paceline.measure.steps import MeasuredJob, Probe, StepBench, Variant, list_gradients, wrap
 from paceline.parallel import DDP
@@ -53,7 +53,7 @@ Tuned = tuple[list[Record], tuple[Gradient, ...], Plan]
 
 def tune_job(settings: TuneSettings, given: Given) -> Tuned:
     """Measure on all ranks, choose on rank 0, confirm on all. Collective: every rank must call this."""
-    with open_job(given, is_bare=True) as (world, job, _):
+    with open_job(given, is_bare=True) as (world, job):
         variants = _Variants(settings, job, world)
         try:
             records, default_plan = variants.calibrate()
@@ -109,12 +109,11 @@ class _Variants:
             sizes = [gradient.num_bytes for gradient in reversed(self.gradients)]
             for cap in settings.caps_bytes or choose_caps(sizes, effort.num_caps):
                 self._add("job", f"cap {format_bytes(cap)}", self._group, cap)
-        # What the wrapper adds to each step for buffers.
         buffers = sum(buffer.nbytes for buffer in self._job.module.buffers() if buffer.is_floating_point())
-        extra = ("broadcast" if settings.wrapper == "torch" else "all_reduce", buffers)
-        sweep = _Sweep(self._channel, self._world, self._bench.meeting, self._allocate(), extra)
+        sweep = _build_sweep(self._world, self._channel, self._allocate(), settings.wrapper, buffers)
         self._run("measuring", effort.budget_s, sweep)
-        records = sweep.build_records(self._bench.num_warmup)
+        timings = [build_samples(self._world.share(one.timing.seconds), self._bench.num_warmup) for one in sweep]
+        records = [one.record(timing=timing) for one, timing in zip(sweep, timings, strict=True)]
         records += [self._bench.build_record(variant) for variant in self._bench.variants]
         profile = layers.build_record(self._bench, plain)
         place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
@@ -152,7 +151,7 @@ class _Variants:
 
         if is_job:
             labels = {"cap_bytes": cap_bytes, "source": "measured" if self._networks is None else "emulated"}
-        replica = self._job.build(self._world, None if group is None else wrap_by)
+        replica = self._job.build(None if group is None else wrap_by)
         return self._bench.add(Variant({"role": role, "label": label, **labels}, replica, ("marked",)))
 
     def _allocate(self) -> torch.Tensor:
@@ -162,13 +161,18 @@ class _Variants:
             return torch.zeros(elements, device=self._world.device)
         return self._channel.allocate(elements, torch.float32, self._world.device)
 
-    def _run(self, what: str, budget_s: float, sweep: _Sweep | None = None) -> None:
+    def _run(self, what: str, budget_s: float, sweep: Sequence[_Messages] = ()) -> None:
         effort, num_parts = self._settings.amount, 2 if self._settings.confirms else 1
         report = follow(self._world, what, int(what == "confirming"), num_parts)
         pace = Pace(budget_s, min_iters=effort.min_rounds, max_iters=effort.max_rounds, warmup=4)
-        # A few sizes after each step: a message in a step finds threads asleep and caches full of other data.
-        after = None if sweep is None else sweep.run_part
-        self._bench.run(pace, self._settings.iters, report=report, after=after)
+
+        # A few sizes after each step: a message in a step finds threads asleep and caches full of other data. Which,
+        # changes from round to round.
+        def send_some(place: int, num_places: int, repetition: int) -> None:
+            for messages in (one for i, one in enumerate(sweep) if (i + repetition) % num_places == place):
+                time_once(messages, self._bench.meeting, repetition)
+
+        self._bench.run(pace, self._settings.iters, report=report, after=send_some)
 
 
 class _Disturbance(Probe):
@@ -242,62 +246,55 @@ def _note_end(span: list[float]) -> None:
     span[1] = span[1] or time.perf_counter()
 
 
-class _Sweep:
-    """The wrapper's own messages, from small to all gradients at once; pairs; and what else a step sends. `memory` is
-    where the wrapper's buckets would lie, and `extra` a collective and its bytes, 0 for none."""
+class _Messages(Timed):
+    """Messages of a wrapper that leave together; what they carry is not checked."""
 
-    def __init__(
-        self, channel: Channel, world: World, control: dist.ProcessGroup, memory: torch.Tensor, extra: tuple[str, int]
-    ) -> None:
-        self._channel, self._world, self._control = channel, world, control
-        where: dict[str, Any] = {"backend": world.backend, "device": world.device.type, "world_size": world.world_size}
-        where["dtype"] = "float32"
-        # How each becomes a record, the collective, its messages, and its seconds.
-        self._tasks: list[tuple[Callable[..., Record], str, Sequence[torch.Tensor], list[float]]] = []
-        if world.world_size == 1:
-            return
-        single = partial(CollectiveRecord, op="sum", **where)
-        sizes, size = [memory.nbytes // 4 * 4], _SMALLEST_BYTES
-        while size < memory.nbytes * 0.75:
-            sizes.append(size)
-            size *= 4 if size < 64 << 10 else 2
-        for size in sorted(sizes):
-            record = partial(single, collective="all_reduce", num_bytes=size)
-            self._tasks.append((record, "all_reduce", [memory[: size // 4]], []))
-        for size in (size for size in _PAIR_BYTES if 2 * size <= memory.nbytes):
-            pair = partial(ChunksRecord, total_bytes=2 * size, chunk_bytes=size, **where)
-            self._tasks.append((pair, "all_reduce", torch.split(memory[: size // 2], size // 4), []))
-        collective, num_bytes = extra
-        if num_bytes:
-            record = partial(single, collective=collective, num_bytes=num_bytes, note="buffers")
-            self._tasks.append((record, collective, [torch.zeros(max(1, num_bytes // 4), device=world.device)], []))
+    def __init__(self, channel: Channel, parts: Sequence[torch.Tensor], record: Callable[..., Record]) -> None:
+        self._channel, self._parts, self.device, self.num_elements = channel, parts, channel.device, 0
+        self.record, self.timing = record, Timing()
 
-    def run_part(self, place: int, num_places: int, repetition: int) -> None:
-        """The part of a round that belongs to one of its places; which, changes from round to round."""
-        for index, (_, collective, parts, times) in enumerate(self._tasks):
-            if (index + repetition) % num_places == place:
-                times.append(self._time(collective, parts))
-
-    def _time(self, collective: str, parts: Sequence[torch.Tensor]) -> float:
-        device = self._world.device
-        for part in parts:
+    def prepare(self, repetition: int) -> None:
+        for part in self._parts:
             part.fill_(1.0)  # a bucket was written just before it leaves
-        synchronize(device)
-        dist.barrier(group=self._control)
-        begin_s = time.perf_counter()
-        if collective == "broadcast":
-            dist.broadcast(parts[0], 0, self._channel.group)
-        else:
-            works = [self._channel.start_sum(part) for part in parts]
-            for work in works:
-                self._channel.wait(work, "a timed message")
-        synchronize(device)
-        return time.perf_counter() - begin_s
 
-    def build_records(self, num_warmup: int) -> list[Record]:
-        return [
-            record(timing=build_samples(self._world.share(times), num_warmup)) for record, _, _, times in self._tasks
-        ]
+    def call(self) -> None:
+        works = [self._channel.start_sum(part) for part in self._parts]
+        for work in works:
+            self._channel.wait(work, "a timed message")
+
+    def check(self, repetition: int) -> int:
+        return 0
+
+
+class _Broadcast(_Messages):
+    def call(self) -> None:
+        dist.broadcast(self._parts[0], 0, self._channel.group)
+
+
+def _build_sweep(world: World, channel: Channel, memory: torch.Tensor, wrapper: str, buffers: int) -> list[_Messages]:
+    """From small messages to all gradients at once, in `memory`, where the wrapper's buckets would lie; pairs; and what
+    the wrapper adds to each step for this many bytes of buffers."""
+    if world.world_size == 1:
+        return []
+    where: dict[str, Any] = {"backend": world.backend, "device": world.device.type, "world_size": world.world_size}
+    where["dtype"] = "float32"
+    single, pair = partial(CollectiveRecord, op="sum", **where), partial(ChunksRecord, **where)
+    sizes, size = [memory.nbytes // 4 * 4], _SMALLEST_BYTES
+    while size < memory.nbytes * 0.75:
+        sizes.append(size)
+        size *= 4 if size < 64 << 10 else 2
+    sweep = []
+    for size in sorted(sizes):
+        record = partial(single, collective="all_reduce", num_bytes=size)
+        sweep.append(_Messages(channel, [memory[: size // 4]], record))
+    for size in (size for size in _PAIR_BYTES if 2 * size <= memory.nbytes):
+        parts = torch.split(memory[: size // 2], size // 4)
+        sweep.append(_Messages(channel, parts, partial(pair, total_bytes=2 * size, chunk_bytes=size)))
+    if buffers:
+        kind, collective = (_Broadcast, "broadcast") if wrapper == "torch" else (_Messages, "all_reduce")
+        record = partial(single, collective=collective, num_bytes=buffers, note="buffers")
+        sweep.append(kind(channel, [torch.zeros(max(1, buffers // 4), device=world.device)], record))
+    return sweep
 
 
 class EmulatedNetwork:

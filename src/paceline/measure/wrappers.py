@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -93,11 +93,13 @@ def measure_wrappers(settings: WrapperSettings) -> Measured:
     return run_cells(settings, settings.models, str, measure)
 
 
-class _Memory(Probe):
-    """What a replica and its wrapper hold between steps, and what a step adds at its peak; on GPUs alone."""
+class _Findings(Probe):
+    """What this rank finds of one replica: the parameters that changed differently than under torch's wrapper, and on
+    GPUs what it and its wrapper hold between steps, and what a step adds at its peak."""
 
-    def __init__(self, device: torch.device, held_bytes: int) -> None:
-        self._device, self.held_bytes, self.peak_step_bytes, self._num_steps = device, held_bytes, 0, 0
+    def __init__(self, replica: Replica, held_bytes: int) -> None:
+        self.replica, self._device, self.held_bytes = replica, replica.device, held_bytes
+        self.peak_step_bytes = self.num_wrong = self._num_steps = 0
 
     def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:
         if self._device.type == "cuda":
@@ -115,21 +117,6 @@ class _Memory(Probe):
             self._num_steps += 1
 
 
-@dataclass(kw_only=True)
-class _Wrapped(Variant):
-    """A wrapper on a backend. `num_wrong` are the parameters that changed differently than under torch's wrapper."""
-
-    wrapper: str
-    group: Group
-    wrapping: Wrapping
-    num_wrong: int = 0
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        assert self.replica is not None
-        return list(self.replica.model.parameters())
-
-
 class _Cell:
     """One model on the first n ranks: every wrapper on every backend. Ranks outside take part in the waiting only."""
 
@@ -138,27 +125,27 @@ class _Cell:
         self.workload, self.batch_size = WORKLOADS[model], settings.batch_of(model)
         self.is_in, self.is_low = world.rank < groups[0].world_size, settings.dtype == "bfloat16"
         self.labels = {"model": model, "precision": PRECISIONS[settings.dtype], "batch_size": self.batch_size}
-        self.labels["num_parameters"] = self.workload.num_parameters
+        self.labels |= {"num_parameters": self.workload.num_parameters, "num_bytes": 4 * self.workload.num_elements}
 
     def measure(self, report: Report) -> list[StepRecord]:
         self._check_gpu_memory()
         with StepBench(self.world, self.labels) as bench:
             variants = [
-                self._add(bench, group, wrapper, wrapping)
+                (group, self._add(bench, group, wrapper, wrapping))
                 for group in self.groups
                 for wrapper, wrapping in self._find_wrappings(group).items()
             ]
             asked = self.settings.iters, self.settings.warmup
             bench.run(_PACE, *asked, report, end_warmup=lambda: self._compare_with_torch(bench.num_warmup, variants))
-            return [self._build_record(bench, variant) for variant in variants]
+            return [self._build_record(bench, group, variant) for group, variant in variants]
 
-    def _add(self, bench: StepBench, group: Group, wrapper: str, wrapping: Wrapping, kind: str = "marked") -> _Wrapped:
-        labels = {"wrapper": wrapper, "backend": group.backend, "world_size": group.world_size, "note": wrapping.note}
-        variant = _Wrapped(labels, None, (kind,), wrapper=wrapper, group=group, wrapping=wrapping)
+    def _add(self, bench: StepBench, group: Group, wrapper: str, wrapping: Wrapping, kind: str = "marked") -> Variant:
+        labels = {"wrapper": wrapper, "backend": group.backend, "world_size": group.world_size}
+        labels |= {"configuration": wrapping.configuration, "note": wrapping.note}
+        variant = bench.add(Variant(labels, None, (kind,)))
         if self.is_in:
             variant.replica, held_bytes = self._build_replica(group, wrapping)
-            variant.probe = _Memory(group.device, held_bytes)
-        bench.add(variant)
+            variant.probe = _Findings(variant.replica, held_bytes)
         return variant
 
     def _build_replica(self, group: Group, wrapping: Wrapping) -> tuple[Replica, int]:
@@ -233,39 +220,37 @@ class _Cell:
         note = f"fastest of {len(candidates)} in {records[0].timing.count} rounds: {text}"
         return replace(candidates[medians.index(min(medians))], note=note)
 
-    def _compare_with_torch(self, num_steps: int, variants: Sequence[_Wrapped]) -> None:
+    def _compare_with_torch(self, num_steps: int, variants: Sequence[tuple[Group, Variant]]) -> None:
         """Count, in each replica, the parameters that changed differently than under torch's wrapper. After the
         warm-ups: later, rounding alone can lead replicas far apart."""
         for group in self.groups if self.is_in and num_steps else ():
-            mine = {v.wrapper: v for v in variants if v.group is group and v.wrapper != "bare"}
+            mine = {v.labels["wrapper"]: cast(_Findings, v.probe) for of, v in variants if of is group}
             reference = mine.get("torch") or mine.get("torch-tuned")
             if reference is None:
                 continue
             start = list(build_module(self.model, _SEED, group.device).parameters())
             tolerance = _COARSE_TOLERANCE if self.is_low or group.device.type == "cuda" else _TOLERANCE
-            for variant in mine.values():
-                if variant is not reference:
-                    variant.num_wrong = count_wrong_parameters(
-                        variant.parameters, start, reference.parameters, group.data, num_steps, tolerance
-                    )
+            for wrapper, found in mine.items():
+                if wrapper != "bare" and found is not reference:
+                    params = found.replica.parameters, start, reference.replica.parameters
+                    found.num_wrong = count_wrong_parameters(*params, group.data, num_steps, tolerance)
 
-    def _build_record(self, bench: StepBench, variant: _Wrapped) -> StepRecord:
+    def _build_record(self, bench: StepBench, group: Group, variant: Variant) -> StepRecord:
         """The record, with the parameters checked to be equal on all ranks."""
-        mine, is_checked = None, variant.wrapper != "bare"
-        if variant.replica is not None:
-            params, memory = variant.parameters, variant.probe
-            assert isinstance(memory, _Memory)
-            unequal = count_wrong_parameters(params, params, None, variant.group.data, 0, 0.0) if is_checked else 0
-            plan = getattr(variant.replica.model, "plan", None) if variant.wrapper.startswith("paceline") else None
+        mine, wrapper = None, variant.labels["wrapper"]
+        if self.is_in:
+            found = cast(_Findings, variant.probe)
+            params = found.replica.parameters
+            unequal = count_wrong_parameters(params, params, None, group.data, 0, 0.0) if wrapper != "bare" else 0
+            plan = getattr(found.replica.model, "plan", None) if wrapper.startswith("paceline") else None
             buckets = f", {len(plan.buckets)} buckets: {plan.rule}" if plan is not None else ""
-            counts = max(variant.num_wrong, unequal), len(params), memory.held_bytes, memory.peak_step_bytes
-            mine = *counts, variant.wrapping.configuration + buckets
+            counts = max(found.num_wrong, unequal), len(params), found.held_bytes, found.peak_step_bytes
+            mine = *counts, variant.labels["configuration"] + buckets
         answers = [of_rank for of_rank in self.world.share(mine) if of_rank is not None]
         wrong, checked, held, peaks, configurations = zip(*answers, strict=True)
-        found: dict[str, Any] = {"num_wrong": sum(wrong), "num_checked": sum(checked)} if is_checked else {}
-        found |= {"held_bytes": max(held), "peak_step_bytes": max(peaks), "configuration": configurations[0]}
-        record = bench.build_record(variant, device=variant.group.device.type, **found)
-        return replace(record, num_bytes=4 * self.workload.num_elements)
+        more: dict[str, Any] = {"held_bytes": max(held), "peak_step_bytes": max(peaks)}
+        more |= {"num_wrong": sum(wrong), "num_checked": sum(checked)} if wrapper != "bare" else {}
+        return bench.build_record(variant, configuration=configurations[0], **more)
 
 
 def build_candidates(module: nn.Module, ours: Plan | None) -> list[Wrapping]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, refuse
 from paceline.machine import canonical_backend
+from paceline.measure.settings import check_names
 from paceline.records.store import Run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, find_place, open_session
@@ -98,34 +99,45 @@ def finish(
     return result
 
 
-class OwnJob:
-    """A user's own module and step, or a factory of both. `where`: backend, device and threads, for `join_world`."""
-
-    def __init__(self, model: Any, step: Callable[[Any], Any] | None, wrapper: str, job: dict[str, Any], **where: Any):
-        is_module, kind = hasattr(model, "named_parameters"), type(model).__name__
-        is_alone = is_module and step is None
-        refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
-        refuse(
-            (is_module != (step is not None) or not callable(step or model),
-             f"model is {kind} and step is {type(step).__name__}: pass a module and a function "
-             "step(model), a factory that returns both, or the name of a built-in model"),
-            (job, f"{', '.join(job)}: options of a model by name; your own job decides them itself"),
-        )  # fmt: skip
-        self.model, self.step, self.wrapper, self.is_pair = model, step, wrapper, is_module
-        self.name = kind if is_module else getattr(model, "__name__", "factory")
-        self.where = where | {"backend": canonical_backend(where["backend"])}
-
-    def open(self, verb: str, ranks: int, here: bool, out: Place, progress: bool | None) -> Any:
-        """The session of the job, in this process (`here`), or on ranks to which the factory is sent."""
-        if self.is_pair and self.where["device"] == "auto":
-            self.where["device"] = next((str(param.device) for param in self.model.parameters()), "auto")
-        if here and self.where["threads"] is None and "torch" in sys.modules:
-            self.where["threads"] = sys.modules["torch"].get_num_threads()  # the user's own choice
-        if not here and find_place() is None:
-            try:
-                pickle.dumps(self.model)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                what = f"the factory {self.name} cannot be sent to another process ({error})"
-                raise ConfigError(f"{what}: define it at the top level of a module", code="not-picklable") from None
-        config = {"model": self.name, "ranks": ranks, "wrapper": self.wrapper, **self.where}
-        return open_session(verb, config, ranks=ranks, out=out, progress=progress, here=here)
+def open_job(
+    verb: str, model: Any, step: Callable[[Any], Any] | None, ranks: Counts | None, job: dict[str, Any], out: Place,
+    progress: bool | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The session of a job, and what says on its ranks which job it is: the settings of one of ours, by default on two
+    ranks; or a user's own model and step, its wrapper, and the options of `join_world`. A module stays in this process;
+    a factory, too, unless it is sent to a requested number of ranks."""
+    if isinstance(model, str):
+        refuse((step is not None, f"model {model!r} with a step: a model by name has its own; pass a module with it"))
+        settings = build_settings(model=model, ranks=choose_world(ranks, 2), **job)
+        return open_session(verb, settings.to_json(), ranks=settings.ranks, out=out, progress=progress), settings
+    is_module, kind, place = hasattr(model, "named_parameters"), type(model).__name__, find_place()
+    wrapper, where = job.pop("wrapper"), {name: job.pop(name) for name in ("backend", "device", "threads")}
+    is_alone, name = is_module and step is None, kind if is_module else getattr(model, "__name__", "factory")
+    world_size = place.world_size if place is not None else 1
+    refuse((is_alone, f"{kind} without a step: pass step(model), one forward and backward"), code="no-step")
+    check_names("wrapper", (wrapper,), ("paceline", "torch", "none"))
+    counts = (world_size,) if ranks is None else list_counts(ranks)
+    here = is_module or ranks is None or world_size > 1
+    what = "a module stays in its process" if is_module else f"this process is one of {world_size} ranks"
+    refuse(
+        (is_module != (step is not None) or not callable(step or model),
+         f"model is {kind} and step is {type(step).__name__}: pass a module and a function "
+         "step(model), a factory that returns both, or the name of a built-in model"),
+        (job, f"{', '.join(job)}: options of a model by name; your own job decides them itself"),
+        (len(counts) != 1, f"ranks={ranks}: one number of ranks is needed"),
+        (here and counts != (world_size,), f"ranks={ranks}: {what}; pass a factory of (model, step) in a plain one"),
+    )  # fmt: skip
+    where["backend"] = canonical_backend(where["backend"])
+    if is_module and where["device"] == "auto":
+        where["device"] = next((str(param.device) for param in model.parameters()), "auto")
+    if here and where["threads"] is None and "torch" in sys.modules:
+        where["threads"] = sys.modules["torch"].get_num_threads()  # the user's own choice
+    if not here and place is None:
+        try:
+            pickle.dumps(model)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            what = f"the factory {name} cannot be sent to another process ({error})"
+            raise ConfigError(f"{what}: define it at the top level of a module", code="not-picklable") from None
+    config = {"model": name, "ranks": counts[0], "wrapper": wrapper, **where}
+    opened = open_session(verb, config, ranks=counts[0], out=out, progress=progress, here=here)
+    return opened, (model, step, wrapper, where)

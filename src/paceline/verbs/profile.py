@@ -12,7 +12,7 @@ from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.runtime.session import find_place, open_session
 from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings
-from paceline.verbs.jobs import Counts, OwnJob, Place, build_settings, choose_world, choose_worlds, finish, list_counts
+from paceline.verbs.jobs import Counts, Place, build_settings, choose_worlds, finish, list_counts, open_job
 
 if TYPE_CHECKING:
     from paceline.report.profiles import CommTableResult, ComparisonResult, ProfileResult, TraceResult
@@ -44,27 +44,25 @@ def profile(
     if kind == "trace":
         return trace(model, step, ranks=ranks, warmup=warmup, out=out, progress=progress, **job)
     check_counts(iters=iters, warmup=warmup)
-    verb, is_named = "profile" if kind == "all" else f"profile {kind}", isinstance(model, str)
+    verb, is_named, sizes = "profile" if kind == "all" else f"profile {kind}", isinstance(model, str), tuple[int, ...]()
     if is_named and kind == "phases":
         size, counts = job.pop("batch_size", None), choose_worlds(ranks, 2)
         sizes = list_counts(DEFAULT_BATCH_SIZE if size is None else size, "batch_size")
-        jobs = [build_settings(model=model, ranks=count, batch_size=sizes[0], **job) for count in counts]
+        jobs: list[Any] = [build_settings(model=model, ranks=n, batch_size=b, **job) for n in counts for b in sizes]
         config = jobs[0].to_json() | {"batch_sizes": list(sizes), "ranks": list(counts)}
-        with open_session(verb, config, ranks=max(counts), out=out, progress=progress) as session:
-            records: list[Any] = []
-            for number, settings in enumerate(jobs):
-                before, after = (count * len(sizes) for count in (number, len(counts) - number - 1))
-                arguments = (settings, sizes, iters, warmup, before, after)
-                records += session.ask(_ROOM + "measure_phases", arguments, ranks=settings.ranks)
-            return finish(session, records)
-    if is_named and kind == "layers":
-        given: Any = _build_bare(model, job | {"ranks": ranks})
-        opened: Any = open_session(verb, given.to_json(), out=out, progress=progress)
-        iters, warmup = iters or 20, 3 if warmup is None else warmup
+        opened: Any = open_session(verb, config, ranks=max(counts), out=out, progress=progress)
+    elif is_named and kind == "layers":
+        jobs = [_build_bare(model, job | {"ranks": ranks})]
+        opened = open_session(verb, jobs[0].to_json(), out=out, progress=progress)
     else:
-        opened, given = _open_job(verb, model, step, ranks, job, out, progress)
+        opened, given = open_job(verb, model, step, ranks, job, out, progress)
+        jobs = [given]
     with opened as session:
-        return finish(session, session.ask(_ROOM + "measure_profile", (given, kind, iters, warmup)))
+        records: list[Any] = []
+        for number, given in enumerate(jobs):
+            arguments = (given, kind, iters, warmup, number, len(jobs), max(sizes, default=0))
+            records += session.ask(_ROOM + "measure_profile", arguments, getattr(given, "ranks", None))
+        return finish(session, records)
 
 
 def trace(
@@ -82,7 +80,7 @@ def trace(
     check_counts(steps=steps, warmup=warmup)
     extras = tuple(name for name, is_on in (("memory", memory), ("shapes", shapes)) if is_on)
     job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
-    opened, given = _open_job("profile trace", model, step, ranks, job, out, progress)
+    opened, given = open_job("profile trace", model, step, ranks, job, out, progress)
     with opened as session:
         arguments = (given, 3 if warmup is None else warmup, steps, extras, session.place is not None)
         traces, facts = session.ask("paceline.measure.traces:trace_job", arguments)
@@ -155,29 +153,6 @@ def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
         (accumulate not in (None, 1), f"--accumulate {accumulate}: layers are timed over one micro-batch"),
     )
     return build_settings(model=model, wrapper="none", **job)
-
-
-def _open_job(
-    verb: str, model: Any, step: Any, ranks: Counts | None, job: dict[str, Any], out: Place, progress: bool | None
-) -> tuple[Any, Any]:
-    """The session of a job, and what says on its ranks which job it is."""
-    if isinstance(model, str):
-        settings = build_settings(model=model, ranks=choose_world(ranks, 2), **job)
-        opened = open_session(verb, settings.to_json(), ranks=settings.ranks, out=out, progress=progress)
-        return opened, settings
-    wrapper, where = job.pop("wrapper"), {name: job.pop(name) for name in ("backend", "device", "threads")}
-    own, place = OwnJob(model, step, wrapper, job, **where), find_place()
-    check_names("wrapper", (wrapper,), ("paceline", "torch", "none"))
-    world_size = place.world_size if place is not None else 1
-    counts = (world_size,) if ranks is None else list_counts(ranks)
-    # A factory can go to ranks that are started for it; a module stays.
-    here = own.is_pair or ranks is None or world_size > 1
-    what = "a module stays in its process" if own.is_pair else f"this process is one of {world_size} ranks"
-    refuse(
-        (len(counts) != 1, f"ranks={ranks}: a profile is of one number of ranks"),
-        (here and counts != (world_size,), f"ranks={ranks}: {what}; pass a factory of (model, step) in a plain one"),
-    )
-    return own.open(verb, counts[0], here, out, progress), (model, step, wrapper, own.where)
 
 
 def _load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[Any]:

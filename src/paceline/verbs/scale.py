@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from paceline import machine
 from paceline.errors import LaunchError, refuse
-from paceline.measure.scale_settings import BatchSettings, LargeBatchSettings, ScaleSettings, Setup, StudySettings
-from paceline.measure.settings import check_counts
+from paceline.measure.settings import (
+    BatchSettings,
+    LargeBatchSettings,
+    ScaleSettings,
+    Setup,
+    StudySettings,
+    check_counts,
+)
 from paceline.predict.networks import find_networks
 from paceline.records import BatchRecord, LargeBatchRecord, Record, StepRecord
-from paceline.records.store import STUDY_FILE, Run, Study, load_run
+from paceline.records.store import Run, Study, load_run
 from paceline.runtime.environment import is_launched, read_place
 from paceline.runtime.session import Session, Task, open_session
 from paceline.training.recipes import NO_RECIPE, Recipe
@@ -60,27 +66,22 @@ def _measure_batch(session: Session, settings: BatchSettings, at_once: int = 1) 
         record = next(record for record in records if isinstance(record, BatchRecord))
         return record.failure or f"{record.samples_per_s:.0f} samples/s"
 
-    def on_death(error: LaunchError, size: int) -> list[Record] | None:
-        return build_killed(settings.job, size) if error.code == "killed" else None
-
-    tasks = [
-        Task(f"batch size {size}", _ROOM + "measure_batch",
-             (dataclasses.replace(settings.job, batch_size=size), settings.epochs),
-             on_death=functools.partial(on_death, size=size))
-        for size in settings.batch_sizes
-    ]  # fmt: skip
+    tasks = []
+    for size in settings.batch_sizes:
+        job = dataclasses.replace(settings.job, batch_size=size)
+        on_death, arguments = functools.partial(build_killed, job, size), (job, settings.epochs)
+        tasks.append(Task(f"batch size {size}", _ROOM + "measure_batch", arguments, on_death=on_death))
     return session.run(tasks, describe)
 
 
-def build_killed(job: TrainSettings, batch_size: int) -> list[Record]:
+def build_killed(job: TrainSettings, size: int, error: LaunchError) -> list[Record] | None:
     """The row of a batch size at which the kernel killed the process."""
-    return [
-        BatchRecord(
-            model=job.model, data=parse_data(job.data)[0], device=job.device, precision=job.precision,
-            threads=job.threads or 1, batch_size=batch_size, num_samples=batch_size, num_steps=1,
-            failure="killed, as by the kernel when memory is exhausted",
-        )
-    ]  # fmt: skip
+    record = BatchRecord(
+        model=job.model, data=parse_data(job.data)[0], device=job.device, precision=job.precision,
+        threads=job.threads or 1, batch_size=size, num_samples=size, num_steps=1,
+        failure="killed, as by the kernel when memory is exhausted",
+    )  # fmt: skip
+    return [record] if error.code == "killed" else None
 
 
 def ranks(
@@ -202,7 +203,7 @@ def _build_large_batch(
 def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once: int = 1) -> list[Record]:
     def describe(records: Sequence[Record]) -> str:
         record = next(record for record in records if isinstance(record, LargeBatchRecord))
-        return record.failure or f"test accuracy {record.test_accuracy:.2%}"
+        return record.failure or f"test accuracy {record.curve[-1].test_accuracy:.2%}"
 
     num_samples, has_norm = session.ask(_ROOM + "survey_job", (settings.job,), settings.job.ranks)
     settings.check_norms(has_norm)
@@ -242,9 +243,14 @@ def report(
     with open_session(
         "scale report", {}, ranks=most, out=out, resume=resume, progress=progress, can_resume=True
     ) as session:
-        if settings:
-            _keep_command_line(session)
-            parts = [_make_part(session, name, each) for name, each in settings.items()]
+        for name, each in settings.items():
+            verb, config = f"scale {name}", each.to_json()
+            if session.folder is None:
+                opened = open_session(verb, config, ranks=session.ranks, progress=session.progress)
+            else:
+                opened = session.open_part(name, verb, config, same_machine=each.is_timed)
+            with opened as study:  # one that is resumed has its own settings
+                parts.append(_finish(study, name, type(each).from_json(study.config)))
         if session.is_finished and session.folder is not None:
             run = load_run(session.folder)
         else:
@@ -254,25 +260,6 @@ def report(
         result = ReportResult(run, session.folder, parts)
         session.write(result)
         return result
-
-
-def _make_part(session: Session, name: str, settings: StudySettings) -> Any:
-    """One of the studies, unless it is finished; one that is resumed has its own settings."""
-    verb, config = f"scale {name}", settings.to_json()
-    if session.folder is None:
-        opened = open_session(verb, config, ranks=session.ranks, progress=session.progress)
-    else:
-        opened = session.open_part(name, verb, config, same_machine=settings.is_timed)
-    with opened as part:
-        return _finish(part, name, type(settings).from_json(part.config))
-
-
-def _keep_command_line(session: Session) -> None:
-    """A part that a resumed report starts belongs to the command that started the report."""
-    folders = [] if session.folder is None else [session.folder / name for name in STUDIES]
-    begun = next((folder for folder in folders if (folder / STUDY_FILE).exists()), None)
-    if begun is not None and (command_line := Study.load(begun, f"scale {begun.name}").command_line):
-        session.environment = dataclasses.replace(session.environment, command_line=command_line)
 
 
 # How each study is built from the arguments of its verb, and measured.

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 from paceline.errors import refuse
 from paceline.predict.tuning import TuneSettings
 from paceline.runtime.environment import is_launched
-from paceline.runtime.session import open_session
-from paceline.training.settings import takes_cap_lists
-from paceline.verbs.jobs import OwnJob, Place, Sizes, build_settings, choose_world, finish, list_sizes
+from paceline.training.settings import TrainSettings, takes_cap_lists
+from paceline.verbs.jobs import Place, Sizes, choose_world, finish, list_sizes, open_job
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.report.tuning import TuneResult
+    from paceline.report.predictions import TuneResult
 
 # A small batch: buckets matter where there is little arithmetic to hide them.
 JOB_DEFAULTS = {"batch_size": 4}
@@ -44,31 +43,21 @@ def tune(
         iters=iters, network=network, network_ranks=8 if network_ranks is None else network_ranks,
         takes_lists=wrapper != "torch" or takes_cap_lists(),
     )  # fmt: skip
-    where = {"backend": backend, "device": device, "threads": threads}
-    own = None if isinstance(model, str) else OwnJob(model, step, wrapper, job, **where)
+    job |= {"wrapper": wrapper, "backend": backend, "device": device, "threads": threads}
     refuse(
-        (own is not None and own.is_pair and not is_launched() and network is None,
+        (not isinstance(model, str) and callable(step) and not is_launched() and network is None,
          "a module and its step are tuned in a launched world: start this program with torchrun, or pass a factory "
          "that returns (model, step), which is started on local ranks"),
         code="not-launched",
     )  # fmt: skip
     count = choose_world(ranks, 2 if network is None else 1)
     settings.check(count)
-    arguments: tuple[Any, ...]
-    if own is not None:
-        opened = own.open("tune", count, own.is_pair, out, progress)
-        arguments = settings, (model, step, wrapper, own.where)
-    else:
+    if isinstance(model, str):
         job = JOB_DEFAULTS | {name: value for name, value in job.items() if value is not None}
-        train = build_settings(model=model, ranks=count, wrapper=wrapper, **where, **job)
-        parts = train.batches.accumulate
-        refuse(
-            (step is not None, f"model {model!r} with a step: a model by name has its own; pass a module with a step"),
-            (parts != 1, f"--accumulate {parts}: gradients travel with the last micro-batch alone; tune without it"),
-        )
-        opened = open_session("tune", train.to_json(), ranks=count, out=out, progress=progress)
-        arguments = settings, train
+    opened, given = open_job("tune", model, step, count, job, out, progress)
+    parts = given.batches.accumulate if isinstance(given, TrainSettings) else 1
+    refuse((parts != 1, f"--accumulate {parts}: gradients travel with the last micro-batch alone; tune without it"))
     with opened as session:
-        records, gradients, default_plan = session.ask("paceline.measure.tuning:tune_job", arguments)
+        records, gradients, default_plan = session.ask("paceline.measure.tuning:tune_job", (settings, given))
         session.config |= settings.to_json(gradients, default_plan)
         return cast("TuneResult", finish(session, records))
