@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure import steps
 from paceline.measure.engine import Pace, Report, build_samples, follow
-from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Replica, StepBench, TrainingJob, Variant
+from paceline.measure.steps import MeasuredJob, OwnJob, OwnModel, OwnStep, Replica, StepBench, TrainingJob, Variant
 from paceline.parallel.backward import find_tensors
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, StepRecord
 from paceline.runtime.session import Progress
@@ -37,7 +37,7 @@ _OUTSIDE = -1
 
 Block = tuple[str, nn.Module]
 # A job of ours; or a user's own module and step, or a factory of both, with a wrapper and the options of `join_world`.
-Given = TrainSettings | tuple[nn.Module | Callable[[], Any], OwnStep | None, str, dict[str, Any]]
+Given = TrainSettings | tuple[OwnModel, OwnStep | None, str, dict[str, Any]]
 
 
 class Seen(NamedTuple):
