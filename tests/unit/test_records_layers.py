@@ -31,9 +31,8 @@ def build_profile(**changes):
     return LayerProfileRecord(**{**fields, **changes})
 
 
-def test_the_timeline_adds_up_bytes_in_ready_order():
+def test_bytes_and_ready_times_of_blocks_follow_from_their_parameters():
     record = build_profile()
-    assert record.timeline == ((pytest.approx(0.2), 8), (pytest.approx(0.3), 12), (0.9, 52))
     assert record.num_bytes == 68
     assert [p.name for p in record.unused] == ["spare"]
     assert record.ready_of("embed") == 0.9
@@ -122,4 +121,4 @@ def test_a_broken_profile_is_refused(field, value, reason):
 def test_derived_numbers_are_not_stored():
     document = record_to_json(build_profile())
     assert document["parameters"][2]["ready_s"] == (0.9, 0.9)
-    assert not {"timeline", "num_bytes", "step_cost", "outside", "index", "parts"} & set(document)
+    assert not {"num_bytes", "step_cost", "outside", "index", "parts"} & set(document)

@@ -34,13 +34,11 @@ def test_epoch_step_and_rate_of_a_batch_size_follow_from_the_epochs(rng, batch_s
     assert record.epoch_s == middle_s
     assert record.step_s / batch_size == pytest.approx(middle_s / num_samples)
     assert record.samples_per_s * middle_s == pytest.approx(num_samples)
-    assert record.data_wait_s == sorted(row[0] for row in record.data_wait.seconds)[1]
 
 
 def test_a_batch_that_does_not_fit_has_no_times():
     record = make_batch(make_rng(), 64, failure="out of memory")
-    found = (record.epoch_s, record.step_s, record.samples_per_s, record.data_wait_s)
-    assert found == (None,) * 4
+    assert (record.epoch_s, record.step_s, record.samples_per_s) == (None,) * 3
     assert record_from_json(record_to_json(record)) == record
 
 
@@ -74,11 +72,9 @@ def test_a_sweep_in_which_nothing_fits_has_no_knee():
 # -- large batches -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_judged_by_its_last_evaluation():
+def test_a_run_survives_json_whether_it_failed_or_not():
     run = make_run(accuracy=0.8)
-    assert run.test_accuracy == 0.8
     failed = replace(run, failure="loss is nan")
-    assert failed.test_accuracy is None
     for each in (run, failed, replace(failed, curve=())):
         assert record_from_json(record_to_json(each)) == each
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError, MeasurementError, suggest
 from paceline.records import CollectiveRecord
-from paceline.records.samples import Samples, Summary, quantile
+from paceline.records.samples import Samples, Summary, group_by, quantile
 from paceline.units import MIB, format_bytes
 
 ALGORITHMS = ("auto", "ring", "tree", "two-level", "gloo", "shared")
@@ -233,11 +233,8 @@ def fit_line(points: Iterable[tuple[int, float]]) -> FamilyCurve:
 def fit_collectives(records: Sequence[CollectiveRecord]) -> list[tuple[CollectiveRecord, FamilyCurve]]:
     """One line per curve (collective, backend, device, ranks, dtype, op), with a record of it for its labels. A curve
     of one size or rank, or one whose times do not grow, has no line and is left out."""
-    curves: dict[object, list[CollectiveRecord]] = {}
-    for record in (record for record in records if record.world_size > 1):
-        curves.setdefault(record.key, []).append(record)
     fits = []
-    for curve in curves.values():
+    for curve in group_by((record for record in records if record.world_size > 1), lambda record: record.key).values():
         with contextlib.suppress(MeasurementError):
             fits.append((curve[0], fit_line((record.num_bytes, record.time_s) for record in curve)))
     return fits

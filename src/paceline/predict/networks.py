@@ -12,7 +12,6 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 from paceline.errors import ConfigError, MeasurementError, RecordError, refuse, suggest
 from paceline.machine import canonical_backend
@@ -20,7 +19,7 @@ from paceline.predict import curves
 from paceline.predict.curves import CostCurve, FamilyCurve
 from paceline.predict.simulate import SERVERS
 from paceline.records import CollectiveRecord
-from paceline.records.samples import Samples
+from paceline.records.samples import Samples, group_by
 from paceline.units import format_duration, format_rate
 
 _CUSTOM = re.compile(r"(\d+(?:\.\d+)?)([kMGT]?)(b|bit|B)/s,(\d+(?:\.\d+)?)(ns|us|µs|ms|s)")
@@ -143,7 +142,7 @@ class AssumedFabric:
         found = _on(slower, flat, world_size)
         return curves.choose_best([found, two_level]) if asked == "auto" and per_node > 1 else found
 
-    def draw(self, source: random.Random) -> Self:
+    def draw(self, source: random.Random) -> AssumedFabric:
         return replace(self, network=self.network.draw(source), inside=self.inside.draw(source))
 
 
@@ -226,7 +225,7 @@ class MeasuredFabric:
 
         return curves.DerivedCurve(estimate_s, plain.explain)
 
-    def draw(self, source: random.Random) -> Self:
+    def draw(self, source: random.Random) -> MeasuredFabric:
         sweeps = {
             count: {size: curves.Resample(source).take(times) for size, times in by_size.items()}
             for count, by_size in self.sweeps.items()
@@ -277,11 +276,8 @@ def build_measured_fabric(
 
 def build_sweeps(records: Sequence[CollectiveRecord]) -> list[MeasuredFabric]:
     """A fabric for each backend, device and dtype that has a curve."""
-    kinds: dict[tuple[str, str, str], list[CollectiveRecord]] = {}
-    for record in (record for record in records if record.collective == "all_reduce"):
-        kinds.setdefault((record.backend, record.device, record.dtype), []).append(record)
-    fabrics = []
-    for kind in kinds.values():
+    reduced, fabrics = (record for record in records if record.collective == "all_reduce"), []
+    for kind in group_by(reduced, lambda record: (record.backend, record.device, record.dtype)).values():
         with contextlib.suppress(RecordError):  # one size, or times that do not grow: no curve
             fabrics.append(build_measured_fabric(kind, None))
     return fabrics

@@ -179,16 +179,6 @@ class LayerProfileRecord(Record):
                 return False
         return True
 
-    @property
-    def timeline(self) -> tuple[tuple[float, int], ...]:
-        """(seconds since backward began, bytes ready by then), one point per gradient, by medians.
-
-        The seconds include the cost of the profiler: divide by `backward_cost.value` to remove it.
-        """
-        used = [(p.median_s, p.num_bytes) for p in self.parameters if p.median_s is not None]
-        ready = itertools.accumulate(num_bytes for _, num_bytes in used)
-        return tuple((time_s, total) for (time_s, _), total in zip(used, ready, strict=True))
-
     def parameters_of(self, block: str) -> tuple[ParameterTimes, ...]:
         """The parameters of a block (for `OUTSIDE`: those in no block), in ready order."""
         return tuple(parameter for parameter in self.parameters if (parameter.block or OUTSIDE) == block)

@@ -148,16 +148,19 @@ class StepRecord(Record):
         return self.global_batch_size / self.timing.median_s
 
     @property
+    def comm_off(self) -> Samples | None:
+        """Steps with communication off, where there is any and they were timed: exposed communication is known."""
+        return self.no_comm if self.world_size > 1 else None
+
+    @property
     def exposed_s(self) -> float:
         """Step time minus the time of the same step with communication off; 0 where noise makes it negative."""
-        if self.world_size == 1 or self.no_comm is None:
-            return 0.0
-        return max(0.0, _median_difference(self.timing, self.no_comm))
+        return 0.0 if self.comm_off is None else max(0.0, _median_difference(self.timing, self.comm_off))
 
     @property
     def compute_s(self) -> float:
         """The step with communication off."""
-        return self.timing.median_s if self.world_size == 1 or self.no_comm is None else self.no_comm.median_s
+        return (self.comm_off or self.timing).median_s
 
     @property
     def overhead(self) -> float:
@@ -167,10 +170,10 @@ class StepRecord(Record):
     @property
     def exposed_noise_s(self) -> float | None:
         """Half the 95 % interval of the exposed seconds; None where there are too few ranks or repetitions."""
-        if self.world_size == 1 or self.no_comm is None:
+        if self.comm_off is None:
             return None
-        ratio = compare_times(self.timing.reduced_s, self.no_comm.reduced_s)
-        return None if ratio.noise is None else ratio.noise * self.no_comm.median_s
+        ratio = compare_times(self.timing.reduced_s, self.comm_off.reduced_s)
+        return None if ratio.noise is None else ratio.noise * self.comm_off.median_s
 
     @property
     def busy_s(self) -> float | None:
@@ -346,9 +349,9 @@ class Straggler:
 def find_straggler(record: StepRecord) -> Straggler | None:
     """The rank that is the slowest in most steps without communication, and far behind: it disturbs the record. None
     where ranks take turns at being the slowest, as those that compute alike do."""
-    if record.no_comm is None or record.world_size < 2 or record.no_comm.num_ranks < 2:
+    if record.comm_off is None or record.comm_off.num_ranks < 2:
         return None
-    rows = record.no_comm.seconds
+    rows = record.comm_off.seconds
     slowest = [max(range(len(row)), key=row.__getitem__) for row in rows]
     rank = statistics.mode(slowest)
     share = slowest.count(rank) / len(rows)

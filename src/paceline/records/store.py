@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import datetime
 import errno
+import itertools
 import json
 import os
 import re
@@ -135,17 +136,14 @@ def load_records(documents: Sequence[Any], version: int) -> tuple[Record, ...]:
 def create_folder(out: str | Path, verb: str) -> Iterator[Path]:
     """A new folder `out/TIME-verb`, made first so that a bad place is reported at once; removed if it stays empty."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    name, number = f"{stamp}-{verb.replace(' ', '-')}", 1
-    path = Path(out) / name
+    name = f"{stamp}-{verb.replace(' ', '-')}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            path = Path(out) / (name if number == 1 else f"{name}-{number}")
+            with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 break
-            except FileExistsError:
-                number += 1
-                path = Path(out) / f"{name}-{number}"
     except OSError as error:
         raise _cannot_write(out, str(error.strerror)) from None
     try:

@@ -69,10 +69,6 @@ class BatchRecord(Record):
     def samples_per_s(self) -> float | None:
         return None if not self.epoch_s else self.num_samples / self.epoch_s
 
-    @property
-    def data_wait_s(self) -> float | None:
-        return None if self.data_wait is None else self.data_wait.median_s
-
 
 def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
     """The smallest batch size that reaches `KNEE` of the best throughput; None if none was measured."""
@@ -134,11 +130,6 @@ class LargeBatchRecord(Record):
             (not all(map(math.isfinite, values)), f"{place}: a loss or accuracy is NaN or infinite"),
             error=RecordError,
         )
-
-    @property
-    def test_accuracy(self) -> float | None:
-        """At the end of the run; None for one that failed."""
-        return None if self.failure else self.curve[-1].test_accuracy
 
     @property
     def cell(self) -> tuple[str, int, str]:

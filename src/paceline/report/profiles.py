@@ -160,12 +160,13 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     """Bytes ready against the time since backward began, by medians; a mark where the last of each block is ready."""
     figure, axes = new_figure(f"{profile.model}: gradients ready during backward", subtitle)
     end_ms = profile.profiled_backward.median_s * 1e3
-    points = [(0.0, 0), *profile.timeline]
+    ready = [(p.of.median_s, p.ready_bytes) for p in list_parameters(profile) if p.of.median_s is not None]
+    points = [(0.0, 0), *ready]
     xs = [*(time_s * 1e3 for time_s, _ in points), end_ms]
     ys = [*(num_bytes / MIB for _, num_bytes in points), points[-1][1] / MIB]
     axes.step(xs, ys, where="post", color=COLORS[0], lw=1.6, label=f"ready ({profile.source}, median)")
     axes.axvline(end_ms, color="#555555", lw=1, ls="--", label="end of backward")
-    ready_bytes = dict(profile.timeline)  # of several at one moment, the last
+    ready_bytes = dict(ready)  # of several at one moment, the last
     found = [(profile.ready_of(block.name), block.name) for block in profile.blocks]
     marks = sorted((time_s * 1e3, ready_bytes[time_s] / MIB, name) for time_s, name in found if time_s is not None)
     xs, ys = [x for x, _, _ in marks], [y for _, y, _ in marks]

@@ -54,7 +54,7 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         Column("epoch (s)", "epoch_s", _three, "epoch_s", priority=1),
         Column("step", "step_s", "ms", "step_s", priority=2),
         Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
-        Column("data wait (s)", "data_wait_s", _three, "data_wait_s", priority=-1),
+        Column("data wait (s)", "data_wait.median_s", _three, "data_wait_s", priority=-1),
         Column("peak memory", lambda r: r.peak_bytes or None, "bytes", "peak_bytes", priority=2),
         Column("noise", noise, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
@@ -83,11 +83,6 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     return [text, f"At batch size {here} a step takes {format_ms(knee.step_s or 0.0)} ms{memory}.", *failed]
 
 
-def is_split(record: StepRecord) -> bool:
-    """Whether steps without communication were timed, so that compute and exposed communication are known."""
-    return record.world_size > 1 and record.no_comm is not None
-
-
 @dataclass(frozen=True)
 class ScaleLine(ScalePoint):
     """A point with its efficiency over that of torch's wrapper on the same backend and on gloo, above 1 where it is
@@ -99,7 +94,7 @@ class ScaleLine(ScalePoint):
 
     @property
     def split(self) -> StepRecord | None:
-        return self.record if is_split(self.record) else None
+        return self.record if self.record.comm_off else None
 
 
 def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRecord] = ()) -> list[ScaleLine]:
@@ -217,7 +212,7 @@ def _say_cause(point: ScalePoint) -> str:
     record = point.record
     if 1 - point.efficiency <= (point.efficiency_noise or 0.0):
         return " There is no loss beyond the noise."
-    if not is_split(record):
+    if record.comm_off is None:
         return ""
     exposed = f"exposed communication is {record.overhead:.0%} of the step"
     if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
@@ -490,7 +485,7 @@ def _draw_ranks(
 def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
     """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
     variant and mode."""
-    kept = sorted(filter(is_split, records), key=lambda r: (r.cell_size, r.world_size))
+    kept = sorted((r for r in records if r.comm_off), key=lambda r: (r.cell_size, r.world_size))
     groups = group_by(kept, lambda r: f"{r.variant}, {r.mode} ({r.source})")
     figure, panels = build_panels(list(groups), "where the time of a step goes", subtitle)
     source = ", ".join(dict.fromkeys(r.source for r in kept))
@@ -647,7 +642,7 @@ class RanksResult(StudyResult):
         drawn: dict[str, Callable[[], Figure]] = {
             mode: partial(plot_ranks, mode, self.points, self.subtitle, self._predicted[0]) for mode in modes
         }
-        if any(map(is_split, self.steps)):
+        if any(step.comm_off for step in self.steps):
             drawn["communication"] = partial(plot_communication, self.steps, self.subtitle)
         return drawn
 

@@ -203,7 +203,7 @@ def _build_large_batch(
 def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once: int = 1) -> list[Record]:
     def describe(records: Sequence[Record]) -> str:
         record = next(record for record in records if isinstance(record, LargeBatchRecord))
-        return record.failure or f"test accuracy {record.test_accuracy:.2%}"
+        return record.failure or f"test accuracy {record.curve[-1].test_accuracy:.2%}"
 
     num_samples, has_norm = session.ask(_ROOM + "survey_job", (settings.job,), settings.job.ranks)
     settings.check_norms(has_norm)
