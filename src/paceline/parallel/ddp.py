@@ -39,9 +39,6 @@ from paceline.units import MIB
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group")
 _PRECISE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-_BUILT_IN_HOOKS: dict[str, Callable[..., Any]] = {
-    "ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook,
-}  # fmt: skip
 _CPP_DTYPES = {"float32": "float", "float64": "double", "float16": "c10::Half", "bfloat16": "c10::BFloat16"}
 
 
@@ -387,10 +384,10 @@ class DDP(Joinable, nn.Module):
         self._set_up()
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        name = getattr(comm_hook_type, "name", str(comm_hook_type))
-        if name not in _BUILT_IN_HOOKS:
-            raise ConfigError(f"{comm_hook_type} is not a built-in hook: use {', '.join(_BUILT_IN_HOOKS)}")
-        self.register_comm_hook(self.process_group, _BUILT_IN_HOOKS[name])
+        name, known = getattr(comm_hook_type, "name", str(comm_hook_type)), dist.BuiltinCommHookType.__members__
+        if name not in known:
+            raise ConfigError(f"{comm_hook_type} is not a built-in hook: use {', '.join(known)}")
+        self.register_comm_hook(self.process_group, getattr(default_hooks, f"{name.lower()}_hook"))
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """The fields of torch's logger that exist here. `report` has the times."""
