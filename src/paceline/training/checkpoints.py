@@ -57,12 +57,6 @@ class RunFiles:
         self._rows: list[dict[str, Any]] = []  # where there is no folder
         self._lock: int | None = None
 
-    def unlock(self) -> None:
-        """Let other runs write to the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
     def lock(self, resume: bool) -> disk.Loaded | None:
         """Refuse a folder that a living run writes to: each would cut off the other's metrics and checkpoints.
 
@@ -177,11 +171,16 @@ class RunFiles:
             disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
 
     def close(self) -> None:
-        """Wait until everything is on disk; raises the error of a save that failed."""
-        if self._store is not None:
-            self._store.wait()
-        for log in self._logs:
-            log.close()
+        """Wait until everything is on disk, and unlock the folder; raises the error of a save that failed."""
+        try:
+            if self._store is not None:
+                self._store.wait()
+        finally:
+            for log in self._logs:
+                log.close()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     def describe_last(self) -> str:
         return "no checkpoint was saved yet" if self._last is None else f"the checkpoint of step {self._last} is kept"

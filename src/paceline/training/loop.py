@@ -117,13 +117,11 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended: `signal` is the signal that stopped it, or 0. `notes` are reasons to look at it again."""
+    """How a run ended, by `signal` if it is not 0; `facts` of where it ran; `notes`, reasons to look at it again."""
 
     step: int
     signal: int
-    backend: str
-    device: str
-    num_parameters: int
+    facts: dict[str, Any]
     notes: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
 
@@ -137,7 +135,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         settings = dataclasses.replace(settings, ranks=world.world_size)
         settings.check()
         files = RunFiles(folder, settings, world)
-        stack.callback(files.unlock)
+        stack.callback(files.close)
         found = files.lock(resume)
         job = build_job(settings, world, found.plan if found is not None else None)
         start = files.restore(job, found) if found is not None else START
@@ -154,8 +152,9 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
         step, number = _Run(job, files, request).run(start)
-        size, kept = _count_elements(job.learner.module), tuple(files.read_rows()) if rows else ()
-        return TrainOutcome(step, number, world.backend, world.device.type, size, notes, kept)
+        facts = {"world_size": world.world_size, "backend": world.backend, "device": world.device.type}
+        facts["num_parameters"] = _count_elements(job.learner.module)
+        return TrainOutcome(step, number, facts, notes, tuple(files.read_rows()) if rows else ())
 
 
 def _describe(job: Job, start: Position) -> str:
@@ -201,7 +200,6 @@ class _Run:
                 self._lap()  # the time between two steps belongs to neither
         if not number:
             files.export(job)
-        files.close()
         return step, number
 
     def _lap(self) -> PhaseTimes:
@@ -238,7 +236,6 @@ class _Run:
         return exchange
 
     def _fail(self, step: int, found: str) -> TrainingError:
-        self._files.close()
         hint = f"{self._files.describe_last()}; try a lower --lr, --clip, or look at the data and the model"
         return TrainingError(f"step {step}: {found}; {hint}", code="not-finite")
 
