@@ -216,7 +216,7 @@ def check_job(settings: TrainSettings) -> None:
     if settings.plan is not None:
         load_plan(Path(settings.plan))
     if settings.context is not None and settings.data == "synthetic":
-        kind = default_form(settings.model, settings.model_options).kind
+        kind = default_form(settings.model).kind
         if kind not in ("pairs", "tokens"):
             raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
 
