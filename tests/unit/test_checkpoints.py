@@ -198,15 +198,6 @@ def test_a_run_that_did_not_resume_here_is_refused(store):
     assert_holds(store.load_latest(), 20)
 
 
-def test_a_step_is_saved_once(store):
-    before = (store.path(20) / "state.json").stat().st_mtime_ns
-    save(store, 20)
-    resumed = CheckpointStore(store.folder)
-    resumed.load_latest()
-    save(resumed, 20)
-    assert (store.path(20) / "state.json").stat().st_mtime_ns == before
-
-
 def test_a_checkpoint_of_another_model_is_refused_and_not_passed_over(store):
     expected = fingerprint({**model_of(0, size=5), "new": torch.ones(1)})
     with pytest.raises(ConfigError, match=r"step-00000020 is of another model: 4 tensors differ \(embed is"):
@@ -334,12 +325,15 @@ def change_state(**changes):
     [
         (lambda files: files.pop("state.safetensors"), "manifest.json lists model.safetensors, state.json and should"),
         (lambda files: files.update({"../x": b""}), "manifest.json lists .*, ../x and should"),
-        (change_state(model={"embed": "float32 [4, 4]"}), "model.safetensors holds other tensors than state.json says"),
-        (change_state(model={"lost": "float32 [1]"}), "state.json is not the state of a run: KeyError 'lost'"),
-        (change_state(aliases=None), "state.json is not the state of a run"),
-        (change_state(state={"$tensor": "lost"}), "the structure of the state is wrong: KeyError 'lost'"),
-        (lambda files: files.update({"state.json": b"[" * 100_000}), "state.json is not the state of a run: Recursion"),
-        (lambda files: files.update({"state.json": b"[]"}), "state.json is not the state of a run: TypeError"),
+        (
+            change_state(model={"embed": "float32 [4, 4]"}),
+            "state.json describes other tensors than model.safetensors holds",
+        ),
+        (change_state(model={"lost": "float32 [1]"}), "state.json is not valid: KeyError 'lost'"),
+        (change_state(aliases=None), "state.json is not valid"),
+        (change_state(state={"$tensor": "lost"}), "state.json is not valid: KeyError 'lost'"),
+        (lambda files: files.update({"state.json": b"[" * 100_000}), "state.json is not valid: Recursion"),
+        (lambda files: files.update({"state.json": b"[]"}), "state.json is not valid: TypeError"),
     ],
 )
 def test_a_forged_checkpoint_is_refused(store, change, complaint):
@@ -355,15 +349,12 @@ def test_a_checkpoint_of_another_version_is_not_passed_over(store, monkeypatch):
         CheckpointStore(store.folder).load_latest()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
-def test_too_little_memory_is_not_a_damaged_checkpoint(store, monkeypatch, error):
-    save(store, 30)
-
+def test_too_little_memory_is_not_a_damaged_checkpoint(store, monkeypatch):
     def fail(*args, **options):
-        raise error
+        raise MemoryError
 
-    monkeypatch.setattr(checkpoint_files.torch, "empty", fail)
-    with pytest.raises(type(error)):
+    monkeypatch.setattr(checkpoint_files.numpy, "fromfile", fail)
+    with pytest.raises(MemoryError):
         store.load_latest()
     assert not store._refused
 
@@ -422,15 +413,17 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(start, tmp_path):
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_LOCK_TIMEOUT_S", 0.0)
-    world = SimpleNamespace(rank=0)
+    world = SimpleNamespace(rank=0, share=lambda value: [value])
     first, second = (checkpoints.RunFiles(tmp_path, TrainSettings(), world) for _ in range(2))
+    first.lock(resume=False)
     first.open(0)
     with pytest.raises(ConfigError) as caught:
-        second.open(0)
+        second.lock(resume=False)
     assert caught.value.code == "locked"
     first.write_rows([{"step": 1}])
     first.close()
     first.unlock()
+    second.lock(resume=False)
     second.open(1)
     second.close()
     second.unlock()

@@ -11,15 +11,16 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment: here, before any test
 
-from paceline.errors import ConfigError, RecordError
-from paceline.training.checkpoint_files import pack_state, unpack_state
+from paceline.errors import ConfigError
+from paceline.training.checkpoint_files import _INVALID, pack_state, unpack_state
 
 NAN_WITH_PAYLOAD = struct.unpack(">d", bytes.fromhex("fff8000000000abc"))[0]
 
 
 def round_trip(state):
-    tensors, structure = pack_state(state)
-    return unpack_state(tensors, json.loads(json.dumps(structure, allow_nan=False)))
+    tensors = {}
+    structure = json.dumps(pack_state(state, tensors), allow_nan=False)
+    return unpack_state(json.loads(structure), tensors)
 
 
 def assert_same(found, expected):
@@ -82,32 +83,25 @@ def test_an_optimizer_goes_on_from_its_packed_state(build):
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        ({1, 2}, r"\['a'\]\[0\] is of type set"),
+        ({1, 2}, "a.0 is of type set"),
         (b"bytes", "of type bytes"),
         (print, "of type builtin_function_or_method"),
         (torch.float32, "of type dtype"),
         (torch.Size([1]), "of type Size"),
         (torch.ones(2, 2).to_sparse(), "torch.sparse_coo"),
         (torch.ones(2, device="meta"), "on meta"),
-        ({(1, 2): 3}, r"has the key \(1, 2\), of type tuple"),
-        ({True: 3}, "has the key True, of type bool"),
+        ({(1, 2): 3}, "is of type dict: .* dicts by strings and integers"),
+        ({True: 3}, "is of type dict: .* dicts by strings and integers"),
     ],
 )
 def test_what_does_not_fit_is_named_by_its_path_and_type(value, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        pack_state({"a": [value]})
+        pack_state({"a": [value]}, {})
 
 
 def test_a_state_that_is_itself_of_another_type_is_named():
-    with pytest.raises(ConfigError, match="the state at its top is of type set"):
-        pack_state({1})
-
-
-def test_a_state_that_holds_itself_is_refused():
-    state = {}
-    state["again"] = state
-    with pytest.raises(ConfigError, match="may hold itself"):
-        pack_state(state)
+    with pytest.raises(ConfigError, match=r"^state is of type set"):
+        pack_state({1}, {})
 
 
 @pytest.mark.parametrize(
@@ -116,5 +110,5 @@ def test_a_state_that_holds_itself_is_refused():
      {"$tuple": 3}, {"$tensor": "x", "more": 1}, {"$tensor": []}],
 )  # fmt: skip
 def test_a_structure_of_another_making_is_refused(structure):
-    with pytest.raises(RecordError, match="structure of the state is wrong"):
-        unpack_state({}, {"a": [structure]})
+    with pytest.raises(_INVALID):
+        unpack_state({"a": [structure]}, {})

@@ -236,14 +236,14 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path, monkeypatc
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     with pytest.raises(ConfigError, match=r"install paceline\[tensorboard\]"):
-        EventsLog(tmp_path)
+        EventsLog(tmp_path, 0)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs the package tensorboard")
 def test_events_are_read_by_tensorboard_as_one_history(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with closing(EventsLog(tmp_path)) as log:
+    with closing(EventsLog(tmp_path, -1)) as log:
         log.append(*({"step": step, "loss": float(step), "note": "x", "gone": None, "on": True} for step in range(4)))
     with closing(EventsLog(tmp_path, after_step=1)) as log:
         log.append({"step": 2, "loss": 20.0})

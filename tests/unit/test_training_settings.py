@@ -7,7 +7,12 @@ import math
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.training.settings import Batches, SaveEvery, TrainSettings, check_job, settle_batches
+from paceline.training.settings import Batches, TrainSettings, check_job, parse_save_every
+
+
+def build_batches(ranks, batch_size, global_batch_size, accumulate):
+    sizes = {"batch_size": batch_size, "global_batch_size": global_batch_size, "accumulate": accumulate}
+    return TrainSettings(ranks=ranks, **sizes).batches
 
 
 @pytest.mark.parametrize(
@@ -24,7 +29,7 @@ from paceline.training.settings import Batches, SaveEvery, TrainSettings, check_
     ],
 )
 def test_batches_are_settled_from_what_was_asked(ranks, batch_size, global_batch_size, accumulate, wanted):
-    found = settle_batches(ranks, batch_size, global_batch_size, accumulate)
+    found = build_batches(ranks, batch_size, global_batch_size, accumulate)
     assert (found.batch_size, found.accumulate, found.global_batch_size) == wanted
     assert found.world_size == ranks
 
@@ -43,29 +48,29 @@ def test_batches_are_settled_from_what_was_asked(ranks, batch_size, global_batch
 )  # fmt: skip
 def test_batches_that_do_not_add_up_are_refused(arguments, words):
     with pytest.raises(ConfigError) as caught:
-        settle_batches(*arguments)
+        build_batches(*arguments)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("epoch", SaveEvery()),
-        ("10s", SaveEvery(seconds=10)),
-        ("0.5 s", SaveEvery(seconds=0.5)),
-        ("2min", SaveEvery(seconds=120)),
-        ("100steps", SaveEvery(steps=100)),
-        ("1 step", SaveEvery(steps=1)),
+        ("epoch", (None, None)),
+        ("10s", (10, None)),
+        ("0.5 s", (0.5, None)),
+        ("2min", (120, None)),
+        ("100steps", (None, 100)),
+        ("1 step", (None, 1)),
     ],
 )
 def test_when_to_save_is_read(text, wanted):
-    assert SaveEvery.parse(text) == wanted
+    assert parse_save_every(text) == wanted
 
 
 @pytest.mark.parametrize("text", ["", "10", "0s", "0steps", "1.5steps", "-3s", "3h", "often", "1e3s", "steps"])
 def test_when_to_save_is_not_guessed(text):
     with pytest.raises(ConfigError, match="--save-every"):
-        SaveEvery.parse(text)
+        parse_save_every(text)
 
 
 BAD = [

@@ -164,7 +164,7 @@ def test_only_the_last_micro_batch_is_synchronised(size, count):
 def test_gradients_are_forgotten_after_a_step():
     learner = build_learner(build_module(CLASSES), CLASSES)
     take_step(learner, cut(draw(CLASSES), 4), SIZE, 0.1, NoPhases())
-    assert all(param.grad is None for param in learner.parameters)
+    assert all(param.grad is None for param in learner.module.parameters())
 
 
 @pytest.mark.parametrize(("clip", "is_cut"), [(1e-3, True), (1e3, False)])

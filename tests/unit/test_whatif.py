@@ -37,7 +37,7 @@ def join(latency_s: float = 0.0, rate: float = 1e30, **options) -> AssumedFabric
 
 def simulate(fabric, ranks, job=JOB, **scenario):
     draws = [replace(draw, gradients=job.gradients) for draw in DRAWS]
-    return simulate_what_if(job, draws, [fabric], ranks, **scenario)
+    return simulate_what_if(job, draws, fabric, ranks, **scenario)
 
 
 @settings(deadline=None, max_examples=30)
@@ -187,13 +187,12 @@ def test_the_comm_table_agrees_with_predict(device, world_size, build_collective
     rows = build_comm_table(profile, [TEN, find_network("1gbe")], [sweep] if sweep else [], [world_size])
     job = build_job_from_profile(profile)
     fabrics = [*(AssumedFabric(network, find_network("nvlink")) for network in (TEN, find_network("1gbe")))]
-    predicted = simulate_what_if(
-        job, draw_jobs(profile, job, NUM_DRAWS), [*fabrics, *([sweep] if sweep else [])], [world_size]
-    )
-    assert [row.step for row in rows] == predicted
+    fabrics += [sweep] if sweep else []
+    draws = draw_jobs(profile, job, NUM_DRAWS)
+    assert [[row.step] for row in rows] == [simulate_what_if(job, draws, fabric, [world_size]) for fabric in fabrics]
     if world_size > 1:
         assert all(row.step.exposed_s > 0 for row in rows)
-    for row, fabric in zip(rows, [*fabrics, *([sweep] if sweep else [])], strict=True):
+    for row, fabric in zip(rows, fabrics, strict=True):
         assert row.message_s == fabric.build_curve(world_size).estimate_s(68)
         assert row.overhead == pytest.approx(row.message_s / (row.message_s + job.local_s))
 
@@ -203,5 +202,5 @@ def test_contention_is_that_of_cores_on_a_host_and_none_on_a_link(sweep):
     lines = "\n".join(describe_scenario(job, [join(), sweep]))
     assert "contention on net: assumed: messages and computing do not slow" in lines
     assert "contention on gloo: assumed: a message between ranks of a full CPU host takes half" in lines
-    (here,), (free,) = (simulate_what_if(one, [], [sweep], [4]) for one in (job, replace(JOB, device="cuda")))
+    (here,), (free,) = (simulate_what_if(one, [], sweep, [4]) for one in (job, replace(JOB, device="cuda")))
     assert here.step_s > free.step_s * 1.02 and here.local_s == free.local_s

@@ -1,8 +1,4 @@
-"""What would make a step faster, and by how much, from the overviews of its ranks. Nothing is measured here.
-
-Every advice has its number: what the step could be shorter by, as computed from the trace. Where that takes an
-assumption, the text states it.
-"""
+"""What would make a step faster, and by how much, from the overviews of its ranks. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -145,10 +141,8 @@ def _on_gpu(overview: Overview, gpu: GpuUse, facts: StepFacts) -> Iterator[Found
         half = "fp16" if _WITHOUT_BF16.search(gpu.name) else "bf16"
         todo = f"--precision {half}" if facts.precision == "fp32" else "sizes that are multiples of 8"
         text = f"{format_duration(gpu.missed_s)} of matrix kernels per step do not use tensor cores: {todo}; estimated "
-        text += (
-            f"{format_duration(gain_s)} less, if they become {assumed:.1f} times as fast, half of what the peaks of "
-        )
-        text += f"{gpu.name or 'a GPU that is not known'} promise"
+        text += f"{format_duration(gain_s)} less, if they become {assumed:.1f} times as fast, half of what the peaks "
+        text += f"of {gpu.name or 'a GPU that is not known'} promise"
         yield "tensor cores", gain_s, "estimated", text
     filled = 1.0 if gpu.sm_efficiency is None or gpu.busy <= 0 else min(1.0, gpu.sm_efficiency / gpu.busy)
     gain_s = overview.seconds("kernel") * (1 - filled)

@@ -1,7 +1,5 @@
 """One rank's step without communication: the job that the simulator takes, from profiles and from tables of layers.
-
-The job of a tuning run is fitted together with its costs in `predictor`.
-"""
+That of a tuning run is fitted together with its costs in `predictor`."""
 
 from __future__ import annotations
 

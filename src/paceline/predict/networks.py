@@ -12,7 +12,6 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 from paceline.errors import ConfigError, MeasurementError, RecordError, refuse, suggest
 from paceline.machine import canonical_backend
@@ -143,7 +142,7 @@ class AssumedFabric:
         found = _on(slower, flat, world_size)
         return curves.choose_best([found, two_level]) if asked == "auto" and per_node > 1 else found
 
-    def draw(self, source: random.Random) -> Self:
+    def draw(self, source: random.Random) -> AssumedFabric:
         return replace(self, network=self.network.draw(source), inside=self.inside.draw(source))
 
 
@@ -226,7 +225,7 @@ class MeasuredFabric:
 
         return curves.DerivedCurve(estimate_s, plain.explain)
 
-    def draw(self, source: random.Random) -> Self:
+    def draw(self, source: random.Random) -> MeasuredFabric:
         sweeps = {
             count: {size: curves.Resample(source).take(times) for size, times in by_size.items()}
             for count, by_size in self.sweeps.items()

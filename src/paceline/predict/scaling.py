@@ -1,7 +1,4 @@
-"""The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that were not measured. Pure.
-
-Measured efficiency and speed-up are in `records.steps`.
-"""
+"""The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that were not measured. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +14,8 @@ from functools import lru_cache
 from paceline.errors import ConfigError, RecordError
 from paceline.machine import canonical_backend
 from paceline.plan import plan_like_torch
-from paceline.predict.curves import (
-    CostCurve,
-    DerivedCurve,
-    Resample,
-    find_nearest,
-    hold_draws,
-    join_levels,
-    median_noise,
-)
+from paceline.predict import curves
+from paceline.predict.curves import CostCurve, DerivedCurve, Resample
 from paceline.predict.job import build_job_from_profile, draw_jobs
 from paceline.predict.networks import ASSUMED_ERROR, ERROR_PER_DOUBLING, AssumedFabric, Network, build_measured_fabric
 from paceline.predict.simulate import Contention, Layout, MachineCosts, simulate
@@ -119,7 +109,7 @@ class ScalingEvidence:
     def list_buckets(self, world_size: int) -> tuple[int, ...]:
         """The wrapper's buckets on these ranks or the nearest known ones; torch's default where none are known."""
         if self.layouts:
-            return self.layouts[find_nearest(self.layouts, world_size)]
+            return self.layouts[curves.find_nearest(self.layouts, world_size)]
         gradients = self.jobs[0].gradients
         return plan_like_torch(gradients, range(len(gradients))).bucket_bytes
 
@@ -229,14 +219,14 @@ def simulate_scaling(
     best = _ScalingCurve(evidence, networks, Resample())
     draws = [_ScalingCurve(evidence, networks, Resample(source)) for _ in range(_DRAWS)]
     # The median that a prediction is compared with has the noise of its own repetitions.
-    noise = median_noise(alone.timing)
+    noise = curves.median_noise(alone.timing)
     noises = [math.exp(source.gauss(0, noise)) for _ in draws]
     points = []
     for world_size in ranks:
         for place in range(len(networks)) if world_size > here else (0,):
             step_s = best.simulate_s(world_size, place)
             times = [draw.simulate_s(world_size, place) * own for draw, own in zip(draws, noises, strict=True)]
-            low_s, high_s = hold_draws(step_s, times)
+            low_s, high_s = curves.hold_draws(step_s, times)
             network = networks[place].name if world_size > here else ""
             doubt = best.describe_doubt(world_size, place)
             where = evidence.variant, alone.mode, alone.cell_size, world_size
@@ -292,7 +282,7 @@ class _ScalingCurve:
         compute_s = self.compute_s(world_size)
         if world_size == 1:
             return compute_s
-        nearest = find_nearest(self.corrections, world_size) if self.corrections else 1
+        nearest = curves.find_nearest(self.corrections, world_size) if self.corrections else 1
         factor, extra_s = self.corrections.get(nearest, (1.0, 0.0))
         away = abs(math.log2(min(world_size, self.evidence.most_on_host) / nearest))
         factor *= math.exp(self.shift * ERROR_PER_DOUBLING * away)
@@ -355,7 +345,7 @@ class _ScalingCurve:
         if here not in self._inside:
             self._inside[here] = self.fabric.build_continued_curve(here)
         inside = self._inside[here]
-        return inside if nodes == 1 else join_levels(inside, self.networks[place].build_curve(nodes))
+        return inside if nodes == 1 else curves.join_levels(inside, self.networks[place].build_curve(nodes))
 
     def describe_doubt(self, world_size: int, place: int) -> str:
         if world_size == 1:

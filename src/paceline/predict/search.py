@@ -1,7 +1,4 @@
-"""The search for the best plan: every partition that a cap can make, the plateau of the best, and free plans.
-
-The answer for a person is a range of bucket sizes that cost the same, not one number.
-"""
+"""The search for the best plan: every partition that a cap can make, the plateau of the best, and free plans."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """A tuning run as a whole: from its records to the recommended plan, the answer, and how right the prediction was.
-
-Everything here is pure, so that a saved run gives the same answer again. Measuring is in `measure.tuning`.
-"""
+Pure, so that a saved run gives the same answer again; measuring is in `measure.tuning`."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
@@ -13,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.plan import Gradient, Plan, plan_like_torch
@@ -128,10 +127,6 @@ class GridPoint:
         return None if self.measured_s is None else self.measured_s - self.plain_s
 
     @property
-    def is_covered(self) -> bool | None:
-        return None if self.measured_s is None else self.estimate.low_s <= self.measured_s <= self.estimate.high_s
-
-    @property
     def same_layout(self) -> bool:
         """Whether the wrapper's buckets are the simulated ones."""
         simulated = tuple(bucket.num_bytes for bucket in self.estimate.step.buckets)
@@ -200,7 +195,7 @@ class Tuning:
             "max_error": max(errors),
             "exposed_error": wrong_s / added_s if added_s else None,
             "exposed_step_error": sum(abs(here - there) for here, there in pairs) / sum(there for _, there in pairs),
-            "coverage": sum(bool(point.is_covered) for point in points) / len(points),
+            "coverage": sum(p.estimate.low_s <= p.best_s <= p.estimate.high_s for p in points) / len(points),
             "kendall_tau": kendall_tau(pairs),
         }
 
@@ -250,15 +245,11 @@ class Tuning:
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
     """The rank correlation tau-b of two orders; None where either of them has but one value."""
-    agreeing = ties_x = ties_y = total = 0
-    for (x0, y0), (x1, y1) in itertools.combinations(pairs, 2):
-        total += 1
-        product = (x1 - x0) * (y1 - y0)
-        agreeing += (product > 0) - (product < 0)
-        ties_x += x0 == x1
-        ties_y += y0 == y1
-    scale = math.sqrt((total - ties_x) * (total - ties_y))
-    return agreeing / scale if scale else None
+    first, second = np.triu_indices(len(pairs), 1)
+    values = np.reshape(pairs, (-1, 2))
+    x, y = np.sign(values[first] - values[second]).T
+    scale = math.sqrt(np.count_nonzero(x) * np.count_nonzero(y))
+    return float((x * y).sum()) / scale if scale else None
 
 
 def judge_tuning(

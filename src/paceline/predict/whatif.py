@@ -1,7 +1,4 @@
-"""What a step costs on networks and numbers of ranks that were not measured. Everything here is simulated.
-
-`profile comm-table` shows the same rows next to one message for all gradients.
-"""
+"""What a step costs on networks and numbers of ranks that were not measured. Everything here is simulated."""
 
 from __future__ import annotations
 
@@ -80,22 +77,13 @@ def _build_costs(job: Job, fabric: Fabric, world_size: int) -> MachineCosts:
 
 
 def simulate_what_if(
-    job: Job,
-    draws: Sequence[Job],
-    fabrics: Sequence[Fabric],
-    ranks: Sequence[int],
-    accumulate: int = 1,
-    spread: float = 0.0,
+    job: Job, draws: Sequence[Job], fabric: Fabric, ranks: Sequence[int], accumulate: int = 1, spread: float = 0.0
 ) -> list[WhatIfRow]:
-    """A row for each fabric and number of ranks. `draws` are the job as it might have been measured. A step has
-    `accumulate` micro-batches, and the ranks' computing lies apart by `spread`, a relative sd."""
-    job, draws = job.accumulate(accumulate), [draw.accumulate(accumulate) for draw in draws]
-    rows = []
-    for fabric in fabrics:
-        source = random.Random(2024)
-        varied = [(draw, fabric.draw(source)) for draw in draws]
-        rows += [_build_row(job, fabric, varied, world_size, spread) for world_size in ranks]
-    return rows
+    """A row for each number of ranks. `draws` are the job as it might have been measured. A step has `accumulate`
+    micro-batches, and the ranks' computing lies apart by `spread`, a relative sd."""
+    job, source = job.accumulate(accumulate), random.Random(2024)
+    varied = [(draw.accumulate(accumulate), fabric.draw(source)) for draw in draws]
+    return [_build_row(job, fabric, varied, world_size, spread) for world_size in ranks]
 
 
 def _build_row(job: Job, fabric: Fabric, draws: list[tuple[Job, Fabric]], world_size: int, spread: float) -> WhatIfRow:
@@ -192,7 +180,7 @@ def build_comm_table(
         if not known:
             raise ConfigError(f"{fabric.name} was not measured on {', '.join(map(str, ranks))} ranks: measure it there")
         assumption = "; ".join(fabric.assumptions)
-        for row in simulate_what_if(job, draws, [fabric], known):
+        for row in simulate_what_if(job, draws, fabric, known):
             message_s = fabric.build_curve(row.world_size).estimate_s(job.num_bytes)
             what = (profile.model, job.num_bytes, job.backward_s, profile.source)
             rows.append(CommRow(*what, message_s, row, assumption))

@@ -74,7 +74,8 @@ class PredictResult(Result):
             self.fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
         self.scenario: dict[str, Any] = {name: config[name] for name in ("accumulate", "spread")}
         draws = draw_jobs(self.profile, self.job, DRAWS)
-        self.rows = simulate_what_if(self.job, draws, self.fabrics, config["ranks"], **self.scenario)
+        found = (simulate_what_if(self.job, draws, f, config["ranks"], **self.scenario) for f in self.fabrics)
+        self.rows = [row for rows in found for row in rows]
 
     @property
     def step_s(self) -> float:

@@ -56,13 +56,12 @@ class Job:
 
     def order(self, epoch: int) -> EpochOrder:
         """The windows of an epoch: the same on every rank and for every number of ranks."""
-        settings, sizes = self.settings, self.batches.global_batch_size
-        grown = self.batch_schedule.window_sizes(epoch) if settings.batch_growth else sizes
-        return EpochOrder(len(self.train), grown, settings.seed, epoch, settings.tail)
+        sizes = self.batch_schedule.window_sizes(epoch)
+        return EpochOrder(len(self.train), sizes, self.settings.seed, epoch, self.settings.tail)
 
     def micro_batch_sizes(self, epoch: int) -> int | tuple[int, ...]:
         """The most samples of a rank's micro-batch, in all windows of an epoch or in each."""
-        if not self.settings.batch_growth or self.settings.grow == "accumulate":
+        if self.settings.grow == "accumulate":
             return self.batches.batch_size
         parts = self.batches.world_size * self.batches.accumulate
         return tuple(size // parts for size in self.batch_schedule.window_sizes(epoch))

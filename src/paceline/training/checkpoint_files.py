@@ -15,11 +15,12 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import torch
 
 from paceline.errors import ConfigError, RecordError
@@ -33,79 +34,55 @@ _INVALID = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OSE
 # A one-key object with one of these represents what JSON lacks. A dict with a key that begins with "$" is written as
 # pairs, so a state cannot be mistaken for one.
 _TENSOR, _DICT, _TUPLE, _FLOAT = "$tensor", "$dict", "$tuple", "$float"
-_MAX_DEPTH = 100  # far above any real state; ends a dict that holds itself
 
 
-def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors of a state under flat names, and the rest as a structure that `json` can write.
+def pack_state(value: Any, tensors: dict[str, torch.Tensor], path: tuple[str | int, ...] = ()) -> Any:
+    """A state as a structure that `json` can write. Its tensors go into `tensors` under flat names, and are not copied.
 
     Takes dicts (keys: strings and integers), lists, tuples, tensors, int, float, bool, str and None, of exactly these
-    types; an OrderedDict comes back as a dict. Tensors are not copied.
+    types; an OrderedDict comes back as a dict.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    return tensors, _pack(state, (), tensors)
-
-
-def unpack_state(tensors: Mapping[str, torch.Tensor], structure: Any) -> Any:
-    """The state that `pack_state` took apart; RecordError where the structure is invalid."""
-    try:
-        return _unpack(structure, tensors)
-    except _INVALID as error:
-        raise RecordError(f"the structure of the state is wrong: {type(error).__name__} {error}") from None
-
-
-def _pack(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor]) -> Any:
-    kind = type(value)
-
-    def fail(found: str) -> ConfigError:
-        place = "".join(f"[{part!r}]" for part in path[:9]) or "its top"
-        return ConfigError(f"the state at {place} {found}")
-
-    if len(path) > _MAX_DEPTH:
-        raise fail(f"is nested more than {_MAX_DEPTH} deep: it may hold itself")
+    kind, place = type(value), ".".join(map(str, path)) or "state"
     if value is None or kind in (bool, str, int):
         return value
     if kind is float:
         # json prints the shortest digits that read back to the same bits, but has no word for inf and nan.
         return value if math.isfinite(value) else {_FLOAT: struct.pack(">d", value).hex()}
     if kind in (list, tuple):
-        items = [_pack(item, (*path, number), tensors) for number, item in enumerate(value)]
+        items = [pack_state(item, tensors, (*path, number)) for number, item in enumerate(value)]
         return items if kind is list else {_TUPLE: items}
-    if kind in (dict, collections.OrderedDict):
-        for key in value:
-            if type(key) not in (str, int):
-                raise fail(f"has the key {key!r}, of type {type(key).__name__}: use strings or integers")
-        pairs = [[key, _pack(item, (*path, key), tensors)] for key, item in value.items()]
+    if kind in (dict, collections.OrderedDict) and all(type(key) in (str, int) for key in value):
+        pairs = [[key, pack_state(item, tensors, (*path, key))] for key, item in value.items()]
         is_plain = all(type(key) is str and not key.startswith("$") for key in value)
         return dict(pairs) if is_plain else {_DICT: pairs}
     is_tensor = kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-    if is_tensor and value.layout is torch.strided and not value.is_quantized and not value.is_meta:
-        key = ".".join(map(str, path)) or "state"
-        while key in tensors:  # {"a.b": x, "a": {"b": y}}
-            key += "'"
-        tensors[key] = value.detach()
-        return {_TENSOR: key}
+    if is_tensor and value.layout is torch.strided and not value.is_meta:
+        while place in tensors:  # {"a.b": x, "a": {"b": y}}
+            place += "'"
+        tensors[place] = value.detach()
+        return {_TENSOR: place}
     found = f"a tensor ({value.layout}, on {value.device})" if is_tensor else f"of type {kind.__name__}"
-    kinds = "dense tensors, int, float, bool, str, None, and dicts, lists and tuples of these"
-    raise fail(f"is {found}: a checkpoint holds {kinds}; convert it")
+    kinds = "dense tensors, int, float, bool, str, None, lists and tuples of these, and dicts by strings and integers"
+    raise ConfigError(f"{place} is {found}: a checkpoint holds {kinds}; convert it")
 
 
-def _unpack(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def unpack_state(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The state that `pack_state` took apart; one of `_INVALID` where the structure is of another making."""
     if isinstance(structure, list):
-        return [_unpack(item, tensors) for item in structure]
+        return [unpack_state(item, tensors) for item in structure]
     if not isinstance(structure, dict):
         return structure
     if not next(iter(structure), "").startswith("$"):
-        return {key: _unpack(item, tensors) for key, item in structure.items()}
+        return {key: unpack_state(item, tensors) for key, item in structure.items()}
     ((tag, content),) = structure.items()
     if tag == _TENSOR:
         return tensors[content]
     if tag == _FLOAT:
         return struct.unpack(">d", bytes.fromhex(content))[0]
     if tag == _TUPLE:
-        return tuple(_unpack(item, tensors) for item in content)
+        return tuple(unpack_state(item, tensors) for item in content)
     if tag == _DICT:
-        return {key: _unpack(item, tensors) for key, item in content}
+        return {key: unpack_state(item, tensors) for key, item in content}
     raise ValueError(f"unknown tag {tag!r}")
 
 
@@ -125,7 +102,6 @@ class TensorBuffer:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._copied: torch.cuda.Event | None = None
 
     def fill(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> memoryview:
         """Copy the tensors; the bytes of the file, valid until the next `fill`. Copies from a GPU (of the rank: its
@@ -159,44 +135,29 @@ class TensorBuffer:
             tensor = tensors[name].detach()
             start, end = (len(header) + offset for offset in entries[name]["data_offsets"])
             file[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=tensor.is_cuda)
-        self._copied = None
-        if on_gpu:
-            # A blocking event sleeps while it waits, so that the core stays with the training.
-            self._copied = torch.cuda.Event(blocking=True)
-            self._copied.record()
         return view
 
-    def synchronize(self) -> None:
-        """Wait for copies from a GPU, which may still be running after `fill`."""
-        if self._copied is not None:
-            self._copied.synchronize()
 
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, on the CPU; RecordError where its header does not describe its bytes."""
-    try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            data_bytes = path.stat().st_size - 8 - header_bytes
-            if data_bytes < 0:
-                raise ValueError(f"its header claims {header_bytes} bytes")
-            entries = json.loads(file.read(header_bytes))
-            entries.pop(_METADATA, None)
-            tensors, at = {}, 0
-            # Contiguous: no tensor overlaps another, and no byte is unused.
-            for name, entry in sorted(entries.items(), key=lambda item: cast(Any, item[1]["data_offsets"])):
-                dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-                start, at = at, at + math.prod(shape) * dtype.itemsize
-                if entry["data_offsets"] != [start, at] or at > data_bytes or min(shape, default=0) < 0:
-                    raise ValueError(f"{entry} of tensor {name!r} at byte {start} of {data_bytes}")
-                tensors[name] = torch.empty(shape, dtype=dtype)
-                if at > start:
-                    file.readinto(tensors[name].view(-1).view(torch.uint8).numpy().data)
-            if at != data_bytes:
-                raise ValueError(f"its tensors end at byte {at} of the data, and there are {data_bytes}")
-            return tensors
-    except _INVALID as error:
-        raise RecordError(f"{path.name} is not a valid safetensors file: {type(error).__name__} {error}") from None
+def unpack_tensors(content: numpy.ndarray) -> dict[str, torch.Tensor]:
+    """The tensors in the bytes of a safetensors file; one of `_INVALID` where its header does not describe them."""
+    header_bytes = int.from_bytes(content[:8].tobytes(), "little")
+    data_bytes = len(content) - 8 - header_bytes
+    if data_bytes < 0:
+        raise ValueError(f"its header claims {header_bytes} bytes")
+    entries = json.loads(content[8 : 8 + header_bytes].tobytes())
+    entries.pop(_METADATA, None)
+    data, tensors, at = torch.from_numpy(content[8 + header_bytes :]), {}, 0
+    # Contiguous: no tensor overlaps another, and no byte is unused.
+    for name, entry in sorted(entries.items(), key=lambda item: cast(Any, item[1]["data_offsets"])):
+        dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+        start, at = at, at + math.prod(shape) * dtype.itemsize
+        is_odd = at > data_bytes or start % dtype.itemsize or min(shape, default=0) < 0
+        if entry["data_offsets"] != [start, at] or is_odd:
+            raise ValueError(f"{entry} of tensor {name!r} at byte {start} of {data_bytes}")
+        tensors[name] = data[start:at].view(dtype).view(shape).clone()  # as torch aligns it: a random state needs it
+    if at != data_bytes:
+        raise ValueError(f"its tensors end at byte {at} of the data, and there are {data_bytes}")
+    return tensors
 
 
 def _split_tied(model_state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -237,62 +198,33 @@ def export_weights(path: Path, model_state: Mapping[str, torch.Tensor]) -> None:
     """Write the weights as one safetensors file; refuses to overwrite. A tied tensor is stored once, its other names
     are in the file's metadata: `safetensors.torch.load_model` ties them."""
     kept, aliases = _split_tied(model_state)
-    buffer = TensorBuffer()
-    content = buffer.fill(kept, {**aliases, "format": "pt"})
-    buffer.synchronize()
+    content = TensorBuffer().fill(kept, {**aliases, "format": "pt"})
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
     write_new(path, cast(bytes, content))
 
 
+MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "state.safetensors", "state.json"
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "paceline-checkpoint", 1
-_SAVING, _REMOVING = ".saving-", ".removing-"
 _CHUNK_BYTES = 2**22
 _SUM = b', "crc32": "'
 
 
 def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
     """Write the files and their manifest as a new folder, which replaces one of that name when it is complete."""
-    temporary = path.with_name(_SAVING + path.name)
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = path.with_name(f".saving-{path.name}")
     try:
         temporary.mkdir()
         sums = {name: {"bytes": len(data), "crc32": _write(temporary / name, data)} for name, data in files.items()}
         manifest = json.dumps({"format": _FORMAT, "version": _VERSION, "files": sums})[:-1].encode()
         _write(temporary / MANIFEST, _seal(manifest))
         _sync_folder(temporary)
-        _remove_folder(path)
+        shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
         _sync_folder(path.parent)
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def verify_folder(path: Path, names: Collection[str]) -> None:
-    """Compare files with the folder's manifest, which must list exactly these; RecordError says what differs."""
-    name = MANIFEST
-    try:
-        content = (path / MANIFEST).read_bytes()
-        if content != _seal(content[: content.rfind(_SUM)]):
-            raise RecordError(f"{MANIFEST} does not match its own checksum")
-        document = json.loads(content)
-        if document["version"] != _VERSION:
-            # Not damaged: falling back to an older one would lose what a newer Paceline trained.
-            text = f"{path} has version {document['version']!r} and this Paceline reads version {_VERSION}"
-            raise ConfigError(f"{text}: use the Paceline that wrote it, or choose another folder", code="version")
-        files = document["files"]
-        if files.keys() != set(names):
-            raise RecordError(f"{MANIFEST} lists {', '.join(files) or 'no files'} and should list {', '.join(names)}")
-        for name, expected in files.items():
-            checksum = 0
-            with (path / name).open("rb", buffering=0) as file:
-                while chunk := file.read(_CHUNK_BYTES):
-                    checksum = zlib.crc32(chunk, checksum)
-                found = {"bytes": file.tell(), "crc32": f"{checksum:08x}"}
-            if found != expected:
-                raise RecordError(f"{name} does not match {MANIFEST}: found {found}, expected {expected}")
-    except OSError as error:
-        raise RecordError(f"{name} cannot be read: {error.strerror}") from None
 
 
 def _seal(body: bytes) -> bytes:
@@ -300,41 +232,28 @@ def _seal(body: bytes) -> bytes:
     return body + _SUM + f'{zlib.crc32(body):08x}"}}\n'.encode()
 
 
-def _remove_folder(path: Path) -> None:
-    """Remove a folder so that no reader sees it half removed."""
-    removed = path.with_name(_REMOVING + path.name)
-    shutil.rmtree(removed, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
 def _write(path: Path, data: bytes | memoryview) -> str:
     """Write and fsync a new file; returns its checksum. Large ones bypass the page cache where that is supported:
     copying 90 MB into it takes 30 to 120 ms of a core, and writing them directly takes 6."""
     checksum, view, is_direct = 0, memoryview(data), False
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        flags = fcntl.fcntl(handle, fcntl.F_GETFL)
+    with path.open("xb", buffering=0) as file:
         if len(view) >= _CHUNK_BYTES:
             with contextlib.suppress(OSError, AttributeError):  # another file system, or another system
-                fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
+                fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
                 is_direct = True
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
             checksum = zlib.crc32(chunk, checksum)
             while chunk:  # a write may be short, above all on a disk that is nearly full
                 try:
-                    chunk = chunk[os.write(handle, chunk) :]
+                    chunk = chunk[file.write(chunk) :]
                 except OSError as error:
                     if not is_direct or error.errno != errno.EINVAL:
                         raise
                     # Not aligned: the end of the file, or what follows a short write.
                     is_direct = False
-                    fcntl.fcntl(handle, fcntl.F_SETFL, flags)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+                    fcntl.fcntl(file, fcntl.F_SETFL, 0)
+        os.fsync(file.fileno())
     return f"{checksum:08x}"
 
 
@@ -344,9 +263,6 @@ def _sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "state.safetensors", "state.json"
 
 
 @dataclass(frozen=True)
@@ -369,23 +285,43 @@ class Loaded:
 
 def load_checkpoint(path: Path) -> Loaded:
     """Compare all bytes of a checkpoint with its manifest, and read it; RecordError says what is wrong with it."""
+    name = MANIFEST  # the file that is looked at
     try:
-        verify_folder(path, (MODEL_FILE, TENSORS_FILE, STATE_FILE))
-        document = json.loads((path / STATE_FILE).read_bytes())
-        model, tensors = load_tensors(path / MODEL_FILE), load_tensors(path / TENSORS_FILE)
-        model = {name: model[document["aliases"].get(name, name)] for name in document["model"]}
+        manifest = (path / MANIFEST).read_bytes()
+        if manifest != _seal(manifest[: manifest.rfind(_SUM)]):
+            raise RecordError("does not match its own checksum")
+        document = json.loads(manifest)
+        if document["version"] != _VERSION:
+            # Not damaged: falling back to an older one would lose what a newer Paceline trained.
+            text = f"{path} has version {document['version']!r} and this Paceline reads version {_VERSION}"
+            raise ConfigError(f"{text}: use the Paceline that wrote it, or choose another folder", code="version")
+        files, names = document["files"], (MODEL_FILE, TENSORS_FILE, STATE_FILE)
+        if files.keys() != set(names):
+            raise RecordError(f"lists {', '.join(files) or 'no files'} and should list {', '.join(names)}")
+        contents = {}
+        for name, expected in files.items():
+            contents[name] = numpy.fromfile(path / name, dtype="uint8")
+            found = {"bytes": len(contents[name]), "crc32": f"{zlib.crc32(contents[name].data):08x}"}
+            if found != expected:
+                raise RecordError(f"does not match {MANIFEST}: found {found}, expected {expected}")
+        name = MODEL_FILE
+        saved = unpack_tensors(contents.pop(name))
+        name = TENSORS_FILE
+        tensors = unpack_tensors(contents.pop(name))
+        name = STATE_FILE
+        document = json.loads(contents[name].tobytes())
+        model = {key: saved[document["aliases"].get(key, key)] for key in document["model"]}
         if fingerprint(model) != document["model"]:
-            raise RecordError(f"{MODEL_FILE} holds other tensors than {STATE_FILE} says")
-        state, meta = unpack_state(tensors, document["state"]), unpack_state({}, document["meta"])
+            raise RecordError(f"describes other tensors than {MODEL_FILE} holds")
         if path.name.startswith("step-") and path.name != f"step-{document['step']:08}":
-            raise RecordError(f"it is of step {document['step']}")
+            raise RecordError(f"is of step {document['step']}")
+        state, meta = unpack_state(document["state"], tensors), unpack_state(document["meta"], {})
         return Loaded(document["step"], model, state, meta, path)
     except ConfigError:
         raise
     except _INVALID as error:
-        reason = f"{STATE_FILE} is not the state of a run: {type(error).__name__} {error}"
-        reason = str(error) if isinstance(error, RecordError) else reason
-        raise RecordError(f"checkpoint {path.name} is damaged: {reason}", code="damaged") from None
+        reason = str(error) if isinstance(error, RecordError) else f"is not valid: {type(error).__name__} {error}"
+        raise RecordError(f"checkpoint {path.name} is damaged: {name} {reason}", code="damaged") from None
 
 
 class CheckpointStore:
@@ -400,18 +336,12 @@ class CheckpointStore:
         self._model_buffer, self._state_buffer = TensorBuffer(), TensorBuffer()
         self._writer: threading.Thread | None = None
         self._error: Exception | None = None
-        self._current: int | None = None  # the step that was loaded or saved last
-        self._refused: set[int] = set()  # steps that were found damaged
+        self._refused: set[int] = set()  # steps that were found damaged, or are not complete
 
     def find(self) -> list[int]:
         """The steps of the checkpoints that are there, newest first."""
-        try:
-            names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir()]
-        except FileNotFoundError:
-            return []
-        return sorted(
-            (int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name))), reverse=True
-        )
+        found = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.glob("step-*/"))
+        return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
@@ -419,9 +349,8 @@ class CheckpointStore:
     def remove_leftovers(self) -> None:
         """Remove what an interrupted save left. For the process that saves."""
         self.wait()
-        for path in self.folder.glob(".*"):
-            if path.name.startswith((_SAVING, _REMOVING)):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(".*-step-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def save(
         self, step: int, model_state: Mapping[str, torch.Tensor], state: Mapping[str, Any], meta: Mapping[str, Any]
@@ -432,30 +361,30 @@ class CheckpointStore:
         `pack_state` takes them.
         """
         self.remove_leftovers()
-        if step == self._current:
-            return  # one step has one state
         later = [there for there in self.find() if there >= step and there not in self._refused]
         if later:
             found = f"{self.folder} holds step {later[0]}, and step {step} cannot be saved before it"
             raise ConfigError(f"{found}: resume that run, remove its checkpoints, or choose another folder")
         kept, aliases = _split_tied(model_state)
-        tensors, structure = pack_state(dict(state))
+        tensors: dict[str, torch.Tensor] = {}
         document = {
-            "step": step, "meta": pack_state(dict(meta))[1], "model": fingerprint(model_state), "aliases": aliases,
-            "state": structure,
+            "step": step, "meta": pack_state(dict(meta), {}), "model": fingerprint(model_state), "aliases": aliases,
+            "state": pack_state(dict(state), tensors),
         }  # fmt: skip
         files: dict[str, bytes | memoryview] = {
             STATE_FILE: json.dumps(document, allow_nan=False).encode(),
             MODEL_FILE: self._model_buffer.fill(kept, {**aliases, "format": "pt"}),
             TENSORS_FILE: self._state_buffer.fill(tensors, {}),
         }
-        needed_bytes = sum(len(data) for data in files.values()) + _PAGE_BYTES
-        with _explain(self.path(step), needed_bytes):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if shutil.disk_usage(self.folder).free < needed_bytes:
-                raise OSError(None, "the disk is too full")
+        copied = None
+        if torch.cuda.is_initialized():
+            # A blocking event sleeps while it waits for the copies, so that the core stays with the training.
+            copied = torch.cuda.Event(blocking=True)
+            copied.record()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._refused.add(step)
         # Not a daemon: a program that ends, even by an error, ends after the checkpoint is there.
-        self._writer = threading.Thread(target=self._write, args=(step, files, needed_bytes), name="checkpoint")
+        self._writer = threading.Thread(target=self._write, args=(step, files, copied), name="checkpoint")
         self._writer.start()
 
     def wait(self) -> None:
@@ -478,7 +407,6 @@ class CheckpointStore:
                 refused.append(error)
                 self._refused.add(step)
                 continue
-            self._current = step
             loaded.refused.extend(f"{error}; the one before it is used" for error in refused)
             return loaded
         if refused:
@@ -486,37 +414,29 @@ class CheckpointStore:
             raise RecordError(f"{found}: restore one, or remove them to start from the beginning", code="damaged")
         return None
 
-    def _write(self, step: int, files: Mapping[str, bytes | memoryview], needed_bytes: int) -> None:
+    def _write(self, step: int, files: Mapping[str, bytes | memoryview], copied: torch.cuda.Event | None) -> None:
         try:
             if sys.platform == "linux":  # elsewhere a priority belongs to the process
                 with contextlib.suppress(OSError):
                     # Not 19: on busy cores a save then took so long that the next one waited for it.
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-            self._model_buffer.synchronize()
-            self._state_buffer.synchronize()
-            with _explain(self.path(step), needed_bytes):
+            if copied is not None:
+                copied.synchronize()
+            free_bytes = shutil.disk_usage(self.folder).free
+            needed_bytes = sum(len(data) for data in files.values()) + _PAGE_BYTES
+            try:
+                if free_bytes < needed_bytes:
+                    raise OSError(errno.ENOSPC, "the disk is too full")
                 save_folder(self.path(step), files)
-                self._current = step
-                self._refused.discard(step)
-                there = self.find()
-                stay = [step for step in there if step not in self._refused][: self.keep]
-                for old in set(there) - set(stay):
-                    _remove_folder(self.path(old))
+            except OSError as error:
+                sizes = f"it needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} is free"
+                found = f"cannot save checkpoint {self.path(step)}: {error.strerror}; {sizes}"
+                hint = "make room, keep fewer, or choose another folder"
+                raise RecordError(f"{found}: {hint}", code="disk") from None
+            self._refused.discard(step)
+            there = self.find()
+            stay = [step for step in there if step not in self._refused][: self.keep]
+            for old in set(there) - set(stay):
+                shutil.rmtree(self.path(old), ignore_errors=True)
         except Exception as error:
             self._error = error
-            if self._current != step:
-                self._refused.add(step)
-
-
-@contextlib.contextmanager
-def _explain(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn an OSError during a save into one line that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        free = "an unknown amount"
-        with contextlib.suppress(OSError):
-            free = format_bytes(shutil.disk_usage(path.parent).free)
-        found = f"{error.strerror}; it needs {format_bytes(needed_bytes)} and {free} is free"
-        hint = "make room, keep fewer, or choose another folder"
-        raise RecordError(f"cannot save checkpoint {path}: {found}: {hint}", code="disk") from None

@@ -19,13 +19,13 @@ import torch
 
 from paceline.errors import ConfigError, PacelineError, refuse
 from paceline.parallel import DataParallel
-from paceline.records.training import METRICS_FILE, MetricsLog
+from paceline.records.training import METRICS_FILE, MetricsLog, load_metrics
 from paceline.runtime.session import lock_folder
 from paceline.runtime.world import World, set_seed
 from paceline.training import checkpoint_files as disk
 from paceline.training.build import Job
 from paceline.training.journal import EventsLog
-from paceline.training.settings import SaveEvery, TrainSettings
+from paceline.training.settings import TrainSettings, parse_save_every
 
 CHECKPOINTS, WEIGHTS, EVENTS = "checkpoints", "weights.safetensors", "events"
 # The ranks of a run that was killed live on for a moment, and hold its lock.
@@ -46,7 +46,7 @@ class RunFiles:
 
     def __init__(self, folder: Path | None, settings: TrainSettings, world: World) -> None:
         self._world, self._tensorboard = world, settings.tensorboard
-        self._every = SaveEvery.parse(settings.save_every)
+        self._every_s, self._every_steps = parse_save_every(settings.save_every)
         self._saved_s = time.monotonic()
         self._last: int | None = None
         self._folder = folder or Path()
@@ -54,14 +54,8 @@ class RunFiles:
         if folder is not None and world.rank == 0:
             self._store = disk.CheckpointStore(folder / CHECKPOINTS, settings.keep)
         self._logs: list[MetricsLog | EventsLog] = []
+        self._rows: list[dict[str, Any]] = []  # where there is no folder
         self._lock: int | None = None
-
-    def _lock_folder(self) -> None:
-        """Refuse a folder that a living run writes to: each would cut off the other's metrics and checkpoints."""
-        if self._lock is None:
-            place = self._folder / CHECKPOINTS  # the session that started this rank has locked the folder itself
-            place.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(place, _LOCK_TIMEOUT_S)
 
     def unlock(self) -> None:
         """Let other runs write to the folder."""
@@ -69,17 +63,20 @@ class RunFiles:
             os.close(self._lock)
             self._lock = None
 
-    def find_checkpoint(self) -> disk.Loaded | None:
-        """The newest intact checkpoint; None where the run ended before its first one. Collective: call on every rank.
+    def lock(self, resume: bool) -> disk.Loaded | None:
+        """Refuse a folder that a living run writes to: each would cut off the other's metrics and checkpoints.
 
-        A problem of rank 0 is raised on all ranks.
+        To `resume`, the newest intact checkpoint is returned; None where the run ended before its first one. A problem
+        of rank 0 is raised on all ranks. Collective: call on every rank.
         """
         loaded, problem, code = None, "", ""
         if self._store is not None:
             try:
-                self._lock_folder()
-                loaded = self._store.load_latest()
-                if loaded is None and (self._folder / WEIGHTS).exists():
+                self._store.folder.mkdir(parents=True, exist_ok=True)
+                # The session that started this rank has locked the folder of the run.
+                self._lock = lock_folder(self._store.folder, _LOCK_TIMEOUT_S)
+                loaded = self._store.load_latest() if resume else None
+                if resume and loaded is None and (self._folder / WEIGHTS).exists():
                     problem = f"{self._folder} is finished and holds no checkpoint to resume from: start a new run"
                     code = "finished"
             except PacelineError as error:
@@ -124,7 +121,6 @@ class RunFiles:
         """Prepare the folder for the rows after this step; removes what a killed run left of later ones."""
         if self._store is None:
             return
-        self._lock_folder()
         self._store.remove_leftovers()
         for name in (METRICS_FILE, WEIGHTS):
             for path in self._folder.glob(f".{name}.*"):
@@ -135,17 +131,16 @@ class RunFiles:
 
     @property
     def is_due_by_time(self) -> bool:
-        return self._every.seconds is not None and time.monotonic() - self._saved_s >= self._every.seconds
+        return self._every_s is not None and time.monotonic() - self._saved_s >= self._every_s
 
     def is_due(self, step: int, is_epoch_end: bool) -> bool:
         """Whether a save is due after this step, whatever the time."""
-        steps, is_each_epoch = self._every.steps, self._every == SaveEvery()
-        return (is_each_epoch and is_epoch_end) or (steps is not None and step % steps == 0)
+        if self._every_steps is not None:
+            return step % self._every_steps == 0
+        return is_epoch_end and self._every_s is None
 
     def save(self, job: Job, position: Position) -> None:
         """Save everything that the next step depends on. Collective: call on every rank."""
-        if position.step == self._last:
-            return
         randoms = self._world.share(_get_random(job.world.device))
         self._saved_s = time.monotonic()
         self._last = position.step
@@ -165,6 +160,14 @@ class RunFiles:
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
         for log in self._logs:
             log.append(*rows)
+        if self._store is None and self._world.rank == 0:
+            self._rows += rows
+
+    def read_rows(self) -> list[dict[str, Any]]:
+        """All rows of the run, those before a resume included. Collective: call on every rank."""
+        rows = self._rows if self._store is None else load_metrics(self._folder / METRICS_FILE)
+        shared: list[list[dict[str, Any]]] = self._world.share(rows)
+        return shared[0]
 
     def export(self, job: Job) -> None:
         """Write the trained weights under the names of the bare model, for other programs to load."""

@@ -44,7 +44,6 @@ def catch_stop() -> Iterator[StopRequest]:
     """
     request, arrived_s = StopRequest(), 0.0
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 
     def record(number: int, frame: FrameType | None) -> None:
         nonlocal arrived_s
@@ -54,7 +53,7 @@ def catch_stop() -> Iterator[StopRequest]:
             signal.signal(number, before[signal.Signals(number)])
             signal.raise_signal(number)
 
-    with handle_signals(record, *before):
+    with handle_signals(record, *(number for number in before if before[number] is not signal.SIG_IGN)):
         yield request
 
 
@@ -122,7 +121,16 @@ class Journal:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # the copies to pinned memory are on it
         entries, self._entries = self._entries, []
-        reports: list[Exchange] = self.world.share(self._build_report(entries, is_save_due))
+        sent, bad = [], None
+        for taken, values, lap, phases, exposed_s in entries:
+            loss_sum, num_correct = values.tolist()
+            if not math.isfinite(loss_sum) and bad is None:
+                bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
+            times = {"step_s": lap.read()["step"], "data_wait_s": taken.data_wait_s}
+            times |= {f"{phase}_s": seconds for phase, seconds in phases.read().items()}
+            sent.append({"loss": loss_sum, "correct": num_correct, "exposed_s": exposed_s, "times": times})
+        report = Exchange(tuple(sent), bad, self.request.number, is_save_due)
+        reports: list[Exchange] = self.world.share(report)
         by_step = zip(*(report.rows for report in reports), strict=True)
         rows = tuple(_build_row(taken, ranks) for (taken, *_), ranks in zip(entries, by_step, strict=True))
         if rows:
@@ -131,17 +139,6 @@ class Journal:
         bad = min((report.bad for report in reports if report.bad is not None), default=None)
         number = next((report.signal for report in reports if report.signal), 0)
         return Exchange(rows, bad, number, reports[0].is_save_due)
-
-    def _build_report(self, entries: Sequence[_Entry], is_save_due: bool) -> Exchange:
-        rows, bad = [], None
-        for taken, values, lap, phases, exposed_s in entries:
-            loss_sum, num_correct = values.tolist()
-            if not math.isfinite(loss_sum) and bad is None:
-                bad = taken.position.step, self.world.rank, taken.outcome.bad_parameter
-            times = {"step_s": lap.read()["step"], "data_wait_s": taken.data_wait_s}
-            times |= {f"{phase}_s": seconds for phase, seconds in phases.read().items()}
-            rows.append({"loss": loss_sum, "correct": num_correct, "exposed_s": exposed_s, "times": times})
-        return Exchange(tuple(rows), bad, self.request.number, is_save_due)
 
 
 def _build_row(taken: TakenStep, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -161,14 +158,13 @@ def _build_row(taken: TakenStep, ranks: Sequence[Mapping[str, Any]]) -> dict[str
 class EventsLog:
     """The numbers of rows as scalars in TensorBoard's files; strings and empty values are left out."""
 
-    def __init__(self, folder: Path, after_step: int | None = None) -> None:
-        """With `after_step`, TensorBoard ignores what earlier files have of later steps."""
+    def __init__(self, folder: Path, after_step: int) -> None:
+        """TensorBoard ignores what earlier files have of steps after this one."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError("TensorBoard's files need tensorboard: install paceline[tensorboard]") from None
-        purge_step = None if after_step is None else after_step + 1
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder), purge_step=after_step + 1)  # type: ignore[no-untyped-call]
         self.close = self._writer.close
 
     def append(self, *rows: Mapping[str, Any]) -> None:

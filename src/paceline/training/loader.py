@@ -5,12 +5,10 @@ Which samples belong to which rank is decided in `workloads.data.sharding`.
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-from collections.abc import Generator, Iterator, Sequence
+import collections
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,8 +16,7 @@ from paceline.workloads.data import Batch
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import EpochOrder, MicroBatch, split_window
 
-# The number of a window, its samples on all ranks, and this rank's micro-batches.
-_Share = tuple[int, int, Sequence[MicroBatch]]
+_AHEAD = 3  # windows that are copied ahead of time
 
 
 @dataclass(frozen=True)
@@ -48,30 +45,38 @@ def load_windows(
     `batch_size` is the most samples of a micro-batch, in all windows or in each.
     """
 
-    def split() -> Iterator[_Share]:
-        for number in range(start, order.num_windows):
-            indices = order.window(number)
-            most = batch_size[number] if isinstance(batch_size, tuple) else batch_size
-            yield number, len(indices), split_window(indices, rank, world_size, most)
+    def split(number: int) -> tuple[int, Sequence[MicroBatch]]:
+        indices = order.window(number)
+        most = batch_size[number] if isinstance(batch_size, tuple) else batch_size
+        return len(indices), split_window(indices, rank, world_size, most)
 
     def prepare(micro: MicroBatch, batch: Batch) -> LoadedBatch:
         return LoadedBatch(data.prepare(batch, micro.indices, order.epoch), micro.num_counted)
 
+    numbers = range(start, order.num_windows)
     if device.type != "cuda" or data.inputs.device.type != "cpu":
-        for number, num_samples, micros in split():
+        for number in numbers:
+            num_samples, micros = split(number)
             yield Window(number, num_samples, tuple(prepare(micro, data.take(micro.indices)) for micro in micros))
         return
-    stopped = threading.Event()
-    ready: queue.Queue[Any] = queue.Queue(2)  # windows that are prepared ahead
-    thread = threading.Thread(
-        target=_copy_ahead, args=(data, split(), device, ready, stopped), name="paceline-loader", daemon=True
-    )
-    thread.start()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(number: int) -> tuple[int, Sequence[MicroBatch], list[Batch], torch.cuda.Event]:
+        """Gather into pinned memory and copy on a stream of its own."""
+        num_samples, micros = split(number)
+        with torch.cuda.stream(stream):
+            batches = [data.take(micro.indices).map(_pin).to(device, non_blocking=True) for micro in micros]
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record(stream)
+        return num_samples, micros, batches, arrived
+
+    thread = ThreadPoolExecutor(1, "paceline-loader")
     try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            (number, num_samples, micros), batches, arrived = item
+        ahead = collections.deque(thread.submit(copy, number) for number in numbers[:_AHEAD])
+        for number in numbers:
+            num_samples, micros, batches, arrived = ahead.popleft().result()
+            if number + _AHEAD in numbers:
+                ahead.append(thread.submit(copy, number + _AHEAD))
             current = torch.cuda.current_stream(device)
             current.wait_event(arrived)
             for batch in batches:
@@ -80,36 +85,7 @@ def load_windows(
                         tensor.record_stream(current)  # its memory was allocated on the other stream
             yield Window(number, num_samples, tuple(map(prepare, micros, batches)))
     finally:
-        stopped.set()
-        thread.join()
-
-
-def _copy_ahead(
-    data: DataSet, shares: Iterator[_Share], device: torch.device, ready: queue.Queue[Any], stopped: threading.Event
-) -> None:
-    """Gather into pinned memory and copy on a stream of its own. Puts (share, batches, event), and last an error or
-    None."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def put(item: Any) -> None:
-        while not stopped.is_set():
-            with contextlib.suppress(queue.Full):
-                ready.put(item, timeout=0.1)
-                return
-
-    try:
-        for share in shares:
-            with torch.cuda.stream(stream):
-                pinned = (data.take(micro.indices).map(_pin) for micro in share[2])
-                batches = [batch.to(device, non_blocking=True) for batch in pinned]
-                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                arrived.record(stream)
-            put((share, batches, arrived))
-            if stopped.is_set():
-                return
-        put(None)
-    except BaseException as error:
-        put(error)
+        thread.shutdown(cancel_futures=True)
 
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, TrainingError
 from paceline.parallel import DataParallel
-from paceline.records.training import METRICS_FILE, load_metrics
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
@@ -125,8 +124,8 @@ class TrainOutcome:
     backend: str
     device: str
     num_parameters: int
-    notes: tuple[str, ...] = ()
-    rows: tuple[dict[str, Any], ...] = ()
+    notes: tuple[str, ...]
+    rows: tuple[dict[str, Any], ...]
 
 
 def train(settings: TrainSettings, folder: Path | None, resume: bool = False, rows: bool = False) -> TrainOutcome:
@@ -139,7 +138,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         settings.check()
         files = RunFiles(folder, settings, world)
         stack.callback(files.unlock)
-        found = files.find_checkpoint() if resume else None
+        found = files.lock(resume)
         job = build_job(settings, world, found.plan if found is not None else None)
         start = files.restore(job, found) if found is not None else START
         total = job.schedule.num_steps
@@ -154,12 +153,9 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         if world.rank == 0:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
-        is_saved = rows and world.share(folder is not None)[0]  # that is up to rank 0
-        outcome = _Run(job, files, request, keeps_rows=rows and not is_saved).run(start)
-        if is_saved:
-            saved = load_metrics(folder / METRICS_FILE) if world.rank == 0 and folder is not None else []
-            outcome = dataclasses.replace(outcome, rows=tuple(world.share(saved)[0]))
-        return dataclasses.replace(outcome, notes=notes)
+        step, number = _Run(job, files, request).run(start)
+        size, kept = _count_elements(job.learner.module), tuple(files.read_rows()) if rows else ()
+        return TrainOutcome(step, number, world.backend, world.device.type, size, notes, kept)
 
 
 def _describe(job: Job, start: Position) -> str:
@@ -183,14 +179,14 @@ def _count_elements(module: nn.Module) -> int:
 
 
 class _Run:
-    def __init__(self, job: Job, files: RunFiles, request: StopRequest, keeps_rows: bool) -> None:
+    def __init__(self, job: Job, files: RunFiles, request: StopRequest) -> None:
         self._job, self._files = job, files
-        self._rows: list[dict[str, Any]] | None = [] if keeps_rows else None
         self._journal = Journal(job.world, request)
         self._clock = PhaseClock(job.world.device)
         self._phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
 
-    def run(self, start: Position) -> TrainOutcome:
+    def run(self, start: Position) -> tuple[int, int]:
+        """The last step, and the signal that ended the run there, or 0."""
         job, files, step, number = self._job, self._files, start.step, 0
         self._lap()
         for taken in run_steps(job, start, self._phases):
@@ -206,8 +202,7 @@ class _Run:
         if not number:
             files.export(job)
         files.close()
-        world, size = job.world, _count_elements(job.learner.module)
-        return TrainOutcome(step, number, world.backend, world.device.type, size, rows=tuple(self._rows or ()))
+        return step, number
 
     def _lap(self) -> PhaseTimes:
         """The time since the last lap as `step`; on a GPU it is the device's: the host may be steps ahead of it."""
@@ -230,8 +225,6 @@ class _Run:
             test = evaluate(job.learner, job.test, job.world)
             rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
         files.write_rows(rows)
-        if self._rows is not None:
-            self._rows += rows
         if job.world.rank == 0 and rows:
             total, label = job.schedule.num_steps, _describe_rows(rows)
             line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""

@@ -173,15 +173,9 @@ class BatchSchedule:
     @cached_property
     def growth_steps(self) -> tuple[int | None, ...]:
         """The first step of each growth, counted from 0; None for one that no step reaches."""
-        first: dict[int, int] = {}
-        step = 0
-        for epoch in range(self.epochs if self.growths else 0):
-            left = self.count_steps(epoch)
-            for count, size in self._spans(epoch):
-                if left:
-                    first.setdefault(size, step)
-                step, left = step + min(count, left), left - min(count, left)
-        return tuple(first.get(size) for _, size in self.marks)
+        epochs = range(self.epochs if self.growths else 0)
+        sizes = [size for epoch in epochs for size in self.window_sizes(epoch)[: self.count_steps(epoch)]]
+        return tuple(sizes.index(size) if size in sizes else None for _, size in self.marks)
 
     def check(self) -> None:
         """Refuse growths that do not fit this data, rather than train without them."""

@@ -52,47 +52,16 @@ class Batches:
         return self.world_size * self.batch_size * self.accumulate
 
 
-def settle_batches(
-    world_size: int, batch_size: int | None, global_batch_size: int | None, accumulate: int | None
-) -> Batches:
-    """Fill in what is None; refuse what does not add up."""
-    named = (("--batch-size", batch_size), ("--global-batch-size", global_batch_size), ("--accumulate", accumulate))
-    refuse(*((n is not None and n < 1, f"{flag} {n}: at least 1 is needed") for flag, n in named))
-    if global_batch_size is None:
-        return Batches(world_size, batch_size or DEFAULT_BATCH_SIZE, accumulate or 1)
-    asked, words = f"--global-batch-size {global_batch_size}", format_number_of(world_size, "rank")
-    if batch_size is None:
-        parts = world_size * (accumulate or 1)
-        words += f" x {accumulate} micro-batches" if (accumulate or 1) > 1 else ""
-        refuse((global_batch_size % parts, f"{asked} cannot be shared by {words}: use a multiple of {parts}"))
-        return Batches(world_size, global_batch_size // parts, accumulate or 1)
-    parts, words = world_size * batch_size, f"{words} x --batch-size {batch_size}"
-    needed = global_batch_size // parts
-    refuse(
-        (global_batch_size % parts, f"{asked} is not a multiple of {parts} ({words}): use one, or no --batch-size"),
-        (accumulate not in (None, needed),
-         f"{asked} needs --accumulate {needed} with {words}, not {accumulate}: leave one of them out"),
-    )  # fmt: skip
-    return Batches(world_size, batch_size, needed)
-
-
-@dataclass(frozen=True)
-class SaveEvery:
-    """When a checkpoint is due: after a number of seconds, of steps, or at the end of each epoch (neither)."""
-
-    seconds: float | None = None
-    steps: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> SaveEvery:
-        if text == "epoch":
-            return cls()
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|steps?)", text.replace(" ", ""))
-        if match is None or float(match[1]) == 0 or (match[2].startswith("step") and "." in match[1]):
-            raise ConfigError(f"--save-every {text!r} is not understood: use epoch, 10s, 5min or 100steps")
-        if match[2].startswith("step"):
-            return cls(steps=int(match[1]))
-        return cls(seconds=float(match[1]) * (60 if match[2] == "min" else 1))
+def parse_save_every(text: str) -> tuple[float | None, int | None]:
+    """The seconds or the steps after which a checkpoint is due; neither: it is due at the end of each epoch."""
+    if text == "epoch":
+        return None, None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|steps?)", text.replace(" ", ""))
+    if match is None or float(match[1]) == 0 or (match[2].startswith("step") and "." in match[1]):
+        raise ConfigError(f"--save-every {text!r} is not understood: use epoch, 10s, 5min or 100steps")
+    if match[2].startswith("step"):
+        return None, int(match[1])
+    return float(match[1]) * (60 if match[2] == "min" else 1), None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +122,26 @@ class TrainSettings:
 
     @property
     def batches(self) -> Batches:
-        return settle_batches(self.ranks, self.batch_size, self.global_batch_size, self.accumulate)
+        """Fill in what is None; refuse what does not add up."""
+        ranks, batch_size, size, accumulate = self.ranks, self.batch_size, self.global_batch_size, self.accumulate
+        named = (("--batch-size", batch_size), ("--global-batch-size", size), ("--accumulate", accumulate))
+        refuse(*((n is not None and n < 1, f"{flag} {n}: at least 1 is needed") for flag, n in named))
+        if size is None:
+            return Batches(ranks, batch_size or DEFAULT_BATCH_SIZE, accumulate or 1)
+        asked, words = f"--global-batch-size {size}", format_number_of(ranks, "rank")
+        if batch_size is None:
+            parts = ranks * (accumulate or 1)
+            words += f" x {accumulate} micro-batches" if (accumulate or 1) > 1 else ""
+            refuse((size % parts, f"{asked} cannot be shared by {words}: use a multiple of {parts}"))
+            return Batches(ranks, size // parts, accumulate or 1)
+        parts, words = ranks * batch_size, f"{words} x --batch-size {batch_size}"
+        needed = size // parts
+        refuse(
+            (size % parts, f"{asked} is not a multiple of {parts} ({words}): use one, or no --batch-size"),
+            (accumulate not in (None, needed),
+             f"{asked} needs --accumulate {needed} with {words}, not {accumulate}: leave one of them out"),
+        )  # fmt: skip
+        return Batches(ranks, batch_size, needed)
 
     def check(self) -> None:
         """Refuse invalid settings. What depends on the data or the model is checked by the ranks."""
@@ -165,7 +153,7 @@ class TrainSettings:
                 raise ConfigError(f"{flag}: at least {least} is needed")
             if start and value is not None and (not 0 <= value < math.inf or (start == "above" and value == 0)):
                 raise ConfigError(f"{flag}: a finite number {start} 0 is needed")
-        SaveEvery.parse(self.save_every)
+        parse_save_every(self.save_every)
         _ = self.batches
         check_growths(self.batch_growth)
         what = "trains one process" if self.wrapper == "none" else "serves the GPUs of one process"
