@@ -152,7 +152,7 @@ def test_the_cnn_has_the_asked_for_layers(mnist, channels, hidden, num_parameter
         assert answer.code == 0, answer.err
         assert json.loads(answer.out)["num_parameters"] == num_parameters
     options = ModelOptions(channels=tuple(map(int, channels)), hidden=hidden)
-    module = build_model("cnn", default_form("cnn", options), options)
+    module = build_model("cnn", default_form("cnn"), options)
     assert sum(param.numel() for param in module.parameters()) == num_parameters
 
 

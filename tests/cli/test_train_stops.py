@@ -263,7 +263,7 @@ def test_what_would_make_it_another_run_is_refused(command, broken, flags, words
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "does not exist; give the folder of a training run"),
+        (None, "does not exist: give the folder of a training run"),
         ("{", "cannot be read as JSON"),
         ('{"format": "paceline-run", "version": 2}', "is not the configuration of a training run"),
         ('{"format": "paceline-train", "version": 1}', "is not the configuration"),

@@ -204,7 +204,7 @@ def test_the_blocks_have_the_names_that_one_expects(module, names):
 )
 def test_the_blocks_of_the_models_here(name, first, last, count):
     options = ModelOptions()
-    names = [block for block, _ in find_blocks(build_model(name, default_form(name, options), options))]
+    names = [block for block, _ in find_blocks(build_model(name, default_form(name), options))]
     assert (names[0], names[-1], len(names)) == (first, last, count)
 
 

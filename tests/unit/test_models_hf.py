@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.errors import ConfigError
-from paceline.workloads import huggingface
+from paceline.workloads import external
 from paceline.workloads.data import DataForm
 from paceline.workloads.models import GPT2, find_blocks
 from paceline.workloads.registry import ModelOptions, build_model, check_model, default_form, describe_model
@@ -64,9 +64,9 @@ def export_state(module: GPT2) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered():
-    huggingface._find_source.cache_clear()
+    external._find_source.cache_clear()
     yield
-    huggingface._find_source.cache_clear()
+    external._find_source.cache_clear()
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_what_a_folder_holds(tmp_path, files, words):
         )
         write_files(folder, shards[0])
     try:
-        told = huggingface.describe_weights(str(folder))
+        told = external.describe_weights(str(folder))
     except ConfigError as error:
         told = str(error)
     assert re.search(words, told), told
@@ -191,7 +191,7 @@ WHOLE = ("config.json", "model.safetensors")
 )
 def test_a_name_is_looked_for_in_the_cache_then_on_the_hub_then_here(hub, name, cached, fetched, words, num_calls):
     calls = hub(cached, fetched)
-    told = [huggingface.describe_weights(name) for _ in range(2)]
+    told = [external.describe_weights(name) for _ in range(2)]
     assert re.search(words, told[0]), told
     assert told[0] == told[1] and len(calls) == num_calls
 
@@ -201,16 +201,16 @@ def test_a_name_that_is_nowhere_says_why_in_one_line(hub, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"hf:a/b is neither .* cannot be fetched \(nothing there second line\): give the path"
     ):
-        huggingface.describe_weights("a/b")
+        external.describe_weights("a/b")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=r"\(HF_HUB_OFFLINE is set\)"):
-        huggingface.describe_weights("a/b")
+        external.describe_weights("a/b")
 
 
 def test_a_name_without_safe_weights_on_the_hub_is_not_given_random_ones(hub):
     hub(fetched=("config.json",))
     with pytest.raises(ConfigError, match=r"has no model.safetensors on the hub"):
-        huggingface.describe_weights("a/b")
+        external.describe_weights("a/b")
 
 
 # What transformers builds
@@ -278,7 +278,7 @@ def test_code_of_a_model_is_never_run(transformers, tmp_path):
 
 
 def test_smollm2_is_as_large_as_published_without_the_hub(transformers):
-    form = default_form(f"hf:{KEPT}", PLAIN)
+    form = default_form(f"hf:{KEPT}")
     assert (form.kind, form.vocabulary, form.shape) == ("tokens", 49152, (128,))
     with torch.device("meta"):
         module = build_model(f"hf:{KEPT}", form, PLAIN)

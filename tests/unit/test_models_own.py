@@ -155,4 +155,4 @@ def test_a_missing_file_options_and_data_of_its_own_are_refused(file, tmp_path):
     with pytest.raises(ConfigError, match=r"has no hidden .*: it takes no options"):
         check_model(f"{file}:build", ModelOptions(hidden=3))
     with pytest.raises(ConfigError, match="does not say what data it takes"):
-        default_form(f"{file}:build", PLAIN)
+        default_form(f"{file}:build")

@@ -64,7 +64,7 @@ def test_checking_and_the_default_form_need_no_torch():
 from paceline.workloads.registry import NAMES, ModelOptions, check_model, default_form
 for name in NAMES:
     check_model(name, ModelOptions())
-    print(name, default_form(name, ModelOptions()).kind)
+    print(name, default_form(name).kind)
 """
     done = run_without_torch(program)
     assert done.returncode == 0, done.stderr
@@ -92,7 +92,7 @@ def test_what_comes_out_fits_the_data(name, form, shape):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_parameter_learns_on_the_default_form(name):
-    form = default_form(name, PLAIN)
+    form = default_form(name)
     module = build_model(name, form, PLAIN)
     module(make_inputs(form)).square().mean().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
@@ -151,7 +151,7 @@ def test_the_published_sizes(monkeypatch, name, elements):
         torch.nn.init, "normal_", lambda tensor, **_: tensor
     )  # on meta it loads all of torch's compiler
     with torch.device("meta"):
-        assert count(build_model(name, default_form(name, PLAIN), PLAIN)) == elements
+        assert count(build_model(name, default_form(name), PLAIN)) == elements
 
 
 @pytest.mark.parametrize(

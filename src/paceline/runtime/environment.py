@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from paceline.errors import ConfigError
 
@@ -25,24 +24,17 @@ class Place:
     master_port: int | None = None
 
 
-class _Launcher(NamedTuple):
-    """The names of a launcher's variables; of those for sizes, the first that is set counts."""
-
-    name: str
-    rank: str
-    world_size: tuple[str, ...]
-    local_rank: str
-    local_world_size: tuple[str, ...]
-
-
+# Its name, and the variables of rank, world size, local rank and local world size; of several for one size,
+# the first that is set counts.
+_Launcher = tuple[str, str, tuple[str, ...], str, tuple[str, ...]]
 # In order of precedence: torchrun may itself run inside a Slurm job.
-_LAUNCHERS = (
-    _Launcher("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
-    _Launcher(
+_LAUNCHERS: tuple[_Launcher, ...] = (
+    ("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",)),
+    (
         "slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_LOCALID",
         ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     ),
-    _Launcher(
+    (
         "mpirun", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_LOCAL_RANK",
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
@@ -52,7 +44,7 @@ _LAUNCHERS = (
 def _find_launcher(variables: Mapping[str, str]) -> _Launcher | None:
     if "WORLD_SIZE" in variables:  # without RANK it is reported rather than taken for a world of one
         return _LAUNCHERS[0]
-    return next((launcher for launcher in _LAUNCHERS if launcher.rank in variables), None)
+    return next((launcher for launcher in _LAUNCHERS if launcher[1] in variables), None)
 
 
 def is_launched(variables: Mapping[str, str] | None = None) -> bool:
@@ -93,35 +85,36 @@ def read_place(variables: Mapping[str, str] | None = None) -> Place:
     launcher = _find_launcher(variables)
     if launcher is None:
         return Place(0, 1, 0, 1, "none")
-    rank = _read_int(variables, launcher.rank)
-    size_name = next((n for n in launcher.world_size if variables.get(n)), launcher.world_size[0])
+    name, rank_name, size_names, local_rank_name, local_size_names = launcher
+    rank = _read_int(variables, rank_name)
+    size_name = next((n for n in size_names if variables.get(n)), size_names[0])
     world_size = _read_int(variables, size_name)
     if rank is None or world_size is None:
-        found, missing = (launcher.rank, size_name) if world_size is None else (size_name, launcher.rank)
+        found, missing = (rank_name, size_name) if world_size is None else (size_name, rank_name)
         hint = f"start with torchrun or srun, or unset {found} to run alone"
         raise ConfigError(f"{found} is set and {missing} is not: {hint}")
     if world_size < 1 or rank >= world_size:
-        raise ConfigError(f"{launcher.rank}={rank} and {size_name}={world_size}: ranks count from 0 to {size_name} - 1")
+        raise ConfigError(f"{rank_name}={rank} and {size_name}={world_size}: ranks count from 0 to {size_name} - 1")
 
-    local_rank = _read_int(variables, launcher.local_rank)
-    local_name = next((n for n in launcher.local_world_size if variables.get(n)), "")
-    if launcher.name == "slurm" and local_name:
+    local_rank = _read_int(variables, local_rank_name)
+    local_name = next((n for n in local_size_names if variables.get(n)), "")
+    if name == "slurm" and local_name:
         local_world_size = _tasks_on_node(variables[local_name], _read_int(variables, "SLURM_NODEID") or 0)
     else:
         local_world_size = _read_int(variables, local_name)
     if local_rank is not None and local_world_size is not None and local_rank >= local_world_size:
         size = f"{local_name}={variables[local_name]}"
-        raise ConfigError(f"{launcher.local_rank}={local_rank} and {size}: local ranks count from 0")
+        raise ConfigError(f"{local_rank_name}={local_rank} and {size}: local ranks count from 0")
 
     master_addr, master_port = variables.get("MASTER_ADDR") or None, _read_int(variables, "MASTER_PORT")
-    if launcher.name == "slurm":
+    if name == "slurm":
         nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
         master_addr = master_addr or (first_host(nodes) if nodes else None)
         # All ranks of a job step derive it alike and two steps do not share it; Linux chooses ports from 32768 up.
         job = _read_int(variables, "SLURM_JOB_ID") or _read_int(variables, "SLURM_JOBID") or 0
         step = _read_int(variables, "SLURM_STEP_ID") or 0
         master_port = master_port or 15000 + (job * 101 + step) % 17000
-    name = variables.get("PACELINE_LAUNCHER", launcher.name)  # our own launcher sets torchrun's variables
+    name = variables.get("PACELINE_LAUNCHER", name)  # our own launcher sets torchrun's variables
     if world_size == 1:
         local_rank, local_world_size = local_rank or 0, local_world_size or 1
     return Place(rank, world_size, local_rank, local_world_size, name, master_addr, master_port)

@@ -268,18 +268,18 @@ class Session:
     def open_part(self, name: str, verb: str, config: dict[str, Any], same_machine: bool = False) -> Iterator[Session]:
         """A run that is part of this one, in the folder `name` inside of its folder: resumed where it was started."""
         assert self.folder is not None
-        place = self.folder / name
+        place, environment = self.folder / name, self.environment
         place.mkdir(exist_ok=True)
-        begun = place if (place / STUDY_FILE).exists() else None
+        if not (place / STUDY_FILE).exists():
+            Study.begin(place, verb, config | {"machine": environment.machine_and_torch}, environment.command_line)
         try:
             with open_session(
-                verb, config, ranks=self.ranks, out=place, resume=begun, progress=self.progress, cells=True,
-                same_machine=same_machine, whole=self,
+                verb, config, ranks=self.ranks, resume=place, progress=self.progress, cells=True,
+                same_machine=same_machine, is_part=True,
             ) as part:  # fmt: skip
                 self._parts.append(part)
-                if begun is not None:  # what a resumed run starts belongs to the command that started it
-                    line = part.environment.command_line
-                    self.environment = dataclasses.replace(self.environment, command_line=line)
+                # What a resumed run starts belongs to the command that started it.
+                self.environment = dataclasses.replace(environment, command_line=part.environment.command_line)
                 yield part
         finally:
             with contextlib.suppress(OSError):  # it stays unless it is empty
@@ -331,7 +331,7 @@ def find_place() -> Place | None:
 def open_session(
     verb: str, config: dict[str, Any], *, ranks: int = 1, out: str | Path | None = None,
     resume: str | Path | None = None, progress: bool | None = None, cells: bool = False, can_resume: bool = False,
-    same_machine: bool = False, here: bool = False, whole: Session | None = None,
+    same_machine: bool = False, here: bool = False, is_part: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
     """The one way to run a verb: ranks, the run's folder, progress on stderr, and a word on what an interrupt left.
 
@@ -341,7 +341,7 @@ def open_session(
     `progress` True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
     `here` starts no ranks, for what cannot be sent to them (a user's own model): this process runs the tasks, as a rank
     of its process group if it has opened one, of the launched world if there is one, and else alone.
-    A part of a `whole` (`Session.open_part`) is written to `out` itself, and leaves the word to the whole.
+    A part of another run (`Session.open_part`) leaves the word to that one.
     Inside a launched world this is collective: every rank opens the session.
     """
     place = find_place() if here else read_place() if joins_world(ranks) else None
@@ -357,9 +357,7 @@ def open_session(
     folder, study = None if resume is None else Path(resume), None
     with contextlib.ExitStack() as stack:
         if folder is None and out is not None:
-            if whole is not None:
-                folder = Path(out)
-            elif is_leader:
+            if is_leader:
                 folder = stack.enter_context(create_folder(out, verb))
             else:
                 check_folder(out)  # here too: if rank 0 cannot write, the others must not wait for it
@@ -372,8 +370,7 @@ def open_session(
                     text = f"it was started on {begun}, and this is {machine}: times cannot be mixed"
                     raise ConfigError(f"--resume {folder}: {text}", code="other-machine")
             else:
-                line = (environment if whole is None else whole.environment).command_line
-                study = Study.begin(folder, verb, config | {"machine": machine}, line)
+                study = Study.begin(folder, verb, config | {"machine": machine}, environment.command_line)
             config = study.config
             environment = dataclasses.replace(environment, command_line=study.command_line or environment.command_line)
         if folder is not None and is_leader:
@@ -388,7 +385,7 @@ def open_session(
             yield session
         except BaseException as error:
             what = session._save_unfinished()
-            if whole is None:
+            if not is_part:
                 if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (130, 143):
                     session._say(f"interrupted: {what or 'nothing was saved'}")
                     error.was_reported = True  # type: ignore[attr-defined]
@@ -428,10 +425,9 @@ class ProgressDisplay:
         self._has_bar = progress is not False and sys.stderr.isatty()
         self._has_lines = bool(progress) and not self._has_bar
         self._weights = {task.name: task.weight for task in tasks}
-        self._total, self._count = sum(self._weights.values(), 0.0), len(finished)
         self._parts = {name: self._weights[name] for name in finished}  # what is done of each task
+        self._count, self._done_before = len(finished), sum(self._parts.values())
         self._begin_s = self._line_s = time.monotonic()
-        self._done_before = sum(self._parts.values())
         self._bar: rich.progress.Progress | None = None
 
     def __enter__(self) -> ProgressDisplay:
@@ -459,10 +455,8 @@ class ProgressDisplay:
     def hear(self, name: str, message: Progress) -> None:
         """What a rank posted in the task of this name; "" is a run without tasks."""
         with self._lock:
-            if name:
-                self._parts[name] = min(1.0, message.done / message.total) * self._weights[name]
-            else:
-                self._total, self._parts[""] = message.total, message.done
+            weight = self._weights.setdefault(name, message.total)
+            self._parts[name] = min(1.0, message.done / message.total) * weight
             label = f"{name} {message.label}".strip()
             share = self._update(label)
             if message.line:
@@ -483,19 +477,19 @@ class ProgressDisplay:
                 self._print(f"{self._count} of {len(self._weights)} cells ({words}){self._say_left()}")
 
     def _say_left(self) -> str:
-        done = sum(self._parts.values())
+        done, total = sum(self._parts.values()), sum(self._weights.values())
         fresh, elapsed_s = done - self._done_before, time.monotonic() - self._begin_s
-        if fresh <= 0 or done >= self._total or elapsed_s < 2.0:
+        if fresh <= 0 or done >= total or elapsed_s < 2.0:
             return ""
-        left_s = elapsed_s * (self._total - done) / fresh
+        left_s = elapsed_s * (total - done) / fresh
         return f", about {format_duration(left_s) if left_s < 60 else f'{left_s / 60:.0f} min'} left"
 
     def _update(self, label: str) -> float:
         """Redraw the bar; the share that is done."""
-        done = sum(self._parts.values())
+        done, total = sum(self._parts.values()), sum(self._weights.values())
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done, total=self._total or None, description=label)
-        return done / self._total if self._total else 0.0
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total or None, description=label)
+        return done / total if total else 0.0
 
     def _print(self, text: str) -> None:
         self._line_s = time.monotonic()

@@ -31,8 +31,8 @@ from paceline.training.settings import (
 from paceline.training.step import Learner, settled_kernels
 from paceline.workloads.data.sets import DataSet, load_data
 from paceline.workloads.data.sharding import EpochOrder
+from paceline.workloads.external import is_own
 from paceline.workloads.models import find_blocks
-from paceline.workloads.own import is_own
 from paceline.workloads.registry import build_model, default_form
 
 
@@ -109,7 +109,7 @@ def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
     request = build_data_request(settings)
     # A user's own model has no default data; it needs none where a data set or a kind is named.
     needs_form = not is_own(settings.model) or settings.data == "synthetic"
-    form = default_form(settings.model, build_model_options(settings)) if needs_form else None
+    form = default_form(settings.model) if needs_form else None
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
     train, test = (load_data(request, split, form, world.device, folder) for split in ("train", "test"))
     return train, test if settings.test_samples is None else test.first(settings.test_samples)

@@ -210,14 +210,13 @@ def build_model_options(settings: TrainSettings) -> ModelOptions:
 
 def check_job(settings: TrainSettings) -> None:
     """Everything that can be refused before a rank starts: settings, an unknown model, data, or missing files."""
-    options = build_model_options(settings)
     settings.check()
-    check_model(settings.model, options)
+    check_model(settings.model, build_model_options(settings))
     check_request(build_data_request(settings))
     if settings.plan is not None:
         load_plan(Path(settings.plan))
     if settings.context is not None and settings.data == "synthetic":
-        kind = default_form(settings.model, options).kind
+        kind = default_form(settings.model).kind
         if kind not in ("pairs", "tokens"):
             raise ConfigError(f"--context {settings.context}: {settings.model} is trained on {kind} here; leave it out")
 

@@ -24,10 +24,7 @@ from paceline.transport.works import DTYPES, After, Futures, Tensors, TensorWork
 _PIECE_BYTES = 1 << 20
 _LOOK_S = 0.25  # how often a leader that waits for other hosts checks whether one of them has failed
 _REPORT_S = 1.0  # how long a leader that lost its connection waits for a report that names the rank
-_REDUCE: dict[int, Any] = {
-    native.SUM: dist.ReduceOp.SUM, native.AVG: dist.ReduceOp.SUM, native.MIN: dist.ReduceOp.MIN,
-    native.MAX: dist.ReduceOp.MAX,
-}  # fmt: skip
+_REDUCE: dict[int, Any] = {native.SUM: dist.ReduceOp.SUM, native.MIN: dist.ReduceOp.MIN, native.MAX: dist.ReduceOp.MAX}
 
 
 class HostsWork(TensorWork):
@@ -64,7 +61,7 @@ class HostsWork(TensorWork):
 class TwoLevels:
     """Ranks whose `hosts` these are, in rank order; those of this host share memory in `inside`. Collective.
 
-    `names` are the ranks in error messages. Operations run one after the other, on a thread that starts with the first.
+    `names` are the ranks in error messages. Operations run one after the other, on a thread.
     """
 
     def __init__(
@@ -81,14 +78,12 @@ class TwoLevels:
             numbered = dist.PrefixStore("leaders", store)
             self._between = c10d.ProcessGroupGloo(numbered, leaders.index(rank), len(leaders), timeout=timeout)
         self._works: queue.SimpleQueue[HostsWork | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
+        self._thread.start()
 
     def start(self, work: HostsWork) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
-            self._thread.start()
         if self._is_closing:
             work.conclude(_closed())
         else:
@@ -98,7 +93,7 @@ class TwoLevels:
         """Leave; what has not run fails."""
         self._is_closing = True
         self._inside.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread():
             self._works.put(None)
             self._thread.join()
             while not self._works.empty():  # put there meanwhile
@@ -119,12 +114,12 @@ class TwoLevels:
 
     def _all_reduce(self, work: HostsWork) -> None:
         """Inside, between, inside; every rank of a host goes through the same operations inside, in the same order."""
-        inside = native.SUM if work.op == native.AVG else work.op
+        op = native.SUM if work.op == native.AVG else work.op
         opts = c10d.AllreduceOptions()
-        opts.reduceOp, opts.timeout = _REDUCE[work.op], work.timeout
+        opts.reduceOp, opts.timeout = _REDUCE[op], work.timeout
         before: tuple[torch.Tensor, Any] | None = None
         for piece in work.flat.split(max(1, _PIECE_BYTES // work.flat.element_size())):
-            self._run_inside(work, piece, native.ALL_REDUCE, DTYPES[piece.dtype], inside, piece.numel())
+            self._run_inside(work, piece, native.ALL_REDUCE, DTYPES[piece.dtype], op, piece.numel())
             between = None if self._between is None else self._between.allreduce([piece], opts)
             if before is not None:
                 self._spread(work, *before)

@@ -174,13 +174,7 @@ class Lanes:
     """
 
     def __init__(
-        self,
-        segments: Sequence[Mapping],
-        slot_bytes: int,
-        rank: int,
-        names: list[int],
-        pids: list[int],
-        *limits_s: float,
+        self, segments: list[Mapping], slot_bytes: int, rank: int, names: list[int], pids: list[int], *limits_s: float
     ) -> None:
         self._handles: list[int] = []
         self._library, self._segments, size = load_library(), segments, len(names)

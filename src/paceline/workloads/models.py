@@ -60,9 +60,8 @@ class _Residual(nn.Module):
         return x + self.scale * self.linear(x)  # type: ignore[no-any-return]
 
 
-def build_tiny(num_parameters: int, width: int = 8) -> nn.Module:
+def build_tiny(depth: int, width: int) -> nn.Module:
     """Many tiny parameters, a weight and a bias for each layer: the time is the host's overhead."""
-    depth = num_parameters // 2
     return nn.Sequential(*(_Residual(width, depth) for _ in range(depth)))
 
 
@@ -172,9 +171,8 @@ class GPT2(nn.Module):
             x = block(x)
         if self.classes is None:
             return F.linear(self.norm(x), self.tokens.weight)
-        last: Any = -1
-        if attention_mask is not None:
-            last = (attention_mask * torch.arange(length, device=ids.device)).argmax(dim=1)
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        last = (mask * torch.arange(length, device=ids.device)).argmax(dim=1)
         x = x[torch.arange(len(x), device=x.device), last]
         return self.classes(self.norm(x))  # type: ignore[no-any-return]
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.errors import ConfigError, suggest
-from paceline.workloads import huggingface, own
+from paceline.workloads import external
 from paceline.workloads.data import Batch, DataForm
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ _OTHERS = ("hf:NAME_OR_FOLDER", "FILE.py:FUNCTION")
 def check_model(name: str, options: ModelOptions) -> None:
     """Refuse an unknown name, options that the model does not take, and invalid values. Imports no torch."""
     taken: tuple[str, ...] = ()
-    if own.is_own(name):
-        own.check_own(name)
+    if external.is_own(name):
+        external.check_own(name)
     elif name.startswith(HF_PREFIX):
-        huggingface.check_source(name.removeprefix(HF_PREFIX))
+        external.check_source(name.removeprefix(HF_PREFIX))
     elif name in NAMES:
         taken = MODELS[name].options
     else:
@@ -83,7 +83,7 @@ def check_model(name: str, options: ModelOptions) -> None:
             takes = ", ".join(taken) or "no options"
             raise ConfigError(f"model {name} has no {option} (given: {value}): it takes {takes}")
     channels, hidden, dropout = options.channels, options.hidden, options.dropout
-    if channels is not None and (not channels or min(channels) < 1):
+    if channels is not None and min(channels, default=0) < 1:
         raise ConfigError(f"channels {channels}: give one number of at least 1 for each convolution")
     if hidden is not None and hidden < 1:
         raise ConfigError(f"hidden {hidden}: at least 1")
@@ -91,28 +91,27 @@ def check_model(name: str, options: ModelOptions) -> None:
         raise ConfigError(f"dropout {dropout}: at least 0 and less than 1")
 
 
-def default_form(name: str, options: ModelOptions) -> DataForm:
-    """The form of the synthetic data that this model is trained on where no data is named. Imports no torch."""
-    check_model(name, options)
-    if own.is_own(name):
+def default_form(name: str) -> DataForm:
+    """The form of the synthetic data on which a checked model is trained where no data is named. Imports no torch."""
+    if external.is_own(name):
         raise ConfigError(f"model {name} does not say what data it takes: name it, such as synthetic:images")
     if name.startswith(HF_PREFIX):
-        vocabulary, context = huggingface.read_limits(name.removeprefix(HF_PREFIX))
+        vocabulary, context = external.read_limits(name.removeprefix(HF_PREFIX))
         return DataForm("tokens", (min(128, context),), vocabulary, vocabulary)
     return MODELS[name].form
 
 
 def describe_model(name: str) -> str:
     """What a person should know before training this model, such as that its weights are random; mostly empty."""
-    return huggingface.describe_weights(name.removeprefix(HF_PREFIX)) if name.startswith(HF_PREFIX) else ""
+    return external.describe_weights(name.removeprefix(HF_PREFIX)) if name.startswith(HF_PREFIX) else ""
 
 
 def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
     """The module that learns data of this form, with float32 parameters. It gives (batch, num_classes) for images and
     pairs, (batch, context, vocabulary) for tokens, (batch, 1) for numbers."""
     check_model(name, options)
-    if own.is_own(name):
-        return own.build_own(name, form)
+    if external.is_own(name):
+        return external.build_own(name, form)
     is_hf = name.startswith(HF_PREFIX)
     kinds = _HF_KINDS if is_hf else MODELS[name].kinds
     if form.kind not in kinds:
@@ -121,7 +120,7 @@ def build_model(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
         what = f"model {name} takes {' or '.join(kinds)}, and the data is {form.kind}"
         raise ConfigError(f"{what}: models for {form.kind} are {', '.join(fit)}")
     if is_hf:
-        return huggingface.build_hf(name.removeprefix(HF_PREFIX), form)
+        return external.build_hf(name.removeprefix(HF_PREFIX), form)
     return _build(name, form, options)
 
 
@@ -137,7 +136,7 @@ def _build(name: str, form: DataForm, options: ModelOptions) -> nn.Module:
     if name.startswith("resnet18"):
         return models.ResNet18(shape[0], num_outputs, for_imagenet=name == "resnet18-imagenet")
     if name == "tiny":
-        return models.build_tiny(num_parameters=1000, width=shape[0])
+        return models.build_tiny(depth=500, width=shape[0])
     layers, width, heads, *_ = _GPT2_SIZES[name]
     num_classes = form.num_classes if form.kind == "pairs" else 0
     return models.GPT2(layers, width, heads, form.vocabulary, shape[0], num_classes, dropout)
