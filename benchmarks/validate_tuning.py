@@ -33,7 +33,7 @@ from paceline.predict.search import enumerate_caps
 from paceline.predict.simulate import Contention, MachineCosts, simulate
 from paceline.predict.tuning import Tuning
 from paceline.records import CollectiveRecord, LayerProfileRecord
-from paceline.report.tuning import TuneResult
+from paceline.report.predictions import TuneResult
 from paceline.units import MIB
 
 MODELS = {

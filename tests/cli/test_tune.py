@@ -11,7 +11,7 @@ import pytest
 from paceline import load_result, load_run
 from paceline.plan import Plan
 from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
-from paceline.report.tuning import TuneResult
+from paceline.report.predictions import TuneResult
 from tests.cli.test_train import type_alone, type_command
 from tests.cli.test_train_bad_input import LAUNCH_VARIABLES, assert_refused
 from tests.conftest import Answer

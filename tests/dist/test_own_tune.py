@@ -12,7 +12,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.measure.steps import OwnJob
 from paceline.plan import Plan
 from paceline.records import LayerProfileRecord, StepRecord
-from paceline.report.tuning import TuneResult
+from paceline.report.predictions import TuneResult
 
 
 class TwoTowers(nn.Module):

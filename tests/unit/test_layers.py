@@ -106,7 +106,7 @@ def test_gradients_of_a_chain_are_ready_from_its_end():
     record = profile(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))))
     assert names(record) == ["3.weight", "2.weight", "1.weight", "0.weight"]
     assert record.is_order_stable
-    assert [total for _, total in record.timeline] == [64, 128, 192, 256]
+    assert [p.num_bytes for p in record.parameters] == [64] * 4 and not record.unused
     assert [len(p.ready_s) for p in record.parameters] == [3] * 4
     assert (record.timing.count, len(record.timing.warmup_seconds)) == (3, 1)
     assert (record.model, record.device, record.dtype, record.batch_size) == ("toy", "cpu", "fp32", 2)
@@ -118,7 +118,7 @@ def test_a_tied_parameter_is_ready_after_its_last_use_and_an_unused_one_never():
     tied = record.parameters[2]
     assert (tied.aliases, tied.block, tied.num_bytes) == (("head.weight",), "embed", 80)
     assert [p.name for p in record.unused] == ["unused.bias", "unused.weight"]
-    assert record.timeline[-1] == (tied.median_s, 80 + 80)
+    assert all(p.median_s <= tied.median_s for p in record.parameters if p.median_s is not None)
     assert record.ready_of("head") is None
     assert block(record, "unused").backward_s == (0.0,) * 3
 
@@ -204,7 +204,8 @@ def test_a_block_that_is_called_twice_has_the_time_of_both():
 
 
 def test_a_block_that_hands_on_its_input_takes_nothing_from_the_one_before():
-    record = profile(nn.Sequential(Slow(0.0, 0.004), nn.Identity(), nn.Linear(4, 4)))
+    module = nn.Sequential(Slow(0.0, 0.004), nn.Identity(), nn.Linear(4, 4))
+    record = profile(module, blocks=list(module.named_children()))
     assert min(block(record, "0").backward_s) >= 0.004
     assert block(record, "1").backward_s == (0.0,) * 3
 
@@ -227,7 +228,7 @@ def test_a_forward_that_is_run_again_belongs_to_the_backward_of_its_block(use_re
 
 def test_operations_in_place_can_be_profiled():
     record = profile(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)))
-    assert len(record.timeline) == 4
+    assert not record.unused
 
 
 def test_a_changing_order_is_told():
@@ -325,7 +326,6 @@ LINEAR = nn.Linear(4, 4)
         (nn.ReLU(), {}, "no device, for nothing is trained"),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), {}, "are on cpu, meta"),
         (nn.Sequential(LINEAR), {"blocks": [("a", LINEAR), ("b", LINEAR)]}, "blocks a and b share a module"),
-        (nn.Linear(4, 4), {"blocks": [("a", LINEAR)]}, "block a is not a part of the module"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused(module, options, reason):

@@ -36,14 +36,14 @@ def test_a_row_has_no_infinite_number():
 
 def test_a_sentence_says_what_a_big_batch_costs():
     first, last = build_known(45.0, step=1, epoch=1.0), build_known(840.0)
-    (text,) = describe_noise([last, first])
+    (text,) = describe_noise([last, first], 8192)
     (low, high), (least, most) = last.estimate.interval, first.estimate.interval
     assert text == (
         f"cnn: gradient noise scale 45 (90 %: {least:,.0f} to {most:,.0f}) at epoch 1; "
         f"840 (90 %: {low:,.0f} to {high:,.0f}) at epoch 5. Batches far "
         "above it save few steps: at 8192, 10.8 times the fewest samples for 1.1 times the fewest steps."
     )
-    (text,) = describe_noise([last], batch_size=84)
+    (text,) = describe_noise([last], 84)
     assert text.endswith("cost few more samples: at 84, 1.1 times the fewest samples for 11.0 times the fewest steps.")
 
 
@@ -63,6 +63,6 @@ def test_a_sentence_says_what_a_big_batch_costs():
     ],
 )
 def test_each_job_has_one_sentence(records, words):
-    found = describe_noise(records)
+    found = describe_noise(records, 8192)
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found, strict=True))

@@ -16,9 +16,8 @@ from paceline.report.steps import (
     PhasesResult,
     WrappersResult,
     build_columns,
-    describe_cost,
+    describe_change,
     describe_phases,
-    describe_speed,
     plot_wrappers,
 )
 from paceline.report.table import Table
@@ -128,9 +127,7 @@ def test_wrappers_have_a_panel_for_each_model_and_ranks(build_wrapper):
     panels = [axes for axes in figure.axes if axes.get_visible()]
     titles = [axes.get_title(loc="left") for axes in panels]
     assert titles == ["cnn (gloo, 2 ranks, measured)", "mlp (gloo, 2 ranks, measured)", "cnn (gloo, 1 rank, measured)"]
-    spread, median = panels[0].get_lines()[:2]
-    assert list(median.get_xdata()) == pytest.approx([4.0])
-    assert list(spread.get_xdata()) == pytest.approx([3.2, 4.8])
+    assert list(panels[0].get_lines()[0].get_xdata()) == pytest.approx([3.2, 4.0, 4.8])
     svg = plots.render_svg(figure).decode()
     assert ">torch<" in svg and ">paceline<" in svg and "box" in svg
 
@@ -143,7 +140,7 @@ def test_wrappers_on_several_backends_share_a_panel(build_wrapper):
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "torch on gloo", "torch on paceline", "paceline on gloo", "paceline on paceline",
     ]  # fmt: skip
-    colors = [line.get_color() for line in axes.get_lines()[1::2]]
+    colors = [line.get_color() for line in axes.get_lines()]
     assert colors == [colors[0], colors[1]] * 2 and colors[0] != colors[1]
 
 
@@ -226,21 +223,20 @@ def test_the_answer_says_whether_ours_is_faster(results, build_wrapper, build_en
     ]  # fmt: skip
     records = (build_wrapper("torch"), build_wrapper("paceline", (2e-3,) * 10))
     one = build_result(Run("bench wrappers", {}, build_environment(), records))
-    assert "takes 2 ms, 100.0% ± 0.0% slower than in torch's." in one.answer
+    assert "takes 2 ms: +100.0% ± 0.0% compared with torch's." in one.answer
     assert "not measured together" in build_result(Run("bench wrappers", {}, build_environment(), records[:1])).answer
 
 
 @pytest.mark.parametrize(
     ("value", "noise", "words"),
     [
-        (0.9, 0.02, "10.0% ± 2.0% faster than in torch's"),
-        (0.99, 0.02, "not shown to differ from torch's (-1.0% ± 2.0%)"),
-        (1.5, None, "50.0% slower than in torch's (one repetition)"),
+        (0.9, 0.02, "-10.0% ± 2.0% of a step"),
+        (0.99, 0.02, "-1.0% ± 2.0% of a step, within the noise"),
+        (1.5, None, "+50.0% of a step (one repetition)"),
     ],
 )
 def test_a_comparison_says_whether_it_is_shown(value, noise, words):
-    assert describe_speed(Ratio(value, noise)) == words
-    assert describe_cost(Ratio(value, noise), "a step").endswith("(one repetition)") == (noise is None)
+    assert describe_change(Ratio(value, noise), "of a step") == words
 
 
 def test_an_older_run_stored_its_findings_among_the_warnings(results):

@@ -16,7 +16,7 @@ from paceline.records import StepRecord
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
 from paceline.report.plots import render_png, render_svg
-from paceline.report.tuning import TuneResult, describe_answer, describe_errors, plot_tuning
+from paceline.report.predictions import TuneResult, describe_answer, describe_errors, plot_tuning
 from paceline.units import MIB, format_ms
 from tests.unit.made_plans import plan_by_cap
 from tests.unit.made_tuning import MadeJob

@@ -54,8 +54,8 @@ def svgs():
                   "32 samples per rank", "128 samples per rank"]),
         ("strong", ["torch on gloo (measured)", "this host (simulated)", ">ideal<", "256 samples over all ranks"]),
         ("communication", ["compute (measured)", "exposed communication (measured)", "torch on gloo, weak (measured)"]),
-        ("accuracy", ["no recipe (measured)", "lars (measured)", ">1,024<", "the same epochs"]),
-        ("curves", ["no recipe at 1,024, same epochs (measured, 3 seeds)", ">epochs<", ">updates<"]),
+        ("accuracy", ["recipe none (measured)", "recipe lars (measured)", ">1,024<", "the same epochs"]),
+        ("curves", ["recipe none at 1,024, same epochs (measured, 3 seeds)", ">epochs<", ">updates<"]),
     ],
 )  # fmt: skip
 def test_a_picture_tells_its_machine_its_lines_and_their_source(svgs, name, texts):
@@ -139,12 +139,12 @@ def test_bars_of_a_step_are_compute_and_exposed_on_top():
 def test_accuracy_is_in_percent_with_a_panel_for_each_budget():
     runs = [*RUNS, make_run(128, budget="updates"), make_run(512, budget="updates", accuracy=0.8)]
     first, second = large_batch.plot_accuracy(summarize_recipes(runs), "box").axes
-    assert _lines(second)["no recipe (measured)"] == ([128, 512], pytest.approx([90.0, 80.0]))
+    assert _lines(second)["recipe none (measured)"] == ([128, 512], pytest.approx([90.0, 80.0]))
     plain = [
         100 * np.mean([r.curve[-1].test_accuracy for r in RUNS if (r.global_batch_size, r.recipe) == (size, "none")])
         for size in (128, 512, 1024)
     ]
-    assert _lines(first)["no recipe (measured)"] == ([128, 512, 1024], pytest.approx(plain))
+    assert _lines(first)["recipe none (measured)"] == ([128, 512, 1024], pytest.approx(plain))
 
 
 def test_curves_are_means_over_seeds_against_epochs_and_updates():
@@ -152,7 +152,7 @@ def test_curves_are_means_over_seeds_against_epochs_and_updates():
     failed = make_run(512, "lars", 2, failure="nan", curve=())
     by_epochs, by_updates = large_batch.plot_curves([*runs, failed], "box").axes
     means = [100 * (a.test_accuracy + b.test_accuracy) / 2 for a, b in zip(*(r.curve for r in runs), strict=True)]
-    label = "lars at 512, same epochs (measured, 2 seeds)"
+    label = "recipe lars at 512, same epochs (measured, 2 seeds)"
     assert _lines(by_epochs)[label] == (pytest.approx([1, 2, 3, 4]), pytest.approx(means))
     assert _lines(by_updates)[label] == (pytest.approx([2, 4, 6, 8]), pytest.approx(means))
 

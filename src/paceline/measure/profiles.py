@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from paceline.errors import ConfigError, MeasurementError
 from paceline.measure import steps
 from paceline.measure.engine import Pace, Report, build_samples, follow
-from paceline.measure.steps import MeasuredJob, OwnJob, OwnStep, Replica, StepBench, TrainingJob, Variant
+from paceline.measure.steps import MeasuredJob, OwnJob, OwnModel, OwnStep, Replica, StepBench, TrainingJob, Variant
 from paceline.parallel.backward import find_tensors
 from paceline.records import BlockTimes, LayerProfileRecord, ParameterTimes, Record, StepRecord
 from paceline.runtime.session import Progress
@@ -37,7 +37,7 @@ _OUTSIDE = -1
 
 Block = tuple[str, nn.Module]
 # A job of ours; or a user's own module and step, or a factory of both, with a wrapper and the options of `join_world`.
-Given = TrainSettings | tuple[nn.Module | Callable[[], Any], OwnStep | None, str, dict[str, Any]]
+Given = TrainSettings | tuple[OwnModel, OwnStep | None, str, dict[str, Any]]
 
 
 class Seen(NamedTuple):
@@ -178,7 +178,7 @@ class Layers(steps.Probe):
     """What the steps of kind `profiled` of a bare replica show of its layers. No hook is left on the module.
 
     `blocks` are modules that do not contain each other, by name and in the order of the model's definition; None stands
-    for the module's children.
+    for those that `find_blocks` finds.
     """
 
     def __init__(self, replica: Replica, model: str, blocks: Sequence[Block] | None) -> None:
@@ -190,12 +190,11 @@ class Layers(steps.Probe):
         if len(devices := {parameter.device for parameter in self._names}) != 1:
             found = ", ".join(sorted(map(str, devices))) or "no device, for nothing is trained"
             raise ConfigError(f"the trained parameters of {model} are on {found}: they must be on one device")
-        children = [("model", self._module)] if blocks is None else blocks
-        self._blocks = list((blocks is None and _find_children(self._module)) or children)
-        inside, owner = set(self._module.modules()), dict[nn.Module, str]()
+        # A module without parts has no name.
+        blocks = find_blocks(self._module) if blocks is None else blocks
+        self._blocks = [(name or "model", block) for name, block in blocks]
+        owner: dict[nn.Module, str] = {}
         for name, block in self._blocks:
-            if block not in inside:
-                raise ConfigError(f"block {name} is not a part of the module that is profiled")
             for part in block.modules():
                 if part in owner:
                     raise ConfigError(f"blocks {owner[part]} and {name} share a module: none may contain another")
@@ -248,14 +247,6 @@ class Layers(steps.Probe):
         return first
 
 
-def _find_children(module: nn.Module, prefix: str = "") -> list[Block]:
-    found: list[Block] = []
-    for name, child in module.named_children():
-        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # never called itself
-        found += _find_children(child, f"{prefix}{name}.") if is_list else [(f"{prefix}{name}", child)]
-    return found
-
-
 @contextlib.contextmanager
 def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, MeasuredJob]]:
     """The world and the job, in its wrapper or bare. Collective: call on every rank."""
@@ -296,8 +287,7 @@ def measure_profile(
                 records.append(_run_phases(world, job, iters, warmup, report))
             else:
                 bare = job.build_own() if kind == "layers" else job.build()
-                blocks = find_blocks(bare.module) if isinstance(job, TrainingJob) else None
-                records.append(measure_layers(world, bare, job.labels, blocks, iters, warmup, report))
+                records.append(measure_layers(world, bare, job.labels, None, iters, warmup, report))
             if world.rank == 0:
                 post(Progress(place + 1, total, label, (records[-1],)))
     return records

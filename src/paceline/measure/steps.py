@@ -47,6 +47,8 @@ from paceline.units import MIB
 from paceline.workloads.data.sharding import EpochOrder
 
 Wrap = Callable[[nn.Module], nn.Module]
+Windows = Generator[Window, None, None]
+OwnModel = nn.Module | Callable[[], Any]  # or a factory of (model, step)
 OwnStep = Callable[[nn.Module], Any]
 
 
@@ -121,9 +123,7 @@ class TrainingJob:
         self.labels |= {"batch_size": job.batches.batch_size, "accumulate": job.batches.accumulate}
         self.labels |= {"precision": job.settings.precision, "wrapper": job.settings.wrapper}
 
-    def build(
-        self, wrap: Wrap | None = None, windows: Generator[Window, None, None] | None = None, num_ranks: int = 0
-    ) -> Replica:
+    def build(self, wrap: Wrap | None = None, windows: Windows | None = None, num_ranks: int = 0) -> Replica:
         """A replica, bare or in a wrapper, with the values of the job's own; its windows and ranks, unless given, are
         those of the job. Collective where the wrapper is."""
         bare = dataclasses.replace(self.job.settings, wrapper="none")
@@ -139,7 +139,7 @@ class TrainingJob:
         learner = self._built.pop() if self._built else build_learner(job.settings, job.world, job.train)
         return self._take_steps(learner, self._windows)
 
-    def _take_steps(self, learner: Learner, windows: Generator[Window, None, None]) -> Replica:
+    def _take_steps(self, learner: Learner, windows: Windows) -> Replica:
         learner.model.train()
 
         def run(window: Window, phases: Phases) -> None:
@@ -157,9 +157,7 @@ class OwnJob:
     optimizers that `step` uses are restored at the end: ranks without communication would take them apart.
     """
 
-    def __init__(
-        self, model: nn.Module | Callable[[], Any], step: OwnStep | None = None, wrapper: str = "none"
-    ) -> None:
+    def __init__(self, model: OwnModel, step: OwnStep | None = None, wrapper: str = "none") -> None:
         self.is_shared = isinstance(model, nn.Module)  # all replicas are the one module that was given
         self._factory: Callable[[], Any] = (lambda: (model, step)) if isinstance(model, nn.Module) else model
         self._spare: tuple[nn.Module, OwnStep] | None = self._make()
@@ -259,7 +257,7 @@ def check_whole(job: Job, size: int, smaller: str = "a smaller --batch-size") ->
     )
 
 
-def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Generator[Window, None, None]:
+def cycle_windows(job: Job, batch_size: int = 0, world_size: int = 0) -> Windows:
     """This rank's share of whole global batches, epoch after epoch: a smaller tail would be another step. Micro-batches
     and ranks are those of the job unless given."""
     batch_size, world_size = batch_size or job.batches.batch_size, world_size or job.world.world_size

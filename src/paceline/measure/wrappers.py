@@ -187,12 +187,10 @@ class _Cell:
 
     def _find_wrappings(self, group: Group) -> dict[str, Wrapping]:
         """What each wrapper is on this group; `torch-tuned` is found by trying, before anything else takes memory."""
-        tuned = self._tune_torch(group) if "torch-tuned" in self.settings.wrappers else None
+        wrappers = self.settings.wrappers
+        tuned = {"torch-tuned": self._tune_torch(group)} if "torch-tuned" in wrappers else {}
         _free()
-        return {
-            name: tuned if tuned is not None and name == "torch-tuned" else find_wrapping(name)
-            for name in self.settings.wrappers
-        }
+        return {name: tuned.get(name) or find_wrapping(name) for name in wrappers}
 
     def _tune_torch(self, group: Group) -> Wrapping:
         """The fastest of several ways to set torch's buckets, with the medians of all as its note."""

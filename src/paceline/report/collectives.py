@@ -69,7 +69,7 @@ class CollectiveResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        return [_describe_fit(record, fit) for record, fit in self.fits] + _note_alone(self.rows)
+        return [_describe_fit(record, fit) for record, fit in self.fits]
 
     def tables(self) -> list[Table]:
         tables = [Table("table", self.rows[0].collective, self._columns, self.rows, key="rows")]
@@ -139,10 +139,6 @@ class ChunksResult(Result):
             parts.append(f"{backend}, {format_number_of(n, 'rank')}: fastest in {fastest}, slowest in {slowest}.")
         return f"{format_bytes(self.rows[0].total_bytes)} in chunks. {' '.join(parts)}"
 
-    @property
-    def findings(self) -> list[str]:
-        return _note_alone(self.rows)
-
     def tables(self) -> list[Table]:
         return [Table("table", f"{format_bytes(self.rows[0].total_bytes)} in chunks", CHUNKS, self.rows, key="rows")]
 
@@ -153,11 +149,6 @@ class ChunksResult(Result):
     @property
     def next_steps(self) -> list[str]:
         return [f"paceline tune --ranks {max(record.world_size for record in self.rows)}"]
-
-
-def _note_alone(rows: Sequence[CollectiveRecord | ChunksRecord]) -> list[str]:
-    note = "1 rank: nothing is sent, so busbw is 0 and the time is what the call itself costs."
-    return [note] if any(record.world_size == 1 for record in rows) else []
 
 
 def _name_backend(record: CollectiveRecord) -> str:
@@ -253,12 +244,19 @@ def _is_same(here: CollectiveRecord, there: CollectiveRecord) -> bool:
     return same_type and all(getattr(here, name) == getattr(there, name) for name in exact)
 
 
-def _draw(axes: Axes, records: Sequence[Any], x: Callable[[Any], float], y: Callable[[Any, float], float]) -> None:
-    """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples."""
+def _plot(
+    title: str, subtitle: str, records: Sequence[Any], y: Callable[[Any, float], float], bounds: Sequence[Any] = ()
+) -> tuple[Figure, Axes]:
+    """One line per backend, memory, number of ranks and source, with a band from p10 to p90 where there are samples;
+    `bounds` are what memory allows."""
+
+    def x(r: Any) -> int:
+        return r.chunk_elements if isinstance(r, ChunksRecord) else int(r.num_bytes)
 
     def place(r: Any) -> tuple[str, str, str, str]:
         return r.backend, r.device, getattr(r, "memory", "ordinary"), r.note
 
+    figure, axes = new_figure(title, subtitle)
     series = group_by(sorted(records, key=x), lambda r: (place(r), r.world_size, r.source))
     backends = list(dict.fromkeys(map(place, records)))
     counts = sorted({r.world_size for r in records})
@@ -274,20 +272,20 @@ def _draw(axes: Axes, records: Sequence[Any], x: Callable[[Any], float], y: Call
         points = [(x(r), *(None if time_s is None else y(r, time_s) for time_s in found)) for r, found in times]
         marker = MARKERS[counts.index(n) % len(MARKERS)]
         draw_line(axes, index, points, label, "-" if source == "measured" else "--", marker=marker)
+    of_ranks = group_by(sorted(bounds, key=x), lambda r: (r.device, r.world_size))
+    for (_, n), passes in sorted(of_ranks.items()):
+        label = f"memory bound, {format_number_of(n, 'rank')} ({passes[0].source})"
+        points = [(x(r), y(r, r.time_s), None, None) for r in passes]
+        draw_line(axes, -1, points, label, ":", marker=MARKERS[counts.index(n) % len(MARKERS)], ms=3.5, lw=1.4)
+    place_legend(figure, axes)
+    return figure, axes
 
 
 def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequence[MemoryRecord] = ()) -> Figure:
-    """Time against size, both on log axes, grouped by backend, memory and ranks; `bounds` are what memory allows."""
-    figure, axes = new_figure(f"{records[0].collective}: time", subtitle)
-    _draw(axes, records, lambda r: r.num_bytes, lambda r, seconds: seconds * 1e3)
-    counts = sorted({r.world_size for r in records})
-    of_ranks = group_by(sorted(bounds, key=lambda r: r.num_bytes), lambda r: (r.device, r.world_size))
-    for (_, n), rows in sorted(of_ranks.items()):
-        label, marker = f"memory bound, {format_number_of(n, 'rank')} ({rows[0].source})", MARKERS[counts.index(n) % 7]
-        xs, ys = [r.num_bytes for r in rows], [r.time_s * 1e3 for r in rows]
-        axes.plot(xs, ys, ":", color="#000000", marker=marker, ms=3.5, lw=1.4, label=label)
+    """Time against size, both on log axes."""
+    title = f"{records[0].collective}: time"
+    figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3, bounds)
     times = [r.time_s for r in (*records, *bounds)]
-    place_legend(figure, axes)
     # Ticks between the powers of ten where there are few of those.
     axes.set_yscale("log", subs=[2, 5] if max(times) / min(times) < 100 else [])
     axes.yaxis.set_major_formatter("{x:g}")
@@ -298,17 +296,15 @@ def plot_time(records: Sequence[CollectiveRecord], subtitle: str, bounds: Sequen
 
 
 def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure:
-    """Bus bandwidth against size, grouped by backend and ranks; algorithm bandwidth for one rank, which has no bus."""
+    """Bus bandwidth against size; algorithm bandwidth for one rank, which has no bus."""
     alone = all(r.world_size == 1 for r in records)
     name = "algbw" if alone else "busbw"
-    figure, axes = new_figure(f"{records[0].collective}: {name}", subtitle)
 
     def rate(record: CollectiveRecord, seconds: float) -> float:
         bandwidth = record.algbw_bytes_per_s if alone else record.busbw_bytes_per_s
         return bandwidth * record.time_s / seconds / GB
 
-    _draw(axes, records, lambda r: r.num_bytes, rate)
-    place_legend(figure, axes)
+    figure, axes = _plot(f"{records[0].collective}: {name}", subtitle, records, rate)
     axes.set_ylim(bottom=0)
     axes.set(xlabel="size", ylabel=f"{name} (GB/s)")
     label_values(axes, [r.num_bytes for r in records], format_bytes)
@@ -316,9 +312,8 @@ def plot_bandwidth(records: Sequence[CollectiveRecord], subtitle: str) -> Figure
 
 
 def plot_chunks(records: Sequence[ChunksRecord], subtitle: str) -> Figure:
-    """Total time against elements per all-reduce, both on log axes, per backend."""
-    figure, axes = new_figure(f"{format_bytes(records[0].total_bytes)} all-reduced in chunks", subtitle)
-    _draw(axes, records, lambda r: r.chunk_elements, lambda r, seconds: seconds * 1e3)
-    place_legend(figure, axes)
+    """Total time against elements per all-reduce, both on log axes."""
+    title = f"{format_bytes(records[0].total_bytes)} all-reduced in chunks"
+    figure, axes = _plot(title, subtitle, records, lambda _, seconds: seconds * 1e3)
     axes.set(xscale="log", yscale="log", xlabel="elements per all-reduce", ylabel="total time (ms), band p10 to p90")
     return figure

@@ -22,9 +22,6 @@ from paceline.units import format_number_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FAR = 10  # a batch that is far above the noise scale, as a multiple of it
-_LOG_FROM = 8  # a log axis where the longest run has this many times the updates of the shortest
-
 
 def _spread_columns(name: str, of: str, key: str, render: Callable[[float], str], priority: int) -> list[Column]:
     return [
@@ -138,8 +135,8 @@ NOISE = (
 )
 
 
-def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None) -> list[str]:
-    """For each job its first and last noise scales, and what a global batch of `batch_size` would cost by it."""
+def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
+    """For each job its first and last noise scales, and what a global batch of this size would cost by it."""
     lines = []
     ordered = sorted(records, key=lambda r: r.step)
     for series in group_by(ordered, lambda r: (r.model, r.data, r.note, r.precision, r.seed)).values():
@@ -152,16 +149,11 @@ def describe_noise(records: Sequence[NoiseRecord], batch_size: int | None = None
         text = f"{', '.join(filter(None, (last.model, last.note)))}: gradient noise scale {'; '.join(found)}."
         scale, interval = last.noise_scale, last.estimate.interval
         if scale and (interval is None or interval[1] < math.inf):
-            size = 2 ** round(math.log2(_FAR * scale)) if batch_size is None else batch_size
             why = "far above it save few steps" if size >= 2 * scale else "up to about it cost few more samples"
             cost = f"{1 + size / scale:.1f} times the fewest samples for {1 + scale / size:.1f} times the fewest steps"
             text += f" Batches {why}: at {size}, {cost}."
         lines.append(text)
     return lines
-
-
-def _name_recipe(recipe: str) -> str:
-    return "no recipe" if recipe == "none" else recipe
 
 
 def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
@@ -180,7 +172,7 @@ def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
                 (x, *(100 * (y.mean + side * (y.deviation or 0.0)) for side in (0, -1, 1))) for x, y in found if y
             ]
             if points:
-                draw_line(axes, number, points, f"{_name_recipe(recipe)} ({source})")
+                draw_line(axes, number, points, f"recipe {recipe} ({source})")
         axes.set_xlabel("global batch size", fontsize=9)
         label_values(axes, [s.first.global_batch_size for s in summaries if s.first.budget == budget])
     panels[0].set_ylabel("test accuracy (%), ± deviation over seeds")
@@ -196,7 +188,7 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
     figure, panels = build_panels(["against epochs", "against updates"], title, subtitle)
     for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
         seeds_of = format_number_of(len(runs), "seed")
-        label = f"{_name_recipe(recipe)} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
+        label = f"recipe {recipe} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
         first, seeds = runs[0], [{point.update: 100 * point.test_accuracy for point in run.curve} for run in runs]
         # Wherever every seed was evaluated.
         points = [point for point in first.curve if all(point.update in seed for seed in seeds)]
@@ -207,10 +199,8 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
             draw_line(axes, number, found, label, marker="")
     panels[0].set_xlabel("epochs", fontsize=9)
     panels[1].set_xlabel("updates", fontsize=9)
-    ends = [runs[0].num_updates for runs in cells.values()]
-    if max(ends) >= _LOG_FROM * min(ends):
-        panels[1].set_xscale("log")
-        panels[1].xaxis.set_major_formatter("{x:,.0f}")
+    panels[1].set_xscale("log")
+    panels[1].xaxis.set_major_formatter("{x:,.0f}")
     panels[0].set_ylabel("test accuracy (%), mean, band over seeds")
     place_legend(figure, *panels)
     return figure
@@ -245,5 +235,5 @@ class LargeBatchResult(StudyResult):
         epochs = [summary for summary in self.summaries if summary.first.budget == "epochs"]
         lines = describe_recipes(sorted(epochs, key=lambda summary: summary.first.global_batch_size))
         others = describe_recipes([s for s in self.summaries if s.first.budget != "epochs"])
-        largest = max((record.global_batch_size for record in self.runs), default=None)
+        largest = max((record.global_batch_size for record in self.runs), default=1)
         return [*lines[-1:], *lines[:-1], *others, *describe_noise(self.noise_records, largest)]

@@ -18,19 +18,6 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
-    """An empty chart in the house's style."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.6, 4.8), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold")
-    axes.text(0, 1.02, subtitle, transform=axes.transAxes, fontsize=8.5, color="#555555")
-    axes.grid(True, which="major", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
 def build_panels(titles: Sequence[str], title: str, subtitle: str, height: float = 3.3) -> tuple[Figure, list[Axes]]:
     """A figure with a panel for each title, at most three in a row, and one y axis for all."""
     from matplotlib.figure import Figure
@@ -51,6 +38,12 @@ def build_panels(titles: Sequence[str], title: str, subtitle: str, height: float
     return figure, grid[: len(titles)]
 
 
+def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
+    """An empty chart: a single panel."""
+    figure, (axes,) = build_panels([""], title, subtitle)
+    return figure, axes
+
+
 def label_values(axes: Axes, values: Sequence[int], say: Callable[[int], str] = "{:,}".format) -> None:
     """A log axis with ticks at the values that were measured; those for which there is no room are not named."""
     found = sorted(set(values))
@@ -68,20 +61,14 @@ def label_values(axes: Axes, values: Sequence[int], say: Callable[[int], str] = 
 
 
 def place_legend(figure: Figure, *axes: Axes) -> None:
-    """One for all axes, outside of them, where it covers no data: below a few lines, else to the right of them."""
+    """One for all axes, to the right of them, where it covers no data."""
     found: dict[str, Any] = {}
     for one in axes:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    style: dict[str, Any] = {"fontsize": 8.5, "frameon": False}
-    longest = max(map(len, found), default=0)
-    if len(found) <= 4 and not figure.get_supxlabel():
-        columns = 2 if longest < 45 else 1
-        figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns, **style)
-        return
     width, height = figure.get_size_inches()
-    figure.set_size_inches(width + 0.6 + 0.067 * longest, max(height, 1.6 + 0.22 * len(found)))
-    figure.legend(list(found.values()), list(found), loc="outside right center", **style)
+    figure.set_size_inches(width + 0.6 + 0.067 * max(map(len, found), default=0), max(height, 1.6 + 0.22 * len(found)))
+    figure.legend(list(found.values()), list(found), loc="outside right center", fontsize=8.5, frameon=False)
 
 
 def draw_line(

@@ -1,32 +1,34 @@
-"""`predict` as a result: a step on other networks and numbers of ranks, or backward time against bucket size.
+"""`predict` and `tune` as results: a step on other networks, numbers of ranks and bucket sizes.
 
-All numbers are simulated, from the records and the request that the run holds.
+What is concluded is in `predict`; nothing here decides anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import RecordError
+from paceline.errors import ConfigError, RecordError
+from paceline.plan import Plan
 from paceline.predict.curves import fit_curve
 from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
 from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_sensitivity, find_best_cuts
 from paceline.predict.simulate import MachineCosts
+from paceline.predict.tuning import GridPoint, Tuning, load_tuning
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
-from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
-from paceline.records.samples import group_by
+from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord, StepRecord
+from paceline.records.samples import Ratio, group_by
 from paceline.report.plots import COLORS, MARKERS, draw_line, label_values, new_figure, place_legend
-from paceline.report.result import Result
+from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
-from paceline.units import MIB, format_bytes, format_ms
+from paceline.units import MIB, format_bytes, format_ms, format_number_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INSIDE = "nvlink"
 _MOST_ROWS = 24  # on the terminal, each the best of its number of buckets; the CSV has all bucket sizes
 
 
@@ -68,7 +70,7 @@ class PredictResult(Result):
         self.job = build_job_from_profile(self.profile, config["gradients"])
         self.fabrics: list[Fabric] = []
         for network in find_networks(config["network"]) if config["network"] is not None else ():
-            inside = find_network(config["inside"] or INSIDE)
+            inside = find_network(config["inside"] or "nvlink")
             self.fabrics.append(AssumedFabric(network, inside, config["ranks_per_node"], config["algorithm"]))
         if sweep := self.only(CollectiveRecord):
             self.fabrics.append(build_measured_fabric(sweep, config["backend"], config["algorithm"]))
@@ -234,23 +236,226 @@ def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
     """Backward time against bucket size, with the plateau of the best, and what one rank takes alone."""
     figure, axes = new_figure(title, f"{subtitle}; simulated")
     least = max(curve.points[0].high_bytes, 1) / MIB
-    draw_caps(axes, curve.points, [point.backward_s for point in curve.points], "predicted")
+    best, alone_s = curve.best, curve.best.step.local_s
+    _draw_caps(axes, curve.points, lambda point: point.backward_s, (best.high_bytes, best.backward_s), alone_s)
     low, high = curve.plateau
     axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, label="within 1 % of the best")
-    mark_best(axes, curve.best.high_bytes, curve.best.backward_s, curve.best.step.local_s, "one rank alone")
     axes.set(xlim=(least, None), ylim=(0, None), ylabel="backward with communication (ms)")
     place_legend(figure, axes)
     return figure
 
 
-def draw_caps(axes: Axes, points: Sequence[CapPoint], seconds: Sequence[float], label: str) -> None:
-    """A line of times against bucket sizes, flat over each interval of caps."""
+def _draw_caps(
+    axes: Axes, points: Sequence[CapPoint], of: Callable[[CapPoint], float], best: tuple[int, float], alone_s: float
+) -> None:
+    """Times against bucket sizes, flat over each interval of caps; the best size; the time without communication."""
     xs = [size / MIB for point in points for size in (point.low_bytes, point.high_bytes)]
-    axes.plot(xs, [second * 1e3 for second in seconds for _ in range(2)], color=COLORS[0], label=label)
+    ys = [of(point) * 1e3 for point in points for _ in range(2)]
+    axes.plot(xs, ys, color=COLORS[0], label="predicted, every bucket size")
+    axes.plot([best[0] / MIB], [best[1] * 1e3], "D", color=COLORS[2], markersize=8, label="best predicted")
+    axes.axhline(alone_s * 1e3, color=COLORS[6], ls=":", lw=1, label="without communication")
     axes.set(xscale="log", xlabel="bucket size (MiB)")
 
 
-def mark_best(axes: Axes, cap_bytes: int, best_s: float, alone_s: float, alone: str) -> None:
-    """A mark at the best predicted size, and a line at the time without communication."""
-    axes.plot([cap_bytes / MIB], [best_s * 1e3], "D", color=COLORS[2], markersize=8, label="best predicted")
-    axes.axhline(alone_s * 1e3, color=COLORS[6], ls=":", lw=1, label=alone)
+GRID = (
+    Column("bucket size", "cap_bytes", "bytes", "cap_bytes", is_key=True),
+    Column("buckets", "estimate.num_buckets", "count", "num_buckets", priority=2),
+    Column("predicted", "estimate.step_s", "ms", "predicted_s", priority=5),
+    Column("90 % (ms)", lambda p: f"{format_ms(p.estimate.low_s)} to {format_ms(p.estimate.high_s)}", str, priority=1),
+    Column("measured", "measured_s", "ms", "measured_s", priority=5),
+    Column("error", "error", "{:+.1%}".format, priority=4),
+    Column("predicted exposed", "estimate.exposed_s", "ms", "predicted_exposed_s"),
+    Column("measured exposed", "exposed_s", "ms", "measured_exposed_s"),
+    *raw_columns("estimate.low_s", "estimate.high_s", "same_layout"),
+    Column("source", lambda p: "simulated" if p.measured is None else p.measured.source, key="source"),
+)
+BUCKETS = (
+    Column("bucket", lambda row: row[0], "count", "bucket", is_key=True),
+    Column("size", lambda row: row[1].num_bytes, "bytes", "num_bytes", is_key=True),
+    Column("ready", lambda row: row[1].ready_s, "ms", "ready_s", priority=3),
+    Column(None, lambda row: row[1].launch_s, key="launch_s"),
+    Column(None, lambda row: row[1].start_s, key="start_s"),
+    Column("queued", lambda row: row[1].queue_s, "ms"),
+    Column("in flight", lambda row: row[1].done_s - row[1].start_s, "ms", priority=2),
+    Column("done", lambda row: row[1].done_s, "ms", "done_s", priority=3),
+    Column("after backward", lambda row: max(0.0, row[1].done_s - row[2]), "ms", priority=1),
+    Column("source", lambda row: "simulated", key="source"),
+)
+
+
+class TuneResult(Result):
+    """`tune`: `plan` is the answer, `gain` the measured ratio of its step to the default's (None if not confirmed),
+    `verdict` is "use" or "keep", `candidates` are the bucket sizes with what was predicted and measured."""
+
+    @cached_property
+    def tuning(self) -> Tuning:
+        file = None if self.folder is None else self.folder / "plan.json"
+        return load_tuning(self.config, self.records, file.read_text() if file is not None and file.exists() else None)
+
+    @property
+    def plan(self) -> Plan:
+        return self.tuning.plan
+
+    @property
+    def gain(self) -> Ratio | None:
+        return self.tuning.gain
+
+    @property
+    def verdict(self) -> str:
+        return "keep" if self.tuning.keeps_default else "use"
+
+    @property
+    def candidates(self) -> Sequence[GridPoint]:
+        return self.tuning.points
+
+    @property
+    def step(self) -> StepRecord:
+        """A record of the run, for what they all share."""
+        return self.only(StepRecord)[0]
+
+    @property
+    def title(self) -> str:
+        settings, step = self.tuning.settings, self.step
+        ranks = format_number_of(step.world_size, "rank")
+        where = f"{settings.network}, {settings.network_ranks} ranks, emulated" if settings.network else ranks
+        return f"{step.model} on {where}, wrapper {step.wrapper}, backend {step.backend}"
+
+    @property
+    def answer(self) -> str:
+        return f"{self.title}: {describe_answer(self.tuning)}."
+
+    @property
+    def findings(self) -> Sequence[str]:
+        tuning = self.tuning
+        doubts = tuning.model.estimate_doubts(tuning.choice.estimate.cuts)
+        first, listed = next(iter(doubts)), ", ".join(f"{name} {share:.1%}" for name, share in doubts.items())
+        return [
+            *describe_errors(tuning),
+            f"standard deviation of the predicted step by input: {listed}; to reduce it, measure {first} again",
+            f"contention: {tuning.model.costs.contention.basis}",
+            describe_torch(tuning),
+        ]
+
+    def tables(self) -> list[Table]:
+        choice = self.tuning.choice
+        step = choice.estimate.step
+        rows = [(number, bucket, step.backward_s) for number, bucket in enumerate(step.buckets)]
+        title = "the default plan" if choice.is_default else "the plan predicted best"
+        return [Table("grid", "step by bucket size", GRID, self.candidates), Table("buckets", title, BUCKETS, rows)]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        title = f"Step time against bucket size: {self.title}"
+        return {"tuning": lambda: plot_tuning(self.tuning, title, self.run.environment.machine)}
+
+    def files(self) -> dict[str, str | bytes]:
+        return {"plan.json": self.tuning.plan.to_json()}
+
+    @property
+    def next_steps(self) -> Sequence[str]:
+        if self.folder is None or self.config.get("data") is None:
+            return ("paceline.DDP(model, plan=result.plan)",)
+        job = describe_job({"model": self.step.model, "wrapper": self.step.wrapper} | self.config)
+        # An emulated network has one rank here: its plan is for the ranks of the real one, which a launcher starts.
+        ranks = "" if self.tuning.settings.network else f" --ranks {self.step.world_size}"
+        if self.verdict == "use":
+            return (f"paceline train {job}{ranks} --plan {self.folder / 'plan.json'}",)
+        return (f"paceline tune {job}{' --ranks 2' if not ranks else ' --network 1gbe --network-ranks 8'}",)
+
+    def to_json(self) -> dict[str, Any]:
+        tuning, step = self.tuning, self.step
+        times = {label: record.timing.median_s for label, record in tuning.confirmed.items()}
+        best = tuning.best_measured
+        return super().to_json() | tuning.scores | {
+            **{name: getattr(step, name) for name in ("model", "wrapper", "backend")},
+            **{name: getattr(tuning, name) for name in ("noise", "regret")},
+            "world_size": tuning.settings.network_ranks if tuning.settings.network else step.world_size,
+            "flat": tuning.is_flat,
+            "best_predicted_cap_bytes": tuning.best_predicted.cap_bytes,
+            "best_measured_cap_bytes": None if best is None else best.cap_bytes,
+            "keeps_default": tuning.keeps_default,
+            "predicted_gain": tuning.choice.gain,
+            "plan": None if self.folder is None else str(self.folder / "plan.json"),
+            "plan_measured_s": times.get("default" if tuning.keeps_default else tuning.recommended),
+            "recommended_measured_s": times.get(tuning.recommended),
+            "default_measured_s": times.get("default"),
+            "verdict": self.answer,
+        }  # fmt: skip
+
+
+def describe_errors(tuning: Tuning) -> list[str]:
+    """How right the prediction was, in sentences."""
+    lines = []
+    if tuning.measured:
+        scores = tuning.scores
+
+        def say(name: str, how: str) -> str:
+            return "unknown" if (score := scores[name]) is None else format(score, how)
+
+        lines.append(
+            f"predicted steps are {say('mape', '.1%')} off on average, {say('max_error', '.1%')} at most; the time "
+            f"that communication adds, by {say('exposed_error', '.0%')} of it or {say('exposed_step_error', '.1%')} of "
+            f"a step; {say('coverage', '.0%')} of the measured points are in their 90 % intervals; rank correlation "
+            f"{say('kendall_tau', '.2f')}; noise {tuning.noise:.1%}"
+        )
+    odd = [format_bytes(point.cap_bytes) for point in tuning.points if not point.same_layout]
+    return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines
+
+
+def describe_answer(tuning: Tuning) -> str:
+    """The answer in one sentence, without its end."""
+    choice, gain = tuning.choice, tuning.gain
+    count = format_number_of(choice.estimate.num_buckets, "bucket")
+    if choice.is_default or (gain is None and tuning.keeps_default):
+        sure = f"the noise being {tuning.noise:.1%}" if tuning.noise else "predicted"
+        sizes = f"all bucket sizes lie within {tuning.spread:.1%}, {sure}"
+        if tuning.is_flat:
+            return f"flat: keep the default, {count}: {sizes}"
+        regret = "" if tuning.regret is None else f" (regret {tuning.regret:.1%})"
+        return f"keep the default, {count}: no plan is predicted to gain more than the noise; {sizes}{regret}"
+    cap = f"bucket size {format_bytes(choice.cap_bytes)}" if choice.cap_bytes else "the plan"
+    predicted = f"predicted {choice.gain:.1%} less than the default"
+    if gain is None:
+        return f"use {cap}, {count}: {predicted}"
+    noise = "" if gain.noise is None else f" ± {gain.noise:.1%}"
+    took = f"took {abs(1 - gain.value):.1%}{noise} {'less' if gain.value <= 1 else 'more'}, measured in turns"
+    if gain.is_clear and gain.value <= 1:
+        return f"use {cap}, {count}: {predicted}, and {took}; regret {tuning.regret:.1%}"
+    why = "a wrong prediction" if gain.is_clear else "within the noise"
+    return f"keep the default: {cap}, {count}, was {predicted}, and {took}: {why}"
+
+
+def describe_torch(tuning: Tuning) -> str:
+    """The same plan for torch's own wrapper."""
+    if tuning.keeps_default and tuning.settings.wrapper == "torch":
+        return "for torch's own wrapper: DistributedDataParallel(model), without options"
+    try:
+        arguments = tuning.plan.as_torch_kwargs()
+    except ConfigError as error:
+        return f"no arguments for torch's wrapper: {error}"
+    listed = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    needs = " (torch 2.13 or newer)" if "bucket_cap_mb_list" in arguments else ""
+    return f"for torch's own wrapper: DistributedDataParallel(model, {listed}){needs}"
+
+
+def plot_tuning(tuning: Tuning, title: str, subtitle: str) -> Figure:
+    """Step time against bucket size: predicted for every cap, measured for some."""
+    points = tuning.points
+    sources = {point.measured.source for point in points if point.measured} or {"simulated"}
+    figure, axes = new_figure(title, f"{subtitle}; predicted is simulated, points are {', '.join(sorted(sources))}")
+    least, most = min(p.cap_bytes for p in points) / 1.5, max(p.cap_bytes for p in points) * 1.5
+    caps = estimate_caps(tuning.model.job, tuning.model.costs).points
+    caps = tuple(cap for cap in caps if cap.high_bytes >= least and cap.low_bytes <= most)
+    best = tuning.best_predicted
+    _draw_caps(axes, caps, lambda cap: cap.step.step_s, (best.cap_bytes, best.estimate.step_s), tuning.model.plain_s)
+    axes.set(xlim=(least / MIB, most / MIB), ylabel="step (ms)")
+    low, high = [p.estimate.low_s * 1e3 for p in points], [p.estimate.high_s * 1e3 for p in points]
+    sizes = [point.cap_bytes / MIB for point in points]
+    axes.fill_between(sizes, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="90 % interval")
+    timings = [(p.cap_bytes / MIB, p.measured.timing) for p in points if p.measured is not None]
+    measured = [(size, *(1e3 * s for s in (t.median_s, t.p10_s, t.p90_s))) for size, t in timings]
+    if measured:
+        draw_line(axes, 1, measured, "measured: median, p10 to p90", marker="o", lw=1)
+        best_ms, size = min((median_ms, size) for size, median_ms, *_ in measured)
+        axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
+    place_legend(figure, axes)
+    return figure

@@ -24,7 +24,7 @@ from paceline.records.layers import OUTSIDE
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
-from paceline.report.steps import PHASES, PhasesResult, describe_cost
+from paceline.report.steps import PHASES, PhasesResult, describe_change
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OVERVIEW = "overview.json"
-COMPARE = "profile --compare"
 MAX_RANKS = 8  # in one timeline
 _MAX_ROWS = 12  # of operators or kernels on a terminal
 _PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009E73"}
@@ -138,17 +137,13 @@ PARAMETERS = (
 
 
 def describe_layers(profile: LayerProfileRecord) -> list[str]:
-    """What the tables do not show: the plain step, what profiling costs, and what is odd about the gradients."""
-    parts = ", ".join(f"{phase} {format_ms(getattr(profile, phase).median_s)}" for phase in _PHASE_COLORS)
-    step, backward = describe_cost(profile.step_cost, "a step"), describe_cost(profile.backward_cost, "backward")
+    """What the tables do not show: what profiling costs, and what is odd about the gradients."""
+    step = describe_change(profile.step_cost, "of a step")
+    backward = describe_change(profile.backward_cost, "of backward")
     order = "in the same order in every step"
     if not profile.is_order_stable:
         order = "in an order that changed from step to step; the table has that of the medians"
-    lines = [
-        f"plain step {format_ms(profile.timing.median_s)} ms: {parts}",
-        f"profiling costs {step}; {backward}",
-        f"gradients became ready {order}",
-    ]
+    lines = [f"profiling costs {step}; {backward}", f"gradients became ready {order}"]
     if tied := [p.names for p in profile.parameters if p.aliases]:
         lines.append(f"tied, and ready only after the last use: {'; '.join(tied)}")
     if profile.unused:
@@ -225,11 +220,10 @@ class TraceResult(Result):
     @staticmethod
     def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Advice]) -> dict[str, Any]:
         """What `overview.json` holds."""
-        names = ("kind", "gain_s", "factor", "certainty", "text")
         return {
             "overviews": [tracing.overview_to_json(overview) for overview in overviews],
             "facts": asdict(facts),
-            "advice": [{name: getattr(one, name) for name in names} for one in advice],
+            "advice": [asdict(one) | {"factor": one.factor} for one in advice],
         }
 
     @property
@@ -527,7 +521,7 @@ class ComparisonResult(Result):
                 if (isinstance(first, TraceResult) or name not in _MAY_DIFFER) and value != second.config.get(name)
             },
         }
-        return cls(Run(COMPARE, config, environment, ()))
+        return cls(Run("profile --compare", config, environment, ()))
 
     @property
     def rows(self) -> list[ComparedRow]:

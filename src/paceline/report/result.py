@@ -39,7 +39,7 @@ _CLASSES = {
     "scale ranks": "scaling.RanksResult",
     "scale report": "scaling.ReportResult",
     "train": "training.TrainRunResult",
-    "tune": "tuning.TuneResult",
+    "tune": "predictions.TuneResult",
 }
 _WITHOUT_RECORDS = ("profile --compare", "profile trace", "scale report", "train")
 
@@ -141,7 +141,7 @@ class Result:
             "verb": self.run.verb,
             "answer": self.answer,
             "findings": list(self.findings),
-            **{table.json_key: table.rows_json() for table in self.tables()},
+            **{table.key or table.name: table.rows_json() for table in self.tables()},
             "warnings": list(self.warnings),
             "run": None if self.folder is None else str(self.folder),
         }

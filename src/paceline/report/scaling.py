@@ -354,12 +354,10 @@ _DEFINITIONS = (
 
 def describe_machine(environment: Environment) -> str:
     """The machine and the software of a run in one line."""
-    versions = {"Python": environment.python} | environment.versions
-    details = {name: value for name, value in environment.details.items() if name != "gpu"}
-    listed = [", ".join(f"{name} {value}" for name, value in one.items()) for one in (versions, details)]
-    commit = environment.git_commit and f"commit {environment.git_commit}"
-    parts = (f"{environment.host}: {environment.machine}", environment.system, *listed, f"`{environment.command_line}`")
-    return "; ".join(filter(None, (*parts, commit)))
+    known = {"Python": environment.python} | environment.versions | environment.details
+    listed = ", ".join(f"{name} {value}" for name, value in known.items() if name != "gpu")
+    parts = (f"{environment.host}: {environment.machine}", environment.system, listed, f"`{environment.command_line}`")
+    return "; ".join([*parts, *([f"commit {environment.git_commit}"] if environment.git_commit else [])])
 
 
 def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, warnings: Sequence[str]) -> str:
@@ -392,8 +390,7 @@ def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
     times = [(r, (r.timing.median_s, r.timing.p90_s, r.timing.p10_s)) for r in timed if r.timing]
     rates = [(r.batch_size, *(r.num_samples / seconds for seconds in found)) for r, found in times]
     draw_line(axes, 0, rates, f"samples/s ({source})")
-    highest = max(rate for _, rate, *_ in rates)
-    axes.set(ylim=(0, 1.2 * highest), xlabel="batch size", ylabel="samples/s, band p10 to p90")
+    axes.set(ylim=(0, None), xlabel="batch size", ylabel="samples/s, band p10 to p90")
     knee = find_knee(records)
     if knee is not None:
         axes.axvline(knee.batch_size, color="#555555", ls=":", lw=1.2, label=f"knee: {knee.batch_size}")
@@ -401,17 +398,10 @@ def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
     if failed:
         axes.plot(failed, [0] * len(failed), "x", color=COLORS[1], ms=9, mew=2, clip_on=False, label="does not fit")
     if any(r.peak_bytes for r in timed):
-        memory, peaks = axes.twinx(), [r.peak_bytes / MIB for r in timed]
-        memory.plot(
-            [r.batch_size for r in timed],
-            peaks,
-            "--",
-            color=COLORS[2],
-            marker="s",
-            ms=4,
-            label=f"peak memory ({source})",
-        )
-        memory.set(ylim=(0, 1.2 * max(peaks)), ylabel="peak memory (MiB)")
+        memory = axes.twinx()
+        peaks = [(r.batch_size, r.peak_bytes / MIB, None, None) for r in timed]
+        draw_line(memory, 2, peaks, f"peak memory ({source})", "--", ms=4)
+        memory.set(ylim=(0, None), ylabel="peak memory (MiB)")
         memory.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
     label_values(axes, [r.batch_size for r in records])
@@ -438,9 +428,8 @@ def plot_ranks(
         _draw_ranks(axes, here, there, names, is_weak)
         axes.set_xlabel("ranks", fontsize=9)
         label_values(axes, counts)
-    # All panels share the y axis, so that the highest point of all decides.
     if is_weak:
-        panels[0].set_ylim(0, max([1.1, *(1.05 * (p.efficiency + (p.efficiency_noise or 0.0)) for p in kept)]))
+        panels[0].set_ylim(bottom=0)
     else:
         panels[0].set_yscale("log", base=2)
         panels[0].yaxis.set_major_formatter("{x:g}")
@@ -458,18 +447,17 @@ def _draw_ranks(
     def value(point: ScalePoint | PredictedPoint) -> float:
         return point.efficiency if is_weak else point.speedup
 
+    def noise(point: ScalePoint) -> float:
+        return (point.efficiency_noise if is_weak else point.ratio.noise) or 0.0
+
     beyond = sorted((q for q in predicted if q.measured is None), key=lambda q: q.world_size)
     leader = max(beyond, key=lambda q: (q.world_size, value(q))).variant if beyond else ""
     for number, name in enumerate(names):
         color = COLORS[number % len(COLORS)]
         found = sorted((p for p in points if p.record.variant == name), key=lambda p: p.record.world_size)
-        for source in dict.fromkeys(p.record.source for p in found):
-            line = [p for p in found if p.record.source == source]
-            noises = [(p.efficiency_noise if is_weak else p.ratio.noise) or 0.0 for p in line]
-            ends = [(value(p) - noise, value(p) + noise) for p, noise in zip(line, noises, strict=True)]
-            drawn = [(p.record.world_size, value(p), *end) for p, end in zip(line, ends, strict=True)]
-            style = "-" if source == "measured" else "-."
-            draw_line(axes, number, [(1, 1.0, 1.0, 1.0), *drawn], f"{name} ({source})", style)
+        if found:
+            drawn = [(p.record.world_size, value(p), value(p) - noise(p), value(p) + noise(p)) for p in found]
+            draw_line(axes, number, [(1, 1.0, 1.0, 1.0), *drawn], f"{name} ({found[0].record.source})")
         for q in (q for q in predicted if q.variant == name and q.measured is not None):
             axes.plot(q.world_size, value(q), "x", color=color, ms=6, mew=1.4)
         networks = dict.fromkeys(q.network for q in beyond) if name == leader else {}

@@ -83,7 +83,7 @@ PHASES = (
 def describe_phases(record: StepRecord) -> list[str]:
     """What the table does not show: what was sent, how sure the exposed part is, and what profiling costs."""
     place = f"{format_number_of(record.world_size, 'rank')}, batch {record.batch_size}"
-    cost = f"{place}: profiling costs {describe_cost(record.cost, 'a step')}"
+    cost = f"{place}: profiling costs {describe_change(record.cost, 'of a step')}"
     if record.world_size == 1:
         return [cost]
     sure = "" if record.exposed_noise_s is None else f" ± {format_ms(record.exposed_noise_s)}"
@@ -92,21 +92,11 @@ def describe_phases(record: StepRecord) -> list[str]:
     return [f"{place}: each rank sends {sent}; communication overhead {record.overhead:.1%} ({took})", cost]
 
 
-def describe_cost(ratio: Ratio, of: str) -> str:
-    """What something adds to a step, or to a part of it, and whether that is shown."""
+def describe_change(ratio: Ratio, of: str) -> str:
+    """How much more or less time something takes than what it is compared with, and whether that is shown."""
     if ratio.noise is None:
-        return f"{ratio.value - 1:+.1%} of {of} (one repetition)"
-    return f"{ratio.value - 1:+.1%} ± {ratio.noise:.1%} of {of}{'' if ratio.is_clear else ', within the noise'}"
-
-
-def describe_speed(ratio: Ratio) -> str:
-    """How a step in our wrapper compares with one in torch's, and whether that is shown."""
-    size, word = abs(ratio.value - 1), "slower" if ratio.value > 1 else "faster"
-    if ratio.noise is None:
-        return f"{size:.1%} {word} than in torch's (one repetition)"
-    if ratio.is_clear:
-        return f"{size:.1%} ± {ratio.noise:.1%} {word} than in torch's"
-    return f"not shown to differ from torch's ({ratio.value - 1:+.1%} ± {ratio.noise:.1%})"
+        return f"{ratio.value - 1:+.1%} {of} (one repetition)"
+    return f"{ratio.value - 1:+.1%} ± {ratio.noise:.1%} {of}{'' if ratio.is_clear else ', within the noise'}"
 
 
 class WrappersResult(Result):
@@ -128,8 +118,8 @@ class WrappersResult(Result):
         if len(ours) == 1:
             one = ours[0].record
             where = f"{one.model} on {format_number_of(one.world_size, 'rank')} ({one.backend})"
-            took = format_duration(one.timing.median_s)
-            return f"A step of {where} in Paceline's wrapper takes {took}, {describe_speed(ratios[0])}."
+            change = describe_change(ratios[0], "compared with torch's")
+            return f"A step of {where} in Paceline's wrapper takes {format_duration(one.timing.median_s)}: {change}."
         faster, slower = (sum(r.is_clear and (r.value < 1) is side for r in ratios) for side in (True, False))
         return (
             f"Paceline's wrapper is faster than torch's in {faster} of {len(ratios)} cells, slower in {slower}, and "
@@ -217,8 +207,7 @@ def plot_wrappers(records: Sequence[StepRecord], subtitle: str) -> Figure:
             place, number = rows.index((record.wrapper, record.backend)), wrappers.index(record.wrapper)
             color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
             low, middle, high = (1e3 * s for s in (record.timing.p10_s, record.timing.median_s, record.timing.p90_s))
-            axes.plot([low, high], [place, place], color=color, lw=2, alpha=0.5)
-            axes.plot([middle], [place], color=color, marker=marker, ms=6)
+            axes.plot([low, middle, high], [place] * 3, color=color, lw=2, marker=marker, ms=6, markevery=[1])
         axes.set_xlim(left=0)
         axes.set_yticks(range(len(rows)), names, fontsize=8.5)
         axes.set_ylim(len(rows) - 0.5, -0.5)

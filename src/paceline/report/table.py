@@ -130,10 +130,6 @@ class Table:
     shown: Sequence[Any] | None = None
     note: str = ""
 
-    @property
-    def json_key(self) -> str:
-        return self.key or self.name
-
     def rows_json(self) -> list[dict[str, Any]]:
         """The rows as JSON objects, in full precision."""
         return [build_row(self.columns, row) for row in self.rows]

@@ -14,7 +14,7 @@ from paceline.verbs.jobs import Place, Sizes, choose_world, finish, list_sizes, 
 if TYPE_CHECKING:
     from torch import nn
 
-    from paceline.report.tuning import TuneResult
+    from paceline.report.predictions import TuneResult
 
 # A small batch: buckets matter where there is little arithmetic to hide them.
 JOB_DEFAULTS = {"batch_size": 4}
