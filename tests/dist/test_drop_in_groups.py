@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import paceline
 from paceline import ConfigError
 from paceline.parallel import DDP
 from tests.conftest import BACKEND
-from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_close, draw, error_of, gradients, loss
+from tests.dist.wrapped import REDUCERS, STEPS, Net, average_alone, check, check_close, draw, gradients, loss
 
 
 @pytest.fixture
@@ -141,7 +143,6 @@ def report() -> dict[str, Any]:
             loss(model, world.rank, step).backward()
         found = model.report()
         assert model.plan == found.plan
-        refusal = error_of(DDP(Net(), reducer="flat").report)
         times = found.times
         return {
             "who": (found.rank, found.world_size, found.backend, found.num_steps),
@@ -151,7 +152,6 @@ def report() -> dict[str, Any]:
             "ends": (times.backward_s, times.over_s, found.exposed_s),
             "advice": found.advice,
             "text": str(found),
-            "refusal": refusal,
         }
 
 
@@ -171,7 +171,6 @@ def test_a_report_tells_the_buckets_times_and_advice(job):
         for word in (f"rank {rank} of 2", BACKEND, "6 synchronised steps", "ready", "exposed", found["advice"]):
             assert word in found["text"]
         assert found["advice"]
-        assert found["refusal"][0] == "ConfigError"
 
 
 def alone() -> None:
@@ -187,6 +186,11 @@ def alone() -> None:
             with pytest.raises(paceline.CollectiveError, match=r"right\.weight") as caught:
                 model(draw(0), use="left").sum().backward()
             assert caught.value.code == "missing-gradient"
+            gone = weakref.ref(model)
+            gc.disable()
+            del caught, model
+            gc.enable()
+            assert gone() is None  # the error left no cycle, which would keep the group open
 
 
 def test_a_world_of_one_takes_the_same_way(job):

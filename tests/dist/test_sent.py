@@ -47,9 +47,8 @@ def count_steps(backend: str, dtype_name: str) -> list[Any]:
                 after = model.count_sent()
                 sent.append((after.num_messages - before.num_messages, after.num_bytes - before.num_bytes))
                 model.zero_grad()
-            plan = model.plan
-            buckets = None if plan is None else len(plan.buckets)
-            told.append((options, sent, len(params), sum(param.nbytes for param in params), buckets))
+            assert model.plan is not None
+            told.append((options, sent, len(params), sum(param.nbytes for param in params), len(model.plan.buckets)))
             model.stop()
     return told
 
@@ -60,10 +59,10 @@ def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, 
     told = on_ranks(2, count_steps, backend, dtype_name)
     assert told[0] == told[1]
     for options, sent, num_params, num_bytes, num_buckets in told[0]:
-        messages = 1 if options["reducer"] == "flat" else num_buckets or num_params
-        # In its first step the bucketed reducer has no plan yet.
-        first = 1 if num_buckets else messages
-        assert sent == [(first, num_bytes), *[(messages, num_bytes)] * 3], options
+        wanted = {"flat": 1, "overlap": num_params, "per_parameter": num_params}
+        assert num_buckets == wanted.get(options["reducer"], num_buckets)
+        # In the first step there is no plan yet.
+        assert sent == [(1, num_bytes), *[(num_buckets, num_bytes)] * 3], options
 
 
 def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
@@ -76,9 +75,9 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
 
     def start_sum(channel: Any, tensor: Any, average: bool = False, extra_bytes: int = 0) -> Any:
         if fault == "twice":
-            real_sum(channel, tensor.clone(), average, extra_bytes).wait()
-            return real_sum(channel, tensor, average, extra_bytes)
-        return real_sum(channel, tensor, average, tensor.nbytes)
+            real_sum(channel, tensor.clone(), average=average, extra_bytes=extra_bytes).wait()
+            return real_sum(channel, tensor, average=average, extra_bytes=extra_bytes)
+        return real_sum(channel, tensor, average=average, extra_bytes=tensor.nbytes)
 
     def send(messages: Any, bucket: Any) -> Any:
         before = messages._sent

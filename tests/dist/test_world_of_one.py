@@ -40,7 +40,7 @@ def sum_alone(backend: str) -> None:
             for work in (channel.start_sum(tensor), channel.start_sum(tensor, average=True)):
                 assert work.is_completed() and work.is_success() and work.wait()
                 assert work.get_future().wait()[0] is tensor
-            channel.wait(channel.start_sums([tensor, tensor.clone()]), "nothing")
+            channel.wait(channel.start_sum(tensor, tensor.clone()), "nothing")
             assert torch.equal(tensor, values)
         both = Channel(dist.group.WORLD, world.device)  # type: ignore[arg-type]
         tensor = torch.ones(3)

@@ -12,17 +12,14 @@ from torch import nn
 
 from paceline.parallel import DDP
 
-# Every reducer, and the default one with a bucket for each parameter and with one for each layer of `Net`: a gradient
-# that is alone in its bucket travels as it is, others are gathered.
+# Every reducer, and the default one with a bucket for each layer of `Net`.
 REDUCERS: tuple[dict[str, Any], ...] = (
     {"reducer": "per_parameter"},
     {"reducer": "flat"},
     {"reducer": "overlap"},
     {"reducer": "bucketed"},
-    {"reducer": "bucketed", "bucket_cap_mb": 1e-5},
     {"reducer": "bucketed", "bucket_cap_mb": 7e-5},
 )
-BUCKETED = REDUCERS[3:]
 # The first step records, the second is the first with a plan; the third shows that it lasts.
 STEPS = 4
 Loss = Callable[[Any, int], torch.Tensor]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.parallel.reducers import FlatGradients
+from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import read_replica
 from paceline.plan import Bucket, Piece, Plan
 from tests.unit.made_plans import plan_by_cap, plan_in_pieces

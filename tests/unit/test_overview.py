@@ -219,7 +219,7 @@ def backward():
         BucketTimes(2**20, ready_s=1 * MS, launch_s=2 * MS, done_s=5 * MS),
         BucketTimes(2**21, ready_s=4 * MS, launch_s=4 * MS, done_s=8 * MS),
     ]
-    return StepTimes(buckets, backward_s=6 * MS, over_s=8 * MS, is_sampled=True, begin_s=100.003)
+    return StepTimes(buckets, backward_s=6 * MS, over_s=8 * MS, begin_s=100.003)
 
 
 def test_buckets_become_events_on_tracks_of_their_own(backward):

@@ -118,10 +118,10 @@ class _Variants:
         profile = layers.build_record(self._bench, plain)
         place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
         order = [place[parameter.name] for parameter in profile.parameters]
-        plan: Callable[..., Plan] = plan_like_torch
+        plan = plan_like_torch(self.gradients, order)
         if settings.wrapper != "torch":
-            plan = Options().make_planner(self._channel, with_hook=self._networks is not None)
-        return [*records, profile], plan(self.gradients, order)
+            plan = Options().make_planner(self._channel, self.gradients, self._networks is not None)(order)
+        return [*records, profile], plan
 
     def confirm(self, candidates: Sequence[Candidate]) -> list[Record]:
         """Steps of the job under these plans, in turns."""

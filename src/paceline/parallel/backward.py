@@ -2,7 +2,7 @@
 
 `GradientSync` is the step logic: which backward is synchronised, when it is over, what the ranks report to each other
 and what follows. `BucketedReducer` moves the gradients, in buckets, while backward is running. Calls go one way: the
-step logic calls the reducer, and the reducer returns what it found, failures included (`reducers.Collected`).
+step logic calls the reducer, and the reducer returns what it found, failures included (`Collected`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from paceline.errors import CollectiveError, ConfigError
 from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel
 from paceline.parallel.control import ERRORS, ControlWords, Finding, RankReport, Status, build_step_error
-from paceline.parallel.hooks import CommHook, HookBucket, HookCalls, agree_on_hook
-from paceline.parallel.reducers import IN_FORWARD, IN_HOOK, Collected, Failure, FlatGradients, Reducer, on_gradient
+from paceline.parallel.flat import FlatGradients
+from paceline.parallel.hooks import IN_FORWARD, IN_HOOK, CommHook, Failure, HookBucket, HookCalls, agree_on_hook
 from paceline.parallel.replicas import MakePlan, Options, Replica, build_drift_error, digest_replica
 from paceline.parallel.timeline import Timeline
 from paceline.plan import Plan, plan_torch_start
@@ -49,6 +49,10 @@ _LARGE_BYTES = 64 << 10
 # How often the ready order is recorded in all. If the graph changes in every step, recording more does not help.
 _MAX_RECORDS = 5
 
+# What the reducer found at the end of a backward: the control words, which the caller fills before `exchange` and which
+# hold the sums after it, the parameters without a gradient, and the failure.
+Collected = tuple[torch.Tensor, list[int], Failure | None]
+
 
 class Joining(NamedTuple):
     """How ranks without data are treated, in `join`."""
@@ -66,13 +70,13 @@ class _Forward:
 
 
 class GradientSync:
-    """The step logic. `syncs_in_forward`: layers of the model exchange messages in forward."""
+    """The step logic. `syncs`: layers of the model exchange messages in forward."""
 
     def __init__(
-        self, reducer: Reducer, control: ControlWords, buffers: SharedBuffers, options: Options, syncs_in_forward: bool
+        self, reducer: BucketedReducer, control: ControlWords, buffers: SharedBuffers, options: Options, syncs: bool
     ) -> None:
         self.replica, self.channel, self.reducer, self.control = reducer.replica, reducer.channel, reducer, control
-        self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs_in_forward
+        self.buffers, self.options, self.syncs_in_forward = buffers, options, syncs
         self.num_steps, self.do_sync = 0, True
         self.is_pending = False  # gradients were accumulated that no step has synchronised
         self.join: Joining | None = None
@@ -100,7 +104,7 @@ class GradientSync:
             if (me := own()) is not None:
                 me._on_backward(is_certain=True)
 
-        self._handles = [on_gradient(param, begin) for param in params]
+        self._handles = [_on_gradient(param, begin) for param in params]
 
     def stop(self) -> None:
         """Synchronise nothing from now on, not even the backward of a forward that has already run."""
@@ -265,21 +269,19 @@ class GradientSync:
             if take_part:
                 self._samples, self._last_samples = None, self._weight
             slots = words[: control.num_slot_words]
-            if words.device.type != "cuda" or self._must_read_now(report):
-                reports = control.read_reports(slots.tolist())
-                if not self._act_on(reports, missing, failure):
-                    return
-                with torch.no_grad():
+            with torch.no_grad():
+                if words.device.type != "cuda" or self._must_read_now(report):
+                    reports = control.read_reports(slots.tolist())
+                    if not self._act_on(reports, missing, failure):
+                        return
                     self._complete(reports, words, absent, take_part)
-            else:
-                kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-                self._unread = kept, event, missing
-                is_turn = buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
-                if control.num_statistics and is_turn:
-                    with torch.no_grad():
-                        buffers.read_on_device(control.statistics(words))
+                else:
+                    kept = torch.empty(len(slots), dtype=slots.dtype, pin_memory=True).copy_(slots, non_blocking=True)
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    event.record()
+                    self._unread = kept, event, missing
+                if control.num_statistics and buffers.is_turn(self.num_steps - 1):
+                    buffers.read(control.statistics(words))
         finally:
             self._is_announced = False
         self.reducer.learn()
@@ -345,19 +347,17 @@ class GradientSync:
             if place == IN_FORWARD:
                 return
             raise error
-        found = build_step_error(findings, self.num_steps, self.replica)
         if any(finding.in_hook for finding in findings):
-            self._unusable = str(found)
-        raise found from error
+            self._unusable = str(build_step_error(findings, self.num_steps, self.replica))
+        # Not from a name in this frame, which would make a cycle: the model and its group would stay until it is found.
+        raise build_step_error(findings, self.num_steps, self.replica) from error
 
     def _complete(self, reports: list[RankReport], words: torch.Tensor, absent: list[int], take_part: bool) -> None:
-        """Take the averaged statistics, drop gradients that no rank has, and divide by the true total."""
-        writes = [bool(report.status & Status.STATISTICS) for report in reports]
-        if any(writes) and not any(report.status & Status.HOLD for report in reports):
-            if self.control.num_statistics:
-                self.buffers.read(self.control.statistics(words)[:-1], sum(writes))
-            else:
-                self.buffers.average(self.channel, writes[self.channel.rank], sum(writes))
+        """Average statistics that are not in the words, drop gradients that no rank has, divide by the true total."""
+        if self.buffers.need_message and not any(report.status & Status.HOLD for report in reports):
+            writes = [bool(report.status & Status.STATISTICS) for report in reports]
+            if any(writes):
+                self.buffers.average(self.channel, writes[self.channel.rank])
         if self.control.num_used and take_part and absent:
             used = self.control.used(words).tolist()
             for index in absent:
@@ -415,26 +415,38 @@ def _is_nested() -> bool:
     return depth > (0 if isinstance(threading.current_thread(), threading._DummyThread) else 1)
 
 
-class BucketedReducer(Reducer):
-    """The default reducer: gradients travel in buckets, each sent in plan order as soon as it is complete. With a plan
-    only one hook per bucket runs: on the parameter that arrives last by the recorded ready order. Whether the others
-    have arrived is checked when it runs, and that nothing arrived later, at the end."""
+def _on_gradient(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    """Call `hook(param)`, with the parameter and not its gradient, whenever its gradient has been accumulated."""
+    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class BucketedReducer:
+    """Averages the gradients of one step: `begin`, hooks during backward, `collect`, and `exchange`. Every rank sends
+    the same messages in the same order, whatever happened: a missing gradient is sent as zeros.
+
+    Gradients travel in buckets, each sent in plan order as soon as it is complete. With a plan only one hook per bucket
+    runs: on the parameter that arrives last by the recorded ready order. Whether the others have arrived is checked
+    when it runs, and that nothing arrived later, at the end. The kinds `flat` and `per_parameter` send everything after
+    backward, the latter one message after the other.
+    """
 
     def __init__(
-        self, replica: Replica, channel: Channel, num_words: int, make_plan: MakePlan, comm_hook: CommHook | None = None
+        self, replica: Replica, channel: Channel, num_words: int, kind: str, make_plan: MakePlan, hook: CommHook | None
     ) -> None:
-        super().__init__(replica, channel, num_words)
-        self._make_plan = make_plan
-        self._hook_calls = None if comm_hook is None else HookCalls(comm_hook, channel)
+        self.replica, self.channel, self.num_words = replica, channel, num_words
+        self._kind, self._make_plan = kind, make_plan
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._failure: Failure | None = None  # kept from the hook that raised until `collect` returns it
+        self._hook_calls = None if hook is None else HookCalls(hook, channel)
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # separate gradients, and their versions when taken
-        self._is_recording, self._records_left = True, _MAX_RECORDS
+        self._overlaps = kind in ("bucketed", "overlap")
+        self._is_recording, self._records_left = True, _MAX_RECORDS if self._overlaps else 0
         self._arrived: list[int] = []  # the gradients in the order in which they arrived, some perhaps in several parts
         self._recorders: list[tuple[Any, Any]] = []  # nodes of autograd, and the handles of the hooks on them
         # The ready order is not known yet: one bucket per dtype, as torch has it, sent at the end of backward.
         self.is_planned = False
-        make_plan(replica.gradients, list(range(len(replica.params))))  # refuse a plan for another model now
         self._lay_out(plan_torch_start(replica.gradients))
 
     @property
@@ -448,6 +460,7 @@ class BucketedReducer(Reducer):
         return {index: place for place, index in enumerate(self._arrived)}
 
     def begin(self, factor: float) -> None:
+        """A backward starts. Each rank multiplies its gradients by `factor`, and the results are summed."""
         self._active, self._next, self._failure = True, 0, None
         self._factor = factor
         if self._hook_calls is not None:
@@ -543,7 +556,7 @@ class BucketedReducer(Reducer):
         """Gather one bucket; or take it from `zeros`, where `.grad` must not change. Returns the memory it is in, the
         gradients that are sent from elsewhere, and whether to average."""
         self._next = bucket.number + 1
-        self.timeline.ready(bucket.number)
+        self.timeline.mark("ready", bucket.number)
         flat = zeros or self._flat
         # NCCL averages as it reduces. The control words must stay whole numbers, so the last bucket is scaled before.
         can_average = self.channel.is_nccl and self._next < len(self._buckets) and not bucket.copied
@@ -566,18 +579,16 @@ class BucketedReducer(Reducer):
 
     def _start(self, bucket: _LiveBucket, flat: FlatGradients, uncopied: list[torch.Tensor], average: bool) -> None:
         number = bucket.number
-        self.timeline.leaving(number)
+        self.timeline.mark("launch", number)  # before it: after that it may be half done, where cores are few
         if self._hook_calls is not None:
             bucket.work = self._hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
             self._failure = self._failure or self._hook_calls.failure
         else:
             message, extra_bytes = flat.messages[number], flat.extra_bytes[number]
-            if uncopied:
-                tensors = [message, *uncopied] if message.numel() else uncopied
-                bucket.work = self.channel.start_sums(tensors, average, extra_bytes)
-            elif message.numel():
-                bucket.work = self.channel.start_sum(message, average, extra_bytes)
-        self.timeline.launched(number, bucket.work)
+            tensors = [message, *uncopied] if message.numel() else uncopied
+            if tensors:
+                bucket.work = self.channel.start_sum(*tensors, average=average, extra_bytes=extra_bytes)
+        self.timeline.follow(number, bucket.work)
 
     def _gather(self, bucket: _LiveBucket, factor: float) -> None:
         """Copy what autograd left elsewhere into the range, multiply by the factor, and make `.grad` the view."""
@@ -630,6 +641,8 @@ class BucketedReducer(Reducer):
         return self._taken[index][0]
 
     def collect(self, factor: float, take_part: bool) -> Collected:
+        """Backward is over: send everything except the message that carries the control words. Collective. `factor`
+        counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` is unchanged."""
         missing = self._find_missing()
         if not self.is_planned:
             agree_on_hook(self._hook_calls is not None, self.channel)
@@ -643,6 +656,8 @@ class BucketedReducer(Reducer):
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
             self._start(bucket, *self._fill(bucket, zeros))
+            if self._kind == "per_parameter" and bucket.work is not None:
+                self.channel.wait(bucket.work, f"bucket {bucket.number} of {len(self._buckets)}")
         self._last = self._fill(self._buckets[-1], zeros)
         if self._hook_calls is not None:
             # A hook may compress or keep what it receives, and fail: the control words follow it in their own message.
@@ -650,12 +665,13 @@ class BucketedReducer(Reducer):
             self._finish(take_part)
             self._failure = self._failure or self._hook_calls.failure
         self._active = False
-        return self._report(self._last[0].words, missing)
+        failure, self._failure = self._failure, None
+        return self._last[0].words, missing, failure
 
     def _find_missing(self) -> list[int]:
-        if not self._active:
-            return super()._find_missing()
         params = self.replica.params
+        if not self._active:
+            return [index for index, param in enumerate(params) if param.grad is None]
         missing: list[int] = []  # a bucket that was sent was complete
         for bucket in self._buckets[self._next :]:
             if any(map(operator.is_, bucket.read_grads(), repeat(None))):
@@ -675,26 +691,29 @@ class BucketedReducer(Reducer):
         return late
 
     def exchange(self) -> None:
+        """Send the control words, wait for all messages, and leave the sums in `.grad`. Collective."""
         if self._hook_calls is None:
             self._start(self._buckets[-1], *self._last)
             self._finish(True)
         else:
-            self.channel.wait(self._start_words(), "the control words")
-        del self._last, self._words
+            words = self._last[0].words
+            self.channel.wait(self.channel.start_sum(words, extra_bytes=words.nbytes), "the control words")
+        del self._last
         self._taken.clear()  # so that `zero_grad` can free them
         self.timeline.over()
 
     def _finish(self, take_part: bool) -> None:
         for bucket in self._buckets:
-            self.timeline.waiting(bucket.number)
+            self.timeline.mark("wait", bucket.number)
             work, bucket.work = bucket.work, None
             if self._hook_calls is not None:
                 self._hook_calls.finish(work, bucket.range if take_part else None)
             elif work is not None:
                 self.channel.wait(work, f"bucket {bucket.number} of {len(self._buckets)}")
-            self.timeline.done(bucket.number)
+            self.timeline.mark("waited", bucket.number)
 
     def multiply(self, factor: float) -> None:
+        """Multiply all gradients, after `exchange`."""
         self._flat.multiply(factor)
         for index in self._uncopied_strides:
             if (grad := self.replica.params[index].grad) is not None:
@@ -707,7 +726,8 @@ class BucketedReducer(Reducer):
             self._stop_recording()
             if not self.is_planned:
                 self._agree_on_plan()
-            self._set_triggers()
+            if self._overlaps:
+                self._set_triggers()
         elif self._was_late and self._records_left and not any(bucket.in_parts for bucket in self._buckets):
             self._records_left -= 1
             self._is_recording = True
@@ -715,7 +735,7 @@ class BucketedReducer(Reducer):
     def _agree_on_plan(self) -> None:
         gradients = self.replica.gradients
         # Every rank uses rank 0's plan, made from the ready order there.
-        mine = self._make_plan(gradients, self.ready_order).to_json() if self.channel.rank == 0 else ""
+        mine = self._make_plan(self.ready_order).to_json() if self.channel.rank == 0 else ""
         plan = Plan.from_json(self.channel.share(mine)[0])
         self.is_planned = True
         self._lay_out(Plan(gradients, plan.buckets, plan.rule))
@@ -729,7 +749,7 @@ class BucketedReducer(Reducer):
         # A communication hook needs one vector of everything, and a split gradient must be in one piece of memory.
         uncopied = separate - split if self.channel.is_nccl and self._hook_calls is None else set()
         self._kinds = uncopied, separate
-        allocate = self.channel.allocate if self.is_planned else None  # shared memory only for what lasts
+        allocate = self.channel.allocate if self.is_planned else torch.zeros  # shared memory only for what lasts
         self._flat = FlatGradients(self.replica, plan, self.num_words, uncopied, separate, allocate)
         self._uncopied_strides = {index: torch.empty_like(self.replica.params[index]).stride() for index in uncopied}
         self._buckets = [
@@ -738,19 +758,25 @@ class BucketedReducer(Reducer):
         ]
         self.timeline = Timeline(plan.bucket_bytes, self.channel.device)
 
+    def stop(self) -> None:
+        """Remove the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
     def _set_triggers(self) -> None:
         """Hook the large parameters, and in each bucket the one that arrived last on this rank."""
         self.stop()
         params, places = self.replica.params, self._places
         in_parts = {index for index, count in collections.Counter(self._arrived).items() if count > 1}
         for index in sorted({index for bucket in self._buckets for index in bucket.copied} - in_parts):
-            self._handles.append(on_gradient(params[index], functools.partial(self._on_large, index)))
+            self._handles.append(_on_gradient(params[index], functools.partial(self._on_large, index)))
         for bucket in self._buckets[:-1]:
             indices = [*bucket.fused, *bucket.separate]
             bucket.in_parts = not in_parts.isdisjoint(indices)
             if arrived := [index for index in indices if index in places]:
                 # After the hook that copies it, if there is one.
-                self._handles.append(on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
+                self._handles.append(_on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
 
 
 class _LiveBucket:

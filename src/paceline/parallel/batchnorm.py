@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,10 +41,10 @@ class _AnyInputBatchNorm(_BatchNorm):
                 running.lerp_(value.to(running.dtype), factor or 0.0)
 
     @classmethod
-    def _replace_in(cls, module: nn.Module, finish: Callable[[Self], None]) -> nn.Module:
-        """Replace every BatchNorm by a layer with its parameters, buffers and hooks, or raise and replace nothing.
-        `finish` sets what a BatchNorm does not have."""
-        replaced: dict[nn.Module, Self] = {}
+    def _replace_in(cls, module: nn.Module, name_of_setting: str, setting: Any) -> nn.Module:
+        """Replace every BatchNorm by a layer with its parameters, buffers and hooks, or raise and replace nothing. Each
+        gets the setting, which a BatchNorm does not have; None keeps that of a layer that has one."""
+        replaced: dict[nn.Module, _AnyInputBatchNorm] = {}
         for name, layer in module.named_modules():
             if not isinstance(layer, _BatchNorm):
                 continue
@@ -59,7 +59,8 @@ class _AnyInputBatchNorm(_BatchNorm):
             # The very same dicts of parameters, buffers and hooks, so that the handle of a hook still removes it.
             new.__dict__.update(layer.__dict__)
         for new in replaced.values():
-            finish(new)
+            if setting is not None or name_of_setting not in new.__dict__:
+                setattr(new, name_of_setting, setting)
         for parent in list(module.modules()):
             for name, child in parent._modules.items():
                 if child in replaced:
@@ -174,12 +175,7 @@ class SyncBatchNorm(_AnyInputBatchNorm):
     def convert(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm).
         Layers that have a group (torch's SyncBatchNorm) keep it unless one is given."""
-
-        def set_group(layer: SyncBatchNorm) -> None:
-            if process_group is not None or "process_group" not in layer.__dict__:
-                layer.process_group = process_group
-
-        return cls._replace_in(module, set_group)
+        return cls._replace_in(module, "process_group", process_group)
 
     convert_sync_batchnorm = convert  # torch's name
 
@@ -260,5 +256,4 @@ class GhostBatchNorm(_AnyInputBatchNorm):
     @classmethod
     def convert(cls, module: nn.Module, ghost_size: int) -> nn.Module:
         """Replace every BatchNorm in the module, and return the module (the new layer if it is itself a BatchNorm)."""
-        cls._check_size(ghost_size)
-        return cls._replace_in(module, lambda layer: setattr(layer, "ghost_size", ghost_size))
+        return cls._replace_in(module, "ghost_size", cls._check_size(ghost_size))

@@ -44,7 +44,8 @@ class SharedBuffers:
         is_averaged = bool(every and self._statistics)
         self.need_message = is_averaged and not fits
         # The last word counts the ranks that wrote theirs.
-        self.num_words = sum(s.numel() for s in self._statistics) + 1 if is_averaged and fits else 0
+        self._num_values = sum(s.numel() for s in self._statistics)
+        self.num_words = self._num_values + 1 if is_averaged and fits else 0
 
     def is_turn(self, step: int) -> bool:
         return bool(self.every) and step % self.every == 0
@@ -66,23 +67,22 @@ class SharedBuffers:
         if take_part or hold:
             words[-1:].fill_(1 if take_part else -_MANY_RANKS)
 
-    def read(self, sums: torch.Tensor, num_ranks: int) -> None:
-        """Take the average over the ranks that wrote theirs."""
-        torch._foreach_copy_(self._statistics, self._split(sums.div_(num_ranks)))
-
-    def read_on_device(self, words: torch.Tensor) -> None:
-        """The same with the count in the words, so that the host does not wait for a GPU."""
+    def read(self, words: torch.Tensor) -> None:
+        """Take the average over the ranks that wrote theirs, if the sum is valid."""
         sums, count = words[:-1], words[-1]
-        own = torch.cat([statistic.reshape(-1) for statistic in self._statistics])
-        torch._foreach_copy_(self._statistics, self._split(torch.where(count > 0, sums / count, own)))
+        if words.is_cuda and not self.need_message:  # without a wait of the host for the count
+            own = torch.cat([statistic.reshape(-1) for statistic in self._statistics])
+            torch._foreach_copy_(self._statistics, self._split(torch.where(count > 0, sums / count, own)))
+        elif count > 0:
+            torch._foreach_copy_(self._statistics, self._split(sums.div_(count)))
 
-    def average(self, channel: Channel, take_part: bool, num_ranks: int) -> None:
+    def average(self, channel: Channel, take_part: bool) -> None:
         """Average in a separate message, where the statistics do not fit into the control words. Collective."""
         precise = functools.reduce(torch.promote_types, (s.dtype for s in self._statistics), torch.float32)
-        message = torch.cat([s.detach().to(channel.device, precise).reshape(-1) for s in self._statistics])
-        work = channel.start_sum(message if take_part else message.zero_(), extra_bytes=message.nbytes)
-        channel.wait(work, "the running statistics")
-        self.read(message, num_ranks)
+        message = torch.empty(self._num_values + 1, dtype=precise, device=channel.device)
+        self.write(message, take_part, hold=False)
+        channel.wait(channel.start_sum(message, extra_bytes=message.nbytes), "the running statistics")
+        self.read(message)
 
     @property
     def _others(self) -> list[torch.Tensor]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +27,7 @@ class Sent(NamedTuple):
 
 
 class Channel:
-    """A process group and the device of its messages. `sent` adds up all messages of gradients."""
+    """A process group and the device of its messages."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device, self._has_own_group = group, device, False
@@ -38,7 +37,7 @@ class Channel:
         self.is_nccl = device.type == "cuda" and "nccl" in self.backend
         # On a GPU, gloo writes the result with torch's own copy, some time after the call.
         self._writes_late = device.type == "cuda" and not self.is_nccl
-        self.sent = Sent(0, 0)
+        self._num_messages = self._num_bytes = 0
         self.timeout_s: float | None = None  # None: the group's own timeout
         # By whether to average.
         self._one = {average: _build_options(dist.AllreduceOptions(), average) for average in (False, True)}
@@ -49,6 +48,11 @@ class Channel:
         if device.type == "cpu" and isinstance(self.group, PacelineGroup) and self.group.shares_memory:
             return self.group.allocate(numel * dtype.itemsize).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=device)
+
+    @property
+    def sent(self) -> Sent:
+        """All messages of gradients so far."""
+        return Sent(self._num_messages, self._num_bytes)
 
     def use_own_group(self) -> None:
         """Use a group from now on that nobody else uses, where torch can make one. Collective."""
@@ -71,31 +75,24 @@ class Channel:
         except RuntimeError:
             return True
 
-    def start_sum(self, tensor: torch.Tensor, average: bool = False, extra_bytes: int = 0) -> dist.Work:
-        """Start the sum over all ranks, in place (or the average, where the backend supports it). `extra_bytes` of the
-        tensor are not gradients: control words, statistics, gaps between gradients."""
+    def start_sum(self, *tensors: torch.Tensor, average: bool = False, extra_bytes: int = 0) -> dist.Work:
+        """Start the sum over all ranks, in place (or the average, where the backend supports it). `extra_bytes` are not
+        gradients: control words, statistics, gaps between gradients. Several tensors in one launch: NCCL only."""
         if self.world_size == 1:
-            return FinishedWork([tensor])  # a call of the backend takes as long as on many ranks
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor)
+            return FinishedWork(list(tensors))  # a call of the backend takes as long as on many ranks
+        num_bytes = -extra_bytes
+        for tensor in tensors:
+            num_bytes += tensor.nbytes
+        if num_bytes:
+            self._num_messages += 1
+            self._num_bytes += num_bytes
+        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
         if self._writes_late:
             # Through an alias, so that the backend's write does not count as a change of the tensor by someone else.
-            alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            tensor = alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        self._count(tensor.nbytes - extra_bytes)
-        return self.group.allreduce([tensor], self._one[average])
-
-    def start_sums(self, tensors: Sequence[torch.Tensor], average: bool = False, extra_bytes: int = 0) -> dist.Work:
-        """The same for many tensors in one launch. NCCL only."""
-        if len(tensors) == 1 or self.world_size == 1:
-            return self.start_sum(tensors[0], average, extra_bytes)
-        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        self._count(sum(tensor.nbytes for tensor in tensors) - extra_bytes)
-        return self.group.allreduce_coalesced(real, self._many[average])
-
-    def _count(self, num_bytes: int) -> None:
-        if num_bytes:
-            self.sent = Sent(self.sent.num_messages + 1, self.sent.num_bytes + num_bytes)
+            real = [alias(tensor) for tensor in real]
+        if len(real) > 1:
+            return self.group.allreduce_coalesced(real, self._many[average])
+        return self.group.allreduce(real, self._one[average])
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for a message. An error of the backend becomes one with the code `peer-lost` that names `what`."""
@@ -118,26 +115,18 @@ class Channel:
 
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         """Give every rank the values of the rank `source` of this group. Collective: every rank must call this."""
-        root = dist.get_global_rank(self.group, source)
-        batches: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
-        room: dict[tuple[torch.dtype, torch.device], int] = {}
-        for tensor in tensors:
-            family = tensor.dtype, tensor.device
-            if tensor.nbytes > room.get(family, -1):
-                batches.setdefault(family, []).append([])
-                room[family] = _BROADCAST_BYTES
-            batches[family][-1].append(tensor.detach())
-            room[family] -= tensor.nbytes
+        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors if tensor.numel()]
+        # gloo does not support bool.
+        known = [tensor.detach().view(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype) for tensor in real]
         with torch.no_grad(), naming_lost_peers(f"the values of rank {source} cannot be broadcast"):
-            for batch in itertools.chain(*batches.values()):
-                flat = torch.cat([tensor.reshape(-1) for tensor in batch])
-                real = torch.view_as_real(flat) if flat.is_complex() else flat
-                if flat.numel():
-                    # gloo does not support bool.
-                    dist.broadcast(real.view(torch.uint8) if real.dtype == torch.bool else real, root, self.group)
-                if self.rank != source:
-                    for tensor, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
-                        tensor.copy_(part.view(tensor.shape))
+            if known:
+                dist._broadcast_coalesced(self.group, known, _BROADCAST_BYTES, source)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory with its own version counter, so that writes through it can be counted, or do not count."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:

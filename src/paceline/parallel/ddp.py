@@ -30,13 +30,11 @@ from paceline.parallel.buffers import SharedBuffers
 from paceline.parallel.channel import Channel, Sent, open_group
 from paceline.parallel.control import ControlWords
 from paceline.parallel.hooks import CommHook, check_hook
-from paceline.parallel.reducers import FlatReducer, OverlapReducer, PerParameterReducer, Reducer
 from paceline.parallel.replicas import Options, StructureWatch, check_same_model, read_replica, verify_values
 from paceline.parallel.timeline import Report
 from paceline.plan import TORCH_CAP_BYTES, Plan, plan_torch_start
 from paceline.units import MIB
 
-_SIMPLE = {"per_parameter": PerParameterReducer, "flat": FlatReducer, "overlap": OverlapReducer}
 # All in this process: each but the first uses its own group.
 _wrappers: weakref.WeakSet[DDP] = weakref.WeakSet()
 _NOT_COPIED = ("_sync", "_watch", "_finalizer", "_group", "_gradient_group")
@@ -158,16 +156,12 @@ class DDP(Joinable, nn.Module):
         self.stop()
         channel, options, ignored = self._open_channel(), self._options, self.parameters_to_ignore
         replica = read_replica(self.module, ignored)
-        is_precise = options.reducer in ("per_parameter", "overlap") or all(p.dtype in _PRECISE for p in replica.params)
+        is_precise = all(param.dtype in _PRECISE for param in replica.params)
         buffers = SharedBuffers(self.module, ignored, channel.device, options.statistics_every, is_precise)
         num_used = len(replica.params) if options.allow_missing else 0
         control = ControlWords(channel.rank, channel.world_size, num_used, buffers.num_words)
-        reducer: Reducer
-        if options.reducer == "bucketed":
-            planner = options.make_planner(channel, with_hook=self._comm_hook is not None)
-            reducer = BucketedReducer(replica, channel, control.num_words, planner, self._comm_hook)
-        else:
-            reducer = _SIMPLE[options.reducer](replica, channel, control.num_words)
+        planner = options.make_planner(channel, replica.gradients, with_hook=self._comm_hook is not None)
+        reducer = BucketedReducer(replica, channel, control.num_words, options.reducer, planner, self._comm_hook)
         if self._comm_hook is not None:
             options = replace(options, check_every=0)  # it may keep replicas different on purpose, as local SGD does
         self._sync = GradientSync(reducer, control, buffers, options, syncs_in_forward(self.module))
@@ -271,13 +265,13 @@ class DDP(Joinable, nn.Module):
 
     @property
     def _planned(self) -> BucketedReducer | None:
-        """The reducer, if it has buckets and has made its plan."""
+        """The reducer, if it has made its plan."""
         reducer = self._ready.reducer
-        return reducer if isinstance(reducer, BucketedReducer) and reducer.is_planned else None
+        return reducer if reducer.is_planned else None
 
     @property
     def plan(self) -> Plan | None:
-        """The buckets in use; None before the first synchronised step, and for reducers without buckets."""
+        """The buckets in use; None before the first synchronised step."""
         return None if self._planned is None else self._planned.plan
 
     @property
@@ -298,8 +292,6 @@ class DDP(Joinable, nn.Module):
         """Where the time of a recent step went, on this rank. Cheap, and sends no message."""
         sync = self._ready
         channel, reducer = sync.channel, sync.reducer
-        if not isinstance(reducer, BucketedReducer):
-            raise ConfigError(f"reducer={self._options.reducer!r} records no times: only 'bucketed' does")
         times = reducer.timeline.read() if reducer.is_planned else None
         return Report(channel.rank, channel.world_size, channel.backend, sync.num_steps, reducer.plan, times)
 
@@ -307,7 +299,7 @@ class DDP(Joinable, nn.Module):
         """Let `hook(state, bucket)` reduce each bucket, as in torch. All ranks call it, before the first step."""
         check_hook(hook)
         if self._options.reducer != "bucketed":
-            raise ConfigError(f"a communication hook needs buckets, and reducer={self._options.reducer!r} has none")
+            raise ConfigError(f"a communication hook needs reducer='bucketed', not {self._options.reducer!r}")
         if self._comm_hook is not None:
             raise ConfigError("a communication hook is already registered: a wrapper takes one")
         if self.plan is not None:  # another rank may already be sending buckets by it

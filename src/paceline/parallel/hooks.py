@@ -5,19 +5,27 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.errors import ConfigError
-from paceline.parallel.channel import Channel
-from paceline.parallel.reducers import IN_HOOK, Failure, FlatGradients
+from paceline.parallel.channel import Channel, alias
+from paceline.parallel.flat import FlatGradients
 from paceline.parallel.replicas import name_ranks
 from paceline.plan import Plan
 
+IN_FORWARD, IN_BACKWARD, IN_HOOK = "forward", "backward", "the communication hook"
 # How often a rank that waits for a hook's result checks whether another rank's hook has failed.
 _CHECK_S = 0.5
 CommHook = tuple[object, Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]]  # its state, and the function
+
+
+class Failure(NamedTuple):
+    """An error on this rank, and where it happened: `IN_FORWARD`, `IN_BACKWARD` or `IN_HOOK`."""
+
+    error: Exception
+    place: str = IN_BACKWARD
 
 
 class HookBucket:
@@ -26,7 +34,7 @@ class HookBucket:
     def __init__(self, number: int, flat: FlatGradients, plan: Plan, params: Sequence[torch.Tensor]) -> None:
         self._index, self._is_last = number, number == len(plan.buckets) - 1
         # Its own version counter: a write by the hook must not count as a gradient that changed late.
-        buffer = self._buffer = flat.alias(flat.ranges[number])
+        buffer = self._buffer = alias(flat.ranges[number])
         views = [flat.views[index] for index in plan.partition[number]]
         self._gradients = [buffer.as_strided(view.size(), view.stride(), view.storage_offset()) for view in views]
         self._params = [params[index] for index in plan.partition[number]]

@@ -11,6 +11,7 @@ import hashlib
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +27,15 @@ from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan
 from paceline.runtime.world import current_world
 from paceline.units import MIB
 
-REDUCERS = ("bucketed", "overlap", "flat", "per_parameter")
+# The reducers, and the cap of their buckets in bytes. That of the default depends on the model and the options.
+REDUCERS: dict[str, list[int]] = {"bucketed": [], "overlap": [1], "flat": [sys.maxsize], "per_parameter": [1]}
 # On gloo a message needs about this size per rank to be as fast per byte as a larger one.
 _GLOO_BYTES_PER_RANK = 4 * MIB
 # On NCCL the host pays for each bucket: few, and none so large that everything waits for the last one.
 _NCCL_BUCKETS, _NCCL_CAP_BYTES = 16, 256 * MIB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-MakePlan = Callable[[Sequence[Gradient], Sequence[int]], Plan]
+MakePlan = Callable[[Sequence[int]], Plan]
 
 
 class NothingToTrainError(ConfigError, RuntimeError):
@@ -76,7 +78,7 @@ class Options:
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} contradict each other: give one")
         if given and self.reducer != "bucketed":
-            raise ConfigError(f"{given[0]} contradicts reducer={self.reducer!r}, which has no buckets to plan")
+            raise ConfigError(f"{given[0]} contradicts reducer={self.reducer!r}, whose buckets are fixed")
         if self.bucket_cap_mb_list == ():
             raise ConfigError("bucket_cap_mb_list=[] is empty: give at least one cap in MiB")
         for cap in self.caps:
@@ -92,27 +94,24 @@ class Options:
             return (self.bucket_cap_mb,)
         return self.bucket_cap_mb_list or ()
 
-    def make_planner(self, channel: Channel, with_hook: bool) -> MakePlan:
-        """The function that makes a plan from gradients and their ready order."""
-        on_cpu, world_size = channel.device.type == "cpu", channel.world_size
-        caps: Sequence[int] = [TORCH_CAP_BYTES]
-        if self.caps:
-            caps = [max(1, int(cap * MIB)) for cap in self.caps]
+    def make_planner(self, channel: Channel, gradients: Sequence[Gradient], with_hook: bool) -> MakePlan:
+        """The function that makes a plan from the ready order of these gradients."""
+        if self.plan is not None:
+            plan = _check_plan(self.plan, gradients)
+            return lambda order: plan
+        if fixed := [max(1, int(cap * MIB)) for cap in self.caps] or REDUCERS[self.reducer]:
+            caps = fixed
+        elif channel.is_nccl:
+            share = sum(gradient.num_bytes for gradient in gradients) // _NCCL_BUCKETS
+            caps = [min(max(share, TORCH_CAP_BYTES), _NCCL_CAP_BYTES)]
         elif with_hook:
-            caps = (TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES)
-        elif not on_cpu or _has_spare_cores(world_size):
+            caps = [TORCH_FIRST_CAP_BYTES, TORCH_CAP_BYTES]
+        elif channel.device.type != "cpu" or _has_spare_cores(channel.world_size):
             # Small buckets are sent early, where cores are free to carry them. Elsewhere they only cost.
-            caps = [TORCH_FIRST_CAP_BYTES, min(world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)]
-
-        def make_plan(gradients: Sequence[Gradient], order: Sequence[int]) -> Plan:
-            if self.plan is not None:
-                return _check_plan(self.plan, gradients)
-            if channel.is_nccl and not self.caps:
-                share = sum(gradient.num_bytes for gradient in gradients) // _NCCL_BUCKETS
-                return plan_like_torch(gradients, order, [min(max(share, TORCH_CAP_BYTES), _NCCL_CAP_BYTES)])
-            return plan_like_torch(gradients, order, caps)
-
-        return make_plan
+            caps = [TORCH_FIRST_CAP_BYTES, min(channel.world_size * _GLOO_BYTES_PER_RANK, TORCH_CAP_BYTES)]
+        else:
+            caps = [TORCH_CAP_BYTES]
+        return lambda order: plan_like_torch(gradients, order, caps)
 
 
 def _check_plan(plan: Plan, gradients: Sequence[Gradient]) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from paceline.plan import Plan
 from paceline.report.table import Column, Table
 from paceline.units import format_bytes, format_ms
 
-# Steps in which the end of each message is timed: the first 4 with a plan, then every 32nd.
+# Steps that are recorded: the first 4 with a plan, then every 32nd.
 _FIRST, _EVERY = 4, 32
 
 
@@ -33,11 +33,9 @@ class StepTimes:
     """One step. `begin_s` is the reading of `time.perf_counter` when backward began; other times count from it."""
 
     buckets: list[BucketTimes]
-    backward_s: float = 0.0
-    over_s: float = 0.0
-    is_sampled: bool = False
-    events: dict[str, Any] = field(default_factory=dict)
-    begin_s: float = 0.0
+    backward_s: float
+    over_s: float
+    begin_s: float
 
     @property
     def busy_s(self) -> float:
@@ -55,96 +53,76 @@ class StepTimes:
 
 
 class Timeline:
-    """Records the times of a step; `last` is the last one sampled, `sample_next` samples the next in any case."""
+    """Records the times of some steps, on a GPU as events of its stream; `sample_next` records the next in any case."""
 
     def __init__(self, bucket_bytes: Sequence[int], device: torch.device) -> None:
         self._bytes, self._on_gpu = tuple(bucket_bytes), device.type == "cuda"
-        self.num_steps, self.sample_next = 0, False
-        self.last: StepTimes | None = None
+        self._num_steps, self.sample_next = 0, False
+        self._begin_s = self._backward_s = 0.0
+        # Of this step, if it is recorded, and of the last one that was: seconds or events by name and bucket.
+        self._marks: dict[tuple[str, int], Any] | None = None
+        self._unread: tuple[float, dict[tuple[str, int], Any]] | None = None
+        self._last: StepTimes | None = None
         self._exposed_s: float | None = None
-        self._now, self._marks = StepTimes([]), False
 
     def begin(self) -> None:
-        sampled = self.sample_next or self.num_steps < _FIRST or self.num_steps % _EVERY == 0
-        self.sample_next = False
-        self._now = StepTimes([BucketTimes(num_bytes) for num_bytes in self._bytes], is_sampled=sampled)
-        self._marks = self._on_gpu and sampled
-        self._now.begin_s = time.perf_counter()
-        self._mark("begin")
+        is_recorded = self.sample_next or self._num_steps < _FIRST or self._num_steps % _EVERY == 0
+        self.sample_next, self._marks = False, {} if is_recorded else None
+        self._begin_s = time.perf_counter()
+        self.mark("begin")
 
-    def _mark(self, name: str, number: int = 0) -> None:
-        if self._marks:
-            event = self._now.events[f"{name} {number}"] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-
-    def ready(self, number: int) -> None:
-        self._now.buckets[number].ready_s = time.perf_counter() - self._now.begin_s
-        if self._marks:
-            self._mark("ready", number)
-
-    def leaving(self, number: int) -> None:
-        """Before the message is started: after that it may be half done, where cores are few."""
-        self._now.buckets[number].launch_s = time.perf_counter() - self._now.begin_s
-
-    def launched(self, number: int, work: Any) -> None:
-        if not self._now.is_sampled or work is None or self._on_gpu:
+    def mark(self, name: str, number: int = 0) -> None:
+        """This happens now, to the bucket with this number."""
+        if self._marks is None:
             return
-        times, begin_s = self._now.buckets[number], self._now.begin_s
+        if self._on_gpu:
+            event = self._marks[name, number] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+        else:
+            self._marks[name, number] = time.perf_counter() - self._begin_s
 
-        def note(_: Any) -> None:
-            times.done_s = times.done_s or time.perf_counter() - begin_s
-
-        (work if isinstance(work, torch._C.Future) else work.get_future()).add_done_callback(note)
+    def follow(self, number: int, work: Any) -> None:
+        """Mark the end of a message."""
+        if self._marks is not None and work is not None and not self._on_gpu:
+            marks, begin_s = self._marks, self._begin_s
+            future = work if isinstance(work, torch._C.Future) else work.get_future()
+            future.add_done_callback(lambda _: marks.setdefault(("done", number), time.perf_counter() - begin_s))
 
     def backward_over(self) -> None:
-        self._now.backward_s = time.perf_counter() - self._now.begin_s
-        self._mark("backward")
-
-    def waiting(self, number: int) -> None:
-        self._now.buckets[number].waited_s = -time.perf_counter()
-
-    def done(self, number: int) -> None:
-        times, now_s = self._now.buckets[number], time.perf_counter()
-        times.waited_s += now_s
-        if self._marks:
-            self._mark("done", number)
-        if self._now.is_sampled:
-            # The waiting thread may know it before the thread that completes Futures.
-            times.done_s = times.done_s or now_s - self._now.begin_s
+        self._backward_s = time.perf_counter()
+        self.mark("backward")
 
     def over(self) -> None:
-        self._now.over_s = time.perf_counter() - self._now.begin_s
-        self.num_steps += 1
-        if self._now.is_sampled:
-            self.last = self._now
+        self._num_steps += 1
         if not self._on_gpu:
-            self._exposed_s = self._now.exposed_s
+            self._exposed_s = time.perf_counter() - self._backward_s
+        if self._marks is not None:
+            self.mark("over")
+            self._unread = self._begin_s, self._marks
 
     @property
     def exposed_s(self) -> float | None:
-        """Of the last step; on a GPU, of the last sampled step that is over. Does not wait."""
-        if self._on_gpu and self.last is not None and all(event.query() for event in self.last.events.values()):
+        """Of the last step; on a GPU, of the last recorded step that is over. Does not wait."""
+        if self._on_gpu and self._unread is not None and all(event.query() for event in self._unread[1].values()):
             step = self.read()
             self._exposed_s = None if step is None else step.exposed_s
         return self._exposed_s
 
     def read(self) -> StepTimes | None:
-        """The last sampled step. On a GPU this waits for its events."""
-        step = self.last
-        if step is None or not step.events:
-            return step
-        for event in step.events.values():
-            event.synchronize()
-        at_s = {name: step.events["begin 0"].elapsed_time(event) / 1e3 for name, event in step.events.items()}
-        # The stream waits for the buckets in order: for each from the end of the one before, or of backward.
-        step.backward_s = step.over_s = at_s["backward 0"]
-        for number, times in enumerate(step.buckets):
-            times.ready_s = times.launch_s = at_s[f"ready {number}"]
-            times.done_s = at_s[f"done {number}"]
-            times.waited_s = max(0.0, times.done_s - step.over_s)
-            step.over_s = max(step.over_s, times.done_s)
-        step.events = {}
-        return step
+        """The last recorded step. On a GPU this waits for its events."""
+        if self._unread is not None:
+            (begin_s, at_s), self._unread = self._unread, None
+            if self._on_gpu:
+                for event in at_s.values():
+                    event.synchronize()
+                at_s = {key: at_s["begin", 0].elapsed_time(event) / 1e3 for key, event in at_s.items()}
+            self._last = StepTimes([], at_s["backward", 0], at_s["over", 0], begin_s)
+            for number, num_bytes in enumerate(self._bytes):
+                ready_s, launch_s, wait_s, waited_s = (at_s[k, number] for k in ("ready", "launch", "wait", "waited"))
+                # The waiting thread may know it before the thread that completes Futures.
+                done_s = min(waited_s, at_s.get(("done", number), waited_s))
+                self._last.buckets.append(BucketTimes(num_bytes, ready_s, launch_s, done_s, waited_s - wait_s))
+        return self._last
 
 
 _COLUMNS = (

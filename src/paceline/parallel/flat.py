@@ -1,0 +1,79 @@
+"""The memory that gradients travel in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.parallel.channel import alias
+from paceline.parallel.replicas import Replica
+from paceline.plan import Plan
+
+_ALIGN_BYTES = 64
+
+
+class FlatGradients:
+    """One vector per dtype and device, in the order of a plan: a view per parameter, a range per bucket, control words.
+    `messages` are the ranges, the last one with the words; `extra_bytes` of each are not gradients. A view shares its
+    version counter with its range, except for those in `separate` and split ones. Those in `uncopied` have no place."""
+
+    def __init__(
+        self, replica: Replica, plan: Plan, num_words: int,
+        uncopied: Collection[int] = (), separate: Collection[int] = (),
+        allocate: Callable[..., torch.Tensor] = torch.zeros,
+    ) -> None:  # fmt: skip
+        starts: dict[int, int] = {}
+        ends: dict[tuple[str, str], int] = {}
+        spans: list[tuple[tuple[str, str], int, int]] = []  # family, first and last element of each bucket
+        self.extra_bytes: list[int] = []
+        for bucket in plan.buckets:
+            family = plan.gradients[bucket.pieces[0].gradient].family
+            end, first, gap_bytes = ends.get(family, 0), -1, 0
+            for piece in bucket.pieces:
+                if piece.gradient in uncopied:
+                    continue
+                item = plan.gradients[piece.gradient].item_bytes
+                if piece.start_bytes == 0 and (first < 0 or piece.gradient in separate):
+                    # One short bias would move everything after it off the processor's vector alignment.
+                    aligned = -(-end * item // _ALIGN_BYTES) * _ALIGN_BYTES // item
+                    gap_bytes += 0 if first < 0 else (aligned - end) * item
+                    end = aligned
+                first = end if first < 0 else first
+                start = end - piece.start_bytes // item
+                if starts.setdefault(piece.gradient, start) != start:
+                    text = f"the plan sends the parts of {plan.gradients[piece.gradient].name} out of order"
+                    raise ConfigError(text, code="plan")
+                end += piece.num_bytes // item
+            spans.append((family, first if first >= 0 else end, end))
+            self.extra_bytes.append(gap_bytes)
+            ends[family] = end
+        kinds = {g.family: layout[1:] for g, layout in zip(plan.gradients, replica.layouts, strict=True)}
+        last_family, last_start, _ = spans[-1]
+        self._flats: dict[tuple[str, str], torch.Tensor] = {}
+        for family, end in ends.items():
+            dtype, device = kinds[family]
+            # A whole number of elements that holds the words. A complex element holds two.
+            extra = -(-num_words // (2 if dtype.is_complex else 1)) if family == last_family else 0
+            self._flats[family] = allocate(end + extra, dtype=dtype, device=device)
+            self.extra_bytes[-1] += extra * dtype.itemsize
+        self.ranges = [alias(self._flats[family][start:end]) for family, start, end in spans]
+        self.views: dict[int, torch.Tensor] = {}
+        for bucket, (family, *_), span in zip(plan.buckets, spans, self.ranges, strict=True):
+            for piece in bucket.pieces:
+                if piece.gradient in starts and piece.gradient not in self.views:
+                    param = replica.params[piece.gradient]
+                    is_whole = piece.num_bytes == plan.gradients[piece.gradient].num_bytes
+                    is_together = is_whole and piece.gradient not in separate
+                    base = span if is_together else alias(self._flats[family][: ends[family]])
+                    # The parameter's own strides, so that optimizers and all ranks walk memory in the same order.
+                    strides = torch.empty_like(param, device="meta").stride()
+                    self.views[piece.gradient] = base.as_strided(param.size(), strides, starts[piece.gradient])
+        behind = self._flats[last_family][ends[last_family] :]
+        self.words = (torch.view_as_real(behind).reshape(-1) if behind.is_complex() else behind)[:num_words]
+        self.messages = [*self.ranges[:-1], alias(self._flats[last_family][last_start:])]
+
+    def multiply(self, factor: float) -> None:
+        for flat in self._flats.values():
+            flat.mul_(factor)
