@@ -422,9 +422,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
     assert caught.value.code == "locked"
     first.write_rows([{"step": 1}])
     first.close()
-    first.unlock()
     second.lock(resume=False)
     second.open(1)
     second.close()
-    second.unlock()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

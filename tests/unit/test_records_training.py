@@ -296,12 +296,6 @@ def test_an_impossible_record_is_refused(changes, reason):
         build_noise(**changes)
 
 
-@pytest.mark.parametrize(("probes", "b"), [([], 4), ([NoiseProbe((1.0, 1.0), 1.0)], 0)])
-def test_nothing_is_estimated_from_nothing(probes, b):
-    with pytest.raises(RecordError, match=f"{len(probes)} probes of batches of {b}"):
-        estimate_noise_scale(probes, b)
-
-
 def test_a_record_without_probes_is_refused():
     with pytest.raises(RecordError, match="at least one probe"):
         dataclasses.replace(build_noise(), probes=())

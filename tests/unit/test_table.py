@@ -5,10 +5,12 @@ import io
 import json
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
-from paceline.report.table import Column, Table
+from paceline.records.samples import Ratio
+from paceline.report.table import Column, Table, ratio_columns
 
 
 @dataclass
@@ -132,8 +134,12 @@ def test_rows_that_are_not_shown_are_in_the_files_alone():
     assert "two" not in build(Row("one"), Row("two"), shown=[Row("one")]).terminal()
 
 
-def test_a_note_is_below_the_table():
-    assert build(Row(), note="± is 95 %").terminal().splitlines()[-1] == "± is 95 %"
+def test_a_table_with_ratios_says_below_what_their_marks_mean():
+    columns = (*COLUMNS, *ratio_columns("/ torch", "ratio", "ratio"))
+    row = SimpleNamespace(**vars(Row()), ratio=Ratio(1.5, None))
+    text = Table("table", "title", columns, [row]).terminal(None)
+    assert "1.500 ?" in text and "? is of one repetition" in text.splitlines()[-1]
+    assert "repetition" not in build(Row()).terminal()
 
 
 def test_a_table_without_rows_has_a_header_in_files():

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from paceline.errors import RecordError
 from paceline.predict.simulate import BucketSpan
 from paceline.records.kinds import decode
+from paceline.records.samples import group_by
 
 Event = dict[str, Any]
 
@@ -477,10 +478,8 @@ def _begun_inside(events: Sequence[Event], windows: Floats) -> list[Event]:
 def _own_times(events: Sequence[Event]) -> dict[str, list[float]]:
     """Of each operator: calls, time without the operators inside it, and total time, in µs."""
     sums: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
-    threads: defaultdict[Any, list[Event]] = defaultdict(list)
-    for event in (event for event in events if event.get("cat") == "cpu_op"):
-        threads[event.get("pid"), event.get("tid")].append(event)
-    for own in threads.values():
+    operators = (event for event in events if event.get("cat") == "cpu_op")
+    for own in group_by(operators, lambda event: (event.get("pid"), event.get("tid"))).values():
         stack: list[tuple[float, Event, list[float]]] = []  # end of an operator, the operator, times of those inside
         last: Event = {"ts": math.inf, "dur": 0.0}
         for event in [*sorted(own, key=lambda e: (e["ts"], -e["dur"])), last]:
@@ -510,11 +509,9 @@ def _operators(events: Sequence[Event], num_steps: int) -> tuple[OperatorRow, ..
 
 
 def _kernels(events: Sequence[Event], num_steps: int) -> tuple[KernelRow, ...]:
-    found: defaultdict[str, list[Event]] = defaultdict(list)
-    for event in (event for event in events if event.get("cat") == "kernel"):
-        found[event["name"]].append(event)
     rows = []
-    for name, same in found.items():
+    kernels = (event for event in events if event.get("cat") == "kernel")
+    for name, same in group_by(kernels, lambda event: str(event["name"])).items():
         kind = "communication" if is_collective("kernel", name) else "matmul" if is_matmul(name) else "other"
         calls, time_s = len(same) / num_steps, _sum_us(same) * 1e-6 / num_steps
         rows.append(KernelRow(name, kind, calls, time_s, uses_tensor_cores(name), _mean_occupancy(same)))

@@ -15,6 +15,7 @@ from paceline.predict.scaling import estimate_wait
 from paceline.predict.search import PLATEAU, estimate_caps
 from paceline.predict.simulate import Contention, MachineCosts, SimulatedStep, simulate
 from paceline.records import LayerProfileRecord
+from paceline.records.samples import group_by
 from paceline.units import format_bytes
 
 DRAWS = 50
@@ -131,13 +132,11 @@ def _find_bound(step: SimulatedStep, straggler_s: float) -> str:
 
 def describe_scenario(job: Job, fabrics: Sequence[Fabric], accumulate: int = 1, spread: float = 0.0) -> list[str]:
     """What every row takes for granted, one line each."""
-    bases: dict[str, list[str]] = {}
-    for fabric in fabrics:
-        bases.setdefault(_build_costs(job, fabric, 2).contention.basis, []).append(fabric.name)
+    bases = group_by(fabrics, lambda fabric: _build_costs(job, fabric, 2).contention.basis)
     queue = "on gloo two at a time, which share the link" if any(f.servers > 1 for f in fabrics) else "one at a time"
     varies = f"a rank's computing varies by {spread:.1%} (lognormal, independent), and a step waits for the slowest"
     return [
-        *(f"contention on {', '.join(names)}: {basis}" for basis, names in bases.items()),
+        *(f"contention on {', '.join(fabric.name for fabric in same)}: {basis}" for basis, same in bases.items()),
         "copies and launches cost nothing",
         f"messages go in the order of the buckets, {queue}",
         varies if spread else "all ranks are equally fast",

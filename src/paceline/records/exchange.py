@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -152,22 +154,16 @@ def load_table(path: str | Path) -> list[CollectiveRecord]:
 
 def _read_markdown(path: Path) -> list[tuple[int, list[str]]]:
     """The first Markdown table whose header names backend, processes, size and a time in ms, with its line numbers."""
-    found: list[tuple[int, list[str]]] = []
-    for number, line in enumerate(_read_text(path).splitlines(), 1):
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if not line.strip().startswith("|"):
-            if found:  # the table ends at the first line without cells
-                break
-        elif found:
-            if not all(re.fullmatch(r":?-+:?", cell) for cell in cells):
-                found.append((number, cells))
-        else:
-            names = ["time" if "time (ms)" in cell.lower() else cell.lower() for cell in cells]
-            if {"backend", "processes", "size", "time"} <= set(names):
-                found.append((number, names))
-    if not found:
-        raise RecordError(f"{path} has no table with the columns Backend, Processes, Size and Time (ms)")
-    return found
+    lines = [line.strip() for line in _read_text(path).splitlines()]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else [] for line in lines]
+    for number, row in enumerate(rows, 1):
+        header = ["time" if "time (ms)" in cell.lower() else cell.lower() for cell in row]
+        if {"backend", "processes", "size", "time"} <= set(header):
+            # The table ends at the first line without cells; the one below its header has only dashes.
+            below = itertools.takewhile(itemgetter(1), enumerate(rows[number:], number + 1))
+            values = [(n, cells) for n, cells in below if not all(re.fullmatch(r":?-+:?", cell) for cell in cells)]
+            return [(number, header), *values]
+    raise RecordError(f"{path} has no table with the columns Backend, Processes, Size and Time (ms)")
 
 
 def load_layer_sizes(path: str | Path) -> list[LayerSizeRecord]:

@@ -245,8 +245,6 @@ def estimate_noise_scale(probes: Sequence[NoiseProbe], small_batch_size: int) ->
     is taken: that of a single probe is noisy and biased.
     """
     b = small_batch_size
-    if not probes or b < 1:
-        raise RecordError(f"{len(probes)} probes of batches of {b} samples: both must be at least 1")
     signals, noises = [], []
     for probe in probes:
         big, small_square = b * len(probe.small_squares), probe.mean_small_square

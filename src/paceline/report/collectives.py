@@ -42,12 +42,8 @@ class CollectiveResult(Result):
         self.compared, self._differences = compared, differences
         self.bounds = MemoryBounds(run.records)
         self.rows = self.only(CollectiveRecord)
+        self.fits = fit_collectives(self.rows)  # for each curve, a record and the line `time = alpha + size / beta`
         self._columns = build_columns(self.rows, self.bounds)
-
-    @property
-    def fits(self) -> list[tuple[CollectiveRecord, FamilyCurve]]:
-        """For each curve, one of its records and the line `time = alpha + size / beta`."""
-        return fit_collectives(self.rows)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -111,13 +107,8 @@ class CollectiveResult(Result):
         document = super().to_json()
         document["fits"] = [build_row(_CURVE, record) | build_row(_FIT, fit) for record, fit in self.fits]
         if self.compared:
-            document["comparison"] = [
-                {
-                    side: record and build_row(self._columns, record)
-                    for side, record in (("here", here), ("there", there))
-                }
-                for here, there in self.pairs
-            ]
+            sides = [[one and build_row(self._columns, one) for one in pair] for pair in self.pairs]
+            document["comparison"] = [{"here": here, "there": there} for here, there in sides]
         return document
 
 

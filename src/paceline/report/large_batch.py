@@ -224,9 +224,9 @@ class LargeBatchResult(StudyResult):
         ends = [record for record in self.runs if record.global_batch_size in (min(sizes), max(sizes))]
         drawn: dict[str, Callable[[], Figure]] = {}
         if any(summary.accuracy for summary in self.summaries):
-            drawn["accuracy"] = partial(plot_accuracy, self.summaries, self.subtitle)
+            drawn["accuracy"] = partial(plot_accuracy, self.summaries, self.run.environment.machine)
         if any(record.curve and not record.failure for record in ends):
-            drawn["curves"] = partial(plot_curves, ends, self.subtitle)
+            drawn["curves"] = partial(plot_curves, ends, self.run.environment.machine)
         return drawn
 
     @cached_property

@@ -386,16 +386,13 @@ def describe_errors(tuning: Tuning) -> list[str]:
     """How right the prediction was, in sentences."""
     lines = []
     if tuning.measured:
-        scores = tuning.scores
-
-        def say(name: str, how: str) -> str:
-            return "unknown" if (score := scores[name]) is None else format(score, how)
-
+        said = {name: "unknown" if score is None else f"{score:.1%}" for name, score in tuning.scores.items()}
+        tau = tuning.scores["kendall_tau"]
         lines.append(
-            f"predicted steps are {say('mape', '.1%')} off on average, {say('max_error', '.1%')} at most; the time "
-            f"that communication adds, by {say('exposed_error', '.0%')} of it or {say('exposed_step_error', '.1%')} of "
-            f"a step; {say('coverage', '.0%')} of the measured points are in their 90 % intervals; rank correlation "
-            f"{say('kendall_tau', '.2f')}; noise {tuning.noise:.1%}"
+            f"predicted steps are {said['mape']} off on average, {said['max_error']} at most; the time that "
+            f"communication adds, by {said['exposed_error']} of it or {said['exposed_step_error']} of a step; "
+            f"{said['coverage']} of the measured points are in their 90 % intervals; rank correlation "
+            f"{'unknown' if tau is None else f'{tau:.2f}'}; noise {tuning.noise:.1%}"
         )
     odd = [format_bytes(point.cap_bytes) for point in tuning.points if not point.same_layout]
     return [*lines, f"the wrapper's buckets differ from the simulated ones at {', '.join(odd)}"] if odd else lines

@@ -262,9 +262,8 @@ class TraceResult(Result):
             return {}
         wrapper = self.config.get("wrapper", "unknown wrapper")
         title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
-        return {
-            "timeline": lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.run.environment.machine)
-        }
+        machine = self.run.environment.machine
+        return {"timeline": lambda: plot_timeline(tracing.build_lanes(self.traces), title, machine)}
 
     def files(self) -> dict[str, str | bytes]:
         files: dict[str, str | bytes] = {OVERVIEW: json.dumps(self.document, indent=1) + "\n"}
@@ -453,8 +452,7 @@ COMM = (
 
 # The settings in which two runs of phases may differ without a remark: only cells that both have are compared.
 _MAY_DIFFER = ("batch_sizes", "batch_size", "ranks")
-# What is compared, by the keys of JSON rows. Steps of different batches are compared by what they get done, which comes
-# first.
+# What is compared, by the keys of JSON rows; of traces first what they get done, for their batches may differ.
 _OF_PHASES = (
     "step_s", "data_wait_s", "forward_s", "backward_s", "optimizer_s", "compute_s", "exposed_comm_s", "busy_comm_s",
     "comm_overhead", "samples_per_s",
@@ -464,8 +462,6 @@ _OF_TRACES = (
     "forward_s", "backward_s", "optimizer_s", "message_s", "host_s", "peak_bytes", "gpu_busy", "gpu_sm_efficiency",
     "gpu_occupancy", "gpu_tensor_core_share", "gpu_communication_share", "gpu_kernel_s", "gpu_num_kernels",
 )  # fmt: skip
-
-
 _UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # of all others by their ends
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 # The class of the result of each verb, by its module, which is imported when such a run is shown.
 _CLASSES = {
     "bench allreduce": "collectives.CollectiveResult",
@@ -127,13 +128,11 @@ class Result:
 
     def table(self, name: str | None = None) -> Table:
         """A table by its name; the main one without a name."""
-        found: Table = _pick({table.name: table for table in self.tables()}, name, "table")
-        return found
+        return _pick({table.name: table for table in self.tables()}, name, "table")
 
     def figure(self, name: str | None = None) -> Figure:
         """A matplotlib figure by its name; the main one without a name."""
-        drawn: Figure = _pick(self.figures(), name, "figure")()
-        return drawn
+        return _pick(self.figures(), name, "figure")()
 
     def to_json(self) -> dict[str, Any]:
         """One JSON document: the answer, the rows of every table, the warnings, and the run's folder."""
@@ -253,8 +252,8 @@ def describe_job(config: dict[str, Any]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {' '.join(map(str, value))}" for name, value in words.items())
 
 
-def _pick(named: dict[str, Any], name: str | None, what: str) -> Any:
-    chosen = next(iter(named), None) if name is None else name
+def _pick(named: dict[str, T], name: str | None, what: str) -> T:
+    chosen = next(iter(named), "") if name is None else name
     if chosen not in named:
         asked = what if name is None else f"{what} {name!r}"
         raise KeyError(f"this result has no {asked}: there are {', '.join(named) or 'none'}")

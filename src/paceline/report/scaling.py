@@ -27,7 +27,7 @@ from paceline.records.store import Run
 from paceline.records.training import find_knee
 from paceline.report.plots import COLORS, build_panels, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result, load_result
-from paceline.report.table import RATIO_NOTE, Column, Table, ratio_columns, raw_columns, text_columns
+from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate, format_speed, parse_counts
 
 if TYPE_CHECKING:
@@ -520,10 +520,6 @@ class StudyResult(Result):
         return list(self.sentences[1:])
 
     @property
-    def subtitle(self) -> str:
-        return self.run.environment.machine
-
-    @property
     def places(self) -> list[str]:
         page = [] if self.folder is None else [f"page: {self.folder / PAGE}"]
         return [*page, *super().places]
@@ -549,7 +545,7 @@ class BatchResult(StudyResult):
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         is_timed = any(record.timing is not None for record in self.rows)
-        return {"batch": lambda: plot_batches(self.rows, self.subtitle)} if is_timed else {}
+        return {"batch": lambda: plot_batches(self.rows, self.run.environment.machine)} if is_timed else {}
 
     @property
     def next_steps(self) -> list[str]:
@@ -617,7 +613,7 @@ class RanksResult(StudyResult):
         rates = [] if failure else [line for line in lines if line.record.busbw_bytes_per_s is not None]
         several = [line for line in lines if line.record.world_size > 1]
         tables = [
-            Table("scaling", "ranks", SCALING, lines, note=RATIO_NOTE if any(line.to_torch for line in lines) else ""),
+            Table("scaling", "ranks", SCALING, lines),
             Table("communication", "compute and communication", COMMUNICATION, several),
             Table("bandwidth", "bandwidth and its measured peak", BANDWIDTH, rates),
             # A terminal shows the predictions that can be compared; the findings have the others.
@@ -628,10 +624,11 @@ class RanksResult(StudyResult):
     def figures(self) -> dict[str, Callable[[], Figure]]:
         modes = [mode for mode in ("weak", "strong") if any(record.mode == mode for record in self.several)]
         drawn: dict[str, Callable[[], Figure]] = {
-            mode: partial(plot_ranks, mode, self.points, self.subtitle, self._predicted[0]) for mode in modes
+            mode: partial(plot_ranks, mode, self.points, self.run.environment.machine, self._predicted[0])
+            for mode in modes
         }
         if any(step.comm_off for step in self.steps):
-            drawn["communication"] = partial(plot_communication, self.steps, self.subtitle)
+            drawn["communication"] = partial(plot_communication, self.steps, self.run.environment.machine)
         return drawn
 
     @cached_property

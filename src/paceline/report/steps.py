@@ -10,7 +10,7 @@ from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import Standing, StepRecord, compare_wrappers
 from paceline.report.plots import COLORS, MARKERS, build_panels
 from paceline.report.result import Result
-from paceline.report.table import RATIO_NOTE, Column, Table, ratio_columns, raw_columns, text_columns
+from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import format_bytes, format_duration, format_ms, format_number_of, format_speed
 
 if TYPE_CHECKING:
@@ -104,10 +104,7 @@ class WrappersResult(Result):
 
     def _derive(self) -> None:
         self.steps = self.only(StepRecord)
-
-    @property
-    def standings(self) -> list[Standing]:
-        return compare_wrappers(self.steps)
+        self.standings = compare_wrappers(self.steps)
 
     @property
     def answer(self) -> str:
@@ -133,8 +130,8 @@ class WrappersResult(Result):
         return [f"torch-tuned ({at}): {r.configuration}; {r.note}" for at, r in zip(places, tuned, strict=True)]
 
     def tables(self) -> list[Table]:
-        rows, title = self.standings, "steps of data-parallel wrappers"
-        return [Table("table", title, build_columns(rows), rows, key="rows", note=RATIO_NOTE)]
+        columns = build_columns(self.standings)
+        return [Table("table", "steps of data-parallel wrappers", columns, self.standings, key="rows")]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         subtitle = f"{self.run.environment.machine}; {self.steps[0].precision}"

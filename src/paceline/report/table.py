@@ -29,8 +29,8 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "percent.1": lambda value: f"{value:.1%}",
     "yes": lambda value: "yes" if value else "no",
 }
-# Under every table with `ratio_columns`.
-RATIO_NOTE = "Ratios are medians over repetitions in turns, ± 95 %; = is 1 within that, ? is of one repetition."
+# Under every table that shows ratios.
+_RATIO_NOTE = "Ratios are medians over repetitions in turns, ± 95 %; = is 1 within that, ? is of one repetition."
 _HEADED = ("ms", "s", "GB/s")
 _GAP = 2
 _MIN_WORDS = 24  # a column of words is wrapped, but not below this width
@@ -119,7 +119,6 @@ class Table:
     """Rows under columns. `name` is that of its files, `key` that of its rows in JSON (the same unless given).
 
     `shown` are the rows that a terminal shows where that is not all of them: none, for a table of files alone.
-    `note` is a line below the table.
     """
 
     name: str
@@ -128,7 +127,6 @@ class Table:
     rows: Sequence[Any]
     key: str = ""
     shown: Sequence[Any] | None = None
-    note: str = ""
 
     def rows_json(self) -> list[dict[str, Any]]:
         """The rows as JSON objects, in full precision."""
@@ -188,7 +186,8 @@ class Table:
             dropped = ", ".join(one.column.name or "" for one in columns if one not in kept)
             lines = _lay_out(kept, width)
             lines += wrap(f"(not shown: {dropped}; --wide shows all columns)" if dropped else "", width)
-        return "\n".join([*wrap(title, width), *lines, *wrap(self.note, width)])
+        has_ratios = any(one.column.unit is _format_ratio for one in columns)
+        return "\n".join([*wrap(title, width), *lines, *wrap(_RATIO_NOTE if has_ratios else "", width)])
 
     def _show(self, rows: Sequence[Any]) -> list[_Shown]:
         """The columns for people in which some row has a value."""

@@ -20,14 +20,7 @@ from paceline.plan import Plan
 from paceline.runtime.world import World, join_world, set_seed
 from paceline.training.optimizers import LAMB, LARS, split_parameters
 from paceline.training.schedules import BatchSchedule, Schedule
-from paceline.training.settings import (
-    Batches,
-    TrainSettings,
-    build_data_request,
-    build_model_options,
-    load_plan,
-    takes_cap_lists,
-)
+from paceline.training.settings import Batches, TrainSettings, load_plan, takes_cap_lists
 from paceline.training.step import Learner, settled_kernels
 from paceline.workloads.data.sets import DataSet, load_data
 from paceline.workloads.data.sharding import EpochOrder
@@ -106,12 +99,11 @@ def build_job(
 
 def load_sets(settings: TrainSettings, world: World) -> tuple[DataSet, DataSet]:
     """The training set and the test set, in the form that suits the model."""
-    request = build_data_request(settings)
     # A user's own model has no default data; it needs none where a data set or a kind is named.
     needs_form = not is_own(settings.model) or settings.data == "synthetic"
     form = default_form(settings.model) if needs_form else None
     folder = settings.model.removeprefix("hf:") if settings.model.startswith("hf:") else None
-    train, test = (load_data(request, split, form, world.device, folder) for split in ("train", "test"))
+    train, test = (load_data(settings.data_request, split, form, world.device, folder) for split in ("train", "test"))
     return train, test if settings.test_samples is None else test.first(settings.test_samples)
 
 
@@ -135,7 +127,7 @@ def build_learner(
     """
     set_seed(settings.seed)
     if like is None:
-        module = build_model(settings.model, data.form, build_model_options(settings)).to(world.device)
+        module = build_model(settings.model, data.form, settings.model_options).to(world.device)
     else:
         module = copy.deepcopy(like)
     ghost = settings.ghost_batchnorm

@@ -16,6 +16,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -334,8 +335,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder, self.keep = folder, keep
         self._model_buffer, self._state_buffer = TensorBuffer(), TensorBuffer()
-        self._writer: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._writer: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._refused: set[int] = set()  # steps that were found damaged, or are not complete
 
     def find(self) -> list[int]:
@@ -383,18 +383,17 @@ class CheckpointStore:
             copied.record()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._refused.add(step)
-        # Not a daemon: a program that ends, even by an error, ends after the checkpoint is there.
-        self._writer = threading.Thread(target=self._write, args=(step, files, copied), name="checkpoint")
-        self._writer.start()
+        # A program that ends, even by an error, ends after the checkpoint is there.
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writer = thread, thread.submit(self._write, step, files, copied)
 
     def wait(self) -> None:
         """Wait until the last save is on disk; raises its error, once."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            thread, saving = writer
+            thread.shutdown()
+            saving.result()
 
     def load_latest(self) -> Loaded | None:
         """The newest checkpoint that is intact; None where there are none; RecordError where all are damaged."""
@@ -415,28 +414,25 @@ class CheckpointStore:
         return None
 
     def _write(self, step: int, files: Mapping[str, bytes | memoryview], copied: torch.cuda.Event | None) -> None:
+        if sys.platform == "linux":  # elsewhere a priority belongs to the process
+            with contextlib.suppress(OSError):
+                # Not 19: on busy cores a save then took so long that the next one waited for it.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        if copied is not None:
+            copied.synchronize()
+        free_bytes = shutil.disk_usage(self.folder).free
+        needed_bytes = sum(len(data) for data in files.values()) + _PAGE_BYTES
         try:
-            if sys.platform == "linux":  # elsewhere a priority belongs to the process
-                with contextlib.suppress(OSError):
-                    # Not 19: on busy cores a save then took so long that the next one waited for it.
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-            if copied is not None:
-                copied.synchronize()
-            free_bytes = shutil.disk_usage(self.folder).free
-            needed_bytes = sum(len(data) for data in files.values()) + _PAGE_BYTES
-            try:
-                if free_bytes < needed_bytes:
-                    raise OSError(errno.ENOSPC, "the disk is too full")
-                save_folder(self.path(step), files)
-            except OSError as error:
-                sizes = f"it needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} is free"
-                found = f"cannot save checkpoint {self.path(step)}: {error.strerror}; {sizes}"
-                hint = "make room, keep fewer, or choose another folder"
-                raise RecordError(f"{found}: {hint}", code="disk") from None
-            self._refused.discard(step)
-            there = self.find()
-            stay = [step for step in there if step not in self._refused][: self.keep]
-            for old in set(there) - set(stay):
-                shutil.rmtree(self.path(old), ignore_errors=True)
-        except Exception as error:
-            self._error = error
+            if free_bytes < needed_bytes:
+                raise OSError(errno.ENOSPC, "the disk is too full")
+            save_folder(self.path(step), files)
+        except OSError as error:
+            sizes = f"it needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} is free"
+            found = f"cannot save checkpoint {self.path(step)}: {error.strerror}; {sizes}"
+            hint = "make room, keep fewer, or choose another folder"
+            raise RecordError(f"{found}: {hint}", code="disk") from None
+        self._refused.discard(step)
+        there = self.find()
+        stay = [step for step in there if step not in self._refused][: self.keep]
+        for old in set(there) - set(stay):
+            shutil.rmtree(self.path(old), ignore_errors=True)

@@ -48,7 +48,7 @@ class RunFiles:
         self._world, self._tensorboard = world, settings.tensorboard
         self._every_s, self._every_steps = parse_save_every(settings.save_every)
         self._saved_s = time.monotonic()
-        self._last: int | None = None
+        self.last: int | None = None  # the step of the last checkpoint
         self._folder = folder or Path()
         self._store: disk.CheckpointStore | None = None
         if folder is not None and world.rank == 0:
@@ -56,12 +56,6 @@ class RunFiles:
         self._logs: list[MetricsLog | EventsLog] = []
         self._rows: list[dict[str, Any]] = []  # where there is no folder
         self._lock: int | None = None
-
-    def unlock(self) -> None:
-        """Let other runs write to the folder."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def lock(self, resume: bool) -> disk.Loaded | None:
         """Refuse a folder that a living run writes to: each would cut off the other's metrics and checkpoints.
@@ -114,7 +108,7 @@ class RunFiles:
         else:
             # Another number of ranks: no rank's random state fits, so draw from a seed that no step has used.
             set_seed((job.settings.seed + 1_000_003 * position.step) % 2**31, per_rank=True)
-        self._last = position.step
+        self.last = position.step
         return position
 
     def open(self, step: int) -> None:
@@ -143,7 +137,7 @@ class RunFiles:
         """Save everything that the next step depends on. Collective: call on every rank."""
         randoms = self._world.share(_get_random(job.world.device))
         self._saved_s = time.monotonic()
-        self._last = position.step
+        self.last = position.step
         if self._store is None:
             return
         learner = job.learner
@@ -177,14 +171,16 @@ class RunFiles:
             disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
 
     def close(self) -> None:
-        """Wait until everything is on disk; raises the error of a save that failed."""
-        if self._store is not None:
-            self._store.wait()
-        for log in self._logs:
-            log.close()
-
-    def describe_last(self) -> str:
-        return "no checkpoint was saved yet" if self._last is None else f"the checkpoint of step {self._last} is kept"
+        """Wait until everything is on disk, and unlock the folder; raises the error of a save that failed."""
+        try:
+            if self._store is not None:
+                self._store.wait()
+        finally:
+            for log in self._logs:
+                log.close()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
 
 def _get_random(device: torch.device) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from paceline.runtime.worker import post
 from paceline.runtime.world import World
 from paceline.training.build import Job, build_job, open_world
 from paceline.training.checkpoints import Position, RunFiles
-from paceline.training.journal import Exchange, Journal, StopRequest, TakenStep, catch_stop
+from paceline.training.journal import Journal, StopRequest, TakenStep, catch_stop
 from paceline.training.loader import load_windows
 from paceline.training.settings import TrainSettings
-from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, PhaseTimes, find_bad_parameter, take_step
+from paceline.training.step import Learner, NoPhases, PhaseClock, Phases, find_bad_parameter, take_step
 from paceline.units import format_number_of, format_speed
 from paceline.workloads.data.sets import DataSet
 from paceline.workloads.data.sharding import cut_range
@@ -117,13 +117,11 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """How a run ended: `signal` is the signal that stopped it, or 0. `notes` are reasons to look at it again."""
+    """How a run ended, by `signal` if it is not 0; `facts` of where it ran; `notes`, reasons to look at it again."""
 
     step: int
     signal: int
-    backend: str
-    device: str
-    num_parameters: int
+    facts: dict[str, Any]
     notes: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
 
@@ -137,7 +135,7 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         settings = dataclasses.replace(settings, ranks=world.world_size)
         settings.check()
         files = RunFiles(folder, settings, world)
-        stack.callback(files.unlock)
+        stack.callback(files.close)
         found = files.lock(resume)
         job = build_job(settings, world, found.plan if found is not None else None)
         start = files.restore(job, found) if found is not None else START
@@ -153,9 +151,10 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         if world.rank == 0:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))
-        step, number = _Run(job, files, request).run(start)
-        size, kept = _count_elements(job.learner.module), tuple(files.read_rows()) if rows else ()
-        return TrainOutcome(step, number, world.backend, world.device.type, size, notes, kept)
+        step, number = _run(job, files, request, start)
+        facts = {"world_size": world.world_size, "backend": world.backend, "device": world.device.type}
+        facts["num_parameters"] = _count_elements(job.learner.module)
+        return TrainOutcome(step, number, facts, notes, tuple(files.read_rows()) if rows else ())
 
 
 def _describe(job: Job, start: Position) -> str:
@@ -178,69 +177,60 @@ def _count_elements(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-class _Run:
-    def __init__(self, job: Job, files: RunFiles, request: StopRequest) -> None:
-        self._job, self._files = job, files
-        self._journal = Journal(job.world, request)
-        self._clock = PhaseClock(job.world.device)
-        self._phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
+def _run(job: Job, files: RunFiles, request: StopRequest, start: Position) -> tuple[int, int]:
+    """Train to the end; returns the last step, and the signal that ended the run there, or 0."""
+    journal, clock = Journal(job.world, request), PhaseClock(job.world.device)
+    phases: Phases = PhaseClock(job.world.device) if job.settings.profile else _NO_PHASES
+    step, number = start.step, 0
+    clock.enter("step")
+    for taken in run_steps(job, start, phases):
+        step, times, lap = taken.position.step, phases.end(), clock.end()
+        clock.enter("step")
+        journal.add(taken, lap, times, read_exposed(job.learner.model, job.world.world_size))
+        is_due = journal.is_due or files.is_due(step, taken.is_epoch_end)
+        if taken.is_epoch_end or taken.is_last or is_due:
+            number = _synchronize(job, files, journal, taken)
+            if number:
+                break
+            clock.end()  # the time between two steps belongs to neither
+            clock.enter("step")
+    if not number:
+        files.export(job)
+    return step, number
 
-    def run(self, start: Position) -> tuple[int, int]:
-        """The last step, and the signal that ended the run there, or 0."""
-        job, files, step, number = self._job, self._files, start.step, 0
-        self._lap()
-        for taken in run_steps(job, start, self._phases):
-            step = taken.position.step
-            exposed_s = read_exposed(job.learner.model, job.world.world_size)
-            self._journal.add(taken, phases=self._phases.end(), lap=self._lap(), exposed_s=exposed_s)
-            is_due = self._journal.is_due or files.is_due(step, taken.is_epoch_end)
-            if taken.is_epoch_end or taken.is_last or is_due:
-                number = self._synchronize(taken).signal
-                if number:
-                    break
-                self._lap()  # the time between two steps belongs to neither
-        if not number:
-            files.export(job)
-        files.close()
-        return step, number
 
-    def _lap(self) -> PhaseTimes:
-        """The time since the last lap as `step`; on a GPU it is the device's: the host may be steps ahead of it."""
-        times = self._clock.end()
-        self._clock.enter("step")
-        return times
-
-    def _synchronize(self, taken: TakenStep) -> Exchange:
-        """Ranks exchange their steps; then what is due: evaluation, rows of metrics, a checkpoint."""
-        job, files, step = self._job, self._files, taken.position.step
-        exchange = self._journal.exchange(files.is_due_by_time)
-        rows = list(exchange.rows)
-        if exchange.bad is not None:
-            files.write_rows(rows)
-            bad_step, rank, name = exchange.bad
-            name = name or find_bad_parameter(job.learner.module) or "none: the loss alone"
-            found = f"the loss of rank {rank} is not finite, and the first bad value in the model is {name}"
-            raise self._fail(bad_step, found)
-        if taken.is_epoch_end or taken.is_last:
-            test = evaluate(job.learner, job.test, job.world)
-            rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
+def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) -> int:
+    """Ranks exchange their steps; then what is due: evaluation, rows, a checkpoint. Returns a signal, or 0."""
+    step = taken.position.step
+    exchange = journal.exchange(files.is_due_by_time)
+    rows = list(exchange.rows)
+    if exchange.bad is not None:
         files.write_rows(rows)
-        if job.world.rank == 0 and rows:
-            total, label = job.schedule.num_steps, _describe_rows(rows)
-            line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""
-            post(Progress(step, total, label, line=line))
-        is_due = exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
-        if exchange.signal or taken.is_last or is_due:
-            # A finite loss can have gradients that are not: never save what they made of the model.
-            if name := find_bad_parameter(job.learner.module):
-                raise self._fail(step, f"{name} is not finite after the update, and the loss was")
-            files.save(job, taken.position)
-        return exchange
+        bad_step, rank, name = exchange.bad
+        name = name or find_bad_parameter(job.learner.module) or "none: the loss alone"
+        found = f"the loss of rank {rank} is not finite, and the first bad value in the model is {name}"
+        raise _not_finite(files, bad_step, found)
+    if taken.is_epoch_end or taken.is_last:
+        test = evaluate(job.learner, job.test, job.world)
+        rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
+    files.write_rows(rows)
+    if job.world.rank == 0 and rows:
+        total, label = job.schedule.num_steps, _describe_rows(rows)
+        line = f"step {step} of {total}, {label}" if "test_loss" in rows[-1] else ""
+        post(Progress(step, total, label, line=line))
+    is_due = exchange.is_save_due or files.is_due(step, taken.is_epoch_end)
+    if exchange.signal or taken.is_last or is_due:
+        # A finite loss can have gradients that are not: never save what they made of the model.
+        if name := find_bad_parameter(job.learner.module):
+            raise _not_finite(files, step, f"{name} is not finite after the update, and the loss was")
+        files.save(job, taken.position)
+    return exchange.signal
 
-    def _fail(self, step: int, found: str) -> TrainingError:
-        self._files.close()
-        hint = f"{self._files.describe_last()}; try a lower --lr, --clip, or look at the data and the model"
-        return TrainingError(f"step {step}: {found}; {hint}", code="not-finite")
+
+def _not_finite(files: RunFiles, step: int, found: str) -> TrainingError:
+    kept = "no checkpoint was saved yet" if files.last is None else f"the checkpoint of step {files.last} is kept"
+    hint = f"{kept}; try a lower --lr, --clip, or look at the data and the model"
+    return TrainingError(f"step {step}: {found}; {hint}", code="not-finite")
 
 
 def _describe_rows(rows: list[dict[str, Any]]) -> str:

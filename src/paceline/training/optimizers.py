@@ -35,9 +35,6 @@ class _LayerwiseOptimizer(Optimizer):
     ones refused. A child moves the tensors of one device and dtype in `_move`.
     """
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, {**defaults, "adapt": True})
-
     def _move(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         raise NotImplementedError
 
@@ -120,7 +117,7 @@ class LARS(_LayerwiseOptimizer):
     ) -> None:  # fmt: skip
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient,
-            "nesterov": nesterov, "eps": eps,
+            "nesterov": nesterov, "eps": eps, "adapt": True,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -158,7 +155,7 @@ class LAMB(_LayerwiseOptimizer):
         self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": True})
 
     def _move(self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]

@@ -142,27 +142,21 @@ class BatchSchedule:
             for share, factor in self.growths
         )
 
-    def _spans(self, epoch: int) -> list[tuple[int, int]]:
-        """The epoch's windows in groups of one size, as (how many, size). The last window may pass the epoch's end."""
-        spans, offset, begin = [], 0, epoch * self.num_samples
-        while offset < self.num_samples:
-            reached = (size for start, size in self.marks if start <= begin + offset)
-            size = max(reached, default=self.global_batch_size)
-            ahead = (start - begin for start, _ in self.marks if start - begin > offset)
-            until = min(self.num_samples, next(ahead, self.num_samples))
-            count = -(-(until - offset) // size)
-            spans.append((count, size))
-            offset += count * size
-        return spans
-
     def window_sizes(self, epoch: int) -> tuple[int, ...]:
         """The size of every window that begins in the epoch; the last is its nominal size, even if it is short."""
-        return tuple(size for count, size in self._spans(epoch) for _ in range(count))
+        sizes: list[int] = []
+        at, end = epoch * self.num_samples, (epoch + 1) * self.num_samples
+        while at < end:
+            size = max((size for start, size in self.marks if start <= at), default=self.global_batch_size)
+            until = min((start for start, _ in self.marks if at < start < end), default=end)
+            count = -(-(until - at) // size)
+            sizes += [size] * count
+            at += count * size
+        return tuple(sizes)
 
     def count_steps(self, epoch: int) -> int:
-        spans = self._spans(epoch)
-        is_short = sum(count * size for count, size in spans) > self.num_samples
-        return sum(count for count, _ in spans) - (is_short and self.tail == "drop")
+        sizes = self.window_sizes(epoch)
+        return len(sizes) - (sum(sizes) > self.num_samples and self.tail == "drop")
 
     @cached_property
     def num_steps(self) -> int:

@@ -143,6 +143,16 @@ class TrainSettings:
         )  # fmt: skip
         return Batches(ranks, batch_size, needed)
 
+    @property
+    def data_request(self) -> DataRequest:
+        name, path = parse_data(self.data)
+        shared = ("context", "tokenizer", "samples", "seed", "augment", "cutout")
+        return DataRequest(name=name, path=path, **{field: getattr(self, field) for field in shared})
+
+    @property
+    def model_options(self) -> ModelOptions:
+        return ModelOptions(channels=self.channels, hidden=self.hidden, dropout=self.dropout)
+
     def check(self) -> None:
         """Refuse invalid settings. What depends on the data or the model is checked by the ranks."""
         for name, value in self.to_json().items():
@@ -198,21 +208,11 @@ class TrainSettings:
 NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 
 
-def build_data_request(settings: TrainSettings) -> DataRequest:
-    name, path = parse_data(settings.data)
-    shared = ("context", "tokenizer", "samples", "seed", "augment", "cutout")
-    return DataRequest(name=name, path=path, **{field: getattr(settings, field) for field in shared})
-
-
-def build_model_options(settings: TrainSettings) -> ModelOptions:
-    return ModelOptions(channels=settings.channels, hidden=settings.hidden, dropout=settings.dropout)
-
-
 def check_job(settings: TrainSettings) -> None:
     """Everything that can be refused before a rank starts: settings, an unknown model, data, or missing files."""
     settings.check()
-    check_model(settings.model, build_model_options(settings))
-    check_request(build_data_request(settings))
+    check_model(settings.model, settings.model_options)
+    check_request(settings.data_request)
     if settings.plan is not None:
         load_plan(Path(settings.plan))
     if settings.context is not None and settings.data == "synthetic":

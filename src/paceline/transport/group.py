@@ -24,7 +24,7 @@ from torch._C import _distributed_c10d as c10d
 from paceline import machine
 from paceline.errors import LaunchError
 from paceline.transport import native, works
-from paceline.transport.hierarchy import HostsWork, TwoLevels
+from paceline.transport.hierarchy import TwoLevels
 from paceline.transport.works import DTYPES, as_run, as_run_in_place, is_movable, is_reducible, is_wrapper_subclass
 
 _SLOT_BYTES = 1 << 20  # two per rank; in smaller ones lines go to and fro between cores, larger ones leave the caches
@@ -163,16 +163,8 @@ class PacelineGroup(_TorchGroup):
 
     def _all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         op, runs = _OPS[opts.reduceOp.op], [as_run_in_place(tensor) for tensor in tensors]
-        if self._levels is None:
-            operations = [(native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run, run, run.numel()) for run, _ in runs]
-            return self._start(operations, opts, tensors, *(after for _, after in runs))
-        self._num_started += len(runs)
-        for run, after in runs:
-            work = HostsWork(run, op, opts.timeout, tensors, self._futures, after)
-            self._levels.start(work)
-        if not _is_asynchronous(opts):
-            work.wait()
-        return work  # of the last: they are done in order
+        operations = [(native.ALL_REDUCE, DTYPES[run.dtype], op, 0, run, run, run.numel()) for run, _ in runs]
+        return self._start(operations, opts, tensors, *(after for _, after in runs))
 
     def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = 0, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.BroadcastOptions, opts, timeout)
@@ -264,17 +256,21 @@ class PacelineGroup(_TorchGroup):
             if not oldest.is_finished():
                 break
             oldest.exception()  # nobody need keep a Work, or wait for it
-        addressed = [(a, b, c, d, run.data_ptr(), into.data_ptr(), n) for a, b, c, d, run, into, n in operations]
+        engine: Any = self._levels
+        wanted: Sequence[Any] = operations
+        if self._levels is None:
+            engine = self._native
+            wanted = [(a, b, c, d, run.data_ptr(), into.data_ptr(), n) for a, b, c, d, run, into, n in operations]
         if not _is_asynchronous(opts):
-            for operation in addressed:
-                self._native.run(operation, timeout_s)
+            for operation in wanted:
+                engine.run(operation, timeout_s)
             for action in actions:
                 action()
             return works.FinishedWork(result)
-        work = works.NativeWork(self._native, result, self._futures, actions, operations, self._pending)
+        work = works.NativeWork(engine, result, self._futures, actions, operations, self._pending)
         try:
-            for operation in addressed:
-                work.tickets.append(self._native.submit(operation, timeout_s))
+            for operation in wanted:
+                work.tickets.append(engine.submit(operation, timeout_s))
         except native.TransportError:
             if not work.tickets:
                 self._pending.pop(id(work))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from paceline.transport import native
-from paceline.transport.works import DTYPES, After, Futures, Tensors, TensorWork
+from paceline.transport.works import DTYPES
 
 _PIECE_BYTES = 1 << 20
 _LOOK_S = 0.25  # how often a leader that waits for other hosts checks whether one of them has failed
@@ -27,41 +27,24 @@ _REPORT_S = 1.0  # how long a leader that lost its connection waits for a report
 _REDUCE: dict[int, Any] = {native.SUM: dist.ReduceOp.SUM, native.MIN: dist.ReduceOp.MIN, native.MAX: dist.ReduceOp.MAX}
 
 
-class HostsWork(TensorWork):
-    """An all-reduce of a contiguous tensor in place; `op` is the core's number."""
+class _AllReduce(threading.Event):
+    """One all-reduce of a contiguous tensor in place, set when it has ended; `op` is the core's number."""
 
-    def __init__(
-        self, run: torch.Tensor, op: int, timeout: timedelta, result: Tensors, futures: Futures, after: After
-    ) -> None:
-        super().__init__(result, futures)
-        self.flat, self.op, self.timeout, self.after = run.view(-1), op, timeout, after
-        self._is_finished = threading.Event()
-        self._error: Exception | None = None
+    def __init__(self, flat: torch.Tensor, op: int, timeout_s: float) -> None:
+        super().__init__()
+        self.flat, self.op, self.timeout_s = flat, op, timeout_s
+        self.error: Exception | None = None
 
     def conclude(self, error: Exception | None) -> None:
-        self._error = error
-        self._is_finished.set()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        limit_s = timeout.total_seconds() or None
-        if not self._is_finished.wait(limit_s):
-            message = f"an all-reduce over several hosts took longer than {limit_s:g} s"
-            raise native.TransportError(message, code="timeout")
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def is_completed(self) -> bool:
-        return self._is_finished.is_set()
-
-    def exception(self) -> Exception | None:
-        return self._error
+        self.error = error
+        self.set()
 
 
 class TwoLevels:
     """Ranks whose `hosts` these are, in rank order; those of this host share memory in `inside`. Collective.
 
-    `names` are the ranks in error messages. Operations run one after the other, on a thread.
+    `names` are the ranks in error messages. All-reduces run one after the other, on a thread, and are started and
+    waited for as those of `native.Lanes`, but given with tensors instead of their addresses.
     """
 
     def __init__(
@@ -77,17 +60,32 @@ class TwoLevels:
         if rank == mine:
             numbered = dist.PrefixStore("leaders", store)
             self._between = c10d.ProcessGroupGloo(numbered, leaders.index(rank), len(leaders), timeout=timeout)
-        self._works: queue.SimpleQueue[HostsWork | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[_AllReduce | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
 
-    def start(self, work: HostsWork) -> None:
+    def run(self, operation: Any, timeout_s: float) -> None:
+        self.wait(self.submit(operation, timeout_s))
+
+    def submit(self, operation: Any, timeout_s: float) -> _AllReduce:
+        _, _, op, _, tensor, _, _ = operation
         if self._is_closing:
-            work.conclude(_closed())
-        else:
-            self._works.put(work)
+            raise _closed()
+        work = _AllReduce(tensor.view(-1), op, timeout_s)
+        self._works.put(work)
+        return work
+
+    def wait(self, work: _AllReduce, timeout_s: float | None = None) -> None:
+        if not work.wait(timeout_s):
+            message = f"an all-reduce over several hosts took longer than {timeout_s:g} s"
+            raise native.TransportError(message, code="timeout")
+        if work.error is not None:
+            raise work.error
+
+    def is_done(self, work: _AllReduce) -> bool:
+        return work.is_set()
 
     def close(self) -> None:
         """Leave; what has not run fails."""
@@ -106,17 +104,17 @@ class TwoLevels:
             if self._failure is None:
                 try:
                     self._all_reduce(work)
-                    if work.after is not None:
-                        work.after()
                 except Exception as error:
                     self._failure = self._report_failure(error)
             work.conclude(self._failure)
 
-    def _all_reduce(self, work: HostsWork) -> None:
+    def _all_reduce(self, work: _AllReduce) -> None:
         """Inside, between, inside; every rank of a host goes through the same operations inside, in the same order."""
         op = native.SUM if work.op == native.AVG else work.op
         opts = c10d.AllreduceOptions()
-        opts.reduceOp, opts.timeout = _REDUCE[op], work.timeout
+        opts.reduceOp = _REDUCE[op]
+        if work.timeout_s:  # else the group's own
+            opts.timeout = timedelta(seconds=work.timeout_s)
         before: tuple[torch.Tensor, Any] | None = None
         for piece in work.flat.split(max(1, _PIECE_BYTES // work.flat.element_size())):
             self._run_inside(work, piece, native.ALL_REDUCE, DTYPES[piece.dtype], op, piece.numel())
@@ -127,18 +125,18 @@ class TwoLevels:
         assert before is not None  # even of nothing there is one piece
         self._spread(work, *before)
 
-    def _spread(self, work: HostsWork, piece: torch.Tensor, between: Any) -> None:
+    def _spread(self, work: _AllReduce, piece: torch.Tensor, between: Any) -> None:
         if between is not None:
             self._await(between)
             if work.op == native.AVG:
                 piece.div_(self._size, rounding_mode=None if piece.is_floating_point() else "trunc")
         self._run_inside(work, piece, native.BROADCAST, native.BYTES, 0, piece.nbytes)
 
-    def _run_inside(self, work: HostsWork, piece: torch.Tensor, kind: int, dtype: int, op: int, count: int) -> None:
+    def _run_inside(self, work: _AllReduce, piece: torch.Tensor, kind: int, dtype: int, op: int, count: int) -> None:
         if self._is_closing:
             raise _closed()
         operation = kind, dtype, op, 0, piece.data_ptr(), piece.data_ptr(), count
-        self._inside.run(operation, max(0.0, work.timeout.total_seconds()))
+        self._inside.run(operation, work.timeout_s)
 
     def _await(self, work: Any) -> None:
         """Wait for the other hosts, as long as none of them has failed."""

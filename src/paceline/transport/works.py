@@ -107,17 +107,17 @@ class FinishedWork(TensorWork):
 
 
 class NativeWork(TensorWork):
-    """Operations that belong together. The first caller that looks does what is left `after` them.
+    """Operations that belong together, in `Lanes` or `TwoLevels`. The first caller that looks does what comes `after`.
 
     `kept` holds this Work, and with it all `memory` that the operations need, until then.
     """
 
     def __init__(
-        self, lanes: native.Lanes, result: Tensors, futures: Futures, after: Actions, memory: Any,
+        self, lanes: Any, result: Tensors, futures: Futures, after: Actions, memory: Any,
         kept: dict[int, NativeWork],
     ) -> None:  # fmt: skip
         super().__init__(result, futures)
-        self.tickets: list[native.Ticket] = []
+        self.tickets: list[Any] = []
         self._lanes, self._after, self._memory, self._kept = lanes, after, memory, kept
         self._finishing = threading.Lock()
         self._error: Exception | None = None

@@ -35,11 +35,9 @@ def predict(
     auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
     """
-    from paceline.predict.curves import check_algorithm
     from paceline.predict.networks import build_measured_fabric
     from paceline.report.predictions import PredictResult
 
-    check_algorithm(algorithm)
     counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     refuse(
         (network is None and allreduce is None,
@@ -59,8 +57,6 @@ def predict(
         raise RecordError(f"{what}: make one with `paceline profile layers` or `paceline.profile`", code="no-profile")
     records = [] if allreduce is None else _get_run(allreduce).records
     sweep = [record for record in records if isinstance(record, CollectiveRecord)]
-    if allreduce is not None and not sweep:
-        raise RecordError(f"--allreduce {allreduce}: no all-reduce on two or more ranks is in this run")
     config = {
         "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
         "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
@@ -68,7 +64,7 @@ def predict(
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
     }  # fmt: skip
     try:  # here, since the result, which builds it again, does not know where it is from
-        if sweep:
+        if allreduce is not None:
             build_measured_fabric(sweep, backend, algorithm)
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
@@ -87,8 +83,7 @@ def predict_csv(folder: str | Path, *, out: Place = None) -> CapsResult:
         raise ConfigError(f"--csv {folder}: all-reduce of {len(worlds)} backends or numbers of ranks; one is needed")
     sizes, times = (_find_file(folder, stem) for stem in ("layer-sizes", "layer-times"))
     records = (*load_layer_sizes(sizes), *load_layer_times(times), *sweep)
-    result = CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), records))
-    return _save(result, out)
+    return _save(CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), records)), out)
 
 
 def _save(result: R, out: str | Path | None) -> R:

@@ -85,8 +85,7 @@ def train(
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
             number = session.signal or outcome.signal
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-        ended = {"steps": outcome.step, "world_size": wanted.ranks}
-        ended |= {name: getattr(outcome, name) for name in ("backend", "device", "num_parameters")}
+        ended = {"steps": outcome.step, **outcome.facts}
         if folder is not None and session.is_leader:
             update_config(folder, outcome=ended)
         notes = list(outcome.notes)
@@ -100,13 +99,12 @@ def train(
 
 def update_config(run: Path, outcome: dict[str, Any] | None = None, **lengths: int) -> None:
     """Note in `config.json` how a run ended, or that it is longer now, so that the next resume knows."""
-    document, before = load_config(run), load_config(run)
+    document = load_config(run)
     for name, length in lengths.items():
         document["settings"][name] = max(length, document["settings"][name])
     if outcome is not None:
         document["outcome"] = outcome
-    if document != before:
-        write_new(run / CONFIG_FILE, json.dumps(document, indent=1) + "\n", replace=True)
+    write_new(run / CONFIG_FILE, json.dumps(document, indent=1) + "\n", replace=True)
 
 
 def _describe_saved(folder: Path | None) -> str:
