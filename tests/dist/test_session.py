@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -241,6 +242,15 @@ def test_a_line_says_how_much_time_is_left(capfd):
     display.finish("cell 8", [])
     first, second = capfd.readouterr().err.splitlines()
     assert first.endswith("1 of 2 cells (cell 4), about 10 s left") and second.endswith("2 of 2 cells (cell 8)")
+
+
+def test_a_line_names_a_cell_once(capfd):
+    display = ProgressDisplay("scale batch", True, [make_task(4), make_task(8)])
+    for label in ("cell 4", "step 3", ""):
+        display._line_s = -math.inf  # so that each of them is due
+        display.hear("cell 4", Progress(1, 2, label))
+    lines = [line.split("(")[1].split(")")[0] for line in capfd.readouterr().err.splitlines()]
+    assert lines == ["cell 4", "cell 4 step 3", "cell 4"]
 
 
 @pytest.mark.parametrize("progress", [None, False])

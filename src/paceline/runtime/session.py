@@ -457,7 +457,7 @@ class ProgressDisplay:
         with self._lock:
             weight = self._weights.setdefault(name, message.total)
             self._parts[name] = min(1.0, message.done / message.total) * weight
-            label = f"{name} {message.label}".strip()
+            label = message.label if name in message.label else f"{name} {message.label}".strip()
             share = self._update(label)
             if message.line:
                 self._print(message.line)
