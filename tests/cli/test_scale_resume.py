@@ -326,8 +326,8 @@ def test_a_report_is_resumed_wherever_it_was_interrupted(play, small, studies, m
     assert answer.code == 130 and "resume with" not in answer.err and not list(tmp_path.iterdir())
     asked, made = command, []
     for more, wanted in (
-        (1, f"batch (1 of {counts['batch']} cells) saved"),
-        (counts["batch"] - 1, "batch (finished) saved"),  # before the first cell of the next
+        (1, f"batch (1 of {counts['batch']} cells)"),
+        (counts["batch"] - 1, "batch (finished)"),  # before the first cell of the next
         (2, f"batch (finished), ranks (2 of {counts['ranks']} cells)"),
     ):
         now = play(more)
