@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from paceline import load_result
 from paceline.report.predictions import CapsResult
 from paceline.units import format_ms
+from paceline.verbs.predict import predict_csv
 
 SIZES = ",Name,No. Params\n0,Token embedding,1000000\n1,Layer 0,3000000\n2,Layer 1,3000000\n3,LM head,1000000\n"
 TIMES = "Name,min,max,mean,std,median\n" + "".join(
@@ -49,6 +51,20 @@ def test_a_person_reads_the_answer(command, tables, tmp_path):
     assert answer.code == 0 and answer.out.startswith("Best bucket size: ") and "one tied tensor" in answer.out
     again = load_result(answer.out.split("run: ", 1)[1].splitlines()[0])
     assert isinstance(again, CapsResult) and f"{format_ms(again.caps.best.backward_s)} ms" in again.answer
+
+
+def test_the_terminal_shows_few_ranges_of_bucket_sizes_from_small_to_large(tables):
+    names = [f"Layer {n}" for n in range(60)]
+    rows = "".join(f"{n},{name},{3000000 + 1000 * n}\n" for n, name in enumerate(names, 1))
+    (tables / "layer-sizes-model.csv").write_text(SIZES.split("1,Layer 0")[0] + rows + "61,LM head,1000000\n")
+    times = "".join(f"layer_{n} grad,{s},{s},{s},0,{s}\n" for n, s in ((n, 0.02) for n in range(60)))
+    (tables / "layer-times-model.csv").write_text(TIMES.splitlines()[0] + "\n" + times + TIMES.splitlines()[-1] + "\n")
+    table = predict_csv(tables).table("caps")
+    assert 12 <= len(table.shown) <= 24 < len(table.rows)
+    covered = sum(math.log(row.high_bytes / row.low_bytes) for row in table.shown)
+    fast = [row for row in table.rows if row.backward_s < 1.5 * min(row.backward_s for row in table.rows)]
+    assert table.shown[-1].high_bytes > 0.9 * fast[-1].high_bytes
+    assert covered > 0.8 * math.log(fast[-1].high_bytes / fast[0].low_bytes)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from paceline.errors import ConfigError, MeasurementError
+from paceline.errors import MeasurementError
 from paceline.training.settings import TrainSettings
 
 MODELS = """
@@ -303,20 +303,3 @@ def probe_broken(settings: TrainSettings) -> str:
 def test_a_gradient_that_is_no_number_is_told_on_all_ranks(on_ranks, build):
     first, second = on_ranks(2, probe_broken, build("linear"))
     assert first == second and first.startswith("step 3: a gradient of probe 0 is not finite")
-
-
-def probe_badly(settings: TrainSettings, asked: dict[str, Any]) -> str:
-    from paceline.measure.noise_scale import measure_noise_scale
-
-    with open_job(settings) as job:
-        try:
-            measure_noise_scale(job, **{**PROBED, "num_small": 2, **asked})
-        except ConfigError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("asked", [{"num_small": 1}, {"batch_size": 0}, {"num_probes": 0}])
-def test_too_little_is_refused(on_ranks, build, asked):
-    (error,) = on_ranks(1, probe_badly, build("linear"), asked)
-    assert "at least 1 probe of 2 small batches in all is needed" in error

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -111,6 +112,23 @@ def test_noise_is_what_strict_fails_for(build, build_collective, build_samples):
 def test_one_rank_is_a_finding_and_no_reason_to_doubt(build, build_collective):
     result = build(build_collective(world_size=1))
     assert not result.doubts
+    assert result.findings[-1].startswith("1 rank: nothing is sent, so busbw is 0")
+
+
+@pytest.mark.parametrize(("number", "drawn"), [(6, True), (7, False)])
+def test_a_few_imported_curves_are_drawn_whatever_their_backend(build, build_collective, imported, number, drawn):
+    others = [replace(imported, backend="nccl", world_size=8, note=f"table {n}") for n in range(number)]
+    lines = build(build_collective(), compared=others).figure("time").axes[0].get_legend_handles_labels()[1]
+    assert any("nccl, 8 ranks" in line for line in lines) is drawn
+
+
+def test_a_figure_does_not_name_a_gpu_that_was_not_used(build_environment, build_collective):
+    environment = build_environment(details={"gpu": "Some GPU"})
+    machines = {
+        device: build_result(Run("bench allreduce", {}, environment, (build_collective(device=device),))).machine
+        for device in ("cpu", "cuda")
+    }
+    assert machines["cuda"] == f"{machines['cpu']}, Some GPU" == environment.machine
 
 
 def test_a_line_is_fitted_to_every_curve_of_two_sizes(build, build_collective, build_samples):

@@ -317,21 +317,45 @@ def test_profiles_are_read_again_as_the_files_of_others(tmp_path):
     assert parts_s == pytest.approx(record.profiled_backward.mean_s)
 
 
-LINEAR = nn.Linear(4, 4)
+class Two(nn.Module):
+    def __init__(self, first, second):
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("shared", [nn.GELU(), nn.Linear(4, 4)])
+def test_blocks_may_share_a_part_which_belongs_to_the_first(shared):
+    record = profile(Two(Two(nn.Linear(4, 4), shared), Two(nn.Linear(4, 4), shared)))
+    assert [times.name for times in record.blocks] == ["first", "second"]
+    assert {p.block for p in record.parameters if p.name.startswith("first.second")} <= {"first"}
+
+
+def test_a_block_inside_another_is_a_part_of_that():
+    inner = nn.Linear(4, 4)
+    record = profile(Two(inner, Two(inner, nn.Linear(4, 4))))
+    assert [times.name for times in record.blocks] == ["second"]
+    assert {p.block for p in record.parameters} == {"second"}
+
+
+def test_an_activation_between_blocks_is_a_block():
+    record = profile(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+    assert [times.name for times in record.blocks] == ["0", "1", "2"]
+    assert min(block(record, "1").forward_s) > 0
 
 
 @pytest.mark.parametrize(
-    ("module", "options", "reason"),
+    ("module", "reason"),
     [
-        (nn.ReLU(), {}, "no device, for nothing is trained"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), {}, "are on cpu, meta"),
-        (nn.Sequential(LINEAR), {"blocks": [("a", LINEAR), ("b", LINEAR)]}, "blocks a and b share a module"),
+        (nn.ReLU(), "no device, for nothing is trained"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), "are on cpu, meta"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(module, options, reason):
-    options = {"iters": 1, "warmup": 1, **options}
+def test_what_cannot_be_profiled_is_refused(module, reason):
     with pytest.raises(ConfigError, match=reason):
-        measure_layers(WORLD, build_replica(module, lambda: F.relu(torch.ones(()))), LABELS, **options)
+        measure_layers(WORLD, build_replica(module, lambda: F.relu(torch.ones(()))), LABELS, iters=1, warmup=1)
 
 
 class FakeEvent:

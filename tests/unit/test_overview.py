@@ -25,7 +25,7 @@ from paceline.predict.traces import (
     union_time,
 )
 from paceline.report.plots import render_png, render_svg
-from paceline.report.profiles import KERNELS, OPERATORS, choose_overview_columns, plot_timeline
+from paceline.report.profiles import KERNELS, OPERATORS, OVERVIEWS, plot_timeline
 from paceline.report.table import Table
 from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
 
@@ -309,7 +309,7 @@ def test_a_rank_without_buckets_can_be_drawn():
 def test_tables_say_what_the_overview_says():
     on_gpu = build_overview(MadeTrace().step().kernel(SGEMM, 0, 4).kernel(NCCL, 3, 5).op("aten::mm", 0, 6).build())
     on_cpu = build_overview(MadeTrace(rank=1).step().op("aten::mm", 0, 6).build())
-    both = Table("overview", "", choose_overview_columns([on_gpu, on_cpu]), [on_gpu, on_cpu])
+    both = Table("overview", "", OVERVIEWS, [on_gpu, on_cpu])
     table = both.markdown().splitlines()
     header = [cell.strip() for cell in table[0].split("|")]
     first = dict(zip(header, (cell.strip() for cell in table[2].split("|")), strict=True))
@@ -321,7 +321,7 @@ def test_tables_say_what_the_overview_says():
     )
     assert (first["GPU busy"], first["tensor cores"], first["source"]) == ("50.0%", "0.0%", "measured")
     assert "copies" not in header and "occupancy (est.)" not in header
-    assert "GPU busy" not in Table("", "", choose_overview_columns([on_cpu]), [on_cpu]).markdown()
+    assert "GPU busy" not in Table("", "", OVERVIEWS, [on_cpu]).markdown()
     kernels = Table("", "", KERNELS, on_gpu.kernels).markdown()
     assert f"| {SGEMM} | matmul | 1 | 4.0000 | 4000.0 | no |" in kernels
     assert "| aten::mm | 1 | 6.0000 | 6.0000 |" in Table("", "", OPERATORS, on_cpu.operators).markdown()

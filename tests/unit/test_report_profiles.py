@@ -113,6 +113,7 @@ def test_a_profile_says_where_the_time_goes(build, build_phases):
     assert isinstance(layers, ProfileResult) and layers.profile == build_profile()
     assert layers.answer.startswith("A step of toy takes 1.5 s (batch ")
     assert set(layers.to_json()) >= {"blocks", "parameters", "notes", "run"}
+    assert layers.findings[0].startswith("plain step 1500 ms: forward ") and ", optimizer " in layers.findings[0]
     both = build("profile", build_profile(), build_phases())
     assert "20% exposed communication" in both.answer
     assert [table.name for table in both.tables()] == ["phases", "blocks", "parameters"]
@@ -173,10 +174,10 @@ def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, b
     assert result.to_json()["settings_that_differ"] == {"wrapper": ["torch", "none"]}
     assert "2.00 times as long" in result.answer
     other = build("profile phases", build_phases(batch_size=2))
-    for one, two in ((first, other), (first, traced()), (first, build("train"))):
-        with pytest.raises(ConfigError) as caught:
-            ComparisonResult.of(one, two, build_environment())
-        assert caught.value.code == "mismatch"
+    for two, is_alike in ((other, True), (traced(), False), (build("train"), False)):
+        with pytest.raises(ConfigError, match=f"and a run of {two.run.verb} of `{two.run.verb}`") as caught:
+            ComparisonResult.of(first, two, build_environment())
+        assert caught.value.code == "mismatch" and ("batch size in common" in str(caught.value)) is is_alike
     traces = ComparisonResult.of(traced(), traced(batch_size=16, step_ms=20), build_environment())
     assert traces.rows[0].ratio == pytest.approx(1.0) and "2.00 times as long" in traces.answer
     rows = {row.name: row for row in traces.rows}

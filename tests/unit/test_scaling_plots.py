@@ -54,8 +54,8 @@ def svgs():
                   "32 samples per rank", "128 samples per rank"]),
         ("strong", ["torch on gloo (measured)", "this host (simulated)", ">ideal<", "256 samples over all ranks"]),
         ("communication", ["compute (measured)", "exposed communication (measured)", "torch on gloo, weak (measured)"]),
-        ("accuracy", ["recipe none (measured)", "recipe lars (measured)", ">1,024<", "the same epochs"]),
-        ("curves", ["recipe none at 1,024, same epochs (measured, 3 seeds)", ">epochs<", ">updates<"]),
+        ("accuracy", ["no recipe (measured)", "recipe lars (measured)", ">1,024<", "the same epochs"]),
+        ("curves", ["no recipe at 1,024, same epochs (measured, 3 seeds)", ">epochs<", ">updates<"]),
     ],
 )  # fmt: skip
 def test_a_picture_tells_its_machine_its_lines_and_their_source(svgs, name, texts):
@@ -139,12 +139,12 @@ def test_bars_of_a_step_are_compute_and_exposed_on_top():
 def test_accuracy_is_in_percent_with_a_panel_for_each_budget():
     runs = [*RUNS, make_run(128, budget="updates"), make_run(512, budget="updates", accuracy=0.8)]
     first, second = large_batch.plot_accuracy(summarize_recipes(runs), "box").axes
-    assert _lines(second)["recipe none (measured)"] == ([128, 512], pytest.approx([90.0, 80.0]))
+    assert _lines(second)["no recipe (measured)"] == ([128, 512], pytest.approx([90.0, 80.0]))
     plain = [
         100 * np.mean([r.curve[-1].test_accuracy for r in RUNS if (r.global_batch_size, r.recipe) == (size, "none")])
         for size in (128, 512, 1024)
     ]
-    assert _lines(first)["recipe none (measured)"] == ([128, 512, 1024], pytest.approx(plain))
+    assert _lines(first)["no recipe (measured)"] == ([128, 512, 1024], pytest.approx(plain))
 
 
 def test_curves_are_means_over_seeds_against_epochs_and_updates():
@@ -155,6 +155,32 @@ def test_curves_are_means_over_seeds_against_epochs_and_updates():
     label = "recipe lars at 512, same epochs (measured, 2 seeds)"
     assert _lines(by_epochs)[label] == (pytest.approx([1, 2, 3, 4]), pytest.approx(means))
     assert _lines(by_updates)[label] == (pytest.approx([2, 4, 6, 8]), pytest.approx(means))
+
+
+def test_a_recipe_at_one_batch_size_has_a_bar_of_its_deviation():
+    runs = [make_run(), *(make_run(512, "lars", seed, accuracy) for seed, accuracy in enumerate((0.6, 0.8)))]
+    (panel,) = large_batch.plot_accuracy(summarize_recipes(runs), "box").axes
+    bar = next(line for line in panel.lines if line.get_marker() == "_" and line.get_xdata()[0] == 512)
+    assert list(bar.get_ydata()) == pytest.approx([70 - 100 * 0.02**0.5, 70 + 100 * 0.02**0.5])
+
+
+@pytest.mark.parametrize(("sizes", "scale"), [((128, 256), "linear"), ((16, 256), "log")])
+def test_updates_are_on_a_log_axis_only_where_they_differ_much(sizes, scale):
+    _, panel = large_batch.plot_curves([make_run(size) for size in sizes], "box").axes
+    assert panel.get_xscale() == scale
+
+
+def test_no_marker_of_a_single_batch_size_is_cut():
+    samples, memory = scaling.plot_batches(make_batches(make_rng())[:1], "box").axes
+    for axes in (samples, memory):
+        assert axes.get_ylim()[1] > 1.05 * max(line.get_ydata()[0] for line in axes.lines if line.get_marker() in "o^")
+
+
+def test_an_emulated_network_has_a_line_of_its_own():
+    records = [replace(r, source="emulated") if r.world_size == 4 else r for r in SCALES if r.mode == "weak"]
+    lines = {line.get_label(): line for line in scaling.plot_ranks("weak", list_points(records), "box").axes[0].lines}
+    found = {name: lines[f"paceline on gloo ({name})"].get_linestyle() for name in ("measured", "emulated")}
+    assert found == {"measured": "-", "emulated": "-."}
 
 
 def test_the_legend_hides_no_line():

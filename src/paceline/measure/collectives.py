@@ -47,11 +47,9 @@ def measure_collectives(settings: CollectiveSettings) -> Measured:
 
 def measure_chunks(settings: ChunkSettings) -> Measured:
     """Time and check the total in every chunk size. Collective: every rank of the launched world must call this."""
-
-    def build(groups: Sequence[Group], chunk_bytes: int, allocate: Allocator) -> list[Timed]:
-        return [ChunkedAllReduce(settings, group, chunk_bytes, allocate) for group in groups]
-
-    return measure_cells(settings, settings.chunks, build)
+    return measure_cells(
+        settings, settings.chunks, lambda groups, *size: [ChunkedAllReduce(settings, group, *size) for group in groups]
+    )
 
 
 class _Vector(Timed):

@@ -168,9 +168,11 @@ def follow(world: World, label: str, number: int = 0, total: int = 1) -> Report:
     return report
 
 
-def choose_control_backend(world: World) -> str:
-    """Of barriers before timed calls: ranks leave one in shared memory within microseconds, and gloo's far apart."""
-    return "shm" if world.shares_clock and not why_not() else "gloo"
+def build_control(world: World, members: list[int] | None = None) -> dist.ProcessGroup:
+    """For barriers before timed calls: ranks leave one in shared memory within microseconds, and gloo's far apart."""
+    backend = "shm" if world.shares_clock and not why_not() else "gloo"
+    group: dist.ProcessGroup = dist.new_group(members, backend=backend, timeout=PATIENCE)
+    return group
 
 
 def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group]]:
@@ -180,8 +182,7 @@ def _build_groups(settings: GroupSettings, world: World) -> dict[int, list[Group
         if n > world.world_size:
             raise ConfigError(f"{n} ranks requested in a world of {world.world_size}", code="world-size")
         members = list(range(n))
-        control = dist.new_group(members, backend=choose_control_backend(world), timeout=PATIENCE)
-        groups[n] = []
+        control, groups[n] = build_control(world, members), []
         for backend in settings.backends:
             kind = settings.device_of(backend)
             check_backend(backend, kind, min(n, world.local_world_size))

@@ -116,10 +116,9 @@ def _check_torch() -> Iterator[CheckRecord]:
     yield _report("torch", found, advice, "fail" if is_old else "warn")
     cores, asked = machine.count_cores(), os.environ.get("OMP_NUM_THREADS")
     found = f"{torch.get_num_threads()} in one process" + (f" (OMP_NUM_THREADS={asked})" if asked else "")
-    if asked and asked.isdigit() and int(asked) > cores:
-        yield _report("threads", found, f"more threads than the {cores} cores slow each other down: unset it")
-    else:
-        yield _report("threads", f"{found}; ranks share the cores evenly")
+    is_more, advice = asked and asked.isdigit() and int(asked) > cores, "slow each other down: unset it"
+    found += "" if is_more else "; ranks share the cores evenly"
+    yield _report("threads", found, f"more threads than the {cores} cores {advice}" if is_more else "")
     if dist.is_available() and dist.is_gloo_available():
         names = {"gloo": True, "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
         yield _report("backends", ", ".join(name for name, there in names.items() if there))

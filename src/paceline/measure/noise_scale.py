@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.errors import MeasurementError, refuse
+from paceline.errors import MeasurementError
 from paceline.records.training import NoiseProbe, NoiseRecord
 from paceline.runtime.world import set_seed
 from paceline.training.build import Job
@@ -36,10 +36,6 @@ def measure_noise_scale(
     samples, and SyncBatchNorm those of all ranks. Parameters, gradients, buffers, the optimizer and random numbers are
     as before when this returns. Collective: every rank must call this, between steps.
     """
-    ranks = job.world.world_size
-    found = f"{num_probes} probes of {num_small} small batches of {batch_size} on each of {ranks} ranks"
-    is_bad = min(batch_size, num_small, num_probes, num_small * ranks - 1) < 1
-    refuse((is_bad, f"{found}: at least 1 probe of 2 small batches in all is needed, with 1 sample each"))
     # Gradients that fit half precision in training may overflow in smaller batches, whose losses weigh more.
     scale = job.learner.scaler.get_scale()
     probes: list[NoiseProbe] = []

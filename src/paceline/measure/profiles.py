@@ -174,11 +174,20 @@ def _find_nodes(*values: Any) -> list[Any]:
     return found
 
 
+def list_blocks(module: nn.Module) -> list[Block]:
+    """What `find_blocks` finds, and what lies outside of that and has no parameters (an activation), in the order of
+    definition. Blocks may share a part, such as a dropout, but one inside another belongs to that."""
+    found = {block: name or "model" for name, block in find_blocks(module)}  # a module without parts has no name
+    inside = {part for block in found for part in block.modules() if part is not block}
+    parts = ((found.get(part, name), part) for name, part in module.named_modules() if part not in inside)
+    return [(name, part) for name, part in parts if part in found or not [*part.children(), *part.parameters()]]
+
+
 class Layers(steps.Probe):
     """What the steps of kind `profiled` of a bare replica show of its layers. No hook is left on the module.
 
     `blocks` are modules that do not contain each other, by name and in the order of the model's definition; None stands
-    for those that `find_blocks` finds.
+    for those of `list_blocks`.
     """
 
     def __init__(self, replica: Replica, model: str, blocks: Sequence[Block] | None) -> None:
@@ -190,15 +199,7 @@ class Layers(steps.Probe):
         if len(devices := {parameter.device for parameter in self._names}) != 1:
             found = ", ".join(sorted(map(str, devices))) or "no device, for nothing is trained"
             raise ConfigError(f"the trained parameters of {model} are on {found}: they must be on one device")
-        # A module without parts has no name.
-        blocks = find_blocks(self._module) if blocks is None else blocks
-        self._blocks = [(name or "model", block) for name, block in blocks]
-        owner: dict[nn.Module, str] = {}
-        for name, block in self._blocks:
-            for part in block.modules():
-                if part in owner:
-                    raise ConfigError(f"blocks {owner[part]} and {name} share a module: none may contain another")
-                owner[part] = name
+        self._blocks = list_blocks(self._module) if blocks is None else blocks
         self._clock = LayerClock(list(self._names), [block for _, block in self._blocks], devices.pop())
 
     def begin(self, kind: str, hooks: contextlib.ExitStack) -> Phases | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import gc
 import itertools
 import time
@@ -24,15 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError, MeasurementError, refuse
-from paceline.measure.engine import (
-    PATIENCE,
-    Pace,
-    Report,
-    build_samples,
-    choose_control_backend,
-    run_rounds,
-    synchronize,
-)
+from paceline.measure.engine import Pace, Report, build_control, build_samples, run_rounds, synchronize
 from paceline.parallel import DDP
 from paceline.parallel.backward import find_tensors
 from paceline.parallel.channel import Sent
@@ -205,7 +196,7 @@ class OwnJob:
 
     def build_own(self) -> Replica:
         wrapper = self.labels["wrapper"]
-        return self.build(None if wrapper == "none" else functools.partial(wrap, wrapper=wrapper))
+        return self.build(None if wrapper == "none" else lambda module: wrap(module, wrapper))
 
     def build(self, wrap: Wrap | None = None) -> Replica:
         (module, step), self._spare = self._spare or self._make(), None
@@ -386,7 +377,7 @@ class StepBench:
         self, world: World, labels: dict[str, Any], loads_inside: bool = False, steps_per_turn: int = 1
     ) -> None:
         self.world, self.labels, self._loads_inside, self._steps_per_turn = world, labels, loads_inside, steps_per_turn
-        self.meeting = dist.new_group(backend=choose_control_backend(world), timeout=PATIENCE)
+        self.meeting = build_control(world)
         self.variants = list[Variant]()
         self.num_warmup = self.num_warm_steps = 0  # rounds, and steps of each kind
 

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +74,11 @@ def record_trace(world: World, replica: Replica, warmup: int, active: int, extra
     timed: list[StepTimes | None] = []
     sends = device.type != "cuda" or world.world_size > 1  # NCCL sends nothing on one rank
     wrapped = replica.model if isinstance(replica.model, DDP) and sends else None
-    with _quiet_profiler(), profiler:
+    with contextlib.ExitStack() as recording:
+        if "KINETO_LOG_LEVEL" not in os.environ:  # torch 2.13 writes a line to stderr when a profile starts and stops
+            os.environ["KINETO_LOG_LEVEL"] = "6"
+            recording.callback(os.environ.pop, "KINETO_LOG_LEVEL")
+        recording.enter_context(profiler)
         for number in range(-warmup, active):
             if wrapped is not None and number >= 0:
                 wrapped.time_next_step()
@@ -113,18 +117,6 @@ class _TracedPhases:
         return PhaseTimes()
 
 
-@contextlib.contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """torch 2.13 writes a line to stderr when a profile starts and stops, unless this says otherwise."""
-    before = dict(os.environ)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    try:
-        yield
-    finally:
-        if "KINETO_LOG_LEVEL" not in before:
-            del os.environ["KINETO_LOG_LEVEL"]
-
-
 def _clock_offset_ns() -> tuple[int, int]:
     """How long reading both clocks took, and Unix clock minus `time.perf_counter`."""
     before, unix, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
@@ -151,10 +143,8 @@ def build_bucket_events(rank: int, step: StepTimes, origin_s: float) -> list[Eve
             "args": {"bytes": bucket.num_bytes, traces.WAITED: round(waited_us, 3)},
         }  # fmt: skip
         for kind, first_s, last_s, track in spans:
-            took_us = round(max(0.0, last_s - first_s) * 1e6, 3)
-            events.append(
-                shared | {"cat": kind, "tid": track, "ts": round(begin_us + first_s * 1e6, 3), "dur": took_us}
-            )
+            at_us, took_us = round(begin_us + first_s * 1e6, 3), round(max(0.0, last_s - first_s) * 1e6, 3)
+            events.append(shared | {"cat": kind, "tid": track, "ts": at_us, "dur": took_us})
     tracks = dict.fromkeys(event["tid"] for event in events)
     named: Event = {"ph": "M", "name": "thread_name", "pid": _PID}
     return [named | {"tid": track, "args": {"name": f"rank {rank}: {track}"}} for track in tracks] + events

@@ -47,7 +47,7 @@ class CollectiveResult(Result):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        return (*self.run.warnings, *(f"compared with another {difference}" for difference in self._differences))
+        return (*super().warnings, *(f"compared with another {difference}" for difference in self._differences))
 
     @property
     def answer(self) -> str:
@@ -65,7 +65,9 @@ class CollectiveResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        return [_describe_fit(record, fit) for record, fit in self.fits]
+        fits = [_describe_fit(record, fit) for record, fit in self.fits]
+        alone = "1 rank: nothing is sent, so busbw is 0 and the time is what the call itself costs"
+        return [*fits, alone] if any(record.world_size == 1 for record in self.rows) else fits
 
     def tables(self) -> list[Table]:
         tables = [Table("table", self.rows[0].collective, self._columns, self.rows, key="rows")]
@@ -86,9 +88,11 @@ class CollectiveResult(Result):
         return sorted(pairs, key=lambda pair: place(pair[0] or pair[1]))
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        subtitle = f"{self.run.environment.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
+        subtitle = f"{self.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
         known = {(record.backend, record.world_size) for record in self.rows}
-        drawn = [*self.rows, *(record for record in self.compared if (record.backend, record.world_size) in known)]
+        # Of more than six curves, those of a backend and ranks that were measured here: all could not be told apart.
+        few = len({(r.backend, r.memory, r.device, r.world_size, r.note) for r in self.compared}) <= 6
+        drawn = [*self.rows, *(r for r in self.compared if few or (r.backend, r.world_size) in known)]
         return {
             "time": lambda: plot_time(drawn, subtitle, self.bounds.records),
             "bandwidth": lambda: plot_bandwidth(drawn, subtitle),
@@ -134,7 +138,7 @@ class ChunksResult(Result):
         return [Table("table", f"{format_bytes(self.rows[0].total_bytes)} in chunks", CHUNKS, self.rows, key="rows")]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        subtitle = f"{self.run.environment.machine}; {self.rows[0].dtype}, sum"
+        subtitle = f"{self.machine}; {self.rows[0].dtype}, sum"
         return {"chunks": lambda: plot_chunks(self.rows, subtitle)}
 
     @property

@@ -88,9 +88,11 @@ def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
             continue
         text, lost = _describe(plain[0]), plain[0].gap
         if tried and (lost is None or lost > 0):
-            _, best = min(tried, key=lambda pair: pair[0])
-            updates = format_number_of(best.first.num_updates, "update")
-            text += f"; the best recipe, {best.first.recipe}: {_say_gap(best)}, after {updates}"
+            gap, best = min(tried, key=lambda pair: pair[0])
+            text += "; the best recipe" if lost is None or gap < lost else "; no recipe repairs it; the best"
+            text += f", {best.first.recipe}: {_say_gap(best)}"
+            if (num_updates := best.first.num_updates) != plain[0].first.num_updates:
+                text += f", after {format_number_of(num_updates, 'update')}"
         lines.append(f"{text}.")
     return lines
 
@@ -167,12 +169,11 @@ def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
         for number, recipe in enumerate(recipes):
             line = [s for s in kept if (s.first.budget, s.first.recipe) == (budget, recipe)]
             source = ", ".join(dict.fromkeys(run.source for s in line for run in s.runs))
-            found = [(s.first.global_batch_size, s.accuracy) for s in line]
-            points = [
-                (x, *(100 * (y.mean + side * (y.deviation or 0.0)) for side in (0, -1, 1))) for x, y in found if y
-            ]
+            found = [(s.first.global_batch_size, s.accuracy) for s in line if s.accuracy]
+            points = [(x, *(100 * (y.mean + side * (y.deviation or 0.0)) for side in (0, -1, 1))) for x, y in found]
             if points:
-                draw_line(axes, number, points, f"recipe {recipe} ({source})")
+                name = "no recipe" if recipe == "none" else f"recipe {recipe}"
+                draw_line(axes, number, points, f"{name} ({source})")
         axes.set_xlabel("global batch size", fontsize=9)
         label_values(axes, [s.first.global_batch_size for s in summaries if s.first.budget == budget])
     panels[0].set_ylabel("test accuracy (%), ± deviation over seeds")
@@ -188,7 +189,8 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
     figure, panels = build_panels(["against epochs", "against updates"], title, subtitle)
     for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
         seeds_of = format_number_of(len(runs), "seed")
-        label = f"recipe {recipe} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
+        name = "no recipe" if recipe == "none" else f"recipe {recipe}"
+        label = f"{name} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
         first, seeds = runs[0], [{point.update: 100 * point.test_accuracy for point in run.curve} for run in runs]
         # Wherever every seed was evaluated.
         points = [point for point in first.curve if all(point.update in seed for seed in seeds)]
@@ -199,7 +201,8 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
             draw_line(axes, number, found, label, marker="")
     panels[0].set_xlabel("epochs", fontsize=9)
     panels[1].set_xlabel("updates", fontsize=9)
-    panels[1].set_xscale("log")
+    longest = [runs[0].num_updates for runs in cells.values()]
+    panels[1].set_xscale("log" if max(longest) >= 8 * min(longest) else "linear")
     panels[1].xaxis.set_major_formatter("{x:,.0f}")
     panels[0].set_ylabel("test accuracy (%), mean, band over seeds")
     place_legend(figure, *panels)
@@ -224,9 +227,9 @@ class LargeBatchResult(StudyResult):
         ends = [record for record in self.runs if record.global_batch_size in (min(sizes), max(sizes))]
         drawn: dict[str, Callable[[], Figure]] = {}
         if any(summary.accuracy for summary in self.summaries):
-            drawn["accuracy"] = partial(plot_accuracy, self.summaries, self.run.environment.machine)
+            drawn["accuracy"] = partial(plot_accuracy, self.summaries, self.machine)
         if any(record.curve and not record.failure for record in ends):
-            drawn["curves"] = partial(plot_curves, ends, self.run.environment.machine)
+            drawn["curves"] = partial(plot_curves, ends, self.machine)
         return drawn
 
     @cached_property

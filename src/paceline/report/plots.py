@@ -74,13 +74,15 @@ def place_legend(figure: Figure, *axes: Axes) -> None:
 def draw_line(
     axes: Axes, number: int, points: Iterable[Sequence[Any]], label: str, ls: str = "-", **style: Any
 ) -> None:
-    """The line of this number through points of x, y, low and high, with a band from low to high unless they are None.
-    `style` replaces its marker, say."""
+    """The line of this number through points of x, y, low and high, with a band, for one point a bar, from low to high
+    unless they are None. `style` replaces its marker, say."""
     color = COLORS[number % len(COLORS)]
     look: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "ms": 5, "lw": 1.6} | style
     xs, ys, lows, highs = zip(*points, strict=True)
     axes.plot(xs, ys, ls, color=color, label=label, **look)
-    if None not in lows:
+    if len(xs) == 1 and None not in lows:  # a band would have no width
+        axes.plot(xs * 2, lows + highs, color=color, marker="_", ms=7, lw=1.2)
+    elif None not in lows:
         axes.fill_between(xs, lows, highs, color=color, alpha=0.15, lw=0)
 
 

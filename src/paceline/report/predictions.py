@@ -5,7 +5,9 @@ What is concluded is in `predict`; nothing here decides anything.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_ROWS = 24  # on the terminal, each the best of its number of buckets; the CSV has all bucket sizes
+_MOST_ROWS = 24  # on the terminal: the widest ranges of bucket sizes, and the last; the CSV has all
 
 
 def _advise(row: WhatIfRow) -> str:
@@ -206,18 +208,19 @@ class CapsResult(Result):
         ]
 
     def tables(self) -> list[Table]:
-        counts = group_by(self.caps.points, lambda point: len(point.cuts)).values()
-        best = [min(points, key=lambda point: point.backward_s) for points in counts]
-        fast = [point for point in best if point.backward_s < 1.5 * self.caps.best.backward_s]
-        shown = fast if len(fast) <= _MOST_ROWS else [*fast[: _MOST_ROWS // 2], *fast[-_MOST_ROWS // 2 :]]
+        fast = [point for point in self.caps.points if point.backward_s < 1.5 * self.caps.best.backward_s]
+        # Neighbours with as many buckets and times within 5 % are one row, with the time of the first.
+        like = itertools.groupby(fast, lambda p: (len(p.cuts), p.backward_s // (0.05 * self.caps.best.backward_s)))
+        rows = [replace(run[0], high_bytes=run[-1].high_bytes) for run in (list(points) for _, points in like)]
+        widest = sorted(rows[:-1], key=lambda row: row.low_bytes / row.high_bytes)[: _MOST_ROWS - 1]
+        shown = [row for row in rows if row in (*widest, rows[-1])]
         return [
             Table("caps", "backward against bucket size", POINTS, self.caps.points, shown=shown),
             Table("sensitivity", "what would move it", CHANGES, self.changes),
         ]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        where = self.config["csv"]
-        return {"caps": lambda: plot_caps(self.caps, "Backward time against bucket size", where)}
+        return {"caps": lambda: plot_caps(self.caps, "Backward time against bucket size", self.config["csv"])}
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -345,7 +348,7 @@ class TuneResult(Result):
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         title = f"Step time against bucket size: {self.title}"
-        return {"tuning": lambda: plot_tuning(self.tuning, title, self.run.environment.machine)}
+        return {"tuning": lambda: plot_tuning(self.tuning, title, self.machine)}
 
     def files(self) -> dict[str, str | bytes]:
         return {"plan.json": self.tuning.plan.to_json()}
@@ -386,7 +389,8 @@ def describe_errors(tuning: Tuning) -> list[str]:
     """How right the prediction was, in sentences."""
     lines = []
     if tuning.measured:
-        said = {name: "unknown" if score is None else f"{score:.1%}" for name, score in tuning.scores.items()}
+        scores = {name: "unknown" if score is None else f"{score:.1%}" for name, score in tuning.scores.items()}
+        said = {name: score.replace("100.0%", "100%") for name, score in scores.items()}
         tau = tuning.scores["kendall_tau"]
         lines.append(
             f"predicted steps are {said['mape']} off on average, {said['max_error']} at most; the time that "

@@ -6,7 +6,7 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -70,7 +70,7 @@ class ProfileResult(PhasesResult):
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         profile = self.profile
-        return {} if profile is None else {"ready": lambda: plot_ready(profile, self.run.environment.machine)}
+        return {} if profile is None else {"ready": lambda: plot_ready(profile, self.machine)}
 
     def files(self) -> dict[str, str | bytes]:
         if self.profile is None:
@@ -137,13 +137,15 @@ PARAMETERS = (
 
 
 def describe_layers(profile: LayerProfileRecord) -> list[str]:
-    """What the tables do not show: what profiling costs, and what is odd about the gradients."""
+    """What the tables do not show: the plain step, what profiling costs, and what is odd about the gradients."""
     step = describe_change(profile.step_cost, "of a step")
     backward = describe_change(profile.backward_cost, "of backward")
     order = "in the same order in every step"
     if not profile.is_order_stable:
         order = "in an order that changed from step to step; the table has that of the medians"
-    lines = [f"profiling costs {step}; {backward}", f"gradients became ready {order}"]
+    parts = ", ".join(f"{phase} {format_ms(getattr(profile, phase).median_s)}" for phase in _PHASE_COLORS)
+    plain = f"plain step {format_ms(profile.timing.median_s)} ms: {parts}"
+    lines = [plain, f"profiling costs {step}; {backward}", f"gradients became ready {order}"]
     if tied := [p.names for p in profile.parameters if p.aliases]:
         lines.append(f"tied, and ready only after the last use: {'; '.join(tied)}")
     if profile.unused:
@@ -250,7 +252,7 @@ class TraceResult(Result):
         operators, kernels = self.overviews[0].operators, self.overviews[0].kernels
         shown = () if kernels else operators[:_MAX_ROWS]
         tables = [
-            Table("overview", self._name, choose_overview_columns(self.overviews), self.overviews),
+            Table("overview", self._name, OVERVIEWS, self.overviews),
             Table("operators", "operators of rank 0", OPERATORS, operators, shown=shown),
         ]
         if kernels:
@@ -262,8 +264,7 @@ class TraceResult(Result):
             return {}
         wrapper = self.config.get("wrapper", "unknown wrapper")
         title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
-        machine = self.run.environment.machine
-        return {"timeline": lambda: plot_timeline(tracing.build_lanes(self.traces), title, machine)}
+        return {"timeline": lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.machine)}
 
     def files(self) -> dict[str, str | bytes]:
         files: dict[str, str | bytes] = {OVERVIEW: json.dumps(self.document, indent=1) + "\n"}
@@ -283,6 +284,10 @@ class TraceResult(Result):
 _SHOWN = {"kernel": "kernels", "copy": "copies", "cpu": "CPU"}
 
 
+def _say_share(share: float) -> str:
+    return f"{share:.1%}" if share >= 5e-4 else ""  # people do not see a column that is empty on every rank
+
+
 def _gpu_column(name: str, field: str) -> Column:
     return Column(name, f"gpu.{field}", "percent.1", f"gpu_{field}")
 
@@ -294,7 +299,7 @@ OVERVIEWS = (
     Column("steps", lambda o: len(o.steps), "number", "steps", priority=-1),
     Column("step", "step_s", "ms", "step_s", is_key=True),
     *(
-        Column(_SHOWN.get(c, c), partial(Overview.share, category=c), "percent.1", f"{c}_share", priority=2)
+        Column(_SHOWN.get(c, c), partial(Overview.share, category=c), _say_share, f"{c}_share", priority=2)
         for c in CATEGORIES
     ),
     *(Column(p, lambda o, p=p: o.phases_s.get(p), "ms", f"{p}_s") for p in _PHASE_COLORS),  # type: ignore[misc]
@@ -309,12 +314,6 @@ OVERVIEWS = (
     Column("peak memory", "peak_bytes", "bytes", "peak_bytes", priority=-1),
     *text_columns("source", priority=-1),
 )
-
-
-def choose_overview_columns(overviews: Sequence[Overview]) -> list[Column]:
-    """`OVERVIEWS`, but people are not shown shares that are 0 on every rank."""
-    zero = {f"{category}_share" for category in CATEGORIES if not any(o.share(category) >= 5e-4 for o in overviews)}
-    return [replace(column, name=None) if column.key in zero else column for column in OVERVIEWS]
 
 
 OPERATORS = (
@@ -426,8 +425,7 @@ class CommTableResult(Result):
         return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds it"]
 
     def tables(self) -> list[Table]:
-        title = f"{self.rows[0].model}: communication against computation"
-        return [Table("table", title, COMM, self.rows, key="rows")]
+        return [Table("table", f"{self.rows[0].model}: communication against computation", COMM, self.rows, key="rows")]
 
     @property
     def next_steps(self) -> list[str]:
@@ -505,9 +503,10 @@ class ComparisonResult(Result):
             rows.append(ComparedRow(cell + said, unit, here[cell, name], there[cell, name]))
         if not rows:
             found = f"{names[0]} is a run of `{first.run.verb}` and {names[1]} of `{second.run.verb}`"
-            needed = "two of `paceline profile trace`, or two of `paceline profile phases` with a cell in common"
-            text = "they have no number of ranks and batch size in common"
-            raise ConfigError(f"{found}, and {text}: give {needed}", code="mismatch")
+            needed = "give two of `paceline profile trace`, or two of `paceline profile phases`"
+            if isinstance(first, PhasesResult) and isinstance(second, PhasesResult) and first.steps and second.steps:
+                needed = "they have no number of ranks and batch size in common"
+            raise ConfigError(f"{found}: {needed}", code="mismatch")
         config = {
             "runs": names,
             "rows": [asdict(row) for row in rows if row.first or row.second],

@@ -6,6 +6,7 @@ import base64
 import html
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -111,10 +112,16 @@ class Result:
         return self.run.config
 
     @property
+    def machine(self) -> str:
+        """The machine for the subtitle of a figure, without a GPU that was not used."""
+        devices = {record.device for record in self.records if hasattr(record, "device")} or {self.config.get("device")}
+        return replace(self.run.environment, details=self.run.environment.details if devices != {"cpu"} else {}).machine
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """Reasons to doubt the result. Before version 3 findings were stored among them, except in scaling studies."""
-        is_mixed = self.run.version < 3 and not self.run.verb.startswith("scale")
-        return tuple(doubt.text for doubt in self.doubts) if is_mixed else self.run.warnings
+        """Reasons to doubt the result. Before version 3 findings were stored among them, some with another end."""
+        known = (self.answer, *self.findings) if self.run.version < 3 and self.run.warnings else ()
+        return tuple(text for text in self.run.warnings if not any(text[:20] in line for line in known))
 
     @property
     def doubts(self) -> list[Doubt]:

@@ -36,17 +36,12 @@ if TYPE_CHECKING:
 
 PAGE = "report.md"
 NO_PREDICTION = "No prediction for"
-STUDIES = ("scale batch", "scale ranks", "scale large-batch")
 _three = "{:.3f}".format
 
 
 def build_batch_table(records: Sequence[BatchRecord]) -> Table:
     """Times are of epochs, without the wait for data and without warm-ups."""
-    knee = find_knee(records)
-
-    def noise(record: BatchRecord) -> float | None:  # one epoch says nothing about its noise
-        return None if record.timing is None or record.timing.count < 2 else record.timing.noise
-
+    knee, repeated = find_knee(records), [r for r in records if r.timing and r.timing.count > 1]
     columns = [
         *text_columns("model", "data", "device", "precision"),
         Column("batch size", "batch_size", "number", "batch_size", is_key=True),
@@ -56,7 +51,8 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
         Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=3),
         Column("data wait (s)", "data_wait.median_s", _three, "data_wait_s", priority=-1),
         Column("peak memory", lambda r: r.peak_bytes or None, "bytes", "peak_bytes", priority=2),
-        Column("noise", noise, "percent.1", "noise", priority=-1),
+        # One epoch says nothing about its noise.
+        Column("noise", lambda r: r.timing.noise if r in repeated else None, "percent.1", "noise", priority=-1),
         Column("mark", lambda r: r.failure or ("knee" if r is knee else ""), "words", is_key=True),
         *raw_columns("threads", "num_samples", "failure", epoch_p10_s="timing.p10_s", epoch_p90_s="timing.p90_s"),
         Column(None, lambda r: r is knee, key="is_knee"),
@@ -76,9 +72,12 @@ def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     best, here = max(rates, key=lambda size: rates[size]), knee.batch_size
     reached = f"{rates[here] / rates[best]:.0%} of the best {format_speed(rates[best])} samples/s (at {best})"
     text = f"Batch size {here} (the knee) reaches {reached}."
-    if here in (max(rates), min(rates)):
-        size, other = ("largest", "larger") if here == max(rates) else ("smallest", "smaller")
-        text += f" It is the {size} measured: try {other} ones."
+    if len(rates) == 1:
+        text = f"Batch size {here}, the only one measured, reaches {format_speed(rates[here])} samples/s."
+    elif here == max(rates):
+        text = f"Throughput grows up to batch size {here}, the largest measured: try larger ones."
+    elif here == min(rates):
+        text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
     memory = f" and the process peaks at {format_bytes(knee.peak_bytes)}" if knee.peak_bytes else ""
     return [text, f"At batch size {here} a step takes {format_ms(knee.step_s or 0.0)} ms{memory}.", *failed]
 
@@ -217,8 +216,9 @@ def _say_cause(point: ScalePoint) -> str:
     exposed = f"exposed communication is {record.overhead:.0%} of the step"
     if record.exposed_s >= record.compute_s - point.alone.timing.median_s / point.share:
         return f" The cause: {exposed}." if record.exposed_s > 0 else ""
+    why = "ranks slow each other down, computing" if record.mode == "weak" else "a rank's share of the batch"
     than = "as long as on one rank" if record.mode == "weak" else "its share of one rank's time"
-    return f" The cause: computing takes {point.slowdown:.2f} times {than} ({exposed})."
+    return f" The cause: {why} takes {point.slowdown:.2f} times {than} ({exposed})."
 
 
 def describe_most(lines: Sequence[ScaleLine]) -> list[str]:
@@ -390,7 +390,7 @@ def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
     times = [(r, (r.timing.median_s, r.timing.p90_s, r.timing.p10_s)) for r in timed if r.timing]
     rates = [(r.batch_size, *(r.num_samples / seconds for seconds in found)) for r, found in times]
     draw_line(axes, 0, rates, f"samples/s ({source})")
-    axes.set(ylim=(0, None), xlabel="batch size", ylabel="samples/s, band p10 to p90")
+    axes.set(ylim=(0, 1.1 * max(high for *_, high in rates)), xlabel="batch size", ylabel="samples/s, band p10 to p90")
     knee = find_knee(records)
     if knee is not None:
         axes.axvline(knee.batch_size, color="#555555", ls=":", lw=1.2, label=f"knee: {knee.batch_size}")
@@ -401,7 +401,7 @@ def plot_batches(records: Sequence[BatchRecord], subtitle: str) -> Figure:
         memory = axes.twinx()
         peaks = [(r.batch_size, r.peak_bytes / MIB, None, None) for r in timed]
         draw_line(memory, 2, peaks, f"peak memory ({source})", "--", ms=4)
-        memory.set(ylim=(0, None), ylabel="peak memory (MiB)")
+        memory.set(ylim=(0, 1.3 * max(peak for _, peak, *_ in peaks)), ylabel="peak memory (MiB)")
         memory.spines[["top"]].set_visible(False)
     place_legend(figure, *figure.axes)
     label_values(axes, [r.batch_size for r in records])
@@ -441,8 +441,8 @@ def plot_ranks(
 def _draw_ranks(
     axes: Axes, points: Sequence[ScalePoint], predicted: Sequence[PredictedPoint], names: Sequence[str], is_weak: bool
 ) -> None:
-    """A line for each variant, from one rank alone on. Predictions of measured ranks are crosses; those of more ranks
-    go on, dashed and with their interval, from the best variant's line: all of them would hide each other."""
+    """A line for each variant and source, from one rank alone on. Predictions of measured ranks are crosses; those of
+    more ranks go on, dashed and with their interval, from the best variant's line: all would hide each other."""
 
     def value(point: ScalePoint | PredictedPoint) -> float:
         return point.efficiency if is_weak else point.speedup
@@ -455,9 +455,10 @@ def _draw_ranks(
     for number, name in enumerate(names):
         color = COLORS[number % len(COLORS)]
         found = sorted((p for p in points if p.record.variant == name), key=lambda p: p.record.world_size)
-        if found:
-            drawn = [(p.record.world_size, value(p), value(p) - noise(p), value(p) + noise(p)) for p in found]
-            draw_line(axes, number, [(1, 1.0, 1.0, 1.0), *drawn], f"{name} ({found[0].record.source})")
+        for source, line in group_by(found, lambda p: p.record.source).items():
+            drawn = [(p.record.world_size, value(p), value(p) - noise(p), value(p) + noise(p)) for p in line]
+            style = "-" if source == "measured" else "-." if source == "emulated" else ":"
+            draw_line(axes, number, [(1, 1.0, 1.0, 1.0), *drawn], f"{name} ({source})", style)
         for q in (q for q in predicted if q.variant == name and q.measured is not None):
             axes.plot(q.world_size, value(q), "x", color=color, ms=6, mew=1.4)
         networks = dict.fromkeys(q.network for q in beyond) if name == leader else {}
@@ -545,7 +546,7 @@ class BatchResult(StudyResult):
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
         is_timed = any(record.timing is not None for record in self.rows)
-        return {"batch": lambda: plot_batches(self.rows, self.run.environment.machine)} if is_timed else {}
+        return {"batch": lambda: plot_batches(self.rows, self.machine)} if is_timed else {}
 
     @property
     def next_steps(self) -> list[str]:
@@ -624,11 +625,10 @@ class RanksResult(StudyResult):
     def figures(self) -> dict[str, Callable[[], Figure]]:
         modes = [mode for mode in ("weak", "strong") if any(record.mode == mode for record in self.several)]
         drawn: dict[str, Callable[[], Figure]] = {
-            mode: partial(plot_ranks, mode, self.points, self.run.environment.machine, self._predicted[0])
-            for mode in modes
+            mode: partial(plot_ranks, mode, self.points, self.machine, self._predicted[0]) for mode in modes
         }
         if any(step.comm_off for step in self.steps):
-            drawn["communication"] = partial(plot_communication, self.steps, self.run.environment.machine)
+            drawn["communication"] = partial(plot_communication, self.steps, self.machine)
         return drawn
 
     @cached_property

@@ -130,11 +130,11 @@ class WrappersResult(Result):
         return [f"torch-tuned ({at}): {r.configuration}; {r.note}" for at, r in zip(places, tuned, strict=True)]
 
     def tables(self) -> list[Table]:
-        columns = build_columns(self.standings)
-        return [Table("table", "steps of data-parallel wrappers", columns, self.standings, key="rows")]
+        title, columns = "steps of data-parallel wrappers", build_columns(self.standings)
+        return [Table("table", title, columns, self.standings, key="rows")]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        subtitle = f"{self.run.environment.machine}; {self.steps[0].precision}"
+        subtitle = f"{self.machine}; {self.steps[0].precision}"
         return {"wrappers": lambda: plot_wrappers(self.steps, subtitle)}
 
     @property

@@ -85,9 +85,8 @@ class Column:
 
 def raw_columns(*paths: str, **named: str) -> list[Column]:
     """Columns for programs alone: the attribute at each dotted path, under its last name or the given one."""
-    return [
-        Column(None, path, key=key) for key, path in ({path.split(".")[-1]: path for path in paths} | named).items()
-    ]
+    keys = {path.split(".")[-1]: path for path in paths} | named
+    return [Column(None, path, key=key) for key, path in keys.items()]
 
 
 def text_columns(*paths: str, **options: Any) -> list[Column]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -111,8 +110,7 @@ class TrainRunResult(Result):
     def figures(self) -> dict[str, Callable[[], Figure]]:
         config, ranks = self.config, format_number_of(self.world_size, "rank")
         title = f"{config['model']} on {config['data'].split(':')[0]}, {ranks} ({config['wrapper']})"
-        draw = functools.partial(plot_training, self.rows, title, self.run.environment.machine)
-        return {"training": draw} if self.rows else {}
+        return {"training": lambda: plot_training(self.rows, title, self.machine)} if self.rows else {}
 
     @property
     def next_steps(self) -> Sequence[str]:

@@ -105,7 +105,7 @@ def open_job(
 ) -> tuple[Any, Any]:  # fmt: skip
     """The session of a job, and what says on its ranks which job it is: the settings of one of ours, by default on two
     ranks; or a user's own model and step, its wrapper, and the options of `join_world`. A module stays in this process;
-    a factory, too, unless it is sent to a requested number of ranks."""
+    a factory, too, unless it is sent to a requested number of ranks. What stays keeps this process's threads."""
     if isinstance(model, str):
         refuse((step is not None, f"model {model!r} with a step: a model by name has its own; pass a module with it"))
         settings = build_settings(model=model, ranks=choose_world(ranks, 2), **job)

@@ -224,7 +224,6 @@ def report(
     Without `runs` the three studies are measured with their defaults, each in its own folder inside that of the report.
     """
     from paceline.report.result import load_result
-    from paceline.report.scaling import STUDIES as REPORTED
     from paceline.report.scaling import ReportResult
 
     _refuse_launched("a report starts the ranks of its studies itself")
@@ -236,8 +235,8 @@ def report(
         refuse((is_none, f"--resume {resume}: it holds none of {known}; give the folder of a report"), code="missing")
     parts: list[Result] = [load_result(path) for path in runs]
     for part in parts:
-        found, taken = f"{part.folder} is a run of `{part.run.verb}`", ", ".join(REPORTED)
-        refuse((part.run.verb not in REPORTED, f"{found}: a report takes those of {taken}"), code="other-verb")
+        found, taken = f"{part.folder} is a run of `{part.run.verb}`", [f"scale {name}" for name in STUDIES]
+        refuse((part.run.verb not in taken, f"{found}: a report takes those of {', '.join(taken)}"), code="other-verb")
     settings = {} if runs else {name: _build(name, **_get_defaults(name)) for name in STUDIES}
     most = max((each.num_ranks for each in settings.values()), default=1)
     with open_session(
@@ -262,19 +261,18 @@ def report(
         return result
 
 
-# How each study is built from the arguments of its verb, and measured.
-STUDIES: dict[str, tuple[type[StudySettings], Callable[..., StudySettings], Callable[..., list[Record]]]] = {
-    "batch": (BatchSettings, _build_batch, _measure_batch),
-    "ranks": (ScaleSettings, _build_ranks, _measure_ranks),
-    "large-batch": (LargeBatchSettings, _build_large_batch, _measure_large_batch),
+# How each study is built from the arguments of its verb, and measured; and the verb.
+STUDIES: dict[str, tuple[type[StudySettings], Callable[..., StudySettings], Callable[..., list[Record]], Any]] = {
+    "batch": (BatchSettings, _build_batch, _measure_batch, batch),
+    "ranks": (ScaleSettings, _build_ranks, _measure_ranks, ranks),
+    "large-batch": (LargeBatchSettings, _build_large_batch, _measure_large_batch, large_batch),
 }
 
 
 def _get_defaults(name: str) -> dict[str, Any]:
     """The settings of a study that its verb has by default."""
-    verbs: dict[str, Callable[..., Any]] = {"batch": batch, "ranks": ranks, "large-batch": large_batch}
     leave_out = ("out", "resume", "progress", "at_once", "job")
-    return {n: p.default for n, p in inspect.signature(verbs[name]).parameters.items() if n not in leave_out}
+    return {n: p.default for n, p in inspect.signature(STUDIES[name][3]).parameters.items() if n not in leave_out}
 
 
 def _build(name: str, **given: Any) -> StudySettings:
