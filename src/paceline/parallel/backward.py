@@ -2,7 +2,7 @@
 
 `GradientSync` is the step logic: which backward is synchronised, when it is over, what the ranks report to each other
 and what follows. `BucketedReducer` moves the gradients, in buckets, while backward is running. Calls go one way: the
-step logic calls the reducer, and the reducer returns what it found, and keeps a failure until it is taken.
+step logic calls the reducer, and the reducer returns what it found, and keeps a failure until `exchange`.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class GradientSync:
             self._read_deferred()
             digest = digest_replica(self.replica) if has_data and every and self.num_steps % every == 0 else 0
             words, missing = self.reducer.collect(self._factor, take_part)
-            failure, self.reducer.failure = failure or self.reducer.failure, None
+            failure = failure or self.reducer.failure
             if has_data:
                 report = RankReport(self._find_status(missing), self._weight, digest)
             else:
@@ -435,7 +435,7 @@ class BucketedReducer:
         self.replica, self.channel, self.num_words = replica, channel, num_words
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.failure: Failure | None = None  # of this step, until the caller takes it
+        self.failure: Failure | None = None  # of this step, until `exchange`
         self._hook_calls = None if hook is None else HookCalls(hook, channel)
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
@@ -663,8 +663,7 @@ class BucketedReducer:
             # A hook may compress or keep what it receives, and fail: the control words follow it in their own message.
             self._start(self._buckets[-1], *self._last)
             self._finish(take_part)
-            self.failure = self.failure or self._hook_calls.failure
-            self._hook_calls.failure = None
+            self.failure, self._hook_calls.failure = self.failure or self._hook_calls.failure, None
         self._active = False
         return self._last[0].words, missing
 
@@ -692,6 +691,7 @@ class BucketedReducer:
 
     def exchange(self) -> None:
         """Send the control words, wait for all messages, and leave the sums in `.grad`. Collective."""
+        self.failure = None
         if self._hook_calls is None:
             self._start(self._buckets[-1], *self._last)
             self._finish(True)
