@@ -4,8 +4,6 @@ Which way an operation goes follows from what ranks that agree see alike (kind, 
 from how one of them calls it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
