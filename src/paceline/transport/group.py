@@ -4,8 +4,6 @@ Which way an operation goes follows from what ranks that agree see alike (kind, 
 from how one of them calls it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -97,16 +95,14 @@ class PacelineGroup(_TorchGroup):
     def _pass_by_store(self, key: str, name: str) -> str:
         if name:
             self._store.set(key, name)
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while True:
-            try:
-                self._store.wait([key], timedelta(seconds=native.LOOK_S))
-                return str(self._store.get(key), "utf-8")
-            except RuntimeError as error:  # of every kind of store
-                native.check_alive(self._here[0], self._pids[0])
-                if isinstance(error, dist.DistNetworkError) or time.monotonic() > deadline:
-                    text = f"rank {self._here[0]} did not share its memory within {self._timeout.total_seconds():g} s"
-                    raise LaunchError(text, code="timeout") from error
+        limit_s = self._timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
+        while not self._store.check([key]):  # polled: `wait` would log a page of its own
+            native.check_alive(self._here[0], self._pids[0])
+            if time.monotonic() > deadline:
+                raise LaunchError(f"rank {self._here[0]} did not share its memory within {limit_s:g} s", code="timeout")
+            time.sleep(0.002)
+        return str(self._store.get(key), "utf-8")
 
     @property
     def shares_memory(self) -> bool:

@@ -4,8 +4,6 @@ The memory is an anonymous file whose descriptor the first rank hands to the oth
 last of them, however that ends, and does not count against /dev/shm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -1,7 +1,5 @@
 """Data sets in memory: rows by index, what is done to a batch on its device, loaded from files or synthetic."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from dataclasses import dataclass, replace
