@@ -2,7 +2,7 @@
 
 `GradientSync` is the step logic: which backward is synchronised, when it is over, what the ranks report to each other
 and what follows. `BucketedReducer` moves the gradients, in buckets, while backward is running. Calls go one way: the
-step logic calls the reducer, and the reducer returns what it found, and keeps a failure until `exchange`.
+step logic calls the reducer, and the reducer returns what it found, failures included.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ class GradientSync:
         try:
             self._read_deferred()
             digest = digest_replica(self.replica) if has_data and every and self.num_steps % every == 0 else 0
-            words, missing = self.reducer.collect(self._factor, take_part)
-            failure = failure or self.reducer.failure
+            words, missing, found = self.reducer.collect(self._factor, take_part)
+            failure = failure or found
             if has_data:
                 report = RankReport(self._find_status(missing), self._weight, digest)
             else:
@@ -283,7 +283,7 @@ class GradientSync:
                         buffers.read(control.statistics(words), is_valid=False)
         finally:
             # A frame under an error that holds it is a cycle: the model and its group would stay until it is found.
-            self._is_announced, failure = False, None
+            self._is_announced, failure, found = False, None, None
         self.reducer.learn()
 
     def _find_status(self, missing: Sequence[int]) -> Status:
@@ -435,7 +435,7 @@ class BucketedReducer:
         self.replica, self.channel, self.num_words = replica, channel, num_words
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self.failure: Failure | None = None  # of this step, until `exchange`
+        self._failure: Failure | None = None  # of this step, until `exchange`
         self._hook_calls = None if hook is None else HookCalls(hook, channel)
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
@@ -460,7 +460,7 @@ class BucketedReducer:
 
     def begin(self, factor: float) -> None:
         """A backward starts. Each rank multiplies its gradients by `factor`, and the results are summed."""
-        self._active, self._next, self.failure = True, 0, None
+        self._active, self._next, self._failure = True, 0, None
         self._factor = factor
         if self._hook_calls is not None:
             self._factor *= self.channel.world_size  # a communication hook divides by the number of ranks, as in torch
@@ -507,7 +507,7 @@ class BucketedReducer:
             self._fail(error)
 
     def _on_large(self, index: int, param: torch.Tensor) -> None:
-        if self._active and self.failure is None and index not in self._taken:
+        if self._active and self._failure is None and index not in self._taken:
             try:
                 with torch.no_grad():
                     self._copy(index, self._factor)
@@ -516,7 +516,7 @@ class BucketedReducer:
 
     def _on_trigger(self, param: torch.Tensor) -> None:
         """The parameter that should be the last of its bucket: send all buckets that are complete, in plan order."""
-        if not self._active or self.failure is not None:
+        if not self._active or self._failure is not None:
             return
         # The last bucket waits for the end of backward, when the control words are known.
         while self._next < len(self._buckets) - 1 and self._is_complete(self._buckets[self._next]):
@@ -541,13 +541,13 @@ class BucketedReducer:
 
     def _fail(self, error: Exception) -> None:
         """Keep the error, or the reason for it, where the gradients show one."""
-        self.failure = Failure(error)
+        self._failure = Failure(error)
         try:
             for index, param in enumerate(self.replica.params):
                 if param.grad is not None:
                     self.replica.check(index, param.grad)
         except ConfigError as reason:
-            self.failure = Failure(reason)
+            self._failure = Failure(reason)
 
     def _fill(
         self, bucket: _LiveBucket, zeros: FlatGradients | None = None
@@ -564,13 +564,13 @@ class BucketedReducer:
         uncopied: list[torch.Tensor] = []
         with torch.no_grad():
             try:
-                if zeros is None and self.failure is None:
+                if zeros is None and self._failure is None:
                     self._gather(bucket, factor)
                     if bucket.uncopied:
                         uncopied = [self._take_uncopied(index, factor) for index in bucket.uncopied]
             except Exception as error:
                 self._fail(error)
-            if zeros is not None or self.failure is not None:
+            if zeros is not None or self._failure is not None:
                 flat.ranges[bucket.number].zero_()
                 uncopied = [self.replica.zeros(index) for index in bucket.uncopied]
         bucket.version = bucket.range._version
@@ -581,7 +581,7 @@ class BucketedReducer:
         self.timeline.mark("launch", number)  # before it: after that it may be half done, where cores are few
         if self._hook_calls is not None:
             bucket.work = self._hook_calls.start(HookBucket(number, flat, self.plan, self.replica.params))
-            self.failure = self.failure or self._hook_calls.failure
+            self._failure = self._failure or self._hook_calls.failure
         else:
             message, extra_bytes = flat.messages[number], flat.extra_bytes[number]
             tensors = [message, *uncopied] if message.numel() else uncopied
@@ -639,20 +639,20 @@ class BucketedReducer:
             self._taken[index] = grad, grad._version
         return self._taken[index][0]
 
-    def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int]]:
+    def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
         """Backward is over: send everything except the message with the control words, and return these, for the caller
-        to fill (after `exchange` they hold the sums), and the parameters without a gradient. Collective. `factor`
-        counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` is unchanged."""
+        to fill (after `exchange` they hold the sums), the parameters without a gradient, and a failure. Collective.
+        `factor` counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` stays."""
         missing = self._find_missing()
         if not self.is_planned:
             agree_on_hook(self._hook_calls is not None, self.channel)
         if not self._active:
             self.begin(factor)
-        elif take_part and self.failure is None and (late := self._find_late()):
-            self.failure = Failure(self.replica.build_late_error(late))
+        elif take_part and self._failure is None and (late := self._find_late()):
+            self._failure = Failure(self.replica.build_late_error(late))
         self.timeline.backward_over()
         self._was_late = self._next < len(self._buckets) - 1
-        take_part = take_part and self.failure is None
+        take_part = take_part and self._failure is None
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
             self._start(bucket, *self._fill(bucket, zeros))
@@ -663,9 +663,9 @@ class BucketedReducer:
             # A hook may compress or keep what it receives, and fail: the control words follow it in their own message.
             self._start(self._buckets[-1], *self._last)
             self._finish(take_part)
-            self.failure, self._hook_calls.failure = self.failure or self._hook_calls.failure, None
+            self._failure, self._hook_calls.failure = self._failure or self._hook_calls.failure, None
         self._active = False
-        return self._last[0].words, missing
+        return self._last[0].words, missing, self._failure
 
     def _find_missing(self) -> list[int]:
         params = self.replica.params
@@ -691,7 +691,7 @@ class BucketedReducer:
 
     def exchange(self) -> None:
         """Send the control words, wait for all messages, and leave the sums in `.grad`. Collective."""
-        self.failure = None
+        self._failure = None
         if self._hook_calls is None:
             self._start(self._buckets[-1], *self._last)
             self._finish(True)
