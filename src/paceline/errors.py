@@ -1,7 +1,5 @@
 """The errors that Paceline raises. A message says what was found, what is needed and what to do."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """What this host has: cores, memory, GPUs, the loopback interface; and the names of backends. Imports no torch."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """Sizes, times and rates as people type and read them: MiB is 2^20, GB/s is 10^9. Nothing else formats a unit."""
 
-from __future__ import annotations
-
 import math
 import re
 from fractions import Fraction

@@ -157,6 +157,7 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
         (["--allreduce", "{both}", "--backend", "paceline"], "1,024 ranks do not fit"),
         (["--allreduce", "{profile}"], "no all-reduce on two or more ranks"),
         (["--allreduce", "{gloo}/none"], "does not exist"),
+        (["--allreduce", "{gloo}", "--algorithm", "magic"], "error: unknown algorithm 'magic'"),
         (["--network", "hdr", "--csv", "{gloo}"], "give one of them"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import pickle
+import time
 import weakref
 from typing import Any
 
@@ -171,6 +172,49 @@ def test_a_report_tells_the_buckets_times_and_advice(job):
         for word in (f"rank {rank} of 2", BACKEND, "6 synchronised steps", "ready", "exposed", found["advice"]):
             assert word in found["text"]
         assert found["advice"]
+
+
+def wait_for_the_slow() -> None:
+    with paceline.init(announce=None) as world:
+        for reducer, rule in (("per_parameter", "gradient"), ("overlap", "gradient"), ("flat", "dtype")):
+            model = DDP(Net(), reducer=reducer)
+            for step in range(3):
+                model.zero_grad()
+                output = loss(model, world.rank, step)
+                if step == 2 and world.rank == 1:
+                    time.sleep(0.3)
+                output.backward()
+            report = model.report()
+            assert f"(one bucket per {rule})" in str(report), reducer
+            waited_s = [bucket.waited_s for bucket in report.times.buckets]
+            assert waited_s[0] > 0.1 or world.rank == 1, (reducer, waited_s)  # the others then come at once
+
+
+def test_a_report_has_the_wait_for_a_slow_rank(job):
+    job(2, wait_for_the_slow)
+
+
+def fail_everywhere(kind: str) -> weakref.ref[DDP]:
+    model = DDP(nn.Embedding(5, 3, sparse=True) if kind == "sparse" else Net())
+    if kind == "hook":
+        model.register_comm_hook(None, lambda state, bucket: {}["nothing"])
+    with pytest.raises(KeyError if kind == "hook" else ConfigError):
+        (model(torch.arange(3)) if kind == "sparse" else model(draw(0))).sum().backward()
+    return weakref.ref(model)
+
+
+def catch_errors() -> None:
+    with paceline.init(announce=None):
+        gc.disable()
+        try:
+            assert [kind for kind in ("sparse", "hook") if fail_everywhere(kind)() is not None] == []
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_of_every_rank_leaves_no_cycle(job, ranks):
+    job(ranks, catch_errors)
 
 
 def alone() -> None:

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import paceline
@@ -71,3 +72,50 @@ def train_alone(backend: str, **options: object) -> None:
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-5}, {"average": "samples"}], ids=str)
 def test_gradients_of_one_are_its_own(on_ranks, backend, options):
     on_ranks(2, functools.partial(train_alone, backend, **options))
+
+
+class Decaying(nn.Module):
+    """Its output needs a buffer that every forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.scale.mul_(0.9)
+
+
+def go_back_twice() -> None:
+    with paceline.init(announce=None) as world:
+        model = DDP(Decaying(), process_group=open_alone(world))
+        output = model(torch.randn(2, 3)).square().mean()
+        output.backward(retain_graph=True)
+        output.backward()
+        assert model.report().num_steps == 2
+
+
+def test_a_changed_buffer_does_not_prevent_a_second_backward(on_ranks):
+    on_ranks(2, go_back_twice)
+
+
+def broadcast_from_one() -> None:
+    with paceline.init(announce=None) as world:
+        channel = Channel(dist.group.WORLD, world.device)  # type: ignore[arg-type]
+        draw = torch.Generator().manual_seed(world.rank)
+        tensors = [
+            torch.randn(3, generator=draw), torch.randn(4, 5, generator=draw).t(), torch.empty(0),
+            torch.randn(3, dtype=torch.complex64, generator=draw),
+            torch.randn(3, dtype=torch.complex64, generator=draw).conj(),
+            torch.randn(3, dtype=torch.complex64, generator=draw).conj().imag,
+            torch.randn(9, generator=draw) > 0,
+        ]  # fmt: skip
+        wanted, versions = world.share([tensor.clone() for tensor in tensors])[1], [t._version for t in tensors]
+        channel.broadcast(tensors, source=1)
+        for tensor, value, version in zip(tensors, wanted, versions, strict=True):
+            assert torch.equal(tensor, value)
+            assert tensor._version == version or world.rank == 0  # nothing was written where it came from
+
+
+def test_a_source_of_values_is_not_changed(on_ranks):
+    on_ranks(2, broadcast_from_one)

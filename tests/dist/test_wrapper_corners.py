@@ -196,6 +196,30 @@ def test_an_output_of_evaluation_that_is_kept_holds_nothing_up(job, average):
     job(2, keep_an_output, average)
 
 
+def average_statistics(average: str) -> None:
+    with paceline.init(announce=None) as world:
+        model = DDP(Normed(), average=average)
+        norm = model.module.norm
+        for step in range(4):  # the numbers of samples differ between ranks and steps
+            output = model(draw(world.rank, step, 3 + 2 * world.rank + step))
+            means = world.share(norm.running_mean.clone())
+            output.square().mean().backward()
+            assert torch.equal(norm.running_mean, (means[0] + means[1]) / 2), step
+        for step in range(2):
+            one, two = loss(model, world.rank, 2 * step), loss(model, world.rank, 2 * step + 1)
+            before = [(value.clone(), value._version) for value in (norm.running_mean, norm.running_var)]
+            one.backward()
+            for value, (same, version) in zip((norm.running_mean, norm.running_var), before, strict=True):
+                assert torch.equal(value, same) and value._version == version  # the other backward needs them
+            two.backward()
+            check_equal(world, [norm.running_mean, norm.running_var], step)
+
+
+@pytest.mark.parametrize("average", ["ranks", "samples"])
+def test_statistics_are_the_exact_mean_and_wait_for_the_last_backward(job, average):
+    job(2, average_statistics, average)
+
+
 def train_in_eval_mode() -> None:
     with paceline.init(announce=None) as world:
         model = DDP(Normed(), average="samples").eval()  # as one trains with frozen statistics

@@ -132,6 +132,26 @@ def test_a_report_has_the_times_of_the_device(on_ranks, backend, ranks):
     assert "backward over at" in on_ranks(ranks, inspect, backend, timeout_s=120)[0]
 
 
+def go_forward_twice(backend: str, training: bool) -> None:
+    """The second backward needs the running statistics as its forward left them."""
+    with paceline.init(backend, "cuda", announce=None) as world:
+        model = DDP(Net().to(world.device)).train(training)
+        for step in range(STEPS if training else 5):
+            inputs = [draw(world.rank, 2 * step + number, world.device) for number in range(2)]
+            one, two = (model(x).square().mean() for x in inputs)
+            one.backward()
+            two.backward()
+            model.zero_grad()
+            means = world.share(model.module.norm.running_mean.tolist())
+            assert all(mean == means[0] for mean in means), step
+
+
+@pytest.mark.parametrize(("backend", "ranks"), WORLDS)
+@pytest.mark.parametrize("training", [True, False])
+def test_two_forwards_come_before_the_first_backward(on_ranks, backend, ranks, training):
+    on_ranks(ranks, go_forward_twice, backend, training, timeout_s=120)
+
+
 def write_on_one_rank() -> None:
     """Words are read late here: that only one rank's statistics are in the sum is known on the GPU alone."""
     with paceline.init("gloo", "cuda", announce=None) as world:

@@ -25,6 +25,9 @@ def test_statistics_are_averaged_over_the_ranks_that_wrote(writers, holders, wan
         total = words if total is None else total + words
         ranks.append((layer, buffers))
     for rank, (layer, buffers) in enumerate(ranks):
-        buffers.read(total.clone())
+        if not holders and writers:
+            buffers.read(total.clone(), is_valid=True)
+            assert torch.equal(layer.running_mean, torch.full((4,), wanted))
+        buffers.read(total.clone(), is_valid=False)
         assert torch.equal(layer.running_mean, torch.full((4,), rank + 1.0 if wanted is None else wanted))
         assert torch.equal(layer.running_var, torch.ones(4))

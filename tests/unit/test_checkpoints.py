@@ -192,9 +192,10 @@ def test_a_run_that_fell_back_replaces_what_was_damaged(store):
         assert_holds(resumed.load_latest(), 20)
 
 
-def test_a_run_that_did_not_resume_here_is_refused(store):
-    with pytest.raises(ConfigError, match="holds step 20, and step 15 "):
-        save(CheckpointStore(store.folder), 15)
+@pytest.mark.parametrize("step", [15, 20])
+def test_a_run_that_did_not_resume_here_is_refused(store, step):
+    with pytest.raises(ConfigError, match=f"holds step 20, and step {step} is not a later one"):
+        save(CheckpointStore(store.folder), step)
     assert_holds(store.load_latest(), 20)
 
 
@@ -257,6 +258,78 @@ def test_a_full_disk_is_explained_and_costs_nothing_that_was_there(store, troubl
     save(store, 30)
     assert store.find() == [30, 20, 10]
     assert_holds(store.load_latest(), 30)
+
+
+def test_a_full_disk_is_reported_by_the_save_that_needs_the_room(store):
+    with no_room(), pytest.raises(RecordError, match="the disk is too full") as caught:
+        store.save(30, model_of(30), {}, {})
+    assert caught.value.code == "disk" and store._writer is None
+
+
+def test_a_folder_that_cannot_be_made_is_explained(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        RecordError, match=r"step-00000001: Not a directory; it needs .* an unknown amount is free"
+    ) as caught:
+        CheckpointStore(tmp_path / "file" / "checkpoints").save(1, model_of(1), {}, {})
+    assert caught.value.code == "disk"
+
+
+def test_an_interrupted_wait_can_be_repeated(store, monkeypatch):
+    store.save(30, model_of(30), {}, {})
+    thread, saving = store._writer
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(thread, "shutdown", interrupt)
+        store.wait()
+    store.wait()
+    assert saving.done() and store.find() == [30, 20, 10]
+
+
+def test_no_reader_sees_half_of_a_checkpoint_that_is_removed(store, monkeypatch):
+    remove, seen = shutil.rmtree, []
+
+    def watch(path, **options):
+        seen.append(Path(path).name)
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", watch)
+    store.keep = 1
+    save(store, 30)
+    assert {".removing-step-00000010", ".removing-step-00000020"} <= set(seen)
+    assert not [name for name in seen if name.startswith("step-")]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_reported(store, monkeypatch):
+    remove = shutil.rmtree
+
+    def fail(path, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied")
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    store.keep = 1
+    with pytest.raises(RecordError, match="Permission denied"):
+        save(store, 30)
+    assert store.load_latest().step == 30
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(store):
+    (store.path(20) / "state.json").unlink()
+    with pytest.raises(RecordError, match=r"is damaged: state\.json cannot be read: No such file or directory$"):
+        load_checkpoint(store.path(20))
+
+
+def test_loading_takes_little_more_memory_than_the_tensors(start, tmp_path):
+    with opened(tmp_path) as store:
+        weights = torch.zeros(8 * 2**20)  # 32 MiB
+        store.save(1, {"w": weights}, {"a": weights + 1, "b": [weights + 2]}, {})
+    out, err = start("-c", MEMORY, str(tmp_path)).communicate(timeout=100)
+    assert not err.strip() and int(out) < 1.25 * 96 * 2**20, (out, err)
 
 
 def test_an_error_of_the_writer_is_raised_by_the_next_save(store):
@@ -353,10 +426,25 @@ def test_too_little_memory_is_not_a_damaged_checkpoint(store, monkeypatch):
     def fail(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(checkpoint_files.numpy, "fromfile", fail)
+    monkeypatch.setattr(torch, "empty", fail)
     with pytest.raises(MemoryError):
         store.load_latest()
     assert not store._refused
+
+
+MEMORY = """
+import resource, sys
+from pathlib import Path
+from paceline.training.checkpoint_files import CheckpointStore
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+before = peak()
+loaded = CheckpointStore(Path(sys.argv[1])).load_latest()
+print(peak() - before)
+"""
 
 
 # One process forks them all, for importing torch takes seconds.
@@ -409,6 +497,21 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(start, tmp_path):
     steps = [int(line.split()[0]) for line in out.splitlines()]
     assert len(steps) == 12 and steps[-1] > 0
     assert "True" in out  # at least one kill fell into a save
+
+
+def test_the_error_of_a_run_is_not_replaced_by_that_of_a_save(tmp_path):
+    world = SimpleNamespace(rank=0, share=lambda value: [value])
+    files = checkpoints.RunFiles(tmp_path, TrainSettings(), world)
+    files.lock(resume=False)
+    files.open(0)
+    with full_disk(0):
+        files._store.save(1, model_of(1), {}, {})
+        files.close(has_failed=True)
+        other = checkpoints.RunFiles(tmp_path, TrainSettings(), world)
+        other.lock(resume=False)  # the folder is free
+        with pytest.raises(RecordError, match="No space left"):
+            files.close()
+    other.close()
 
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):

@@ -4,12 +4,12 @@ import json
 import mmap
 import zlib
 
-import numpy
 import pytest
 import safetensors.torch
 import torch
 
 from paceline.errors import ConfigError, RecordError
+from paceline.training import checkpoint_files
 from paceline.training.checkpoint_files import (
     _INVALID,
     MANIFEST,
@@ -18,7 +18,6 @@ from paceline.training.checkpoint_files import (
     export_weights,
     fingerprint,
     save_folder,
-    unpack_tensors,
 )
 
 TENSORS = {
@@ -37,7 +36,8 @@ def save_tensors(path, tensors, metadata=()):
 
 
 def load_tensors(path):
-    return unpack_tensors(numpy.fromfile(path, dtype="uint8"))
+    with path.open("rb") as file:
+        return checkpoint_files.load_tensors(file)
 
 
 def assert_equal(found, expected):

@@ -4,6 +4,8 @@ import io
 import socket
 import subprocess
 import sys
+import threading
+import time
 import types
 import urllib.request
 
@@ -125,6 +127,18 @@ def test_without_a_hub_the_user_is_told_what_to_get(monkeypatch, name, source, f
         check_request(DataRequest(name=name))
     message = str(caught.value)
     assert source in message and files in message and f"pass {name}:FOLDER" in message and "\n" not in message
+
+
+def test_a_lookup_of_the_hub_that_takes_forever_is_not_waited_for(fake_hub, monkeypatch):
+    done = threading.Event()
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_: done.wait(30))
+    fake_hub("http://unused", None)
+    begin_s = time.monotonic()
+    with pytest.raises(ConfigError, match=r"mnist cannot be fetched from the hub .*Timeout"):
+        data.load_from_hub("mnist")
+    took_s = time.monotonic() - begin_s
+    done.set()
+    assert took_s < 10
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(fake_hub):

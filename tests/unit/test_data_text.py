@@ -94,7 +94,7 @@ def test_damaged_pairs_are_named(tmp_path, lines, message):
     [
         (b"", "the first line is ''"),
         (b"index\tsentence\n1\ta\n", "needed are the tab-separated names"),
-        (HEADER.encode() + b"\n", "no rows"),
+        (HEADER.encode() + b"\n", "no lines below the header"),
         (HEADER.encode() + b"\n1\t7\t8\t\xff\tb\n", "truncated or damaged text"),
     ],
 )

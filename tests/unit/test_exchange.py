@@ -255,13 +255,22 @@ def test_a_missing_column_is_named(write, load, column):
     header, row = (text.strip().split(",") for text in GOOD[load])
     at = header.index(column)
     del header[at], row[at]
-    with pytest.raises(RecordError, match=column):
+    with pytest.raises(RecordError, match=f" and lacks {column}$"):
         load(write(f"{','.join(header)}\n{','.join(row)}\n"))
 
 
 def test_a_column_missing_from_our_own_table_is_named(write):
-    with pytest.raises(RecordError, match=r"has the columns num_bytes, median_s, op: needed are .*backend.*nwrong"):
+    columns = "collective, backend, device, world_size, dtype, iters, nwrong"
+    with pytest.raises(RecordError, match=f"has the columns num_bytes, median_s, op and lacks {columns}$"):
         load_table(write("num_bytes,median_s,op\n4,1.0,sum\n"))
+
+
+@pytest.mark.parametrize("load", GOOD)
+def test_a_repeated_column_is_refused(write, load):
+    header, row = (text.strip() for text in GOOD[load])
+    column, cell = header.rpartition(",")[2], row.rpartition(",")[2]
+    with pytest.raises(RecordError, match=f"has several columns {column}"):
+        load(write(f"{header},{column}\n{row},{cell}\n"))
 
 
 ROW = "| gloo (CPU)   | 2         | 1MB    | 1.5           | 1.92                       |"

@@ -164,6 +164,7 @@ def hub(monkeypatch, tmp_path):
 
         def download(name, *, allow_patterns, local_files_only=False, etag_timeout=None):
             calls.append("cache" if local_files_only else f"hub {etag_timeout}")
+            build.patterns = allow_patterns
             found = cached if local_files_only else fetched
             if found is None:
                 raise OSError("nothing there\nsecond line")
@@ -194,6 +195,14 @@ def test_a_name_is_looked_for_in_the_cache_then_on_the_hub_then_here(hub, name, 
     told = [external.describe_weights(name) for _ in range(2)]
     assert re.search(words, told[0]), told
     assert told[0] == told[1] and len(calls) == num_calls
+
+
+def test_the_weights_are_not_fetched_for_the_limits(hub, monkeypatch):
+    calls = hub(cached=("config.json",))
+    text = SimpleNamespace(vocab_size=64, max_position_embeddings=40)
+    monkeypatch.setattr(external, "_load_config", lambda folder: SimpleNamespace(get_text_config=lambda: text))
+    assert external.read_limits("a/b") == (64, 40)
+    assert calls == ["cache"] and hub.patterns == ("config.json",)
 
 
 def test_a_name_that_is_nowhere_says_why_in_one_line(hub, monkeypatch):

@@ -12,11 +12,31 @@ from paceline.workloads.registry import ModelOptions, build_model, check_model, 
 PLAIN = ModelOptions()
 FORM = DataForm(kind="images", shape=(1, 4, 4), num_classes=3)
 
+NEIGHBOUR = """
+from torch import nn
+
+CLASSES = 3
+
+
+def build_theirs():
+    return nn.Linear(8, CLASSES)
+"""
 SOURCE = """
 from dataclasses import dataclass
 
+import functools
+
 import neighbour
+from neighbour import build_theirs
 from torch import nn
+
+
+def decorate(function):
+    @functools.wraps(function)
+    def inner(*args):
+        return function(*args)
+
+    return inner
 
 
 @dataclass
@@ -30,6 +50,11 @@ def build():
 
 def build_for(form):
     return nn.Sequential(nn.Flatten(), nn.Linear(16, form.num_classes))
+
+
+@decorate
+def build_decorated(form):
+    return nn.Linear(6, form.num_classes)
 
 
 def build_wide(width=7, form=None):
@@ -69,7 +94,7 @@ SIZE = 3
 
 @pytest.fixture
 def file(tmp_path):
-    (tmp_path / "neighbour.py").write_text("CLASSES = 3\n")
+    (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
     (tmp_path / "late.py").write_text("CLASSES = 4\n")
     path = tmp_path / "nets.py"
     path.write_text(SOURCE)
@@ -88,6 +113,8 @@ def file(tmp_path):
         ("build_wide", 7, 3),
         ("build_default", 5, 4),
         ("build_keyword", 2, 3),
+        ("build_decorated", 6, 3),
+        ("build_theirs", 8, 3),
         ("Net", 9, 9),
     ],
 )
@@ -103,6 +130,7 @@ def test_the_function_gets_the_form_if_it_takes_one(file, function, features, ou
     ("function", "words"),
     [
         ("biuld", "nets.py defines no biuld: did you mean build"),
+        ("build_their", "did you mean build_theirs"),
         ("forward", "defines no forward: give the name of a function"),
         ("", "names no function: write FILE.py:FUNCTION"),
     ],

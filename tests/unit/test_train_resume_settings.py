@@ -1,12 +1,24 @@
 """What a run that goes on may change: how it is run, and not what is computed."""
 
 import dataclasses
+import json
 
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.report.training import render_config
 from paceline.training.settings import Batches, TrainSettings
-from paceline.verbs.train import change_settings
+from paceline.verbs.train import change_settings, update_config
+
+
+def test_the_configuration_is_written_again_only_if_it_has_changed(tmp_path, build_environment):
+    path = tmp_path / "config.json"
+    path.write_text(render_config(TrainSettings(epochs=2).to_json(), build_environment()))
+    before = path.stat().st_ino
+    update_config(tmp_path, epochs=1)
+    assert path.stat().st_ino == before
+    update_config(tmp_path, epochs=3)
+    assert path.stat().st_ino != before and json.loads(path.read_text())["settings"]["epochs"] == 3
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from fractions import Fraction
 
 import pytest
@@ -192,6 +193,13 @@ def test_without_growths_steps_are_those_of_a_constant_batch(size, count, epochs
     wanted = count // size if tail == "drop" else -(-count // size)
     assert (schedule.count_steps(0), schedule.num_steps, schedule.marks) == (wanted, epochs * wanted, ())
     schedule.check()
+
+
+def test_the_growths_of_a_long_run_are_found_soon():
+    schedule = BatchSchedule(global_batch_size=8, num_samples=50_000, epochs=300, growths=((0.3, 2), (0.6, 4)))
+    begin_s = time.process_time()
+    assert schedule.growth_steps == (562_500, 843_750) and schedule.num_steps == 1_031_310
+    assert time.process_time() - begin_s < 1
 
 
 def test_an_example_by_hand():

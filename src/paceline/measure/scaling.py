@@ -196,8 +196,8 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
     world, settings, num_steps, epoch_samples = job.world, job.settings, job.schedule.num_steps, len(job.train)
     due = [(number + 1) / evaluations for number in range(evaluations - 1)]
     probed = {max(1, round(num_steps * share)) for share in _PROBE_SHARES} if cell.probes else set()
-    size = min(_SMALL_BATCH_SIZE, job.batches.batch_size)
-    budget = _PROBE_COST * job.epochs * epoch_samples / len(_PROBE_SHARES)
+    size, epochs = min(_SMALL_BATCH_SIZE, job.batches.batch_size), job.batch_schedule.epochs
+    budget = _PROBE_COST * epochs * epoch_samples / len(_PROBE_SHARES)
     num_small = max(_LEAST_SMALL, min(_MOST_SMALL, int(budget / (_NUM_PROBES * size * world.world_size))))
     asked: dict[str, Any] = {"batch_size": size, "num_small": num_small, "num_probes": _NUM_PROBES}
     asked["note"] = f"{cell.recipe} at {cell.global_batch_size}"
@@ -213,7 +213,7 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         num_samples += taken.num_samples
         largest = max(largest, taken.num_samples)
         # By samples, for a batch that grows has most of its updates at the beginning; by updates where those end it.
-        done = step / num_steps if settings.steps is not None else num_samples / (job.epochs * epoch_samples)
+        done = step / num_steps if settings.steps is not None else num_samples / (epochs * epoch_samples)
         passed = sum(share <= done + 1e-9 for share in due)
         due = due[passed:]
         if passed or taken.is_last:
@@ -236,7 +236,7 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
         model=settings.model, data=job.train.name, device=world.device.type, precision=settings.precision,
         world_size=world.world_size, batch_size=job.batches.batch_size, global_batch_size=cell.global_batch_size,
         largest_batch_size=largest, recipe=cell.recipe, configuration=cell.configuration, budget=cell.budget,
-        epochs=job.epochs if settings.steps is None else num_samples / epoch_samples, num_updates=step,
+        epochs=epochs if settings.steps is None else num_samples / epoch_samples, num_updates=step,
         num_samples=num_samples, seed=settings.seed, lr=settings.lr, seconds=time.perf_counter() - begin_s,
         curve=tuple(curve), failure=failure,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 `GradientSync` is the step logic: which backward is synchronised, when it is over, what the ranks report to each other
 and what follows. `BucketedReducer` moves the gradients, in buckets, while backward is running. Calls go one way: the
-step logic calls the reducer, and the reducer returns what it found, failures included (`Collected`).
+step logic calls the reducer, and the reducer returns what it found, failures included.
 """
 
 from __future__ import annotations
@@ -48,10 +48,6 @@ _SEPARATE_BYTES = 256 << 10
 _LARGE_BYTES = 64 << 10
 # How often the ready order is recorded in all. If the graph changes in every step, recording more does not help.
 _MAX_RECORDS = 5
-
-# What the reducer found at the end of a backward: the control words, which the caller fills before `exchange` and which
-# hold the sums after it, the parameters without a gradient, and the failure.
-Collected = tuple[torch.Tensor, list[int], Failure | None]
 
 
 class Joining(NamedTuple):
@@ -273,6 +269,8 @@ class GradientSync:
                 if words.device.type != "cuda" or self._must_read_now(report):
                     reports = control.read_reports(slots.tolist())
                     if not self._act_on(reports, missing, failure):
+                        if failure is not None and failure.place != IN_FORWARD:  # that one is already being raised
+                            raise failure.error
                         return
                     self._complete(reports, words, absent, take_part)
                 else:
@@ -280,10 +278,12 @@ class GradientSync:
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     event.record()
                     self._unread = kept, event, missing
-                if control.num_statistics and buffers.is_turn(self.num_steps - 1):
-                    buffers.read(control.statistics(words))
+                    is_turn = buffers.is_turn(self.num_steps - 1) and not report.status & Status.HOLD
+                    if control.num_statistics and is_turn:
+                        buffers.read(control.statistics(words), is_valid=False)
         finally:
-            self._is_announced = False
+            # A frame under an error that holds it is a cycle: the model and its group would stay until it is found.
+            self._is_announced, failure, found = False, None, None
         self.reducer.learn()
 
     def _find_status(self, missing: Sequence[int]) -> Status:
@@ -314,7 +314,7 @@ class GradientSync:
             self._act_on(self.control.read_reports(slots.tolist()), missing, None)
 
     def _act_on(self, reports: list[RankReport], missing: list[int], failure: Failure | None) -> bool:
-        """Raise on every rank what any reported, and share changed buffers. False where every rank's forward failed."""
+        """Raise on every rank what any reported, and share changed buffers. False where every rank has failed."""
         together = functools.reduce(operator.or_, (report.status for report in reports))
         active = [rank for rank, report in enumerate(reports) if not report.status & Status.FINISHED]
         self._all_finished = not active
@@ -343,21 +343,20 @@ class GradientSync:
             params[index].grad = None
         findings = self.channel.share(Finding(text, place == IN_HOOK, self._change, tuple(missing), frozen))
         if error is not None and all(finding.error for finding in findings):
-            # Every rank failed, and each raises its own error. That of a forward is already being raised.
-            if place == IN_FORWARD:
-                return
-            raise error
+            return  # each raises its own error
         if any(finding.in_hook for finding in findings):
             self._unusable = str(build_step_error(findings, self.num_steps, self.replica))
-        # Not from a name in this frame, which would make a cycle: the model and its group would stay until it is found.
+        # Not from a name in this frame, which would make a cycle.
         raise build_step_error(findings, self.num_steps, self.replica) from error
 
     def _complete(self, reports: list[RankReport], words: torch.Tensor, absent: list[int], take_part: bool) -> None:
-        """Average statistics that are not in the words, drop gradients that no rank has, divide by the true total."""
-        if self.buffers.need_message and not any(report.status & Status.HOLD for report in reports):
-            writes = [bool(report.status & Status.STATISTICS) for report in reports]
-            if any(writes):
+        """Take the averaged statistics, drop gradients that no rank has, and divide by the true total."""
+        writes = [bool(report.status & Status.STATISTICS) for report in reports]
+        if any(writes) and not any(report.status & Status.HOLD for report in reports):
+            if self.buffers.need_message:
                 self.buffers.average(self.channel, writes[self.channel.rank])
+            else:
+                self.buffers.read(self.control.statistics(words), is_valid=True)
         if self.control.num_used and take_part and absent:
             used = self.control.used(words).tolist()
             for index in absent:
@@ -436,7 +435,7 @@ class BucketedReducer:
         self.replica, self.channel, self.num_words = replica, channel, num_words
         self._kind, self._make_plan = kind, make_plan
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._failure: Failure | None = None  # kept from the hook that raised until `collect` returns it
+        self._failure: Failure | None = None  # of this step, until `exchange`
         self._hook_calls = None if hook is None else HookCalls(hook, channel)
         self._active, self._next, self._factor = False, 0, 1.0
         self._before: dict[int, int] = {}  # uncopied gradients that existed before backward: their versions
@@ -541,14 +540,14 @@ class BucketedReducer:
         return grad is not None and (index not in self._before or grad._version != self._before[index])
 
     def _fail(self, error: Exception) -> None:
-        """Keep the error until `collect` returns it; or the reason for it, where the gradients show one."""
+        """Keep the error, or the reason for it, where the gradients show one."""
+        self._failure = Failure(error)
         try:
             for index, param in enumerate(self.replica.params):
                 if param.grad is not None:
                     self.replica.check(index, param.grad)
         except ConfigError as reason:
-            error = reason
-        self._failure = Failure(error)
+            self._failure = Failure(reason)
 
     def _fill(
         self, bucket: _LiveBucket, zeros: FlatGradients | None = None
@@ -640,9 +639,10 @@ class BucketedReducer:
             self._taken[index] = grad, grad._version
         return self._taken[index][0]
 
-    def collect(self, factor: float, take_part: bool) -> Collected:
-        """Backward is over: send everything except the message that carries the control words. Collective. `factor`
-        counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` is unchanged."""
+    def collect(self, factor: float, take_part: bool) -> tuple[torch.Tensor, list[int], Failure | None]:
+        """Backward is over: send everything except the message with the control words, and return these, for the caller
+        to fill (after `exchange` they hold the sums), the parameters without a gradient, and a failure. Collective.
+        `factor` counts where `begin` was not called. With `take_part=False`, zeros are sent and `.grad` stays."""
         missing = self._find_missing()
         if not self.is_planned:
             agree_on_hook(self._hook_calls is not None, self.channel)
@@ -656,17 +656,16 @@ class BucketedReducer:
         zeros = None if take_part else FlatGradients(self.replica, self.plan, self.num_words, *self._kinds)
         for bucket in self._buckets[self._next : -1]:
             self._start(bucket, *self._fill(bucket, zeros))
-            if self._kind == "per_parameter" and bucket.work is not None:
-                self.channel.wait(bucket.work, f"bucket {bucket.number} of {len(self._buckets)}")
+            if self._kind == "per_parameter":
+                self._wait(bucket, take_part)
         self._last = self._fill(self._buckets[-1], zeros)
         if self._hook_calls is not None:
             # A hook may compress or keep what it receives, and fail: the control words follow it in their own message.
             self._start(self._buckets[-1], *self._last)
             self._finish(take_part)
-            self._failure = self._failure or self._hook_calls.failure
+            self._failure, self._hook_calls.failure = self._failure or self._hook_calls.failure, None
         self._active = False
-        failure, self._failure = self._failure, None
-        return self._last[0].words, missing, failure
+        return self._last[0].words, missing, self._failure
 
     def _find_missing(self) -> list[int]:
         params = self.replica.params
@@ -692,6 +691,7 @@ class BucketedReducer:
 
     def exchange(self) -> None:
         """Send the control words, wait for all messages, and leave the sums in `.grad`. Collective."""
+        self._failure = None
         if self._hook_calls is None:
             self._start(self._buckets[-1], *self._last)
             self._finish(True)
@@ -703,14 +703,19 @@ class BucketedReducer:
         self.timeline.over()
 
     def _finish(self, take_part: bool) -> None:
-        for bucket in self._buckets:
-            self.timeline.mark("wait", bucket.number)
-            work, bucket.work = bucket.work, None
-            if self._hook_calls is not None:
-                self._hook_calls.finish(work, bucket.range if take_part else None)
-            elif work is not None:
-                self.channel.wait(work, f"bucket {bucket.number} of {len(self._buckets)}")
-            self.timeline.mark("waited", bucket.number)
+        for bucket in self._buckets[-1:] if self._kind == "per_parameter" else self._buckets:
+            self._wait(bucket, take_part)
+
+    def _wait(self, bucket: _LiveBucket, take_part: bool) -> None:
+        self.timeline.mark("wait", bucket.number)
+        work, bucket.work = bucket.work, None
+        if self._hook_calls is not None:
+            self._hook_calls.finish(work, bucket.range if take_part else None)
+        elif work is not None:
+            index, *others = bucket.indices
+            several = f"bucket {bucket.number} of {len(self._buckets)}"
+            self.channel.wait(work, several if others else f"the gradient of {self.replica.name(index)}")
+        self.timeline.mark("waited", bucket.number)
 
     def multiply(self, factor: float) -> None:
         """Multiply all gradients, after `exchange`."""
@@ -772,9 +777,8 @@ class BucketedReducer:
         for index in sorted({index for bucket in self._buckets for index in bucket.copied} - in_parts):
             self._handles.append(_on_gradient(params[index], functools.partial(self._on_large, index)))
         for bucket in self._buckets[:-1]:
-            indices = [*bucket.fused, *bucket.separate]
-            bucket.in_parts = not in_parts.isdisjoint(indices)
-            if arrived := [index for index in indices if index in places]:
+            bucket.in_parts = not in_parts.isdisjoint(bucket.indices)
+            if arrived := [index for index in bucket.indices if index in places]:
                 # After the hook that copies it, if there is one.
                 self._handles.append(_on_gradient(params[max(arrived, key=places.__getitem__)], self._on_trigger))
 
@@ -787,7 +791,7 @@ class _LiveBucket:
         self, number: int, indices: Sequence[int], uncopied: set[int], separate: set[int], flat: FlatGradients,
         params: Sequence[torch.Tensor],
     ) -> None:  # fmt: skip
-        self.number, self.range = number, flat.ranges[number]
+        self.number, self.indices, self.range = number, indices, flat.ranges[number]
         self.fused = [index for index in indices if index not in separate]
         self.copied = [index for index in indices if index in separate and index not in uncopied]
         self.uncopied = [index for index in indices if index in uncopied]

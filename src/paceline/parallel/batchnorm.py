@@ -225,30 +225,23 @@ class GhostBatchNorm(_AnyInputBatchNorm):
             whole, rest = whole - 1, rest + self.ghost_size
         if not self.training or whole + (rest > 0) < 2:
             return super().forward(input)
-        outs, means, variances = [], [], []
-        for x, parts in ((input[: len(input) - rest], whole), (input[len(input) - rest :], 1)):
-            if len(x):
-                out, mean, variance = self._normalize(x, parts)
-                outs.append(out)
-                if mean is not None and variance is not None:
-                    means.append(mean * (len(x) / len(input)))
-                    variances.append(variance * (len(x) / len(input)))
+        edge = len(input) - rest
+        pieces = [(x, parts) for x, parts in ((input[:edge], whole), (input[edge:], 1)) if len(x)]
+        outs, *both = zip(*(self._normalize(x, parts, len(x) / len(input)) for x, parts in pieces), strict=True)
         if self.track_running_stats:
-            self._track(*(torch.stack(values).sum(0) if values else None for values in (means, variances)))
+            self._track(*(None if values[0] is None else sum(values) for values in both))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _normalize(self, x: Tensor, parts: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The sub-batches of a batch, each normalised, and the averages of their means and unbiased variances."""
-        mean = variance = None
-        if self.running_mean is not None and self.running_var is not None:
-            # With a momentum of 1, torch writes the batch statistics into them.
-            mean = self.running_mean.new_zeros(parts * self.num_features)
-            variance = self.running_var.new_zeros(parts * self.num_features)
+    def _normalize(self, x: Tensor, parts: int, share: float) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The sub-batches of a part of a batch, each normalised, and its share in the means and unbiased variances."""
+        # With a momentum of 1, torch writes the batch statistics into them.
+        own = self.running_mean, self.running_var
+        mean, variance = (None if value is None else value.new_zeros(parts * self.num_features) for value in own)
         # Sub-batches as channels: one call of torch's kernel serves all of them.
         weight, bias = (None if values is None else values.repeat(parts) for values in (self.weight, self.bias))
         out = F.batch_norm(_fold(x, parts), mean, variance, weight, bias, True, 1.0, self.eps)
-        means, variances = (None if values is None else values.view(parts, -1).mean(0) for values in (mean, variance))
-        return _fold(out, parts, back=True), means, variances
+        mean, variance = (None if v is None else v.view(parts, -1).mean(0) * share for v in (mean, variance))
+        return _fold(out, parts, back=True), mean, variance
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ghost_size={self.ghost_size}"

@@ -67,14 +67,13 @@ class SharedBuffers:
         if take_part or hold:
             words[-1:].fill_(1 if take_part else -_MANY_RANKS)
 
-    def read(self, words: torch.Tensor) -> None:
-        """Take the average over the ranks that wrote theirs, if the sum is valid."""
-        sums, count = words[:-1], words[-1]
-        if words.is_cuda and not self.need_message:  # without a wait of the host for the count
-            own = torch.cat([statistic.reshape(-1) for statistic in self._statistics])
-            torch._foreach_copy_(self._statistics, self._split(torch.where(count > 0, sums / count, own)))
-        elif count > 0:
-            torch._foreach_copy_(self._statistics, self._split(sums.div_(count)))
+    def read(self, words: torch.Tensor, is_valid: bool) -> None:
+        """Take the average over the ranks that wrote theirs. `is_valid=False`: only if the count in the words says that
+        the sum is valid, so that the host does not wait for a GPU. This writes in any case."""
+        average, count = words[:-1] / words[-1], words[-1]
+        if not is_valid:
+            average = torch.where(count > 0, average, torch.cat([own.reshape(-1) for own in self._statistics]))
+        torch._foreach_copy_(self._statistics, self._split(average))
 
     def average(self, channel: Channel, take_part: bool) -> None:
         """Average in a separate message, where the statistics do not fit into the control words. Collective."""
@@ -82,7 +81,7 @@ class SharedBuffers:
         message = torch.empty(self._num_values + 1, dtype=precise, device=channel.device)
         self.write(message, take_part, hold=False)
         channel.wait(channel.start_sum(message, extra_bytes=message.nbytes), "the running statistics")
-        self.read(message)
+        self.read(message, is_valid=True)
 
     @property
     def _others(self) -> list[torch.Tensor]:

@@ -96,13 +96,11 @@ class Channel:
 
     def wait(self, work: dist.Work, what: str) -> None:
         """Wait for a message. An error of the backend becomes one with the code `peer-lost` that names `what`."""
-        try:
+        with naming_lost_peers(f"{what} cannot be reduced"):
             if self.timeout_s is None:
                 work.wait()
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
-        except RuntimeError as error:
-            raise _explain(error, f"{what} cannot be reduced") from error
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective: every rank must call this."""
@@ -115,9 +113,13 @@ class Channel:
 
     def broadcast(self, tensors: Iterable[torch.Tensor], source: int = 0) -> None:
         """Give every rank the values of the rank `source` of this group. Collective: every rank must call this."""
-        real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors if tensor.numel()]
-        # gloo does not support bool.
-        known = [tensor.detach().view(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype) for tensor in real]
+        if self.world_size == 1:
+            return
+        # Complex numbers as two tensors, which may be conjugated. gloo does not support bool.
+        real = [part for t in tensors if t.numel() for part in ((t.real, t.imag) if t.is_complex() else (t,))]
+        known = [part.detach().view(torch.uint8) if part.dtype == torch.bool else part.detach() for part in real]
+        if self.rank == source:  # torch writes there, too, and that must not count as a change of the tensor
+            known = [alias(part.resolve_neg()) for part in known]
         with torch.no_grad(), naming_lost_peers(f"the values of rank {source} cannot be broadcast"):
             if known:
                 dist._broadcast_coalesced(self.group, known, _BROADCAST_BYTES, source)
@@ -132,12 +134,10 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def open_group(like: Channel, owner: object) -> dist.ProcessGroup | None:
     """Another group of the same ranks, until `owner` goes; None where torch cannot make one. Collective."""
     try:
-        if like.group is dist.group.WORLD:
-            group = dist.new_group(backend=like.backend)
-        else:
-            # Without the ranks outside. torch then names a group by its ranks, and allows one group per name.
-            ranks = dist.get_process_group_ranks(like.group)
-            group = dist.new_group(ranks, backend=like.backend, use_local_synchronization=True)
+        is_part = like.group is not dist.group.WORLD
+        ranks = dist.get_process_group_ranks(like.group) if is_part else None
+        # Without the ranks outside. torch then names a group by its ranks, and allows one group per name.
+        group = dist.new_group(ranks, backend=like.backend, use_local_synchronization=is_part)
     except ValueError:
         return None
     weakref.finalize(owner, _destroy_group, group).atexit = False

@@ -134,7 +134,7 @@ class DDP(Joinable, nn.Module):
         check_same_model(replica, self._options, channel)
         if self._options.init == "verify":
             verify_values(replica, channel)
-        elif self._options.init == "broadcast" and channel.world_size > 1:
+        elif self._options.init == "broadcast":
             channel.broadcast(replica.tensors().values())
         self._set_up()
         _wrappers.add(self)

@@ -13,7 +13,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from paceline.plan import TORCH_CAP_BYTES, TORCH_FIRST_CAP_BYTES, Gradient, Plan
 from paceline.runtime.world import current_world
 from paceline.units import MIB
 
-# The reducers, and the cap of their buckets in bytes. That of the default depends on the model and the options.
-REDUCERS: dict[str, list[int]] = {"bucketed": [], "overlap": [1], "flat": [sys.maxsize], "per_parameter": [1]}
+# The reducers, and for all but the default the cap of their buckets in bytes and what follows from it.
+_PER_DTYPE, _PER_GRADIENT = (sys.maxsize, "one bucket per dtype"), (1, "one bucket per gradient")
+REDUCERS = {"bucketed": None, "overlap": _PER_GRADIENT, "flat": _PER_DTYPE, "per_parameter": _PER_GRADIENT}
 # On gloo a message needs about this size per rank to be as fast per byte as a larger one.
 _GLOO_BYTES_PER_RANK = 4 * MIB
 # On NCCL the host pays for each bucket: few, and none so large that everything waits for the last one.
@@ -99,8 +100,11 @@ class Options:
         if self.plan is not None:
             plan = _check_plan(self.plan, gradients)
             return lambda order: plan
-        if fixed := [max(1, int(cap * MIB)) for cap in self.caps] or REDUCERS[self.reducer]:
-            caps = fixed
+        if fixed := REDUCERS[self.reducer]:
+            cap, rule = fixed
+            return lambda order: replace(plan_like_torch(gradients, order, [cap]), rule=rule)
+        if self.caps:
+            caps = [max(1, int(cap * MIB)) for cap in self.caps]
         elif channel.is_nccl:
             share = sum(gradient.num_bytes for gradient in gradients) // _NCCL_BUCKETS
             caps = [min(max(share, TORCH_CAP_BYTES), _NCCL_CAP_BYTES)]

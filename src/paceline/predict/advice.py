@@ -1,7 +1,5 @@
 """What would make a step faster, and by how much, from the overviews of its ranks. Nothing is measured here."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

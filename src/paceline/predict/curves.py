@@ -3,8 +3,6 @@
 A `CostCurve` holds for a fixed number of ranks. Which curve serves a network on n ranks is chosen in `networks`.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import math

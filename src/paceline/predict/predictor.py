@@ -3,8 +3,6 @@
 `Evidence` leaves out the steps of the job under its own plans, so a prediction never sees what it is judged by.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The predicted scaling curve: calibrated on steps of a few ranks, continued to ranks that were not measured. Pure."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

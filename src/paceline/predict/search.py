@@ -1,7 +1,5 @@
 """The search for the best plan: every partition that a cap can make, the plateau of the best, and free plans."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

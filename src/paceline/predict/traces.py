@@ -6,8 +6,6 @@ are what computes and come before messages, but those that fetch data are waited
 exposed: a message behind arithmetic is free. Recording is in `measure.traces`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gzip

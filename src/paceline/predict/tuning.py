@@ -1,8 +1,6 @@
 """A tuning run as a whole: from its records to the recommended plan, the answer, and how right the prediction was.
 Pure, so that a saved run gives the same answer again; measuring is in `measure.tuning`."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

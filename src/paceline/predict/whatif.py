@@ -1,7 +1,5 @@
 """What a step costs on networks and numbers of ranks that were not measured. Everything here is simulated."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

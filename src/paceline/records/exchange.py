@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +124,15 @@ _TABLES: list[tuple[list[str], Callable[[Row], Any]]] = [
 
 
 def _load_csv(path: Path, tables: Sequence[tuple[list[str], Callable[[Row], Any]]]) -> list[Any]:
-    """The records of a CSV that has all columns of one of the tables."""
+    """The records of a CSV, read as the table of which it has the largest share of columns, and needs all."""
     lines = _read_csv(path)
     header = lines[0][1]
-    for columns, parse in tables:
-        if set(columns) <= set(header):
-            return _parse(path, lines, parse)
-    needed = "; or ".join(", ".join(columns) for columns, _ in tables)
-    raise RecordError(f"{path} has the columns {', '.join(header) or '(none)'}: needed are {needed}")
+    columns, parse = max(tables, key=lambda table: len(set(table[0]) & set(header)) / len(table[0]))
+    if missing := [name for name in columns if name not in header]:
+        raise RecordError(f"{path} has the columns {', '.join(header) or '(none)'} and lacks {', '.join(missing)}")
+    if repeated := [name for name in columns if header.count(name) > 1]:
+        raise RecordError(f"{path} has several columns {', '.join(repeated)}: give each once")
+    return _parse(path, lines, parse)
 
 
 def load_table(path: str | Path) -> list[CollectiveRecord]:
@@ -211,6 +212,5 @@ def export_layer_sizes(records: Iterable[LayerSizeRecord]) -> str:
 
 def export_layer_times(records: Iterable[LayerTimeRecord]) -> str:
     """The records as a `layer-times` CSV."""
-    times = [(r.layer, r.timing) for r in records]
-    rows = [[layer, t.min_s, t.max_s, t.mean_s, t.stdev_s, t.median_s] for layer, t in times]
-    return _to_csv(LAYER_TIMES_HEADER, rows)
+    fields = ("layer", *(f"timing.{name}_s" for name in ("min", "max", "mean", "stdev", "median")))
+    return _to_csv(LAYER_TIMES_HEADER, map(attrgetter(*fields), records))

@@ -1,7 +1,5 @@
 """Layers: the rows of imported tables, and profiles of when each gradient became ready and how long each block took."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

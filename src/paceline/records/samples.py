@@ -1,7 +1,5 @@
 """Timed repetitions as they were measured, and the statistics that follow from them, which are never stored."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence

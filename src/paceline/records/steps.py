@@ -3,8 +3,6 @@
 Which steps take turns is decided in `measure.steps`.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Who this rank is, read from the variables that launchers set. Needs no torch and touches no network."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The rendezvous of ranks: a store by TCP, by file or in memory, and what ranks exchange on it before any group."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl

@@ -456,7 +456,7 @@ class ProgressDisplay:
         """What a rank posted in the task of this name; "" is a run without tasks."""
         with self._lock:
             weight = self._weights.setdefault(name, message.total)
-            self._parts[name] = min(1.0, message.done / message.total) * weight
+            self._parts[name] = min(1.0, message.done / (message.total or 1)) * weight
             label = message.label if name in message.label else f"{name} {message.label}".strip()
             share = self._update(label)
             if message.line:

@@ -1,7 +1,5 @@
 """The process of a launched rank: the server that forks it, the loop that runs its jobs, and `post` to the launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

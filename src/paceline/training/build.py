@@ -42,11 +42,6 @@ class Job:
     schedule: Schedule
     batch_schedule: BatchSchedule
 
-    @property
-    def epochs(self) -> int:
-        """How many epochs the run has; where `steps` ends it, the last may be incomplete."""
-        return self.batch_schedule.epochs
-
     def order(self, epoch: int) -> EpochOrder:
         """The windows of an epoch: the same on every rank and for every number of ranks."""
         sizes = self.batch_schedule.window_sizes(epoch)

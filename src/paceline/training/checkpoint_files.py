@@ -15,17 +15,15 @@ import struct
 import sys
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
-import numpy
 import torch
 
 from paceline.errors import ConfigError, RecordError
-from paceline.plan import Plan
 from paceline.records.store import write_new
 from paceline.units import format_bytes
 
@@ -44,6 +42,8 @@ def pack_state(value: Any, tensors: dict[str, torch.Tensor], path: tuple[str | i
     types; an OrderedDict comes back as a dict.
     """
     kind, place = type(value), ".".join(map(str, path)) or "state"
+    if len(path) > 100:  # far above any real state
+        raise ConfigError(f"{place[:60]}... is nested more than 100 deep: it may hold itself")
     if value is None or kind in (bool, str, int):
         return value
     if kind is float:
@@ -52,7 +52,9 @@ def pack_state(value: Any, tensors: dict[str, torch.Tensor], path: tuple[str | i
     if kind in (list, tuple):
         items = [pack_state(item, tensors, (*path, number)) for number, item in enumerate(value)]
         return items if kind is list else {_TUPLE: items}
-    if kind in (dict, collections.OrderedDict) and all(type(key) in (str, int) for key in value):
+    if kind in (dict, collections.OrderedDict):
+        if odd := [key for key in value if type(key) not in (str, int)]:
+            raise ConfigError(f"{place} has the key {odd[0]!r}, of type {type(odd[0]).__name__}: use str or int")
         pairs = [[key, pack_state(item, tensors, (*path, key))] for key, item in value.items()]
         is_plain = all(type(key) is str and not key.startswith("$") for key in value)
         return dict(pairs) if is_plain else {_DICT: pairs}
@@ -63,7 +65,7 @@ def pack_state(value: Any, tensors: dict[str, torch.Tensor], path: tuple[str | i
         tensors[place] = value.detach()
         return {_TENSOR: place}
     found = f"a tensor ({value.layout}, on {value.device})" if is_tensor else f"of type {kind.__name__}"
-    kinds = "dense tensors, int, float, bool, str, None, lists and tuples of these, and dicts by strings and integers"
+    kinds = "dense tensors, int, float, bool, str, None, and dicts, lists and tuples of these"
     raise ConfigError(f"{place} is {found}: a checkpoint holds {kinds}; convert it")
 
 
@@ -139,23 +141,25 @@ class TensorBuffer:
         return view
 
 
-def unpack_tensors(content: numpy.ndarray) -> dict[str, torch.Tensor]:
-    """The tensors in the bytes of a safetensors file; one of `_INVALID` where its header does not describe them."""
-    header_bytes = int.from_bytes(content[:8].tobytes(), "little")
-    data_bytes = len(content) - 8 - header_bytes
+def load_tensors(file: BinaryIO) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file; one of `_INVALID` where its header does not describe its bytes. Each gets
+    memory of its own, and so is aligned: a random state that is not crashes torch."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    data_bytes = os.fstat(file.fileno()).st_size - 8 - header_bytes
     if data_bytes < 0:
         raise ValueError(f"its header claims {header_bytes} bytes")
-    entries = json.loads(content[8 : 8 + header_bytes].tobytes())
+    entries = json.loads(file.read(header_bytes))
     entries.pop(_METADATA, None)
-    data, tensors, at = torch.from_numpy(content[8 + header_bytes :]), {}, 0
+    tensors, at = {}, 0
     # Contiguous: no tensor overlaps another, and no byte is unused.
     for name, entry in sorted(entries.items(), key=lambda item: cast(Any, item[1]["data_offsets"])):
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
         start, at = at, at + math.prod(shape) * dtype.itemsize
-        is_odd = at > data_bytes or start % dtype.itemsize or min(shape, default=0) < 0
-        if entry["data_offsets"] != [start, at] or is_odd:
+        if entry["data_offsets"] != [start, at] or at > data_bytes or min(shape, default=0) < 0:
             raise ValueError(f"{entry} of tensor {name!r} at byte {start} of {data_bytes}")
-        tensors[name] = data[start:at].view(dtype).view(shape).clone()  # as torch aligns it: a random state needs it
+        tensors[name] = torch.empty(shape, dtype=dtype)
+        if at > start:
+            cast(Any, file).readinto(tensors[name].view(-1).view(torch.uint8).numpy().data)
     if at != data_bytes:
         raise ValueError(f"its tensors end at byte {at} of the data, and there are {data_bytes}")
     return tensors
@@ -221,11 +225,17 @@ def save_folder(path: Path, files: Mapping[str, bytes | memoryview]) -> None:
         manifest = json.dumps({"format": _FORMAT, "version": _VERSION, "files": sums})[:-1].encode()
         _write(temporary / MANIFEST, _seal(manifest))
         _sync_folder(temporary)
-        shutil.rmtree(path, ignore_errors=True)
+        _remove_folder(path)
         temporary.rename(path)
         _sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove a folder, if it is there, so that no reader sees half of it."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path.rename(path.with_name(f".removing-{path.name}")))
 
 
 def _seal(body: bytes) -> bytes:
@@ -277,12 +287,6 @@ class Loaded:
     path: Path
     refused: list[str] = field(default_factory=list)
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan by which its gradients were sent."""
-        plan = self.meta.get("plan")
-        return None if plan is None else Plan.from_json(plan)
-
 
 def load_checkpoint(path: Path) -> Loaded:
     """Compare all bytes of a checkpoint with its manifest, and read it; RecordError says what is wrong with it."""
@@ -299,18 +303,18 @@ def load_checkpoint(path: Path) -> Loaded:
         files, names = document["files"], (MODEL_FILE, TENSORS_FILE, STATE_FILE)
         if files.keys() != set(names):
             raise RecordError(f"lists {', '.join(files) or 'no files'} and should list {', '.join(names)}")
-        contents = {}
-        for name, expected in files.items():
-            contents[name] = numpy.fromfile(path / name, dtype="uint8")
-            found = {"bytes": len(contents[name]), "crc32": f"{zlib.crc32(contents[name].data):08x}"}
-            if found != expected:
-                raise RecordError(f"does not match {MANIFEST}: found {found}, expected {expected}")
-        name = MODEL_FILE
-        saved = unpack_tensors(contents.pop(name))
-        name = TENSORS_FILE
-        tensors = unpack_tensors(contents.pop(name))
-        name = STATE_FILE
-        document = json.loads(contents[name].tobytes())
+        contents: dict[str, Any] = {}
+        for name in names:
+            with (path / name).open("rb") as file:
+                checksum = 0
+                while chunk := file.read(_CHUNK_BYTES):
+                    checksum = zlib.crc32(chunk, checksum)
+                found = {"bytes": file.tell(), "crc32": f"{checksum:08x}"}
+                if found != files[name]:
+                    raise RecordError(f"does not match {MANIFEST}: found {found}, expected {files[name]}")
+                file.seek(0)
+                contents[name] = json.load(file) if name == STATE_FILE else load_tensors(file)
+        saved, tensors, document = contents.values()
         model = {key: saved[document["aliases"].get(key, key)] for key in document["model"]}
         if fingerprint(model) != document["model"]:
             raise RecordError(f"describes other tensors than {MODEL_FILE} holds")
@@ -322,6 +326,7 @@ def load_checkpoint(path: Path) -> Loaded:
         raise
     except _INVALID as error:
         reason = str(error) if isinstance(error, RecordError) else f"is not valid: {type(error).__name__} {error}"
+        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else reason
         raise RecordError(f"checkpoint {path.name} is damaged: {name} {reason}", code="damaged") from None
 
 
@@ -363,7 +368,7 @@ class CheckpointStore:
         self.remove_leftovers()
         later = [there for there in self.find() if there >= step and there not in self._refused]
         if later:
-            found = f"{self.folder} holds step {later[0]}, and step {step} cannot be saved before it"
+            found = f"{self.folder} holds step {later[0]}, and step {step} is not a later one"
             raise ConfigError(f"{found}: resume that run, remove its checkpoints, or choose another folder")
         kept, aliases = _split_tied(model_state)
         tensors: dict[str, torch.Tensor] = {}
@@ -381,18 +386,18 @@ class CheckpointStore:
             # A blocking event sleeps while it waits for the copies, so that the core stays with the training.
             copied = torch.cuda.Event(blocking=True)
             copied.record()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._refused.add(step)
-        # A program that ends, even by an error, ends after the checkpoint is there.
-        thread = ThreadPoolExecutor(1, "checkpoint")
-        self._writer = thread, thread.submit(self._write, step, files, copied)
+        with _explain(self.path(step), files):
+            self._refused.add(step)
+            # A program that ends, even by an error, ends after the checkpoint is there.
+            thread = ThreadPoolExecutor(1, "checkpoint")
+            self._writer = thread, thread.submit(self._write, step, files, copied)
 
     def wait(self) -> None:
         """Wait until the last save is on disk; raises its error, once."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            thread, saving = writer
+        if self._writer is not None:
+            thread, saving = self._writer
             thread.shutdown()
+            self._writer = None
             saving.result()
 
     def load_latest(self) -> Loaded | None:
@@ -402,12 +407,11 @@ class CheckpointStore:
         for step in self.find():
             try:
                 loaded = load_checkpoint(self.path(step))
+                loaded.refused.extend(f"{error}; the one before it is used" for error in refused)
+                return loaded
             except RecordError as error:
                 refused.append(error)
                 self._refused.add(step)
-                continue
-            loaded.refused.extend(f"{error}; the one before it is used" for error in refused)
-            return loaded
         if refused:
             found = f"no checkpoint in {self.folder} is intact, of {len(refused)} ({refused[0]})"
             raise RecordError(f"{found}: restore one, or remove them to start from the beginning", code="damaged")
@@ -420,19 +424,27 @@ class CheckpointStore:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         if copied is not None:
             copied.synchronize()
-        free_bytes = shutil.disk_usage(self.folder).free
-        needed_bytes = sum(len(data) for data in files.values()) + _PAGE_BYTES
-        try:
-            if free_bytes < needed_bytes:
-                raise OSError(errno.ENOSPC, "the disk is too full")
+        with _explain(self.path(step), files):
             save_folder(self.path(step), files)
-        except OSError as error:
-            sizes = f"it needs {format_bytes(needed_bytes)} and {format_bytes(free_bytes)} is free"
-            found = f"cannot save checkpoint {self.path(step)}: {error.strerror}; {sizes}"
-            hint = "make room, keep fewer, or choose another folder"
-            raise RecordError(f"{found}: {hint}", code="disk") from None
-        self._refused.discard(step)
-        there = self.find()
-        stay = [step for step in there if step not in self._refused][: self.keep]
-        for old in set(there) - set(stay):
-            shutil.rmtree(self.path(old), ignore_errors=True)
+            self._refused.discard(step)
+            there = self.find()
+            stay = [step for step in there if step not in self._refused][: self.keep]
+            for old in set(there) - set(stay):
+                _remove_folder(self.path(old))
+
+
+@contextlib.contextmanager
+def _explain(path: Path, files: Mapping[str, bytes | memoryview]) -> Iterator[None]:
+    """Refuse a disk without room for the files, and turn an OSError into one line that says what to do."""
+    needed_bytes, free = sum(len(data) for data in files.values()) + _PAGE_BYTES, "an unknown amount"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(path.parent).free
+        free = format_bytes(free_bytes)
+        if free_bytes < needed_bytes:
+            raise OSError(errno.ENOSPC, "the disk is too full")
+        yield
+    except OSError as error:
+        found = f"{error.strerror}; it needs {format_bytes(needed_bytes)} and {free} is free"
+        hint = "make room, keep fewer, or choose another folder"
+        raise RecordError(f"cannot save checkpoint {path}: {found}: {hint}", code="disk") from None

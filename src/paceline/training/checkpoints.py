@@ -170,14 +170,14 @@ class RunFiles:
             module = job.learner.module
             disk.export_weights(self._folder / WEIGHTS, getattr(module, "_orig_mod", module).state_dict())
 
-    def close(self) -> None:
-        """Wait until everything is on disk, and unlock the folder; raises the error of a save that failed."""
+    def close(self, has_failed: bool = False) -> None:
+        """Wait until all is on disk, or raise why not, unless the run has failed itself; then unlock the folder."""
         try:
-            if self._store is not None:
+            if self._store is not None and not has_failed:
                 self._store.wait()
         finally:
-            for log in self._logs:
-                log.close()
+            while self._logs:
+                self._logs.pop().close()
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None

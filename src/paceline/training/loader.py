@@ -65,7 +65,9 @@ def load_windows(
         """Gather into pinned memory and copy on a stream of its own."""
         num_samples, micros = split(number)
         with torch.cuda.stream(stream):
-            batches = [data.take(micro.indices).map(_pin).to(device, non_blocking=True) for micro in micros]
+            # Contiguous: a part of each row (of tokens, of padded pairs) would first be copied into pageable memory.
+            pinned = [data.take(micro.indices).map(lambda part: part.contiguous().pin_memory()) for micro in micros]
+            batches = [batch.to(device, non_blocking=True) for batch in pinned]
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(stream)
         return num_samples, micros, batches, arrived
@@ -86,8 +88,3 @@ def load_windows(
             yield Window(number, num_samples, tuple(map(prepare, micros, batches)))
     finally:
         thread.shutdown(cancel_futures=True)
-
-
-def _pin(tensor: torch.Tensor) -> torch.Tensor:
-    # Contiguous: a part of each row (of tokens, of padded pairs) would first be copied into pageable memory.
-    return tensor.contiguous().pin_memory()

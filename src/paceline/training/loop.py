@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError, TrainingError
 from paceline.parallel import DataParallel
+from paceline.plan import Plan
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
@@ -135,9 +136,10 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         settings = dataclasses.replace(settings, ranks=world.world_size)
         settings.check()
         files = RunFiles(folder, settings, world)
-        stack.callback(files.close)
+        stack.push(lambda kind, *_: files.close(has_failed=kind is not None))
         found = files.lock(resume)
-        job = build_job(settings, world, found.plan if found is not None else None)
+        plan = found.meta.get("plan") if found is not None else None  # by which gradients were sent
+        job = build_job(settings, world, None if plan is None else Plan.from_json(plan))
         start = files.restore(job, found) if found is not None else START
         total = job.schedule.num_steps
         if start.step > total:
@@ -228,6 +230,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
 
 
 def _not_finite(files: RunFiles, step: int, found: str) -> TrainingError:
+    files.close()  # what is kept must be there
     kept = "no checkpoint was saved yet" if files.last is None else f"the checkpoint of step {files.last} is kept"
     hint = f"{kept}; try a lower --lr, --clip, or look at the data and the model"
     return TrainingError(f"step {step}: {found}; {hint}", code="not-finite")

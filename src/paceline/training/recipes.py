@@ -90,15 +90,13 @@ class Recipe:
                 value = float(number) if colon else SWITCHES[name].default
             except ValueError:
                 raise ConfigError(f"recipe {text!r}: {number!r} after {name} is not a number") from None
+            is_size = value >= 2 and value % 1 == 0
             is_odd = value <= 0 or math.isinf(value) or (colon and math.isnan(value))
             typed = f"recipe {text!r}: {number} after {name}"
             refuse(
                 (is_odd, f"{typed}: a number above 0 is needed"),
                 (SWITCHES[name].is_share and value >= 1, f"{typed} is a share: below 1 is needed"),
-                (
-                    name == "ghost" and colon and (value < 2 or value % 1),
-                    f"{typed}: an integer of at least 2 is needed",
-                ),
+                (name == "ghost" and colon and not is_size, f"{typed}: an integer of at least 2 is needed"),
                 (name == "sync" and colon, f"{typed}, which takes no number"),
             )
             found.append((name, value))

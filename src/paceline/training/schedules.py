@@ -167,9 +167,12 @@ class BatchSchedule:
     @cached_property
     def growth_steps(self) -> tuple[int | None, ...]:
         """The first step of each growth, counted from 0; None for one that no step reaches."""
-        epochs = range(self.epochs if self.growths else 0)
-        sizes = [size for epoch in epochs for size in self.window_sizes(epoch)[: self.count_steps(epoch)]]
-        return tuple(sizes.index(size) if size in sizes else None for _, size in self.marks)
+        first, step = dict[int, int](), 0
+        for epoch in range(self.epochs if self.growths else 0):
+            sizes = self.window_sizes(epoch)[: self.count_steps(epoch)]
+            first = {size: step + sizes.index(size) for size in set(sizes)} | first
+            step += len(sizes)
+        return tuple(first.get(size) for _, size in self.marks)
 
     def check(self) -> None:
         """Refuse growths that do not fit this data, rather than train without them."""

@@ -1,7 +1,5 @@
 """Shared memory between the ranks of one host, as the torch.distributed backend `shm` (alias: `paceline`)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from datetime import timedelta

@@ -4,13 +4,12 @@ Which way an operation goes follows from what ranks that agree see alike (kind, 
 from how one of them calls it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -67,12 +66,13 @@ class PacelineGroup(_TorchGroup):
         mine = [rank for rank in range(self._size) if hosts[rank] == hosts[self._rank]]
         self._index, self._here = mine.index(self._rank), [names[rank] for rank in mine]
         wanted = native.load_library().pln_segment_bytes(len(mine), _SLOT_BYTES)
+        self._pids = [places[rank]["pid"] for rank in mine]
         segments = []
         for lane in range(native.choose_lanes([places[rank]["cores"] for rank in mine], places[mine[0]]["lanes"])):
             by_store = functools.partial(self._pass_by_store, f"memory/{mine[0]}/{lane}")
-            segments.append(native.Mapping(self._index, self._here, -(-wanted // len(mine)), by_store))
-        pids, limits_s = [places[rank]["pid"] for rank in mine], (self._timeout.total_seconds(), _STOPPED_S)
-        self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, pids, *limits_s)
+            segments.append(self._share(-(-wanted // len(mine)), by_store))
+        limits_s = self._timeout.total_seconds(), _STOPPED_S
+        self._native = native.Lanes(segments, _SLOT_BYTES, self._index, self._here, self._pids, *limits_s)
         self._native.run(_BARRIER)  # everyone has the segments, or is named in an error here
         self._levels = None
         if len(set(hosts)) > 1:
@@ -88,14 +88,20 @@ class PacelineGroup(_TorchGroup):
         self._store.set(f"place/{self._rank}", json.dumps(place))
         return [json.loads(self._store.get(f"place/{other}")) for other in range(self._size)]
 
-    def _pass_by_store(self, key: str, path: str) -> str:
-        if path:
-            self._store.set(key, path)
-        try:
-            self._store.wait([key], self._timeout)
-        except RuntimeError as error:
-            text = f"rank {self._here[0]} did not share its memory within {self._timeout.total_seconds():g} s"
-            raise LaunchError(text, code="timeout") from error
+    def _share(self, part_bytes: int, pass_name: Callable[[str], str]) -> native.Mapping:
+        limit_s = self._timeout.total_seconds()
+        return native.Mapping(self._index, self._here, self._pids, part_bytes, pass_name, limit_s)
+
+    def _pass_by_store(self, key: str, name: str) -> str:
+        if name:
+            self._store.set(key, name)
+        limit_s = self._timeout.total_seconds()
+        deadline = time.monotonic() + limit_s
+        while not self._store.check([key]):  # polled: `wait` would log a page of its own
+            native.check_alive(self._here[0], self._pids[0])
+            if time.monotonic() > deadline:
+                raise LaunchError(f"rank {self._here[0]} did not share its memory within {limit_s:g} s", code="timeout")
+            time.sleep(0.002)
         return str(self._store.get(key), "utf-8")
 
     @property
@@ -114,7 +120,7 @@ class PacelineGroup(_TorchGroup):
         if self._levels is not None:
             return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
         self._native.run((*_BARRIER[:-1], num_bytes))  # a different size on any rank is an error on all
-        mapping = native.Mapping(self._index, self._here, num_bytes, self._pass_by_broadcast)
+        mapping = self._share(num_bytes, self._pass_by_broadcast)
         self._serial += 1
         self._native.run(_BARRIER)  # everyone has its own part nearby
         mapping.populate(0, mapping.num_bytes)
@@ -123,8 +129,8 @@ class PacelineGroup(_TorchGroup):
             weakref.finalize(part, self._native.remove_arena, self._serial)
         return torch.frombuffer(part, dtype=torch.uint8)[:num_bytes]
 
-    def _pass_by_broadcast(self, path: str) -> str:
-        text = ctypes.create_string_buffer(path.encode(), 64)
+    def _pass_by_broadcast(self, name: str) -> str:
+        text = ctypes.create_string_buffer(name.encode(), 64)
         address = ctypes.addressof(text)
         self._native.run((native.BROADCAST, native.BYTES, 0, 0, address, address, len(text)))
         return text.value.decode()
@@ -143,8 +149,9 @@ class PacelineGroup(_TorchGroup):
     abort = shutdown
 
     def __del__(self) -> None:
-        if hasattr(self, "_native"):  # else the constructor failed half-way
-            self._native.close()
+        for part in ("_levels", "_native"):  # those that exist, if the constructor failed half-way
+            if getattr(self, part, None) is not None:
+                getattr(self, part).close()
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _as_options(c10d.AllreduceOptions, opts, timeout)

@@ -4,8 +4,6 @@ While the leaders exchange one piece, the next is reduced inside the hosts; the 
 A rank that fails leaves the reason in the store and closes its group inside, so that none waits for it on any host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import queue

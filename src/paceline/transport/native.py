@@ -1,11 +1,10 @@
 """The compiled core by its C interface: loading it, memory that ranks of one host share, and their group in it.
 
-The memory is an anonymous file, which the first rank creates and the others open through /proc. It goes with the last
-of them, however that ends, and does not count against /dev/shm.
+The memory is an anonymous file whose descriptor the first rank hands to the others over a Unix socket. It goes with the
+last of them, however that ends, and does not count against /dev/shm.
 """
 
-from __future__ import annotations
-
+import contextlib
 import ctypes
 import errno
 import functools
@@ -13,13 +12,17 @@ import importlib.machinery
 import mmap
 import os
 import platform
+import secrets
+import socket
+import struct
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import CollectiveError, ConfigError
+import psutil
+
+from paceline.errors import CollectiveError, ConfigError, LaunchError
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, BARRIER = range(5)
 F32, F64, BF16, F16, I32, I64, BYTES = range(7)
@@ -30,6 +33,7 @@ OK, DEAD, STOPPED, LEFT, TIMEOUT, MISMATCH, CLOSED, BAD, FORKED, RUNNING = range
 _PAGE = mmap.PAGESIZE
 # Linux: have part of a mapping in memory now, and get an error where there is none instead of being killed later.
 _POPULATE_WRITE, _HUGE_PAGES = 23, 14
+LOOK_S = 0.3  # how often a rank that waits for memory looks whether the others are alive
 # Waking another thread costs tens of microseconds.
 _LANE_BYTES, _LINE_BYTES = 512 << 10, 128
 
@@ -120,30 +124,30 @@ def choose_lanes(cores: Sequence[int], requested: str = "") -> int:
 class Mapping:
     """Memory with a part of whole pages for each of the ranks on a host, all zero; `index` counts them.
 
-    Collective. `pass_path` takes the first rank's path, and "" on the others, and returns the first rank's on all; the
-    first must keep its mapping until the others have theirs. The memory lives as long as this or a tensor in it.
+    Collective. `pass_name` takes the first rank's text, and "" on the others, and returns the first rank's on all.
+    The memory lives as long as this or a tensor in it.
     """
 
-    def __init__(self, index: int, names: list[int], part_bytes: int, pass_path: Callable[[str], str]) -> None:
+    def __init__(
+        self, index: int, names: list[int], pids: list[int], part_bytes: int, pass_name: Callable[[str], str],
+        timeout_s: float,
+    ) -> None:  # fmt: skip
         self.part_bytes = max(_PAGE, -(-part_bytes // _PAGE) * _PAGE)
         self.num_bytes = total = self.part_bytes * len(names)
         if index == 0:
             descriptor = os.memfd_create("paceline", os.MFD_CLOEXEC)
         else:
-            path = pass_path("")
-            try:
-                descriptor = os.open(path, os.O_RDWR)
-            except OSError as error:
-                text = f"rank {names[0]} left while memory was being shared, or this process may not open {path}"
-                raise CollectiveError(f"{text}: {error.strerror}", code="peer-lost") from error
-        weakref.finalize(self, os.close, descriptor)
-        if index == 0:
-            os.ftruncate(descriptor, total)
-            pass_path(f"/proc/{os.readlink('/proc/self')}/fd/{descriptor}")  # as /proc counts, whatever its namespace
-        elif (found := os.fstat(descriptor).st_size) != total:
-            sizes = f"rank {names[0]} {found} bytes, rank {names[index]} {total}"
-            raise CollectiveError(f"ranks share memory of different sizes: {sizes}", code="mismatch")
-        self._memory = mmap.mmap(descriptor, total)
+            descriptor = _receive(names[0], pids[0], pass_name(""), timeout_s)
+        try:
+            if index == 0:
+                os.ftruncate(descriptor, total)
+                _send(descriptor, dict(zip(pids[1:], names[1:], strict=True)), pass_name, timeout_s)
+            elif (found := os.fstat(descriptor).st_size) != total:
+                sizes = f"rank {names[0]} {found} bytes, rank {names[index]} {total}"
+                raise CollectiveError(f"ranks share memory of different sizes: {sizes}", code="mismatch")
+            self._memory = mmap.mmap(descriptor, total)
+        finally:
+            os.close(descriptor)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._advise(0, total, _HUGE_PAGES)
         # Now and not in the first step; and too little memory is an error here.
@@ -163,6 +167,60 @@ class Mapping:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         return ctypes.get_errno() if libc.madvise(self.address + begin, num_bytes, advice) else 0
+
+
+def _send(descriptor: int, peers: dict[int, int], pass_name: Callable[[str], str], timeout_s: float) -> None:
+    """Hand a file to the processes of these ranks (by pid), and to no other."""
+    deadline = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        address = f"paceline-{secrets.token_hex(16)}"
+        listener.bind("\0" + address)
+        listener.listen(max(64, len(peers)))
+        listener.settimeout(LOOK_S)
+        pass_name(address)
+        while peers:
+            try:
+                link, _ = listener.accept()
+            except TimeoutError:
+                for pid, name in peers.items():
+                    check_alive(name, pid)
+                if time.monotonic() > deadline:
+                    text = f"rank {min(peers.values())} did not connect to share memory within {timeout_s:g} s"
+                    raise LaunchError(text, code="timeout") from None
+                continue
+            with link, contextlib.suppress(ConnectionError):
+                if (pid := _pid_of(link)) in peers:
+                    socket.send_fds(link, [b"memory"], [descriptor])
+                    del peers[pid]
+
+
+def _receive(name: int, pid: int, address: str, timeout_s: float) -> int:
+    """The file of the rank of this name and process."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
+        link.settimeout(timeout_s)
+        try:
+            link.connect("\0" + address)
+            is_first = _pid_of(link) == pid
+            found = socket.recv_fds(link, 64, 1, socket.MSG_CMSG_CLOEXEC)[1] if is_first else []
+        except OSError as error:
+            text = f"rank {name} left, or did not share its memory in time: {error}"
+            raise LaunchError(text, code="peer-lost") from error
+    if not found:
+        raise LaunchError(f"rank {name} left, or refused to share its memory with this process", code="peer-lost")
+    return found[0]
+
+
+def _pid_of(link: socket.socket) -> int:
+    """The process at the other end, if it is this user's; the kernel vouches for it."""
+    pid, user, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid) if user == os.geteuid() else -1
+
+
+def check_alive(name: int, pid: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            return
+    raise LaunchError(f"rank {name} left while memory was being shared", code="peer-lost")
 
 
 class Lanes:

@@ -35,9 +35,11 @@ def predict(
     auto, ring, tree, two-level, gloo or shared. `gradients` is fp32 or bf16. `straggler` says how much ranks differ: a
     standard deviation such as "3%", or "profile" for the profile's own. With `out` the run is saved in a folder there.
     """
+    from paceline.predict.curves import check_algorithm
     from paceline.predict.networks import build_measured_fabric
     from paceline.report.predictions import PredictResult
 
+    check_algorithm(algorithm)
     counts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
     refuse(
         (network is None and allreduce is None,

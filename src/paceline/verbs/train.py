@@ -99,12 +99,13 @@ def train(
 
 def update_config(run: Path, outcome: dict[str, Any] | None = None, **lengths: int) -> None:
     """Note in `config.json` how a run ended, or that it is longer now, so that the next resume knows."""
-    document = load_config(run)
+    document, before = load_config(run), load_config(run)
     for name, length in lengths.items():
         document["settings"][name] = max(length, document["settings"][name])
     if outcome is not None:
         document["outcome"] = outcome
-    write_new(run / CONFIG_FILE, json.dumps(document, indent=1) + "\n", replace=True)
+    if document != before:
+        write_new(run / CONFIG_FILE, json.dumps(document, indent=1) + "\n", replace=True)
 
 
 def _describe_saved(folder: Path | None) -> str:

@@ -48,9 +48,9 @@ def check_source(name: str) -> None:
         raise ConfigError(f"model hf:{name} needs transformers, which is not installed: pip install 'paceline[hf]'")
 
 
-def read_limits(name: str) -> tuple[int, int]:
+def read_limits(name: str, files: tuple[str, ...] = (_CONFIG,)) -> tuple[int, int]:
     """The vocabulary, and the longest context (a large number where the model states none)."""
-    config = _load_config(_find_source(name)[0])
+    config = _load_config(_find_source(name, files)[0])
     text = config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ConfigError(f"model hf:{name} ({config.model_type}) has no vocabulary: only models of tokens are served")
@@ -59,14 +59,14 @@ def read_limits(name: str) -> tuple[int, int]:
 
 def describe_weights(name: str) -> str:
     """Where the weights come from, in one line. Searches as `build_hf` does, and caches the answer."""
-    folder, lack = _find_source(name)
+    folder, lack = _find_source(name, _FILES)
     return f"hf:{name}: random weights, {lack}" if lack else f"hf:{name}: weights from {folder}"
 
 
 def build_hf(name: str, form: DataForm) -> nn.Module:
     """A causal language model for tokens, a classifier of sequences for pairs, with float32 parameters."""
-    folder, lack = _find_source(name)
-    vocabulary, context = read_limits(name)
+    folder, lack = _find_source(name, _FILES)
+    vocabulary, context = read_limits(name, _FILES)
     if form.vocabulary > vocabulary:
         what = f"model hf:{name} has a vocabulary of {vocabulary}, and the data one of {form.vocabulary}"
         raise ConfigError(f"{what}: use the model's own tokenizer, or bytes")
@@ -99,23 +99,23 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
 
 
 @lru_cache
-def _find_source(name: str) -> tuple[Path, str]:
+def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
     """The folder of a model, and why there are no weights in it; empty where there are. The folder is given, in the
     hub's cache, fetched from the hub, or kept here, in this order."""
-    path = Path(name).expanduser()
+    path, wants_weights = Path(name).expanduser(), _WEIGHTS in files
     if path.is_dir():
-        return path, _check_folder(path)
+        return path, _check_folder(path) if wants_weights else ""
     reason, known = "", _KEPT / name.replace("/", "--")
     for options in ({"local_files_only": True}, {"etag_timeout": _HUB_TIMEOUT_S}):
         try:
             hub = importlib.import_module("huggingface_hub")
-            folder = Path(hub.snapshot_download(name, allow_patterns=_FILES, **options))
+            folder = Path(hub.snapshot_download(name, allow_patterns=files, **options))
         except Exception as error:
             # The hub's errors have no common parent in all of its versions; the text below names it.
             reason = shorten_error(error)
             continue
         if (folder / _CONFIG).is_file():
-            if not _missing_weights(folder):
+            if not wants_weights or not _missing_weights(folder):
                 return folder, ""
             if "local_files_only" not in options:
                 raise ConfigError(f"model hf:{name} has no {_WEIGHTS} on the hub: no other format is read")
@@ -176,7 +176,7 @@ def check_own(name: str) -> None:
         raise ConfigError(f"model file {path} cannot be read: {error.strerror or error}") from error
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"model file {path} is not Python: {error}") from error
-    names = [symbol.get_name() for symbol in symbols if symbol.is_assigned()]
+    names = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
     # What a star brings, only running would show.
     if function not in names and not re.search(r"import\s*\*", text):
         raise ConfigError(f"model file {path} defines no {function}: {suggest(function, names)}{_GIVE}")
@@ -238,5 +238,7 @@ def _call(name: str, function: Callable[..., Any], form: DataForm) -> Any:
         what = f"needs {', '.join(parameter.name for parameter in needed)}"
         raise ConfigError(f"model {name} {what}: it is called with the form of the data, or with nothing")
     for parameter in needed or (p for p in found if p.name == "form"):
-        return function(form) if parameter.kind is parameter.POSITIONAL_ONLY else function(**{parameter.name: form})
+        # By position where it must be given: a decorator may hide its name.
+        by_position = parameter.POSITIONAL_OR_KEYWORD if needed else parameter.POSITIONAL_ONLY
+        return function(form) if parameter.kind <= by_position else function(**{parameter.name: form})
     return function()

@@ -1,7 +1,5 @@
 """The models that Paceline brings, in plain torch, with their loss and their blocks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

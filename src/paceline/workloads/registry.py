@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.errors import ConfigError, suggest
+from paceline.errors import ConfigError, refuse, suggest
 from paceline.workloads import external
 from paceline.workloads.data import Batch, DataForm
 
@@ -78,17 +78,17 @@ def check_model(name: str, options: ModelOptions) -> None:
     else:
         known = f"known are {', '.join((*NAMES, *_OTHERS))}"
         raise ConfigError(f"model {name!r} is unknown: {suggest(name, NAMES)}{known}")
+    channels, hidden, dropout = options.channels, options.hidden, options.dropout
+    shown = " ".join(map(str, channels or ()))
     for option, value in asdict(options).items():
         if value is not None and option not in taken:
-            takes = ", ".join(taken) or "no options"
-            raise ConfigError(f"model {name} has no {option} (given: {value}): it takes {takes}")
-    channels, hidden, dropout = options.channels, options.hidden, options.dropout
-    if channels is not None and min(channels, default=0) < 1:
-        raise ConfigError(f"channels {channels}: give one number of at least 1 for each convolution")
-    if hidden is not None and hidden < 1:
-        raise ConfigError(f"hidden {hidden}: at least 1")
-    if dropout is not None and not 0 <= dropout < 1:
-        raise ConfigError(f"dropout {dropout}: at least 0 and less than 1")
+            takes, given = ", ".join(taken) or "no options", shown if option == "channels" else value
+            raise ConfigError(f"model {name} has no {option} (given: {given}): it takes {takes}")
+    refuse(
+        (channels is not None and min(channels, default=0) < 1, f"channels ({shown}): at least 1 for each convolution"),
+        (hidden is not None and hidden < 1, f"hidden {hidden}: at least 1"),
+        (dropout is not None and not 0 <= dropout < 1, f"dropout {dropout}: at least 0 and less than 1"),
+    )
 
 
 def default_form(name: str) -> DataForm:

@@ -163,22 +163,24 @@ def _advise(name: str) -> str:
 
 def load_from_hub(name: str) -> Path:
     """The folder with a set's files: the local copy where there is one, else downloaded."""
+    from multiprocessing.pool import ThreadPool
+
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import ENDPOINT
 
     repo, folder, *_ = _SOURCES[name]
     wanted = {"repo_id": repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
-    try:
+    with contextlib.suppress(OSError, ValueError):  # no copy, or an incomplete one: fetch it
         copy = Path(snapshot_download(**wanted, local_files_only=True)) / folder
         for split in SPLITS:
             find_files(name, copy, split)
         return copy
-    except (OSError, ValueError):
-        pass  # no copy, or an incomplete one: fetch it
+    request = urllib.request.Request(ENDPOINT, method="HEAD")
     try:
-        # The hub's library waits minutes for a server that does not answer; any answer shows that it is there.
-        with contextlib.suppress(urllib.error.HTTPError):
-            urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=_TIMEOUT_S).close()
+        # The hub's library waits minutes for a server that does not answer; any answer shows that it is there. In a
+        # daemon thread, because a DNS lookup has no timeout.
+        with contextlib.suppress(urllib.error.HTTPError), ThreadPool(1) as pool:
+            pool.apply_async(urllib.request.urlopen, (request, None, _TIMEOUT_S)).get(2 * _TIMEOUT_S).close()
         return Path(snapshot_download(**wanted)) / folder
     except Exception as error:
         raise ConfigError(f"{name} cannot be fetched from the hub ({shorten_error(error)}): {_advise(name)}") from error

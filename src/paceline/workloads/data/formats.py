@@ -40,10 +40,10 @@ def _refuse_unreadable(path: Path, what: str, *damage: type[Exception]) -> Itera
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _check_labels(path: Path, labels: Labels, num_classes: int, num_samples: int) -> None:
+def _check_labels(path: Path, labels: Labels, num_classes: int, num_samples: int, what: str = "rows") -> None:
     """Refuse labels that are missing, too few or too many, or that name no class."""
     if num_samples == 0:
-        raise ConfigError(f"{path}: no rows: get the file again")
+        raise ConfigError(f"{path}: no {what}: get the file again")
     if len(labels) != num_samples:
         raise ConfigError(f"{path}: {len(labels)} labels for {num_samples} samples: the files do not belong together")
     if len(wrong := np.flatnonzero((labels < 0) | (labels >= num_classes))):
@@ -196,7 +196,7 @@ def load_pairs(layout: str, files: Sequence[Path], limit: int | None) -> tuple[S
         columns = (("sentence1",), ("sentence2",), ("label",))
         rows = [cells for *_, cells in islice(_rows(files, columns), limit)]
     labels = np.array([label for *_, label in rows], np.int64)
-    _check_labels(files[0], labels, 2, len(rows))
+    _check_labels(files[0], labels, 2, len(rows), "lines below the header" if layout == "tsv" else "rows")
     first, second, _ = zip(*rows[:limit], strict=True)
     return first, second, labels[:limit]
 

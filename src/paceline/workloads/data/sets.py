@@ -1,7 +1,5 @@
 """Data sets in memory: rows by index, what is done to a batch on its device, loaded from files or synthetic."""
 
-from __future__ import annotations
-
 import functools
 import zlib
 from dataclasses import dataclass, replace
@@ -38,20 +36,17 @@ class DataSet:
     @functools.cached_property
     def checksum(self) -> int:
         """Of all samples: another set, or an edited one, has another."""
-        found = 0
-        for value in self._rows.values():
-            found = zlib.crc32(value.cpu().contiguous().numpy().data, found)
-        return found
+        parts = (value.cpu().contiguous().numpy().data for value in self._rows.values())
+        return functools.reduce(lambda found, part: zlib.crc32(part, found), parts, 0)
 
     @property
-    def _rows(self) -> dict[str, torch.Tensor]:
+    def _rows(self) -> dict[str, Any]:
         """What has a row for each sample, in the order of names."""
         return {name: vars(self)[name] for name in ("inputs", "lengths", "targets") if name in vars(self)}
 
     def first(self, num_samples: int) -> Self:
         """The first `num_samples` samples, or all where there are fewer."""
-        rows: dict[str, Any] = {name: value[:num_samples] for name, value in self._rows.items()}
-        return replace(self, **rows)
+        return replace(self, **{name: value[:num_samples] for name, value in self._rows.items()})
 
     def prepare(self, batch: Batch, indices: torch.Tensor, epoch: int) -> Batch:
         """What a model takes, made on the batch's device from what `take(indices)` gave."""

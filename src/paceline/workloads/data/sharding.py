@@ -3,8 +3,6 @@
 Everything follows from its arguments alone, so ranks agree without communication. Samples are in `sets`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from dataclasses import dataclass
