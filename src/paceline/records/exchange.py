@@ -4,8 +4,6 @@ All-reduce times (`allreduce-times.csv`), layer sizes (`layer-sizes*.csv`), laye
 all-reduce times, and Markdown tables of backend, processes, size and time. Run files are in `store`.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """From settings to a job: data, model, wrapper, optimizer. Every rank builds its own; `loop` is what they do."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

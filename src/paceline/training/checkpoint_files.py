@@ -1,7 +1,5 @@
 """Checkpoints on disk: nested state as tensors and JSON, safetensors, folders that appear whole and verified."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import errno

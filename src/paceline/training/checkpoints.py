@@ -3,8 +3,6 @@
 How a checkpoint lies on disk is in `checkpoint_files`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random

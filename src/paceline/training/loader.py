@@ -3,8 +3,6 @@
 Which samples belong to which rank is decided in `workloads.data.sharding`.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 One step is in `step`, what ranks exchange in `journal`, what is on disk in `checkpoints`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """LARS and LAMB, the optimizers for large batches, and the parameter groups that every optimizer gets."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """One training step, top to bottom: forward, backward and optimizer, each a phase on a clock."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

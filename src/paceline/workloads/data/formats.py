@@ -1,7 +1,5 @@
 """Readers of data files as they are distributed: idx, CIFAR, parquet, MRPC and text; and tokenizers."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
