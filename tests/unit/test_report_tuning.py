@@ -148,6 +148,9 @@ def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
     tuning = tune(SLOW, (0.150, 0.110, 0.100))
     (line,) = describe_errors(tuning)
     assert f"{tuning.scores['mape']:.1%} off on average" in line and "rank correlation 0.33" in line
+    exact = replace(tuning)
+    vars(exact)["scores"] = tuning.scores | {"coverage": 1.0}
+    assert "; 100% of the measured points" in describe_errors(exact)[0]
     points = list(tuning.points)
     points[1] = replace(points[1], measured=replace(points[1].measured, bucket_bytes=(8 * MIB,)))
     lines = describe_errors(replace(tuning, points=tuple(points)))
