@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import time
 from fractions import Fraction
 
 import pytest
@@ -195,11 +194,9 @@ def test_without_growths_steps_are_those_of_a_constant_batch(size, count, epochs
     schedule.check()
 
 
-def test_the_growths_of_a_long_run_are_found_soon():
+def test_the_growths_of_a_run_of_a_million_steps():
     schedule = BatchSchedule(global_batch_size=8, num_samples=50_000, epochs=300, growths=((0.3, 2), (0.6, 4)))
-    begin_s = time.process_time()
     assert schedule.growth_steps == (562_500, 843_750) and schedule.num_steps == 1_031_310
-    assert time.process_time() - begin_s < 1
 
 
 def test_an_example_by_hand():
