@@ -1,1 +1,1 @@
-"""Training runs: checkpoints and what a run writes of itself. Models, data and the wrapper do not belong here."""
+"""Training runs: settings, the step, the loop, checkpoints, optimizers and schedules."""

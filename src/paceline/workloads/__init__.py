@@ -1,1 +1,1 @@
-"""What gets trained: models and their synthetic batches. Training and timing them does not belong here."""
+"""What gets trained: models and data, by name. Training and timing them does not belong here."""
