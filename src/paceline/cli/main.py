@@ -122,19 +122,24 @@ add_command(
 def _predict(*, csv: Path | None = None, profile: Path | None = None, progress: bool, out: Path, **given: Any) -> Any:
     from paceline.verbs.predict import predict, predict_csv
 
-    flags = ", ".join(map(find_flag, given))
+    others = ", ".join(find_flag(name) for name in given if name not in ("ranks", "backend", "measured"))
     refuse(
         (csv and profile, "--csv and --model-profile are two sources: give one of them"),
-        (csv and given, f"{flags} with --csv, which uses its tables only: give --model-profile"),
+        (csv and others, f"{others} with --csv, which uses its tables only: give --model-profile"),
+        (not csv and "measured" in given, "--measured is compared with --csv, which is not given"),
         (not (csv or profile), "nothing to predict from: give --model-profile RUN or --csv FOLDER"),
     )
-    return predict(profile, out=out, **given) if profile is not None else predict_csv(csv or "", out=out)
+    if profile is not None:
+        return predict(profile, out=out, **given)
+    ranks = given.pop("ranks", (None,))
+    refuse((len(ranks) != 1, f"--ranks {ranks} with --csv: one number is needed, that of the table of all-reduce"))
+    return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
 
 add_command(
     app, "predict", _predict,
-    "profile network ranks:predict csv allreduce backend:predict ranks_per_node inside algorithm accumulate gradients "
-    "straggler",
+    "profile network ranks:predict csv measured allreduce backend:predict ranks_per_node inside algorithm accumulate "
+    "gradients straggler",
     "What will a step cost: on other networks and ranks (--model-profile), or with other bucket sizes (--csv)?",
 )  # fmt: skip
 add_command(

@@ -134,6 +134,7 @@ OPTIONS = {
     "network:tune": Option(MEASUREMENT, _NETWORKS),
     "network:scale": Option(MEASUREMENT, _NETWORKS, "10gbe,100gbe"),
     "csv": Option(JOB, "Instead: a folder with layer-sizes, layer-times and allreduce-times.", Path),
+    "measured": Option(JOB, "With --csv: a table of bucket_size and step_s or backward_s to compare with.", Path),
     "allreduce": Option(JOB, "A run of `bench allreduce`; beyond its ranks it is scaled.", Path),
     "ranks_per_node": Option(JOB, "Ranks that share a node, and its link.", 1),
     "inside": Option(JOB, "The network inside a node. Default: nvlink."),

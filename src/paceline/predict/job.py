@@ -168,6 +168,12 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
         now_s += took_s
     if taken_apart:
         notes.append(f"{taken_apart} blocks taken apart into GPT-2's tensors; ready by their share of matrix products")
+    whole_s = phases.get("backward", 0.0)
+    if whole_s > now_s > 0:  # some tables have only the call of backward there, which takes microseconds on a GPU
+        notes.append(
+            f"layers take {format_ms(now_s)} of {format_ms(whole_s)} ms of backward: the rest is shared evenly"
+        )
+        ready, now_s = [ready_s * whole_s / now_s for ready_s in ready], whole_s
     size = format_bytes(sum(gradient.num_bytes for gradient in gradients))
     notes.append(f"{len(gradients)} gradients, {size} in float32; backward of one rank {format_ms(now_s)} ms")
     around_s = phases.get("forward", 0.0), phases.get("step", 0.0)

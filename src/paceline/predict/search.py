@@ -1,6 +1,7 @@
 """The search for the best plan: every partition that a cap can make, the plateau of the best, and free plans."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,26 +58,37 @@ class CapPoint:
 
 @dataclass(frozen=True)
 class CapCurve:
-    """Every distinct partition in order of its caps, with one input (`what`) multiplied by a factor if any is."""
+    """Every distinct partition in order of its caps, with one input (`what`) multiplied by a factor if any is.
+    `most_bytes` is the largest message whose time is known."""
 
     points: tuple[CapPoint, ...]
     what: str = ""
     factor: float = 1.0
+    most_bytes: float = math.inf
 
     @property
     def best(self) -> CapPoint:
         return min(self.points, key=lambda point: point.backward_s)
 
     @property
+    def is_beyond(self) -> bool:
+        """Whether the best has a bucket larger than any message whose time is known."""
+        return max(bucket.num_bytes for bucket in self.best.step.buckets) > self.most_bytes
+
+    @property
+    def plateaus(self) -> list[tuple[int, int]]:
+        """Every range of caps whose times are all within 1 % of the best, in order."""
+        limit_s, found = self.best.backward_s * (1 + PLATEAU), list[tuple[int, int]]()
+        for is_fast, run in itertools.groupby(self.points, lambda point: point.backward_s <= limit_s):
+            if is_fast:
+                points = list(run)
+                found.append((points[0].low_bytes, points[-1].high_bytes))
+        return found
+
+    @property
     def plateau(self) -> tuple[int, int]:
-        """The caps around the best one whose times are within 1 % of it: the answer to "which bucket size"."""
-        limit_s = self.best.backward_s * (1 + PLATEAU)
-        first = last = self.points.index(self.best)
-        while first > 0 and self.points[first - 1].backward_s <= limit_s:
-            first -= 1
-        while last + 1 < len(self.points) and self.points[last + 1].backward_s <= limit_s:
-            last += 1
-        return self.points[first].low_bytes, self.points[last].high_bytes
+        """The widest of them on a log axis: the answer to "which bucket size", and not the spike of the minimum."""
+        return max(self.plateaus, key=lambda sizes: sizes[1] / sizes[0])
 
 
 def estimate_caps(job: Job, costs: MachineCosts) -> CapCurve:
@@ -91,7 +103,7 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
     points = list(zip(curve.sizes, curve.seconds, strict=True))
     line = fit_line(points)
     changes = []
-    for what, factor in itertools.product(("B", "alpha", "beta"), (0.1, 0.5, 2.0, 10.0)):
+    for what, factor in [("", 1.0), *itertools.product(("B", "alpha", "beta"), (0.1, 0.5, 2.0, 10.0))]:
         other_job, other_costs = job, costs
         if what == "B":
             found = (replace(g, num_bytes=max(1, round(g.num_bytes * factor))) for g in job.gradients)
@@ -103,8 +115,18 @@ def estimate_sensitivity(job: Job, costs: MachineCosts, curve: MeasuredCurve) ->
                 latency_s, transfer_s = measured_s * share, measured_s * (1 - share)
                 seconds.append(latency_s * factor + transfer_s if what == "alpha" else latency_s + transfer_s / factor)
             other_costs = replace(costs, curve=MeasuredCurve(curve.sizes, tuple(seconds)))
-        changes.append(replace(estimate_caps(other_job, other_costs), what=what, factor=factor))
+        caps = estimate_caps(other_job, other_costs)
+        changes.append(replace(caps, what=what, factor=factor, most_bytes=curve.sizes[-1]))
     return changes
+
+
+def estimate_closed_form(job: Job, alpha_s: float) -> float:
+    """The best bucket size, in bytes, where communication is the bottleneck: B sqrt(alpha / T).
+
+    Buckets of b bytes are ready every T b / B seconds, and the link is busy from the first one on, so backward ends
+    after T b / B + (B / b) alpha + B / beta. This b makes that least. It says nothing where messages are hidden.
+    """
+    return job.num_bytes * math.sqrt(alpha_s / job.backward_s)
 
 
 def find_cuts(job: Job, curve: CostCurve, overhead_s: float) -> list[int]:

@@ -90,8 +90,7 @@ def _build_row(job: Job, fabric: Fabric, draws: list[tuple[Job, Fabric]], world_
     caps = estimate_caps(job, costs)
     low, high = caps.plateau
     # Launches cost nothing here, but do in truth: of plans that take the same time the one with the fewest buckets.
-    plateau = [point for point in caps.points if low <= point.low_bytes and point.high_bytes <= high]
-    same = [point for point in plateau if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
+    same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: len(point.cuts))
     default = simulate(job, plan_like_torch(job.gradients, range(len(job.gradients))), costs)
     times, efficiencies = [], []

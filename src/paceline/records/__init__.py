@@ -1,13 +1,20 @@
 """What a measurement is: samples, kinds of records, the environment, and their files. Nothing here measures."""
 
 from paceline.records.kinds import ChunksRecord, CollectiveRecord, MemoryRecord, Record
-from paceline.records.layers import BlockTimes, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord, ParameterTimes
+from paceline.records.layers import (
+    BlockTimes,
+    CapTimeRecord,
+    LayerProfileRecord,
+    LayerSizeRecord,
+    LayerTimeRecord,
+    ParameterTimes,
+)
 from paceline.records.samples import Samples, Summary
 from paceline.records.steps import StepRecord
 from paceline.records.training import BatchRecord, CurvePoint, LargeBatchRecord, NoiseRecord
 
 __all__ = [
-    "BatchRecord", "BlockTimes", "ChunksRecord", "CollectiveRecord", "CurvePoint", "LargeBatchRecord",
+    "BatchRecord", "BlockTimes", "CapTimeRecord", "ChunksRecord", "CollectiveRecord", "CurvePoint", "LargeBatchRecord",
     "LayerProfileRecord", "LayerSizeRecord", "LayerTimeRecord", "MemoryRecord", "NoiseRecord", "ParameterTimes",
     "Record", "Samples", "StepRecord", "Summary",
 ]  # fmt: skip

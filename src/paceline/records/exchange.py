@@ -17,7 +17,7 @@ from typing import Any
 from paceline import machine
 from paceline.errors import ConfigError, RecordError
 from paceline.records.kinds import CollectiveRecord, Record
-from paceline.records.layers import LayerSizeRecord, LayerTimeRecord
+from paceline.records.layers import CapTimeRecord, LayerSizeRecord, LayerTimeRecord
 from paceline.records.samples import Summary
 from paceline.records.store import RUN_FILE, load_run
 from paceline.units import parse_size
@@ -183,6 +183,19 @@ def load_layer_times(path: str | Path) -> list[LayerTimeRecord]:
         return LayerTimeRecord(layer=row["Name"], timing=timing, source="imported")
 
     return _load_csv(Path(path), [(LAYER_TIMES_HEADER, parse)])
+
+
+def load_cap_times(path: str | Path) -> list[CapTimeRecord]:
+    """Measured times by bucket size from a CSV with the columns `bucket_size` (25MiB, 25MB) and `step_s` or
+    `backward_s`; other columns are left out."""
+
+    def parse(of: str) -> Callable[[Row], CapTimeRecord]:
+        return lambda row: CapTimeRecord(
+            cap_bytes=parse_size(row["bucket_size"]), of=of, timing=Summary(mean_s=float(row[f"{of}_s"])),
+            source="imported",
+        )  # fmt: skip
+
+    return _load_csv(Path(path), [(["bucket_size", f"{of}_s"], parse(of)) for of in ("step", "backward")])
 
 
 def _to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -45,6 +45,21 @@ class LayerTimeRecord(Record):
     timing: Samples | Summary
 
 
+@dataclass(frozen=True, kw_only=True)
+class CapTimeRecord(Record):
+    """The time of a step, or of its backward with communication (`of`), with buckets of one size."""
+
+    kind: ClassVar[str] = "cap_time"
+    cap_bytes: int
+    of: str
+    timing: Samples | Summary
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cap_bytes < 1 or self.of not in ("step", "backward") or not 0 < self.timing.center_s < math.inf:
+            raise RecordError(f"{self.of} in {self.timing.center_s} s with buckets of {self.cap_bytes} bytes")
+
+
 @dataclass(frozen=True)
 class ParameterTimes:
     """When the gradient of a parameter became ready: seconds after backward began, None in a repetition without one.

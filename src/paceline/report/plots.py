@@ -44,7 +44,7 @@ def new_figure(title: str, subtitle: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def label_values(axes: Axes, values: Sequence[int], say: Callable[[int], str] = "{:,}".format) -> None:
+def label_values(axes: Axes, values: Sequence[float], say: Callable[[Any], str] = "{:,}".format) -> None:
     """A log axis with ticks at the values that were measured; those for which there is no room are not named."""
     found = sorted(set(values))
     apart = max(1.1, (found[-1] / found[0]) ** (1 / 12)) - 1e-9

@@ -6,6 +6,7 @@ What is concluded is in `predict`; nothing here decides anything.
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,19 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, RecordError
 from paceline.plan import Plan
-from paceline.predict.curves import fit_curve
+from paceline.predict.curves import fit_curve, fit_line
 from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
 from paceline.predict.networks import AssumedFabric, Fabric, build_measured_fabric, find_network, find_networks
-from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_sensitivity, find_best_cuts
+from paceline.predict.search import (
+    CapPoint,
+    estimate_caps,
+    estimate_closed_form,
+    estimate_sensitivity,
+    find_best_cuts,
+)
 from paceline.predict.simulate import MachineCosts
 from paceline.predict.tuning import GridPoint, Tuning, load_tuning
 from paceline.predict.whatif import DRAWS, WhatIfRow, describe_scenario, simulate_what_if
-from paceline.records import CollectiveRecord, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord, StepRecord
+from paceline.records import (
+    CapTimeRecord,
+    CollectiveRecord,
+    LayerProfileRecord,
+    LayerSizeRecord,
+    LayerTimeRecord,
+    StepRecord,
+)
 from paceline.records.samples import Ratio, group_by
-from paceline.report.plots import COLORS, MARKERS, draw_line, label_values, new_figure, place_legend
+from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result, describe_job
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
-from paceline.units import MIB, format_bytes, format_ms, format_number_of
+from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,7 +180,7 @@ POINTS = (
     Column(None, lambda p: "simulated", key="source"),
 )
 CHANGES = (
-    Column("changed", "what", key="changed", is_key=True),
+    Column("changed", lambda c: c.what or "nothing", key="changed", is_key=True),
     Column("by", "factor", "x {:g}".format, "factor", is_key=True),
     Column("best bucket size", lambda c: _join(*c.plateau), priority=3),
     Column(None, lambda c: c.plateau[0], key="plateau_low_bytes"),
@@ -174,19 +188,32 @@ CHANGES = (
     Column("buckets", lambda c: len(c.best.cuts), "count", priority=1),
     Column("backward", "best.backward_s", "ms", priority=2),
     Column("exposed", "best.step.exposed_s", "ms"),
+    Column("beyond the table", lambda c: c.is_beyond or None, "yes", priority=1),
+    Column(None, "is_beyond", key="is_beyond"),
     Column(None, lambda c: build_row(POINTS, c.best), key="best"),
 )
 
 
 class CapsResult(Result):
-    """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce."""
+    """`predict --csv`: backward time for every bucket size, from tables of layers and of all-reduce.
+
+    `measured` are times with some bucket sizes, of steps or of backward, where a table of them was given.
+    """
 
     def _derive(self) -> None:
         self.job = build_job_from_tables(self.only(LayerSizeRecord), self.only(LayerTimeRecord))
         self.cost = fit_curve((record.num_bytes, record.time_s) for record in self.only(CollectiveRecord))
+        self.line = fit_line(zip(self.cost.sizes, self.cost.seconds, strict=True))
         costs = MachineCosts(curve=self.cost)
         self.caps, self.changes = estimate_caps(self.job, costs), estimate_sensitivity(self.job, costs, self.cost)
         self.free_plan = find_best_cuts(self.job, costs)
+        self.closed_form_bytes = estimate_closed_form(self.job, self.line.alpha_s)
+        self.measured = sorted(self.only(CapTimeRecord), key=lambda record: record.cap_bytes)
+
+    def predict_s(self, record: CapTimeRecord) -> float:
+        """What is predicted for a measured time."""
+        step = next(p.step for p in self.caps.points if p.high_bytes >= min(record.cap_bytes, self.job.num_bytes))
+        return step.step_s if record.of == "step" else step.over_s
 
     @property
     def answer(self) -> str:
@@ -197,15 +224,38 @@ class CapsResult(Result):
 
     @property
     def findings(self) -> Sequence[str]:
-        cuts, free = self.free_plan
-        last, size = self.job.gradients[-1].name, self.job.sizes[-1]
+        job, line, (cuts, free), others = self.job, self.line, self.free_plan, self.caps.plateaus[1:]
+        last, size = job.gradients[-1].name, job.sizes[-1]
+        more = f"{len(others)} more ranges of sizes are within 1 %, up to {format_bytes(self.caps.plateaus[-1][1])}"
         return [
-            *self.job.notes,
+            *job.notes,
+            *([more] if others else []),
+            f"all-reduce as a line: alpha {format_ms(line.alpha_s)} ms, beta {format_rate(line.bytes_per_s)} GB/s, off "
+            f"by at most {line.max_rel_residual:.0%}; predictions use the table itself",
+            "closed form where communication is the bottleneck: b* = B sqrt(alpha / T) = "
+            f"{format_bytes(round(self.closed_form_bytes))}; here all bytes take "
+            f"{format_ms(job.num_bytes / line.bytes_per_s)} of {format_ms(job.backward_s)} ms of backward",
             f"the best free plan, {len(cuts)} buckets, takes {format_ms(free.over_s)} ms",
             f"the last gradient ({last}, {format_bytes(size)}) is ready only at the end: "
             f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
             "assumed: one message at a time, no copies, no contention; times include the ranks' wait for each other",
+            *self._describe_measured(),
         ]
+
+    def _describe_measured(self) -> list[str]:
+        if not self.measured:
+            return []
+        errors = [self.predict_s(record) / record.timing.center_s - 1 for record in self.measured]
+        low, high = self.caps.plateau
+        best = min(self.measured, key=lambda record: record.timing.center_s)
+        inside = [record for record in self.measured if low <= record.cap_bytes <= high]
+        off = statistics.fmean(map(abs, errors))
+        text = f"measured, {len(errors)} bucket sizes: predictions are {off:.1%} off on average ({min(errors):+.1%} to "
+        text += f"{max(errors):+.1%}); the best measured is {format_bytes(best.cap_bytes)}"
+        if not inside:
+            return [f"{text}, and no measured size is in the predicted range"]
+        lost = min(record.timing.center_s for record in inside) / best.timing.center_s - 1
+        return [f"{text}, " + ("in the predicted range" if best in inside else f"{lost:.1%} less than in that range")]
 
     def tables(self) -> list[Table]:
         fast = [point for point in self.caps.points if point.backward_s < 1.5 * self.caps.best.backward_s]
@@ -214,13 +264,21 @@ class CapsResult(Result):
         rows = [replace(run[0], high_bytes=run[-1].high_bytes) for run in (list(points) for _, points in like)]
         widest = sorted(rows[:-1], key=lambda row: row.low_bytes / row.high_bytes)[: _MOST_ROWS - 1]
         shown = [row for row in rows if row in (*widest, rows[-1])]
+        compared = (
+            Column("bucket size", "cap_bytes", "bytes", "cap_bytes", is_key=True),
+            Column("time of", "of", key="of", is_key=True),
+            Column("measured", "timing.center_s", "ms", "measured_s", priority=2),
+            Column("predicted", self.predict_s, "ms", "predicted_s", priority=2),
+            Column("error", lambda r: self.predict_s(r) / r.timing.center_s - 1, "{:+.1%}".format, "error"),
+        )
         return [
             Table("caps", "backward against bucket size", POINTS, self.caps.points, shown=shown),
             Table("sensitivity", "what would move it", CHANGES, self.changes),
+            *([Table("measured", "measured and predicted", compared, self.measured)] if self.measured else []),
         ]
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        return {"caps": lambda: plot_caps(self.caps, "Backward time against bucket size", self.config["csv"])}
+        return {"caps": lambda: plot_caps(self), "sensitivity": lambda: plot_sensitivity(self)}
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -230,21 +288,60 @@ class CapsResult(Result):
         (cuts, free), (low, high) = self.free_plan, self.caps.plateau
         return super().to_json() | {
             "best": build_row(POINTS, self.caps.best), "plateau_low_bytes": low, "plateau_high_bytes": high,
+            "plateaus": [list(sizes) for sizes in self.caps.plateaus], "alpha_s": self.line.alpha_s,
+            "beta_bytes_per_s": self.line.bytes_per_s, "closed_form_bytes": self.closed_form_bytes,
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
             "local_backward_s": self.job.backward_s, "notes": list(self.findings), "source": "simulated",
         }  # fmt: skip
 
 
-def plot_caps(curve: CapCurve, title: str, subtitle: str) -> Figure:
-    """Backward time against bucket size, with the plateau of the best, and what one rank takes alone."""
-    figure, axes = new_figure(title, f"{subtitle}; simulated")
-    least = max(curve.points[0].high_bytes, 1) / MIB
-    best, alone_s = curve.best, curve.best.step.local_s
-    _draw_caps(axes, curve.points, lambda point: point.backward_s, (best.high_bytes, best.backward_s), alone_s)
-    low, high = curve.plateau
-    axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, label="within 1 % of the best")
-    axes.set(xlim=(least, None), ylim=(0, None), ylabel="backward with communication (ms)")
+def plot_caps(result: CapsResult) -> Figure:
+    """Time against bucket size: predicted, with the plateau of the best, and measured where it was."""
+    curve, measured, best = result.caps, result.measured, result.caps.best
+    of = measured[0].of if measured else "backward"
+    figure, axes = new_figure(
+        f"{of.capitalize()} time against bucket size", f"{result.config['csv']}; lines: simulated"
+    )
+    least, rest_s = max(curve.points[0].high_bytes, 1) / MIB, best.step.step_s - best.step.over_s
+    around_s = rest_s if of == "step" else 0.0
+    ends = best.high_bytes, best.backward_s + around_s
+    _draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, best.step.local_s + around_s)
+    for number, (low, high) in enumerate(curve.plateaus):
+        label = "_" if number else "within 1 % of the best"
+        axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, lw=0, label=label)
+    axes.axvline(result.closed_form_bytes / MIB, color=COLORS[3], ls="--", lw=1, label="closed form b*")
+    if measured:
+        points = [(r.cap_bytes / MIB, r.timing.center_s * 1e3, None, None) for r in measured]
+        draw_line(axes, 1, points, "measured (imported)", marker="o")
+        size, best_ms, *_ = min(points, key=lambda point: point[1])
+        axes.plot([size], [best_ms], "*", color=COLORS[1], markersize=15, label="best measured")
+    axes.set(xlim=(least, None), ylim=(0, None), ylabel=f"{of} with communication (ms)")
     place_legend(figure, axes)
+    return figure
+
+
+def plot_sensitivity(result: CapsResult) -> Figure:
+    """The best bucket sizes with one input multiplied by a factor: the bytes B, the latency alpha, the rate beta."""
+    named = {"B": "bytes of the model (B)", "alpha": "latency (alpha)", "beta": "bandwidth (beta)"}
+    figure, grid = build_panels(list(named.values()), "What moves the best bucket size", "simulated")
+    for axes, what in zip(grid, named, strict=True):
+        curves = sorted((c for c in result.changes if c.what in ("", what)), key=lambda curve: curve.factor)
+        for curve in curves:
+            for low, high in curve.plateaus:
+                axes.plot([curve.factor] * 2, [max(low, 1024) / MIB, high / MIB], color=COLORS[2], alpha=0.35, lw=4)
+            low, high = curve.plateau
+            face = "white" if curve.is_beyond else COLORS[0]
+            axes.plot([curve.factor] * 2, [max(low, 1024) / MIB, high / MIB], "o-", color=COLORS[0], mfc=face, lw=2)
+        power = {"B": 1.0, "alpha": 0.5, "beta": 0.0}[what]
+        form = [result.closed_form_bytes * curve.factor**power / MIB for curve in curves]
+        axes.plot([curve.factor for curve in curves], form, "--", color=COLORS[3], lw=1)
+        axes.set(xscale="log", yscale="log", xlabel="multiplied by")
+        label_values(axes, [curve.factor for curve in curves], "x {:g}".format)
+    grid[0].set_ylabel("bucket size (MiB)")
+    grid[0].plot([], [], "o-", color=COLORS[0], label="widest range within 1 % of the best")
+    grid[0].plot([], [], color=COLORS[2], alpha=0.35, lw=4, label="other ranges within 1 %")
+    grid[0].plot([], [], "--", color=COLORS[3], lw=1, label="closed form b*")
+    place_legend(figure, grid[0])
     return figure
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.errors import ConfigError, RecordError, refuse
+from paceline.machine import canonical_backend
 from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.records.environment import capture_environment
-from paceline.records.exchange import load_layer_sizes, load_layer_times, load_table
+from paceline.records.exchange import load_cap_times, load_layer_sizes, load_layer_times, load_table
 from paceline.records.store import Run, create_folder, load_run
 
 if TYPE_CHECKING:
@@ -74,18 +75,31 @@ def predict(
     return _save(PredictResult(Run("predict", config, capture_environment(), (found[0], *sweep))), out)
 
 
-def predict_csv(folder: str | Path, *, out: Place = None) -> CapsResult:
-    """Backward time for every bucket size, from a folder with layer-sizes, layer-times and allreduce-times (CSV)."""
+def predict_csv(
+    folder: str | Path, *, ranks: int | None = None, backend: str | None = None, measured: Place = None,
+    out: Place = None,
+) -> CapsResult:  # fmt: skip
+    """Backward time for every bucket size, from a folder with layer-sizes, layer-times and allreduce-times (CSV).
+
+    `ranks` and `backend` choose from a table of all-reduce that has several. `measured` is a table of times by bucket
+    size (columns `bucket_size` and `step_s` or `backward_s`) to compare with.
+    """
     from paceline.report.predictions import CapsResult
 
     folder = Path(folder)
     sweep = [r for r in load_table(_find_file(folder, "allreduce-times")) if r.world_size > 1]
-    worlds = {(record.backend, record.world_size) for record in sweep}
-    if len(worlds) != 1:
-        raise ConfigError(f"--csv {folder}: all-reduce of {len(worlds)} backends or numbers of ranks; one is needed")
+    wanted = None if backend is None else canonical_backend(backend)
+    chosen = [r for r in sweep if ranks in (None, r.world_size) and wanted in (None, canonical_backend(r.backend))]
+    if len({(record.backend, record.world_size) for record in chosen}) != 1:
+        there = ", ".join(dict.fromkeys(f"{r.backend} on {r.world_size} ranks" for r in sweep)) or "no two ranks"
+        raise ConfigError(f"--csv {folder}: all-reduce of {there}; choose one with --ranks and --backend")
+    # Our wrapper's buckets lie in shared memory.
+    chosen = [record for record in chosen if record.memory == "shared"] or chosen
     sizes, times = (_find_file(folder, stem) for stem in ("layer-sizes", "layer-times"))
-    records = (*load_layer_sizes(sizes), *load_layer_times(times), *sweep)
-    return _save(CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), records)), out)
+    steps = [] if measured is None else load_cap_times(measured)
+    records = (*load_layer_sizes(sizes), *load_layer_times(times), *chosen, *steps)
+    result = CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), records))
+    return _save(result, out)
 
 
 def _save(result: R, out: str | Path | None) -> R:
