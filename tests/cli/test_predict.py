@@ -41,9 +41,68 @@ def test_one_document_with_the_plateau(command, tables, tmp_path):
     # The first layer, 12 MB, and the tied embedding, 4 MB, are ready last: two messages are exposed whatever the plan.
     assert document["best"]["exposed_s"] == pytest.approx(2e-4 + 16e6 / 1e9, rel=0.05)
     assert document["plateau_low_bytes"] <= document["best"]["high_bytes"] <= document["plateau_high_bytes"]
-    assert {row["changed"] for row in document["sensitivity"]} == {"B", "alpha", "beta"}
+    assert {row["changed"] for row in document["sensitivity"]} == {"nothing", "B", "alpha", "beta"}
+    same = document["sensitivity"][0]
+    assert same["factor"] == 1 and same["best"] == document["best"] and not same["is_beyond"]
+    # B x 10 has buckets above 40 MB, the largest message of the table.
+    assert [row["factor"] for row in document["sensitivity"] if row["is_beyond"]] == [10]
+    assert document["alpha_s"] == pytest.approx(1e-4) and document["beta_bytes_per_s"] == pytest.approx(1e9)
+    assert document["closed_form_bytes"] == pytest.approx(28e6 * math.sqrt(1e-4 / 0.05))
     run = Path(document["run"])
     assert {path.name for path in run.iterdir()} >= {"run.json", "caps.csv", "caps.md", "caps.png", "sensitivity.md"}
+
+
+@pytest.mark.parametrize(("row_s", "expected_s"), [(0.06, 0.06), (1.6e-6, 0.05)])
+def test_backward_takes_what_its_own_row_says_unless_that_is_only_the_call(tables, row_s, expected_s):
+    rows = f"backward,{row_s},{row_s},{row_s},0,{row_s}\n"
+    (tables / "layer-times-model.csv").write_text(TIMES + rows)
+    result = predict_csv(tables)
+    assert result.job.backward_s == pytest.approx(expected_s) == result.job.ready_s[-1]
+    assert any("shared evenly" in note for note in result.job.notes) == (expected_s == row_s)
+
+
+def test_one_of_several_numbers_of_ranks_is_chosen(command, tables, tmp_path):
+    header, *rows = ALLREDUCE.splitlines()
+    other = [row.replace("nccl,8", "gloo,4") for row in rows]
+    (tables / "allreduce-times-model.csv").write_text("\n".join([header, *rows, *other]) + "\n")
+    asked = ("predict", "--csv", str(tables), "--json", "--out", str(tmp_path / "runs"))
+    for more, words in (
+        ((), "nccl on 8 ranks, gloo on 4 ranks; choose one with --ranks and --backend"),
+        (("--ranks", "2"), "nccl on 8 ranks"),
+        (("--ranks", "4,8"), "one number is needed"),
+        (("--network", "10gbe"), "--network with --csv"),
+    ):
+        answer = command(*asked, *more)
+        assert answer.code == 2 and words in answer.err and len(answer.err.splitlines()) == 1, answer.err
+    whole = predict_csv(tables, backend="nccl")
+    for more in (("--ranks", "8"), ("--backend", "nccl")):
+        document = json.loads(command(*asked, *more).out)
+        assert document["best"]["backward_s"] == whole.caps.best.backward_s
+
+
+def test_measured_times_are_compared(command, tables, tmp_path):
+    best = predict_csv(tables).caps.best.backward_s
+    table = tmp_path / "measured.csv"
+    table.write_text(f"bucket_size,backward_s,note\n1MiB,{best * 1.1},a\n25MB,{best * 1.2},b\n1GiB,{best * 2},c\n")
+    asked = ("predict", "--csv", str(tables), "--measured", str(table), "--out", str(tmp_path / "runs"))
+    document = json.loads(command(*asked, "--json").out)
+    rows = document["measured"]
+    assert [row["cap_bytes"] for row in rows] == [2**20, 25_000_000, 2**30]
+    assert rows[0]["error"] == pytest.approx(1 / 1.1 - 1, abs=0.01) and rows[2]["error"] < rows[0]["error"]
+    assert "the best measured is 1 MiB" in document["notes"][-1]
+    again = load_result(document["run"])
+    labels = again.figure("caps").axes[0].get_legend_handles_labels()[1]
+    assert {"measured (imported)", "best measured", "closed form b*"} <= set(labels)
+    for text, words in (
+        ("bucket_size\n1MiB\n", "lacks"),
+        ("bucket_size,step_s\n25,0.1\n", "has no unit"),
+        ("bucket_size,step_s\n25MiB,0\n", "0.0 s"),
+    ):
+        table.write_text(text)
+        answer = command(*asked)
+        assert answer.code == 2 and words in answer.err and len(answer.err.splitlines()) == 1, answer.err
+    answer = command("predict", "--model-profile", "nowhere", "--measured", str(table))
+    assert answer.code == 2 and "--measured is compared with --csv" in answer.err
 
 
 def test_a_person_reads_the_answer(command, tables, tmp_path):

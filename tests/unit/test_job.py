@@ -124,6 +124,11 @@ def test_the_curve_has_each_partition_once_and_a_floor_that_no_bucket_size_remov
     assert curve.best.step.exposed_s < 1.2 * floor_s
     low, high = curve.plateau
     assert low <= 25 * mib <= high
+    # Every size of every range is within 1 %, every other is not, and the answer is the widest range.
+    fast = [point for point in curve.points if point.backward_s <= 1.01 * curve.best.backward_s]
+    covered = [p for p in curve.points if any(a <= p.low_bytes and p.high_bytes <= b for a, b in curve.plateaus)]
+    assert covered == fast and len(curve.plateaus) > 1
+    assert high / low == max(b / a for a, b in curve.plateaus)
     assert (
         curve.points[0].backward_s > 1.5 * curve.best.backward_s and curve.points[-1].backward_s > curve.best.backward_s
     )
