@@ -72,8 +72,8 @@ class CapCurve:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether the best has a bucket larger than any message whose time is known."""
-        return max(bucket.num_bytes for bucket in self.best.step.buckets) > self.most_bytes
+        """Whether it takes a bucket larger than any message whose time is known."""
+        return max(bucket.num_bytes for bucket in self.chosen.step.buckets) > self.most_bytes
 
     @property
     def plateaus(self) -> list[tuple[int, int]]:
@@ -89,6 +89,13 @@ class CapCurve:
     def plateau(self) -> tuple[int, int]:
         """The widest of them on a log axis: the answer to "which bucket size", and not the spike of the minimum."""
         return max(self.plateaus, key=lambda sizes: sizes[1] / sizes[0])
+
+    @property
+    def chosen(self) -> CapPoint:
+        """The best in that range."""
+        low, high = self.plateau
+        inside = (point for point in self.points if low <= point.low_bytes and point.high_bytes <= high)
+        return min(inside, key=lambda point: point.backward_s)
 
 
 def estimate_caps(job: Job, costs: MachineCosts) -> CapCurve:
