@@ -402,6 +402,7 @@ def read_threads() -> tuple[int, str, int]:
     return os.getppid(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_a_server_is_replaced_when_it_is_killed_or_its_imports_are_stale(monkeypatch):
     with paceline.RankPool(1) as pool:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")  # libraries read it when they are imported

@@ -223,7 +223,7 @@ def plain_reference(warm_pool, tmp_path_factory) -> Path:
 PLAIN = {"dropout": None, "lr": 0.02}
 
 
-@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_another_number_of_ranks_takes_the_same_steps(train, plain_reference, tmp_path, ranks):
     first = train(tmp_path / "run", before_step=stop_the_last_rank, **PLAIN)
     shared = {"ranks": ranks, "batch_size": None, "global_batch_size": 12}
