@@ -170,7 +170,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_a_stopped_run_saves_where_it_is_and_goes_on_to_the_bit(train, reference, tmp_path):
-    # One rank is told, all stop after the same step, whatever that is.
+    # One rank gets the signal, all stop after the same step, whatever that is.
     first = train(tmp_path / "run", before_step=stop_the_last_rank)
     assert {(seen.signal, seen.step) for seen in first} == {(signal.SIGTERM, first[0].step)}
     assert 4 <= first[0].step < STEPS and not (tmp_path / "run" / "weights.safetensors").exists()
