@@ -263,6 +263,7 @@ run("drifting")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_in_a_launched_world_calls_and_commands_agree_and_one_wrong_rank_fails_all(start, tmp_path):
     (tmp_path / "program.py").write_text(LAUNCHED)
@@ -294,7 +295,7 @@ def test_in_a_launched_world_calls_and_commands_agree_and_one_wrong_rank_fails_a
 LONG = ("-m", "paceline", "bench", "allreduce", "--sizes", "4KiB,64MiB", "--iters", "1000", "--warmup", "1")
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_run_keeps_what_was_finished_and_leaves_no_process(start, tmp_path, ending):
     job = start(*LONG)
     try:

@@ -29,7 +29,7 @@ def train(type_, *arguments: str) -> dict:
     assert answer.code == 0, answer.err
     document = json.loads(answer.out)
     assert document["finished"] and all(np.isfinite(epoch["loss"]) for epoch in document["epochs"])
-    return document | {"told": answer.err}
+    return document | {"received": answer.err}
 
 
 @pytest.fixture(autouse=True)
@@ -74,14 +74,14 @@ def test_cifar10_from_its_batches_on_two_ranks(tmp_path):
     document = train(type_command, *TINY, "--data", "cifar10:cifar", "--ranks", "2", "--batch-size", "10")
     assert (document["world_size"], document["steps"]) == (2, 2)
     assert document["epochs"][0]["samples"] == 40
-    assert "40 images of 3 x 32 x 32 in 10 classes" in document["told"]
+    assert "40 images of 3 x 32 x 32 in 10 classes" in document["received"]
 
 
 def test_cifar10_from_parquet(tmp_path):
     save_cifar_parquet(tmp_path / "cifar")
     document = train(type_alone, *TINY, "--data", "cifar10:cifar", "--batch-size", "20")
     assert document["epochs"][0]["samples"] == 40
-    assert "40 images of 3 x 32 x 32 in 10 classes" in document["told"]
+    assert "40 images of 3 x 32 x 32 in 10 classes" in document["received"]
 
 
 def test_mrpc_from_its_files(tmp_path):

@@ -138,7 +138,7 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "received"),
     [
         ([], "give --network NAMES, --allreduce RUN, or both"),
         (["--network", "hdr", "--ranks", "0"], "--ranks '0' is not a whole number of at least 1"),
@@ -161,9 +161,9 @@ def test_each_option_does_what_it_says(predict, plain, words, change):
         (["--network", "hdr", "--csv", "{gloo}"], "give one of them"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(predict, tmp_path, words, told):
+def test_what_is_wrong_is_said_in_one_line(predict, tmp_path, words, received):
     answer = predict(*words)
-    assert answer.code == 2 and told in answer.err and answer.err.count("\n") == 1, answer
+    assert answer.code == 2 and received in answer.err and answer.err.count("\n") == 1, answer
     assert not (tmp_path / "runs").exists()
 
 

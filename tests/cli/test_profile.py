@@ -1,4 +1,4 @@
-"""`paceline profile` as a user types it: phases, layers, traces, networks, and two runs beside each other."""
+"""`paceline profile` as a user types it: phases, layers, traces, networks, and two runs compared."""
 
 from __future__ import annotations
 

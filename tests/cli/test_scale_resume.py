@@ -283,9 +283,9 @@ def test_runs_at_once_in_a_launched_world_are_refused(monkeypatch, tmp_path):
 @pytest.fixture
 def small(monkeypatch, studies) -> None:
     """The three parts of `scale report` are asked for as in the finished studies."""
-    for name, (kind, _, measure) in scale.STUDIES.items():
+    for name, (kind, _, *rest) in scale.STUDIES.items():
         settings = kind.from_json(load_run(studies[name]["run"]).config)
-        monkeypatch.setitem(scale.STUDIES, name, (kind, lambda settings=settings, **_: settings, measure))
+        monkeypatch.setitem(scale.STUDIES, name, (kind, lambda settings=settings, **_: settings, *rest))
 
 
 def assert_whole(folder: Path, studies: dict[str, dict], command_line: str) -> None:

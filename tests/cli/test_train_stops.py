@@ -148,7 +148,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_never_was(start, t
         # The group has the process, too: what it does alone is a part of that.
         pytest.param(signal.SIGTERM, os.kill, marks=pytest.mark.slow),
         (signal.SIGTERM, os.killpg),
-        (signal.SIGINT, os.killpg),
+        pytest.param(signal.SIGINT, os.killpg, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
@@ -167,6 +167,7 @@ def test_a_signal_saves_and_ends_the_run(start, tmp_path, number, tell):
     assert_nothing_temporary(folder)
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
     job = start(*COMMAND, *TRAIN, "--ranks", "2", "--out", "out")
     wait_for_steps(job, tmp_path / "out", 1)

@@ -126,13 +126,13 @@ def objects() -> Any:
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, {"rank": rank, "text": "x" * (10 ** (rank + 2))})
-    told: list[Any] = ["from the last", {1, 2}, None] if rank == size - 1 else [None] * 3
-    dist.broadcast_object_list(told, src=size - 1)
+    received: list[Any] = ["from the last", {1, 2}, None] if rank == size - 1 else [None] * 3
+    dist.broadcast_object_list(received, src=size - 1)
     collected: Any = [None] * size if rank == 0 else None
     dist.gather_object(("mine", rank), collected, dst=0)
     given: list[Any] = [None]
     dist.scatter_object_list(given, [f"to {r}" for r in range(size)] if rank == 1 else None, src=1)
-    return everyone, told, collected, given
+    return everyone, received, collected, given
 
 
 def reductions() -> Any:
@@ -203,15 +203,15 @@ def asynchronous() -> Any:
     values = [numbers(size) for size in (1, 1000, 100_000) for _ in range(5)]
     works = [dist.all_reduce(value, async_op=True) for value in values]
     doubled = dist.all_reduce(numbers(), async_op=True).get_future().then(lambda future: future.value()[0] * 2)
-    told = numbers()
-    telling = dist.broadcast(told, 1, async_op=True)
+    received = numbers()
+    telling = dist.broadcast(received, 1, async_op=True)
     parts = [torch.zeros(6) for _ in range(dist.get_world_size())]
     gathering = dist.all_gather(parts, numbers(), async_op=True)
     into = torch.zeros(6 * dist.get_world_size())
     waits = [work.wait() for work in (*works, telling, gathering, dist.barrier(async_op=True))]
     dist.all_gather_into_tensor(into, numbers(), async_op=True).get_future().wait()
     done = all(work.is_completed() for work in works)
-    return [value.sum() for value in values], doubled.wait(), told, parts, into, all(waits), done
+    return [value.sum() for value in values], doubled.wait(), received, parts, into, all(waits), done
 
 
 def coalesced() -> Any:
@@ -303,18 +303,18 @@ def scattered_in_memory() -> Any:
     def turned(rows: int = 3) -> torch.Tensor:
         return numbers(4 * rows).view(4, rows).t()
 
-    reduced, told = turned(), turned()
+    reduced, received = turned(), turned()
     parts = [torch.zeros(4, 3).t() for _ in range(size)]
     plain_parts = [torch.zeros(3, 4) for _ in range(size)]
     found = {
         "reduce": outcome(lambda: dist.all_reduce(reduced)),
-        "broadcast": outcome(lambda: dist.broadcast(told, 1)),
+        "broadcast": outcome(lambda: dist.broadcast(received, 1)),
         "gather": outcome(lambda: dist.all_gather(plain_parts, turned())),
         "into": outcome(lambda: dist.all_gather(parts, turned().contiguous())),
         "flat": outcome(lambda: dist.all_gather_into_tensor(torch.zeros(3 * size, 4), turned())),
         "scatter": outcome(lambda: dist.reduce_scatter_tensor(torch.zeros(3, 4), turned(3 * size))),
     }
-    return found, reduced, told, parts, plain_parts
+    return found, reduced, received, parts, plain_parts
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------

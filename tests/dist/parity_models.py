@@ -276,7 +276,7 @@ def size_by_rank(step: int, rank: int, micro: int, world_size: int) -> int:
 
 
 def size_for_norms(step: int, rank: int, micro: int, world_size: int) -> int:
-    """Enough for a variance that does not come near zero, where rounding would be magnified."""
+    """Enough for a variance that stays away from zero, where rounding would be magnified."""
     return 8
 
 

@@ -32,9 +32,9 @@ for one, other in zip(found, train(build(0), range(size)), strict=True):
 everyone = [None] * size
 dist.all_gather_object(everyone, f"rank {rank}")
 assert everyone == [f"rank {r}" for r in range(size)]
-told = [dist.get_backend(), size] if rank == 0 else [None, None]
-dist.broadcast_object_list(told, src=0)
-assert told == [sys.argv[1].split(":")[-1], size]
+received = [dist.get_backend(), size] if rank == 0 else [None, None]
+dist.broadcast_object_list(received, src=0)
+assert received == [sys.argv[1].split(":")[-1], size]
 pair = dist.new_group([0, 1])
 total = torch.ones(3)
 dist.all_reduce(total, group=pair)

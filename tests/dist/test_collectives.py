@@ -53,12 +53,12 @@ def test_memories_and_the_limit_take_turns_in_one_cell(on_ranks, dtype):
     wanted = settings(**BOTH, dtype=dtype, ranks=(2, 3), sizes=(4 * KIB, MIB + 24))
     answers = on_ranks(3, measure_collectives, wanted)
     assert answers[0].records == answers[1].records == answers[2].records
-    told = [
+    received = [
         (r.world_size, r.num_bytes, r.operation if isinstance(r, MemoryRecord) else (r.backend, r.memory))
         for r in answers[0].records
     ]
     turns = [("gloo", "ordinary"), ("shm", "ordinary"), ("shm", "shared"), "add", "copy"]
-    assert told == [(n, size, turn) for n in (2, 3) for size in (4 * KIB, MIB + 24) for turn in turns]
+    assert received == [(n, size, turn) for n in (2, 3) for size in (4 * KIB, MIB + 24) for turn in turns]
     for record in answers[0].records:
         assert isinstance(record, CollectiveRecord | MemoryRecord) and isinstance(record.timing, Samples)
         elements = record.num_bytes // wanted.item_bytes

@@ -1,4 +1,4 @@
-"""Names that programs written for torch's DistributedDataParallel use beside its documented ones, and its `Join`."""
+"""Names that programs written for torch's DistributedDataParallel use besides its documented ones, and its `Join`."""
 
 from __future__ import annotations
 

@@ -94,11 +94,11 @@ def test_the_rank_that_failed_first_is_named_with_its_traceback(on_ranks, culpri
 
 
 def raise_config_error() -> None:
-    raise ConfigError(f"told by rank {os.environ['RANK']}")
+    raise ConfigError(f"raised by rank {os.environ['RANK']}")
 
 
 def test_an_error_of_ours_comes_back_as_itself(on_ranks):
-    with pytest.raises(ConfigError, match="told by rank"):
+    with pytest.raises(ConfigError, match="raised by rank"):
         on_ranks(2, raise_config_error)
 
 
@@ -402,6 +402,7 @@ def read_threads() -> tuple[int, str, int]:
     return os.getppid(), os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
 
 
+@pytest.mark.slow
 def test_a_server_is_replaced_when_it_is_killed_or_its_imports_are_stale(monkeypatch):
     with paceline.RankPool(1) as pool:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")  # libraries read it when they are imported

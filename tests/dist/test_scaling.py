@@ -117,9 +117,9 @@ def test_all_that_takes_turns_has_equal_repetitions(measured):
         ("none", "", 1), *((c.wrapper, c.backend, n) for n in (2, 3) for c in SETUPS)
     ]  # fmt: skip
     for record in records:
-        told = [record.timing] if record.world_size == 1 else [record.timing, record.no_comm, record.busy]
-        assert all((s.count, s.num_ranks) == (ITERS, record.world_size) for s in told)
-        assert len({len(s.warmup_seconds) for s in told}) == 1 and len(told[0].warmup_seconds) > 0
+        received = [record.timing] if record.world_size == 1 else [record.timing, record.no_comm, record.busy]
+        assert all((s.count, s.num_ranks) == (ITERS, record.world_size) for s in received)
+        assert len({len(s.warmup_seconds) for s in received}) == 1 and len(received[0].warmup_seconds) > 0
         assert (record.mode, record.cell_size) == (cell.mode, cell.samples)
 
 
@@ -205,8 +205,8 @@ def test_gradients_are_averaged_over_the_ranks_of_the_turn_alone(measured, world
     ],
 )
 def test_what_the_ranks_or_the_data_cannot_be_is_refused_on_all_ranks(on_ranks, changes, num_ranks, cell, words):
-    told = on_ranks(num_ranks, fail_to_measure, replace(STUDY, **changes), cell)
-    assert len(set(told)) == 1 and words in told[0]
+    received = on_ranks(num_ranks, fail_to_measure, replace(STUDY, **changes), cell)
+    assert len(set(received)) == 1 and words in received[0]
 
 
 def fail_to_measure(settings: ScaleSettings, cell: Cell) -> str:
@@ -276,8 +276,8 @@ def test_a_batch_above_the_data_is_a_row(on_ranks):
 
 
 def test_another_error_is_no_row(on_ranks):
-    (told,) = on_ranks(1, fail_to_sweep, replace(JOB, batch_size=4), "size mismatch", RuntimeError)
-    assert "size mismatch" in told
+    (received,) = on_ranks(1, fail_to_sweep, replace(JOB, batch_size=4), "size mismatch", RuntimeError)
+    assert "size mismatch" in received
 
 
 def fail_to_sweep(settings: TrainSettings, text: str, error: type[Exception]) -> str:

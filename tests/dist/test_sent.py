@@ -31,7 +31,7 @@ def count_steps(backend: str, dtype_name: str) -> list[Any]:
     from paceline.parallel import DDP
     from tests.dist.wrapped import REDUCERS
 
-    told: list[Any] = []
+    received: list[Any] = []
     with paceline.init(backend=backend):
         for options in REDUCERS:
             layers = (nn.Linear(4, 300), nn.BatchNorm1d(300), nn.Linear(300, 300), nn.Linear(300, 3))
@@ -48,17 +48,19 @@ def count_steps(backend: str, dtype_name: str) -> list[Any]:
                 sent.append((after.num_messages - before.num_messages, after.num_bytes - before.num_bytes))
                 model.zero_grad()
             assert model.plan is not None
-            told.append((options, sent, len(params), sum(param.nbytes for param in params), len(model.plan.buckets)))
+            received.append(
+                (options, sent, len(params), sum(param.nbytes for param in params), len(model.plan.buckets))
+            )
             model.stop()
-    return told
+    return received
 
 
 @pytest.mark.parametrize("dtype_name", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_gradient_is_sent_once_and_nothing_else_counts(on_ranks, backend, dtype_name):
-    told = on_ranks(2, count_steps, backend, dtype_name)
-    assert told[0] == told[1]
-    for options, sent, num_params, num_bytes, num_buckets in told[0]:
+    received = on_ranks(2, count_steps, backend, dtype_name)
+    assert received[0] == received[1]
+    for options, sent, num_params, num_bytes, num_buckets in received[0]:
         wanted = {"flat": 1, "overlap": num_params, "per_parameter": num_params}
         assert num_buckets == wanted.get(options["reducer"], num_buckets)
         # In the first step there is no plan yet.
@@ -112,8 +114,8 @@ def measure_wrongly(settings: ScaleSettings, fault: str) -> tuple[str, int]:
 )
 def test_a_study_refuses_what_was_sent_twice_or_not_counted(on_ranks, setup, fault, times):
     settings = ScaleSettings(job=JOB, ranks=(1, 2), setups=(setup,), batch_sizes=(2,), iters=1)
-    told = on_ranks(2, measure_wrongly, settings, fault)
-    assert told[0] == told[1]
-    words, num_bytes = told[0]
+    received = on_ranks(2, measure_wrongly, settings, fault)
+    assert received[0] == received[1]
+    words, num_bytes = received[0]
     assert f"{setup.wrapper} on {setup.backend}, 2 ranks: in step 1 rank 0 sent" in words
     assert f"{times * num_bytes} bytes of gradients in {times} messages and the plan has {num_bytes}" in words

@@ -432,6 +432,7 @@ def test_ranks_are_asked_to_save_and_stop(play):
     assert (job.returncode, out.split()) == (0, ["saved", "15"]) and "interrupt once more" in err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_second_interrupt_ends_ranks_that_do_not_listen(play):
     job = play("deaf", "listening")

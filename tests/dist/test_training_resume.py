@@ -170,7 +170,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def test_a_stopped_run_saves_where_it_is_and_goes_on_to_the_bit(train, reference, tmp_path):
-    # One rank is told, all stop after the same step, whatever that is.
+    # One rank gets the signal, all stop after the same step, whatever that is.
     first = train(tmp_path / "run", before_step=stop_the_last_rank)
     assert {(seen.signal, seen.step) for seen in first} == {(signal.SIGTERM, first[0].step)}
     assert 4 <= first[0].step < STEPS and not (tmp_path / "run" / "weights.safetensors").exists()
@@ -223,7 +223,7 @@ def plain_reference(warm_pool, tmp_path_factory) -> Path:
 PLAIN = {"dropout": None, "lr": 0.02}
 
 
-@pytest.mark.parametrize("ranks", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_another_number_of_ranks_takes_the_same_steps(train, plain_reference, tmp_path, ranks):
     first = train(tmp_path / "run", before_step=stop_the_last_rank, **PLAIN)
     shared = {"ranks": ranks, "batch_size": None, "global_batch_size": 12}

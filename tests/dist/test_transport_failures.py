@@ -1,4 +1,4 @@
-"""What survivors are told when a rank is killed, stops, does not come, leaves or differs; and that nothing is left."""
+"""What survivors report when a rank is killed, stops, is absent, leaves or differs; and that nothing is left."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def work_until_it_fails(rank: int, say: Any, seed: int, timeout_s: float) -> dic
     for _ in range(3):
         step()
     say("working")
-    told = catch(step)
+    received = catch(step)
     again = catch(lambda: dist.all_reduce(tensors[1]))
-    assert again["error"] == told["error"]  # it stays so
-    return told
+    assert again["error"] == received["error"]  # it stays so
+    return received
 
 
 def harm(trials: int, seed: int, number: int, timeout_s: float, code: str, limit_s: float) -> list[float]:
-    """Send a signal to one of three ranks, again and again; the seconds until the last survivor was told."""
+    """Send a signal to one of three ranks, again and again; the seconds until the last survivor had an error."""
     draw, took = random.Random(seed), []
     for trial in range(trials):
         with Ranks(3, work_until_it_fails, draw.random(), timeout_s) as ranks:
@@ -75,11 +75,11 @@ def harm(trials: int, seed: int, number: int, timeout_s: float, code: str, limit
             time.sleep(draw.random() * 0.05)
             harmed = time.monotonic()
             os.kill(ranks.pids[victim], number)
-            for rank, told in ranks.conclude(victim).items():
-                late = told["when_s"] - harmed
-                about = f"trial {trial} (seed {seed}): rank {rank} was told {told} after {late:.2f} s"
-                assert f"rank {victim} (process {ranks.pids[victim]})" in told["error"], about
-                assert told["code"] == code and late < limit_s + SOON_S, about
+            for rank, received in ranks.conclude(victim).items():
+                late = received["when_s"] - harmed
+                about = f"trial {trial} (seed {seed}): rank {rank} got {received} after {late:.2f} s"
+                assert f"rank {victim} (process {ranks.pids[victim]})" in received["error"], about
+                assert received["code"] == code and late < limit_s + SOON_S, about
                 took.append(late)
     return took
 
@@ -137,11 +137,11 @@ def stay_away_asleep(rank: int, say: Any, missing: int) -> dict[str, Any]:
     if rank == missing:
         time.sleep(1.5)
         # Late, it hears that the others have given it up, and does not wait for them.
-        told = catch(lambda: all_reduce(torch.ones(50_000), 30.0).wait())
-        assert time.monotonic() - began < 1.5 + SOON_S and f"rank {missing}" in told["error"], told
-        return told
-    told = catch(lambda: all_reduce(torch.ones(50_000), 0.5).wait())
-    return told | {"took_s": told["when_s"] - began}
+        received = catch(lambda: all_reduce(torch.ones(50_000), 30.0).wait())
+        assert time.monotonic() - began < 1.5 + SOON_S and f"rank {missing}" in received["error"], received
+        return received
+    received = catch(lambda: all_reduce(torch.ones(50_000), 0.5).wait())
+    return received | {"took_s": received["when_s"] - began}
 
 
 @pytest.mark.parametrize("missing", [0, 2])
@@ -164,9 +164,9 @@ def kill_behind_a_sleeper() -> None:
         ranks.hear_all()
         killed = time.monotonic()
         os.kill(ranks.pids[2], signal.SIGKILL)
-        told = ranks.conclude(1, 2)[0]
-        assert f"rank 2 (process {ranks.pids[2]})" in told["error"] and told["code"] == "peer-lost"
-        assert told["when_s"] - killed < SOON_S
+        received = ranks.conclude(1, 2)[0]
+        assert f"rank 2 (process {ranks.pids[2]})" in received["error"] and received["code"] == "peer-lost"
+        assert received["when_s"] - killed < SOON_S
 
 
 def test_a_death_is_seen_behind_a_rank_that_sleeps(forked):
@@ -185,10 +185,10 @@ def leave_or_wait(rank: int, say: Any, size: int) -> dict[str, Any]:
         dist.destroy_process_group()
         later.join()
         # What outlives the group says so, and does not crash.
-        told = [catch(call)["code"] for call in (waiting.wait, lambda: group.allreduce([torch.ones(3)]))]
-        assert waiting.is_completed() and not waiting.is_success(), told
-        told.append(catch(waiting.get_future().wait)["code"])
-        assert told == ["closed"] * 3
+        received = [catch(call)["code"] for call in (waiting.wait, lambda: group.allreduce([torch.ones(3)]))]
+        assert waiting.is_completed() and not waiting.is_success(), received
+        received.append(catch(waiting.get_future().wait)["code"])
+        assert received == ["closed"] * 3
         return {}
     # A small one may still be met, since everything that is needed of rank 1 has been put out; the next one is not.
     return catch(lambda: dist.all_reduce(torch.ones(size)))
@@ -198,8 +198,8 @@ def leave(size: int) -> None:
     with Ranks(3, leave_or_wait, size) as ranks:
         assert ranks.hear(1) == "closed"
         answers = ranks.conclude()
-    told = {(answers[rank]["code"], answers[rank]["error"]) for rank in (0, 2)}
-    assert len(told) == 1 and min(told)[0] == "peer-lost" and "rank 1 (process" in min(told)[1], told
+    received = {(answers[rank]["code"], answers[rank]["error"]) for rank in (0, 2)}
+    assert len(received) == 1 and min(received)[0] == "peer-lost" and "rank 1 (process" in min(received)[1], received
 
 
 @pytest.mark.parametrize("size", [4, 500_000])
@@ -222,8 +222,8 @@ def differ(rank: int, say: Any, how: str) -> str:
     return describe(catch(lambda: dist.all_reduce(tensor, op)))
 
 
-def describe(told: dict[str, Any]) -> str:
-    return f"{told['code']}: {told['error']}"
+def describe(received: dict[str, Any]) -> str:
+    return f"{received['code']}: {received['error']}"
 
 
 def differ_in(how: str) -> list[str]:
@@ -241,8 +241,10 @@ def differ_in(how: str) -> list[str]:
     ],
 )
 def test_ranks_that_differ_are_all_told_the_same(forked, how, words):
-    told = forked(HERE + "differ_in", how)
-    assert len(told) == 3 and len(set(told)) == 1 and told[0].startswith("mismatch: ") and words in told[0]
+    received = forked(HERE + "differ_in", how)
+    assert (
+        len(received) == 3 and len(set(received)) == 1 and received[0].startswith("mismatch: ") and words in received[0]
+    )
 
 
 def fork_in_between(rank: int, say: Any) -> list[float]:
@@ -256,15 +258,15 @@ def fork_in_between(rank: int, say: Any) -> list[float]:
             lambda: dist.all_reduce(tensor), lambda: dist.all_reduce(tensor, async_op=True), lambda: dist.barrier(),
             lambda: group.allocate(100),
         ]  # fmt: skip
-        told = [catch(call)["code"] for call in calls]
+        received = [catch(call)["code"] for call in calls]
         group.shutdown()  # which is not the parent's leaving
-        os.write(far, "\n".join(told).encode())
+        os.write(far, "\n".join(received).encode())
         os._exit(0)
     os.close(far)
     with os.fdopen(link) as reader:
-        told = reader.read().splitlines()
+        received = reader.read().splitlines()
     os.waitpid(child, 0)
-    assert told == ["forked"] * 4
+    assert received == ["forked"] * 4
     dist.all_reduce(tensor)
     assert dist.group.WORLD.allocate(100).sum() == 0
     return [tensor.min().item(), tensor.max().item()]

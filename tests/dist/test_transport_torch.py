@@ -78,10 +78,10 @@ def reduce_with_gaps() -> list[Any]:
     register()
     dist.init_process_group("cpu:paceline", timeout=timedelta(seconds=30))
     rank, memory = dist.get_rank(), torch.arange(8.0)
-    value, told = (memory[::2] if rank else memory[::2].clone()), (memory[1::2] if rank else torch.zeros(4))
+    value, received = (memory[::2] if rank else memory[::2].clone()), (memory[1::2] if rank else torch.zeros(4))
     version = value._version
     dist.all_reduce(value)
-    work = dist.broadcast(told, 1, async_op=True)
+    work = dist.broadcast(received, 1, async_op=True)
     work.wait()
     assert value._version == version  # autograd sees no change, as on every backend
     mirrored = torch.tensor([1 + 2j, 3 - 1j]).conj().imag  # which torch negates when it is read
@@ -89,7 +89,7 @@ def reduce_with_gaps() -> list[Any]:
     assert mirrored.tolist() == [-4.0, 2.0]
     names = [dist.get_backend(), dist.group.WORLD.name(), str(dist.get_backend_config())]
     dist.destroy_process_group()
-    return [value.tolist(), told.tolist(), names]
+    return [value.tolist(), received.tolist(), names]
 
 
 def test_elements_that_do_not_follow_each_other_are_reduced_as_they_are(on_ranks):

@@ -20,7 +20,7 @@ LONG = 3_000_001  # for every lane a piece
 
 
 def on_paceline(program: Callable[[], Any], lanes: int) -> Any:
-    """Run a program in a world on paceline with so many lanes."""
+    """Run a program in a world on paceline with this number of lanes."""
     register()
     os.environ["PACELINE_LANES"] = str(lanes)
     dist.init_process_group("shm", timeout=timedelta(seconds=20))
@@ -69,8 +69,8 @@ def futures_while_others_start() -> None:
     sys.setswitchinterval(1e-6)  # so that threads get in each other's way
     try:
         works = (dist.all_reduce(torch.full((4,), float(number)), async_op=True) for number in range(2000))
-        told = [work.get_future().then(lambda done: float(done.value()[0][0])) for work in works]
-        found = torch.futures.wait_all(told)
+        received = [work.get_future().then(lambda done: float(done.value()[0][0])) for work in works]
+        found = torch.futures.wait_all(received)
     finally:
         sys.setswitchinterval(before_s)
     assert found == [2.0 * number for number in range(2000)]

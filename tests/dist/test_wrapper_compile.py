@@ -71,6 +71,7 @@ def compile_alike() -> dict[str, int]:
     return dict(counters["frames"])
 
 
+@pytest.mark.slow
 def test_blocks_that_are_alike_are_all_compiled(on_ranks):
     (frames,) = on_ranks(1, compile_alike, timeout_s=60)
     assert frames["ok"] == frames["total"] > 16  # ten blocks, for training and for evaluation

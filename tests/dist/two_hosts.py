@@ -67,9 +67,9 @@ def collectives() -> None:
     assert torch.equal(turned, combine("SUM", 12, torch.float32).view(3, 4).t())
     everyone: list[Any] = [None] * SIZE
     dist.all_gather_object(everyone, RANK)
-    told = numbers(RANK, 9, torch.float32)
-    dist.broadcast(told, SIZE - 1)
-    assert everyone == list(range(SIZE)) and torch.equal(told, numbers(SIZE - 1, 9, torch.float32))
+    received = numbers(RANK, 9, torch.float32)
+    dist.broadcast(received, SIZE - 1)
+    assert everyone == list(range(SIZE)) and torch.equal(received, numbers(SIZE - 1, 9, torch.float32))
     pair = dist.new_group([0, SIZE - 1])  # on two hosts, one rank on each
     if RANK in (0, SIZE - 1):
         value = torch.ones(4)

@@ -27,7 +27,7 @@ def find_commands(text: str, program: str) -> list[str]:
 
 
 def parse_command(line: str) -> None:
-    """Parse a command line of ours without running it; raises what the user would be told."""
+    """Parse a command line of ours without running it; raises what the user would see."""
     arguments = [PLACEHOLDERS.get(word, word) for word in shlex.split(line)]
     arguments = _join_lists(arguments[arguments.index("paceline") + 1 :])
     if not arguments or arguments == ["--help"]:

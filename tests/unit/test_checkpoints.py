@@ -252,7 +252,7 @@ def test_a_full_disk_is_explained_and_costs_nothing_that_was_there(store, troubl
         save(store, 30, size=500_000)
     assert "\n" not in str(caught.value)
     assert not [name for name in names(store.folder) if name.startswith(".")]
-    store.wait()  # an error is told once
+    store.wait()  # an error is raised once
     for step in (10, 20):
         load_checkpoint(store.path(step))
     save(store, 30)

@@ -57,9 +57,9 @@ def test_without_a_time_for_them_all_warm_ups_are_run(count):
 
 
 def test_progress_is_told_as_a_share_that_ends_at_1(count):
-    told = []
-    count(0.1, iters=4, report=told.append)
-    assert told == [0.25, 0.5, 0.75, 1.0]
+    received = []
+    count(0.1, iters=4, report=received.append)
+    assert received == [0.25, 0.5, 0.75, 1.0]
 
 
 def test_garbage_collection_is_on_again_afterwards_if_it_was():

@@ -149,10 +149,10 @@ def test_what_a_folder_holds(tmp_path, files, words):
         )
         write_files(folder, shards[0])
     try:
-        told = external.describe_weights(str(folder))
+        received = external.describe_weights(str(folder))
     except ConfigError as error:
-        told = str(error)
-    assert re.search(words, told), told
+        received = str(error)
+    assert re.search(words, received), received
 
 
 @pytest.fixture
@@ -192,9 +192,9 @@ WHOLE = ("config.json", "model.safetensors")
 )
 def test_a_name_is_looked_for_in_the_cache_then_on_the_hub_then_here(hub, name, cached, fetched, words, num_calls):
     calls = hub(cached, fetched)
-    told = [external.describe_weights(name) for _ in range(2)]
-    assert re.search(words, told[0]), told
-    assert told[0] == told[1] and len(calls) == num_calls
+    received = [external.describe_weights(name) for _ in range(2)]
+    assert re.search(words, received[0]), received
+    assert received[0] == received[1] and len(calls) == num_calls
 
 
 def test_the_weights_are_not_fetched_for_the_limits(hub, monkeypatch):

@@ -135,9 +135,9 @@ def test_without_a_sweep_or_with_a_summary_of_one_nothing_is_fitted():
     evidence = Evidence([record for record in records if not isinstance(record, CollectiveRecord)])
     with pytest.raises(MeasurementError, match="two or more sizes"):
         fit_job(evidence)
-    told = [replace(r, timing=Summary(mean_s=1.0)) if isinstance(r, CollectiveRecord) else r for r in records]
+    received = [replace(r, timing=Summary(mean_s=1.0)) if isinstance(r, CollectiveRecord) else r for r in records]
     with pytest.raises(MeasurementError, match="needs raw samples"):
-        fit_job(Evidence(told))
+        fit_job(Evidence(received))
 
 
 def test_a_draw_of_a_bootstrap_can_be_repeated_and_draws_what_was_taken_in_turns_together():

@@ -174,10 +174,10 @@ def test_what_a_rank_computes_at_once_is_bounded():
 
 
 def test_a_table_can_say_what_a_recipe_set(cells):
-    told = {cell.name: cell.configuration for cell in cells}
-    assert told["epochs 8 none seed 5"] == "sgd, lr 0.05, piecewise"
-    assert told["epochs 64 linear+warmup seed 6"] == "sgd, lr 0.4, piecewise, warm-up 2"
-    assert told["epochs 64 grow seed 5"] == "sgd, lr 0.05, constant, from 8: x4 at 0.4, x8 at 0.6"
+    received = {cell.name: cell.configuration for cell in cells}
+    assert received["epochs 8 none seed 5"] == "sgd, lr 0.05, piecewise"
+    assert received["epochs 64 linear+warmup seed 6"] == "sgd, lr 0.4, piecewise, warm-up 2"
+    assert received["epochs 64 grow seed 5"] == "sgd, lr 0.05, constant, from 8: x4 at 0.4, x8 at 0.6"
     ghosts = dataclasses.replace(LARGE, recipes=("ghost:4+smoothing",)).list_cells(200)
     assert ghosts[2].configuration.endswith("ghosts of 4, smoothing 0.1")
 

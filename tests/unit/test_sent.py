@@ -1,4 +1,4 @@
-"""What ranks counted of their messages, beside each other and beside the plan."""
+"""What ranks counted of their messages, compared with each other and with the plan."""
 
 from __future__ import annotations
 

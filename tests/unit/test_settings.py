@@ -12,7 +12,7 @@ from paceline.runtime.launch import RANK_BYTES
 
 @pytest.fixture
 def host(monkeypatch):
-    """A host with so many GPUs and so much free memory."""
+    """A host with this number of GPUs and this much free memory."""
 
     def host(gpus=0, free_bytes=2**40):
         monkeypatch.setattr(machine, "count_gpus", lambda: gpus)

@@ -90,7 +90,7 @@ class CollectiveResult(Result):
     def figures(self) -> dict[str, Callable[[], Figure]]:
         subtitle = f"{self.machine}; {self.rows[0].dtype}, {self.rows[0].op}"
         known = {(record.backend, record.world_size) for record in self.rows}
-        # Of more than six curves, those of a backend and ranks that were measured here: all could not be told apart.
+        # Of more than six curves, those of a backend and ranks that were measured here: more cannot be distinguished.
         few = len({(r.backend, r.memory, r.device, r.world_size, r.note) for r in self.compared}) <= 6
         drawn = [*self.rows, *(r for r in self.compared if few or (r.backend, r.world_size) in known)]
         return {
