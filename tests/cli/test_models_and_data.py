@@ -90,6 +90,7 @@ def test_mrpc_from_its_files(tmp_path):
     document = train(type_alone, *asked)
     assert (document["steps"], document["epochs"][0]["samples"]) == (3, 12)
     assert document["epochs"][0]["test_accuracy"] in (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert f"test F1 {document['epochs'][0]['test_f1']:.3f}" in document["answer"]
 
 
 def test_text_from_a_file(tmp_path):

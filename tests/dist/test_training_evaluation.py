@@ -43,8 +43,8 @@ def evaluate_untrained(settings: TrainSettings, num_test: int, spread: float = 0
         sets._SIZES.update(sizes)
 
 
-def evaluate_alone(settings: TrainSettings, num_test: int) -> tuple[float, float | None]:
-    """Loss and accuracy by plain torch, one sample after the other, in double precision."""
+def evaluate_alone(settings: TrainSettings, num_test: int) -> tuple[float, float | None, float | None]:
+    """Loss, accuracy and F1 by plain torch, one sample after the other, in double precision."""
     import paceline
     from paceline.training.build import build_job
     from paceline.workloads.data import sets
@@ -59,6 +59,7 @@ def evaluate_alone(settings: TrainSettings, num_test: int) -> tuple[float, float
     model = job.learner.module.double().eval()
     losses: list[torch.Tensor] = []
     right: list[torch.Tensor] = []
+    pairs: list[tuple[int, int]] = []
     for number in range(num_test):
         index = torch.tensor([number])
         batch = job.test.prepare(job.test.take(index), index, 0)
@@ -71,7 +72,13 @@ def evaluate_alone(settings: TrainSettings, num_test: int) -> tuple[float, float
         answer, targets = answer.reshape(-1, answer.shape[-1]), batch.targets.reshape(-1)
         losses.append(-answer.log_softmax(-1)[torch.arange(len(targets)), targets])
         right.append((answer.argmax(-1) == targets).double())
-    return torch.cat(losses).mean().item(), torch.cat(right).mean().item() if right else None
+        pairs += zip(answer.argmax(-1).tolist(), targets.tolist(), strict=True)
+    f1 = None
+    if job.test.form.num_classes == 2:
+        hits = pairs.count((1, 1))
+        precision, recall = hits / (hits + pairs.count((1, 0))), hits / (hits + pairs.count((0, 1)))
+        f1 = 2 * precision * recall / (precision + recall)
+    return torch.cat(losses).mean().item(), torch.cat(right).mean().item() if right else None, f1
 
 
 @pytest.mark.parametrize("num_test", [2, 67, 200])
@@ -83,15 +90,18 @@ def test_the_answer_is_that_of_one_process(on_ranks, name, num_test):
     for ranks in (2, 3):
         for found, is_training in on_ranks(ranks, evaluate_untrained, settings, num_test):
             assert (found.num_samples, found.accuracy, is_training) == (num_test, alone.accuracy, True)
+            assert found.f1 == alone.f1
             assert found.loss == pytest.approx(alone.loss, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "bf16"])
 def test_the_answer_is_that_of_plain_torch(on_ranks, name):
-    loss, accuracy = on_ranks(1, evaluate_alone, CASES[name], 67)[0]
+    loss, accuracy, f1 = on_ranks(1, evaluate_alone, CASES[name], 67)[0]
     found, _ = on_ranks(2, evaluate_untrained, CASES[name], 67)[0]
     assert found.loss == pytest.approx(loss, rel=1e-5)
     assert found.accuracy == (None if accuracy is None else pytest.approx(accuracy, abs=1e-12))
+    assert (f1 is not None) == (name == "pairs")
+    assert found.f1 == (None if f1 is None else pytest.approx(f1, abs=1e-12))
 
 
 def test_running_statistics_are_those_of_rank_0_under_torch(on_ranks):

@@ -341,6 +341,7 @@ class EpochSummary:
     accuracy: float | None
     test_loss: float | None
     test_accuracy: float | None
+    test_f1: float | None
     seconds: float
     exposed_comm_s: float | None
     data_wait_s: float
@@ -372,7 +373,7 @@ def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
         exposed = [row["exposed_comm_s"] for row in of if row["exposed_comm_s"] is not None]
         found.append(EpochSummary(
             epoch, len(of), samples, loss, None if math.isnan(accuracy) else accuracy,
-            test_loss=of[-1].get("test_loss"), test_accuracy=of[-1].get("test_accuracy"),
+            test_loss=of[-1].get("test_loss"), test_accuracy=of[-1].get("test_accuracy"), test_f1=of[-1].get("test_f1"),
             seconds=sum(row["step_s"] for row in of), data_wait_s=sum(row["data_wait_s"] for row in of),
             exposed_comm_s=sum(exposed) / len(exposed) * len(of) if exposed else None,
         ))  # fmt: skip

@@ -33,6 +33,7 @@ _COLUMNS = (
     Column("accuracy", "accuracy", "percent.1", "accuracy"),
     Column("test loss", "test_loss", "{:.4f}".format, "test_loss", priority=1),
     Column("test accuracy", "test_accuracy", "percent.1", "test_accuracy", priority=2),
+    Column("test F1", "test_f1", "{:.3f}".format, "test_f1", priority=2),
     Column("time", "seconds", "s", "seconds", priority=1),
     Column("samples/s", "samples_per_s", format_speed, "samples_per_s", priority=2),
     Column("exposed comm", "exposed_share", "percent.1", "exposed_share", priority=1),
@@ -84,6 +85,7 @@ class TrainRunResult(Result):
         if tested is not None:
             accuracy = tested.test_accuracy
             text += f", test loss {tested.test_loss:.4g}" if accuracy is None else f", test accuracy {accuracy:.1%}"
+            text += "" if tested.test_f1 is None else f", test F1 {tested.test_f1:.3f}"
         length, ranks = format_number_of(len(epochs), "epoch"), format_number_of(self.world_size, "rank")
         text += f" after {length} on {ranks}{'' if self.finished else ' (not finished)'}"
         if seconds:

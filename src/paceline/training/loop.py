@@ -74,10 +74,12 @@ def run_steps(job: Job, start: Position = START, phases: Phases = _NO_PHASES) ->
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Averages over all targets of all samples; no accuracy where numbers are predicted."""
+    """Averages over all targets of all samples; no accuracy where numbers are predicted. `f1` is that of class 1 where
+    there are two: the harmonic mean of precision and recall, 0 where the class neither occurs nor is predicted."""
 
     loss: float
     accuracy: float | None
+    f1: float | None
     num_samples: int
 
 
@@ -93,7 +95,8 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
             dist.broadcast(buffer, src=0)
     was_training = learner.module.training
     learner.module.eval()
-    sums = torch.zeros((2,), dtype=torch.float64, device=learner.device)
+    # Loss, correct, and of class 1: predicted rightly, and predicted plus present.
+    sums = torch.zeros((4,), dtype=torch.float64, device=learner.device)
     size = max(1, min(_MAX_SAMPLES, _MAX_TARGETS // learner.form.targets_per_sample))
     starts = range(0, len(data), size)
     try:
@@ -103,15 +106,21 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
             with learner.autocast():
                 outcome = compute_outcome(learner.module, batch, learner.form)
             sums[0] += outcome.loss_sum.double()
-            sums[1] += 0 if outcome.num_correct is None else outcome.num_correct
+            if outcome.predicted is not None:
+                said, there = outcome.predicted == 1, batch.targets.reshape(-1) == 1
+                sums[1] += outcome.num_correct
+                sums[2] += (said & there).sum()
+                sums[3] += said.sum() + there.sum()
     finally:
         learner.module.train(was_training)
     sums = sums.cpu()
     if world.world_size > 1:
         dist.all_reduce(sums, group=world.control)
     num_targets = len(data) * learner.form.targets_per_sample
-    loss, accuracy = (sums / max(1, num_targets)).tolist()
-    return Evaluation(loss, accuracy if learner.form.num_classes else None, len(data))
+    loss_sum, num_correct, num_right, num_ones = sums.tolist()
+    classes, count = learner.form.num_classes, max(1, num_targets)
+    f1 = 2 * num_right / max(1.0, num_ones) if classes == 2 else None
+    return Evaluation(loss_sum / count, num_correct / count if classes else None, f1, len(data))
 
 
 @dataclass(frozen=True)
@@ -213,6 +222,7 @@ def _synchronize(job: Job, files: RunFiles, journal: Journal, taken: TakenStep) 
     if taken.is_epoch_end or taken.is_last:
         test = evaluate(job.learner, job.test, job.world)
         rows[-1] |= {"test_loss": test.loss, "test_accuracy": test.accuracy, "test_samples": test.num_samples}
+        rows[-1] |= {} if test.f1 is None else {"test_f1": test.f1}
     files.write_rows(rows)
     if job.world.rank == 0 and rows:
         total, label = job.schedule.num_steps, _describe_rows(rows)
@@ -240,7 +250,8 @@ def _describe_rows(rows: list[dict[str, Any]]) -> str:
     shares = {"accuracy": row.get("accuracy"), "exposed": exposed, "test accuracy": row.get("test_accuracy")}
     text = f"epoch {row['epoch'] + 1}: loss {row['loss']:.4f}, "
     text += f"{format_speed(sum(row['samples'] for row in rows) / seconds)} samples/s"
-    return ", ".join((text, *(f"{name} {share:.1%}" for name, share in shares.items() if share is not None)))
+    text = ", ".join((text, *(f"{name} {share:.1%}" for name, share in shares.items() if share is not None)))
+    return text + (f", test F1 {row['test_f1']:.3f}" if "test_f1" in row else "")
 
 
 def read_exposed(model: nn.Module, world_size: int) -> float | None:

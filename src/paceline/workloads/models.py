@@ -176,10 +176,12 @@ class GPT2(nn.Module):
 
 
 class Outcome(NamedTuple):
-    """The loss summed over the targets of a batch, and how many of them were predicted (None where numbers are)."""
+    """The loss summed over the targets of a batch, how many of them were predicted (None where numbers are), and the
+    class that was predicted for each of them."""
 
     loss_sum: torch.Tensor
     num_correct: torch.Tensor | None
+    predicted: torch.Tensor | None = None
 
 
 def compute_outcome(
@@ -204,7 +206,8 @@ def compute_outcome(
         raise ConfigError(f"{returned} for {what}: {(*batch.targets.shape, form.num_classes)} is needed")
     logits = predicted.reshape(-1, classes)
     loss = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing)
-    return Outcome(loss, (logits.detach().argmax(dim=-1) == targets).sum())
+    found = logits.detach().argmax(dim=-1)
+    return Outcome(loss, (found == targets).sum(), found)
 
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
