@@ -21,8 +21,7 @@ import pytest
 from paceline.records.environment import capture_environment
 from paceline.records.training import load_config, load_metrics
 from paceline.report.training import render_config
-from paceline.runtime.launch import RankPool
-from paceline.training.journal import SAME_SIGNAL_S
+from paceline.runtime.launch import SAME_REQUEST_S, RankPool
 from paceline.training.settings import TrainSettings
 from tests.cli.test_train import one_launched_rank
 from tests.conftest import descendants, find_ranks, wait_until
@@ -176,7 +175,7 @@ def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
         rank.suspend()
     job.send_signal(signal.SIGINT)
     wait_until(lambda: "once more to stop at once" in job.stderr.readline(), 10)
-    time.sleep(2 * SAME_SIGNAL_S)
+    time.sleep(2 * SAME_REQUEST_S)
     job.send_signal(signal.SIGINT)
     finish(job, 130)
     assert gone(ranks)
