@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from paceline.records.environment import capture_environment
-from paceline.records.training import load_config, load_metrics
+from paceline.records.training import METRICS_FILE, load_config, load_metrics
 from paceline.report.training import render_config
 from paceline.runtime.launch import SAME_REQUEST_S, RankPool
 from paceline.training.settings import TrainSettings
@@ -275,3 +275,19 @@ def test_a_folder_that_is_no_run_is_refused(command, tmp_path, content, words):
         (tmp_path / "config.json").write_text(content)
     answer = command("train", "--resume", str(tmp_path))
     assert answer.code == 2 and words in answer.err and len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_second_of_two_runs_names_both(start, tmp_path):
+    asked = [{"--batch-size": "--global-batch-size"}.get(word, word) for word in TRAIN]
+    job = start(*COMMAND, *asked, "--ranks", "1,2", "--out", "out")
+    metrics = f"*/2-ranks/{METRICS_FILE}"
+    wait_until(lambda: job.poll() is not None or any((tmp_path / "out").glob(metrics)), 90)
+    assert job.poll() is None, job.communicate()
+    os.killpg(job.pid, signal.SIGINT)
+    err = finish(job, 130)
+    folder = the_run(tmp_path / "out")
+    assert f"--resume {Path('out') / folder.name / '2-ranks'}" in err
+    assert f"interrupted: 1-rank (finished) saved in {Path('out') / folder.name}" in err
+    finish(start(*COMMAND, "train", "--resume", str(folder / "2-ranks")))
+    finish(start(*COMMAND, "train", "--compare", str(folder / "1-rank"), str(folder / "2-ranks"), "--out", "compared"))

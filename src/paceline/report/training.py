@@ -127,7 +127,7 @@ class TrainRunResult(Result):
     def to_json(self) -> dict[str, Any]:
         outcome = {name: self.outcome.get(name) for name in ("backend", "device", "num_parameters")}
         facts = {"finished": self.finished, "steps": self.steps, "world_size": self.world_size, **outcome}
-        return super().to_json() | said| facts | {"phases": self.phases or None}
+        return super().to_json() | facts | {"phases": self.phases or None}
 
     def _save_run(self, folder: Path) -> None:
         """The files of a run that wrote none: it can be loaded from there, but not resumed."""
@@ -266,7 +266,7 @@ class TrainComparisonResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         said = {"learned_the_same": self.learned_the_same, "settings_that_differ": self.differences}
-        return super().to_json() | said | {"folder": None if self.folder is None else str(self.folder)}
+        return super().to_json() | said
 
     def _save_run(self, folder: Path) -> None:
         """Runs that wrote nothing are saved in its folder."""

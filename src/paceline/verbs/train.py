@@ -63,7 +63,7 @@ def train(
         (resume is not None and out is not None,
          f"--out {out} with --resume: a run stays in its own folder {resume}; leave out --out"),
         (resume is not None and len(counts) > 1,
-         f"--ranks {_show(counts)} with --resume: a run is resumed on one number of ranks; give one"),
+         f"--ranks {','.join(map(str, counts))} with --resume: a run is resumed on one number of ranks; give one"),
     )  # fmt: skip
     if resume is not None:
         wanted, num_before = _load_resumed(Path(resume), given)
