@@ -86,12 +86,12 @@ def test_large_batch(start):
     assert found and int(found[1]) == 4 * 32 + 2 * 8 + 2 * 2 and int(found[2]) > 80
 
 
-def test_paraphrase(tmp_path, monkeypatch):
+def test_paraphrase(tmp_path, monkeypatch, sketched):
     monkeypatch.chdir(tmp_path)
     save_mrpc(tmp_path / "mrpc")
     asked = ("--data", "mrpc:mrpc", "--context", "64", "--batch-size", "4", "--optimizer", "adamw", "--lr", "0.01")
     model = EXAMPLES / "paraphrase.py"
-    answer = type_alone("train", "--model", f"{model}:build", *asked, "--epochs", "20", "--json")
+    answer = type_alone("train", "--model", f"{model}:build", *asked, "--epochs", "8", "--json")
     assert answer.code == 0, answer.err
     first, *_, last = json.loads(answer.out)["epochs"]
     assert last["accuracy"] > first["accuracy"] and last["loss"] < first["loss"]

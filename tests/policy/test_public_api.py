@@ -84,7 +84,7 @@ def find_public(words: str) -> Any:
 def find_calls(source: str) -> Iterator[tuple[str, ast.Call]]:
     """The calls of functions of the package, by their dotted names."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("paceline."):
+        if isinstance(node, ast.Call) and re.fullmatch(r"paceline(\.\w+)+", ast.unparse(node.func)):
             yield ast.unparse(node.func).removeprefix("paceline."), node
 
 
