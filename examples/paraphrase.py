@@ -18,17 +18,17 @@ class Matcher(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.encode = nn.Sequential(
-            nn.Conv1d(width, width, 5, padding=2), nn.GELU(), nn.Conv1d(width, width, 5, stride=2, padding=2)
+            nn.Conv1d(width, width, 5, padding=2), nn.GELU(), nn.Conv1d(width, width, 5, padding=2)
         )
         self.weigh = nn.Linear(width, 4)
         self.classify = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, num_classes))
 
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        runs = self.encode(self.tokens(ids).transpose(1, 2)).transpose(1, 2)  # one for every two bytes
+        runs = self.encode(self.tokens(ids).transpose(1, 2)).transpose(1, 2)
         weights, runs = self.weigh(runs), F.normalize(runs, dim=-1)
         likeness = runs @ runs.transpose(1, 2)
         is_second = (ids == SEPARATOR).cumsum(1).bool()
-        sides = [(attention_mask.bool() & side)[:, ::2] for side in (~is_second, is_second)]
+        sides = [attention_mask.bool() & side for side in (~is_second, is_second)]
         found = []
         for here, there in (sides, reversed(sides)):
             best = likeness.masked_fill(~there[:, None], -1.0).amax(dim=2, keepdim=True)

@@ -229,10 +229,10 @@ class TrainComparisonResult(Result):
         text = f"{names} learn the same: the loss of no step differs by more than {most:.2%}."
         if not self.learned_the_same:
             text = f"{names} do not learn the same: the loss of a step differs by up to {most:.1%}."
-        for what, say in (("test_accuracy", "{:.1%}".format), ("test_f1", "{:.3f}".format)):
-            found = [getattr(row.run.tested, what, None) for row in self.rows]
+        for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
+            found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
             if None not in found:
-                text += f" {what.replace('_', ' ').capitalize()}: {' and '.join(map(say, found))}."
+                text += f" Test {name}: {' and '.join(map(say, found))}."
         speeds = ", ".join(f"{row.name} {row.speed_up:.2f} times" for row in others)
         return f"{text} Speed compared with {first.name}: {speeds}."
 
@@ -250,8 +250,11 @@ class TrainComparisonResult(Result):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        unfinished = [f"{row.name}: the run is not finished" for row in self.rows if not row.run.finished]
-        return (*unfinished, *(f"{row.name}: {line}" for row in self.rows for line in row.run.warnings))
+        lines = [f"{row.name}: the run is not finished" for row in self.rows if not row.run.finished]
+        for row in self.rows:
+            if row.speed_up > 1.1 * row.run.world_size / row.first.world_size > 1.1:
+                lines.append(f"{row.name}: {row.speed_up:.2f} times as fast is more than the ranks explain: was it busy?")
+        return (*lines, *(f"{row.name}: {line}" for row in self.rows for line in row.run.warnings))
 
     def tables(self) -> list[Table]:
         return [Table("comparison", self._title, _COMPARED, self.rows, key="runs")]
