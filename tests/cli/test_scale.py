@@ -306,7 +306,6 @@ def test_a_bandwidth_above_the_peak_is_refused(studies, sketched, tmp_path):
         ((*LARGE, "--recipes", "linear+sqrt"), "linear and sqrt exclude each other"),
         ((*LARGE, "--recipes", "sync"), "sync needs several ranks"),
         ((*NUMBERS, "--recipes", "linear,smoothing"), "recipe 'smoothing': smoothing needs classes, and here numbers"),
-        ((*NUMBERS, "--label-smoothing", "0.1"), "--label-smoothing 0.1: targets are numbers; leave it out"),
         ((*LARGE, "--global-batch-size", "4"), "--global-batch-size 4: batches above the base of 4 are needed"),
         ((*LARGE, "--global-batch-size", "18", "--recipes", "grow"), "18 is not a multiple of the base 4"),
         ((*LARGE, "--ranks", "1,2"), "--ranks 1,2: one number is needed here"),

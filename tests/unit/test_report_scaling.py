@@ -483,7 +483,9 @@ def test_a_disturbed_cell_is_marked_and_nothing_is_said_about_its_efficiency(bui
     others = [line for line in result.sentences if line is not warning]
     assert not any("4 ranks with 64" in line or "(paceline on gloo, 64" in line for line in others)
     assert result.answer.startswith("4 ranks reach ") and "32 samples per rank" in result.answer
-    assert any(line.startswith("2 ranks with 64 samples per rank in paceline") for line in others)  # the best that is left
+    assert any(
+        line.startswith("2 ranks with 64 samples per rank in paceline") for line in others
+    )  # the best that is left
     for table in result.tables():
         expected = [(row["cell_size"], row["world_size"]) == (64, 4) for row in table.rows_json()]
         assert [row["is_disturbed"] for row in table.rows_json()] == expected and sum(expected) == 2
@@ -610,7 +612,7 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
     lines[0] = replace(lines[0], measured=replace(lines[0].measured, is_disturbed=True))
     (text,) = scaling.describe_errors(lines)
     assert text.startswith("Predicted from half the ranks, 1 step on 4 ranks are off by 4.0% ")
-    assert text.endswith("intervals, without 1 disturbed step.")
+    assert text.endswith("intervals (1 disturbed step left out).")
     assert [row["mark"] for row in cells(scaling.PREDICTED, lines)] == ["disturbed", "", "", ""]
     assert [row["is_disturbed"] for row in parse(scaling.PREDICTED, lines)] == ["True", "False", "False", "False"]
     assert scaling.describe_predictions(lines[2:]) == [
@@ -681,7 +683,9 @@ def test_the_page_of_ranks_has_matrices_of_batch_sizes_and_ranks(results):
     rows = [line.split(" | ")[:2] for line in speed.markdown().splitlines()[2:]]
     names = ("torch on gloo", "paceline on gloo", "paceline on paceline")
     assert rows == [[f"| {name}", f"{size} per rank"] for name in names for size in (32, 128)]
-    known = {(line.record.variant, line.record.cell, line.record.world_size): line for line in list_lines(result.points)}
+    known = {
+        (line.record.variant, line.record.cell, line.record.world_size): line for line in list_lines(result.points)
+    }
     line = known["paceline on gloo", ("weak", 128), 4]
     assert speed.rows_json()[3]["efficiency_4_ranks"] == line.efficiency
     assert speed.rows_json()[3]["alone_s"] == line.alone.timing.median_s

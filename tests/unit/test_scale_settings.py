@@ -245,7 +245,8 @@ def test_a_recipe_has_one_name_however_it_is_spaced():
 @pytest.mark.parametrize(
     ("job", "is_so"),
     [
-        ({"model": "mlp"}, True), ({"model": "linear"}, True), ({"model": "own.py:f", "data": "synthetic:numbers"}, True),
+        ({"model": "mlp"}, True), ({"model": "linear"}, True),
+        ({"model": "own.py:f", "data": "synthetic:numbers"}, True),
         ({"model": "mlp", "data": "synthetic:images"}, False), ({"model": "cnn"}, False), ({"model": "gpt2"}, False),
         ({"model": "hf:some", "data": "synthetic:tokens"}, False), ({"model": "nonsense"}, False),
     ],

@@ -310,7 +310,7 @@ def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
     mean, inside = statistics.fmean(error for error, _ in known), sum(bool(point.is_covered) for _, point in known)
     ranks = ", ".join(str(n) for n in sorted({point.world_size for _, point in known}))
     num_left = sum(point.is_disturbed for point in points)
-    left = f", without {format_number_of(num_left, 'disturbed step')}" if num_left else ""
+    left = f" ({format_number_of(num_left, 'disturbed step')} left out)" if num_left else ""
     return [
         f"Predicted from half the ranks, {format_number_of(len(known), 'step')} on {ranks} ranks are off by {mean:.1%} "
         f"on average and by {worst:.1%} at most ({point.variant}, {_say_cell(point)}); {inside} lie in their 90 % "
@@ -499,9 +499,11 @@ def plot_communication(points: Sequence[ScalePoint], subtitle: str) -> Figure:
         noise = [1e3 * (r.exposed_noise_s or 0.0) for r in group]
         bars = axes.bar(xs, exposed, 0.8, bottom=compute, yerr=noise, capsize=2, **style)
         axes.bar_label(bars, [f"{r.overhead:.0%}" for r in group], fontsize=7.5, padding=2)
-        late = [(x, a + b) for x, a, b, r in zip(xs, compute, exposed, group, strict=True) if r in disturbed]
+        late = {x: a + b for x, a, b, r in zip(xs, compute, exposed, group, strict=True) if r in disturbed}
         if late:
-            axes.bar(*zip(*late, strict=True), 0.8, fill=False, hatch="///", ec="#333333", lw=0, label="disturbed")
+            axes.bar(
+                list(late), list(late.values()), 0.8, fill=False, hatch="///", ec="#333333", lw=0, label="disturbed"
+            )
         axes.set_xticks(xs, [f"{r.world_size}\n{r.cell_size:,}" for r in group])
         where = "per rank" if group[0].mode == "weak" else "over all ranks"
         axes.set_xlabel(f"ranks, and samples {where}", fontsize=9)
