@@ -221,7 +221,7 @@ def meet_again_and_again(rounds: int, rendezvous: str) -> list[float]:
     return sums
 
 
-@pytest.mark.parametrize("kind", ["env", "tcp", "file"])
+@pytest.mark.parametrize("kind", [pytest.param("env", marks=pytest.mark.slow), "tcp", "file"])
 def test_a_process_can_meet_again_at_the_same_place(on_ranks, tmp_path, kind):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -326,7 +326,7 @@ def test_an_unreachable_rank_0_is_named():
             )
 
 
-@pytest.mark.parametrize("ending", ["sys.exit(0)", "paceline.shutdown()"])
+@pytest.mark.parametrize("ending", [pytest.param("sys.exit(0)", marks=pytest.mark.slow), "paceline.shutdown()"])
 def test_leaving_without_a_word_draws_no_warning_from_torch(start, tmp_path, ending):
     script = Path(tmp_path, "plain.py")
     script.write_text(f"import sys, paceline\npaceline.init('gloo', 'cpu', announce=None)\n{ending}\n")
