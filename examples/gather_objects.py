@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import paceline
 
-LIMIT = timedelta(seconds=3)  # so that what hangs ends
+LIMIT = timedelta(seconds=2)  # so that what hangs ends
 
 
 def gather(group: dist.ProcessGroup | None = None) -> str:
@@ -38,7 +38,7 @@ def hang_and_fix() -> list[str]:
 
 def gather_on_nccl() -> list[str]:
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a time-out is an error here; otherwise it ends the process
-    dist.init_process_group("nccl", timeout=10 * LIMIT)
+    dist.init_process_group("nccl", timeout=15 * LIMIT)
     rank, gpus = dist.get_rank(), torch.cuda.device_count()
     if gpus > 1:  # a communicator on GPUs 0 and 1, which only rank 0 will find again
         dist.all_reduce(torch.ones(1, device=f"cuda:{rank}"))

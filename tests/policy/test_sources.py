@@ -79,6 +79,7 @@ def test_a_line_leads_somewhere(line):
     assert find_faults(line) == []
 
 
+@pytest.mark.slow  # the commands themselves have tests of their own
 def test_what_is_quick_also_runs(command, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     codes = {code for line in LINES for code in re.findall(r"`([^`]+)`", line.here) if code.startswith(RUN)}
