@@ -63,6 +63,14 @@ def test_who_am_i(start):
     assert lines == [f"global rank {r} of 4 is rank {r % 2} of 2 on its row" for r in range(4)]
 
 
+@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_gather_objects(start, prefix):
+    lines = run_example(start, "gather_objects.py", prefix=prefix).splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["in two groups", "in one group", "world.share"] * 2
+    assert all("Timed out waiting 2000ms" in line for line in lines[::3])
+    assert all(line.endswith("['rank 0', 'rank 1']") for line in lines[1::3] + lines[2::3])
+
+
 def test_read_a_run(start, tmp_path):
     # Made up, so that the times are known; the example must derive its numbers from them.
     def record(num_bytes: int, seconds: float) -> CollectiveRecord:
