@@ -110,6 +110,13 @@ def test_runs_are_compared_with_the_first():
     assert len(max(result.text(80).splitlines(), key=len)) <= 80
 
 
+def test_more_speed_than_the_ranks_explain_is_doubted():
+    assert compare(build_curve(1, 0.6), build_curve(2, 0.3)).warnings == ()
+    (warning,) = compare(build_curve(1, 0.6), build_curve(2, 0.2)).warnings
+    assert warning.startswith("2 ranks: 3.00 times as fast")
+    assert compare(build_curve(2, 0.6), build_curve(1, 0.2)).warnings == ()  # then the ranks are the cost
+
+
 def test_runs_that_learn_something_else_are_told_from_when_on():
     result = compare(build_curve(1, 0.5), build_curve(2, 0.5, 0.02))
     assert not result.learned_the_same and "differs by up to 2.0%" in result.answer

@@ -23,7 +23,7 @@ from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.layers import OUTSIDE
 from paceline.records.store import Run
 from paceline.report.plots import COLORS, new_figure, place_legend
-from paceline.report.result import Result
+from paceline.report.result import Result, list_differences
 from paceline.report.steps import PHASES, PhasesResult, describe_change
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
@@ -507,14 +507,11 @@ class ComparisonResult(Result):
             if isinstance(first, PhasesResult) and isinstance(second, PhasesResult) and first.steps and second.steps:
                 needed = "they have no number of ranks and batch size in common"
             raise ConfigError(f"{found}: {needed}", code="mismatch")
+        may_differ = () if isinstance(first, TraceResult) else _MAY_DIFFER
         config = {
             "runs": names,
             "rows": [asdict(row) for row in rows if row.first or row.second],
-            "settings_that_differ": {
-                name: [value, second.config.get(name)]
-                for name, value in first.config.items()
-                if (isinstance(first, TraceResult) or name not in _MAY_DIFFER) and value != second.config.get(name)
-            },
+            "settings_that_differ": list_differences([first.config, second.config], may_differ),
         }
         return cls(Run("profile --compare", config, environment, ()))
 

@@ -250,11 +250,11 @@ class TrainComparisonResult(Result):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        lines = [f"{row.name}: the run is not finished" for row in self.rows if not row.run.finished]
-        for row in self.rows:
-            if row.speed_up > 1.1 * row.run.world_size / row.first.world_size > 1.1:
-                lines.append(f"{row.name}: {row.speed_up:.2f} times as fast is more than the ranks explain: was it busy?")
-        return (*lines, *(f"{row.name}: {line}" for row in self.rows for line in row.run.warnings))
+        unfinished = [f"{row.name}: the run is not finished" for row in self.rows if not row.run.finished]
+        why = "times as fast is more than the ranks explain: the machine may have been busy"
+        ratios = [(row, row.run.world_size / row.first.world_size) for row in self.rows]
+        fast = [f"{row.name}: {row.speed_up:.2f} {why}" for row, ratio in ratios if row.speed_up > 1.1 * ratio > 1.1]
+        return (*unfinished, *fast, *(f"{row.name}: {line}" for row in self.rows for line in row.run.warnings))
 
     def tables(self) -> list[Table]:
         return [Table("comparison", self._title, _COMPARED, self.rows, key="runs")]
