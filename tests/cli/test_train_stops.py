@@ -279,7 +279,7 @@ def test_a_folder_that_is_no_run_is_refused(command, tmp_path, content, words):
 
 @pytest.mark.slow
 def test_an_interrupt_of_the_second_of_two_runs_names_both(start, tmp_path):
-    asked = [{"--batch-size": "--global-batch-size"}.get(word, word) for word in TRAIN]
+    asked = [{"--batch-size": "--global-batch-size", "20": "6"}.get(word, word) for word in TRAIN]
     job = start(*COMMAND, *asked, "--ranks", "1,2", "--out", "out")
     metrics = f"*/2-ranks/{METRICS_FILE}"
     wait_until(lambda: job.poll() is not None or any((tmp_path / "out").glob(metrics)), 90)

@@ -85,7 +85,9 @@ def test_a_loss_that_is_no_number_is_valid_json(loss):
 
 def build_curve(ranks, step_s, change=0.0, **last):
     """A finished run of four steps, of which the last two have other losses by a share."""
-    rows = [build_epoch_row(step, loss=2.0 * (1 + change * (step > 2)), step_s=step_s) for step in (1, 2, 3, 4)]
+    rows = [
+        build_epoch_row(step, loss=2.0 * (1 + (change if step > 2 else 0.0)), step_s=step_s) for step in (1, 2, 3, 4)
+    ]
     rows[-1] |= {"test_loss": 1.5, "test_accuracy": 0.7, "test_samples": 40} | last
     return build_run(rows, ranks=ranks, outcome={"steps": 4, "world_size": ranks})
 
