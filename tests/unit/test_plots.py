@@ -1,5 +1,7 @@
 """Pictures of records: real files, equal for equal records, with the source in the legend."""
 
+from pathlib import Path
+
 import pytest
 
 from paceline.records import Summary
@@ -145,3 +147,34 @@ def test_no_legend_covers_the_data(curve, count):
     assert not axes.get_legend() and len(legend.get_texts()) == count
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
     assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
+
+
+LONG = "a-model-of-a-user-whose-name-is-longer-than-any-line " * 2 + "/home/somebody/models/" + "very_long_name_" * 9
+WIDE = "gpt2-large on 1gbe, 64 ranks, emulated, wrapper paceline, backend gloo, " * 3
+
+
+@pytest.mark.parametrize("text", [LONG, WIDE, "W" * 200, "short", ""])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_no_text_is_cut_and_no_legend_covers_the_data_however_long_the_names_are(text, count):
+    figure, panels = plots.build_panels([text] * count, text, text)
+    for axes in panels:
+        plots.draw_line(axes, 0, [(1, 1, None, None), (2, 2, None, None)], f"{text} (measured)")
+    plots.place_legend(figure, *panels)
+    plots.render_png(figure)  # lays it out
+    texts = [*figure.texts, *(axes.title for axes in panels), *(axes._left_title for axes in panels)]
+    for extent in (artist.get_window_extent() for artist in (figure._suptitle, figure._supxlabel, *texts)):
+        assert figure.bbox.x0 <= extent.x0 and extent.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= extent.y0 and extent.y1 <= figure.bbox.y1
+    assert "".join(figure._suptitle.get_text().split()) == "".join(text.split())
+    (legend,) = figure.legends
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+    for axes in panels:
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    for left, right in zip(panels, panels[1:3], strict=False):  # of one row
+        assert left._left_title.get_window_extent().x1 <= right._left_title.get_window_extent().x0
+
+
+def test_every_picture_is_made_where_its_texts_are_fitted():
+    source = Path(plots.__file__).parents[1]
+    for words in ("Figure(", ".suptitle(", ".legend("):
+        assert [path.name for path in source.rglob("*.py") if words in path.read_text()] == ["plots.py"]
