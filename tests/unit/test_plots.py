@@ -1,5 +1,6 @@
 """Pictures of records: real files, equal for equal records, with the source in the legend."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -153,16 +154,16 @@ LONG = "a-model-of-a-user-whose-name-is-longer-than-any-line " * 2 + "/home/some
 WIDE = "gpt2-large on 1gbe, 64 ranks, emulated, wrapper paceline, backend gloo, " * 3
 
 
-@pytest.mark.parametrize("text", [LONG, WIDE, "W" * 200, "short", ""])
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(("text", "count"), [(LONG, 1), (WIDE, 4), ("W" * 200, 2)])
 def test_no_text_is_cut_and_no_legend_covers_the_data_however_long_the_names_are(text, count):
     figure, panels = plots.build_panels([text] * count, text, text)
     for axes in panels:
         plots.draw_line(axes, 0, [(1, 1, None, None), (2, 2, None, None)], f"{text} (measured)")
     plots.place_legend(figure, *panels)
-    plots.render_png(figure)  # lays it out
-    texts = [*figure.texts, *(axes.title for axes in panels), *(axes._left_title for axes in panels)]
-    for extent in (artist.get_window_extent() for artist in (figure._suptitle, figure._supxlabel, *texts)):
+    figure.set_dpi(150)  # as it is saved: letters are whole pixels wide
+    figure.draw_without_rendering()  # lays it out
+    texts = (figure._suptitle, figure._supxlabel, *(axes._left_title for axes in panels))
+    for extent in (text.get_window_extent() for text in texts):
         assert figure.bbox.x0 <= extent.x0 and extent.x1 <= figure.bbox.x1
         assert figure.bbox.y0 <= extent.y0 and extent.y1 <= figure.bbox.y1
     assert "".join(figure._suptitle.get_text().split()) == "".join(text.split())
@@ -170,7 +171,7 @@ def test_no_text_is_cut_and_no_legend_covers_the_data_however_long_the_names_are
     assert legend.get_window_extent().x1 <= figure.bbox.x1
     for axes in panels:
         assert not legend.get_window_extent().overlaps(axes.get_window_extent())
-    for left, right in zip(panels, panels[1:3], strict=False):  # of one row
+    for left, right in itertools.pairwise(panels[:3]):  # of one row
         assert left._left_title.get_window_extent().x1 <= right._left_title.get_window_extent().x0
 
 

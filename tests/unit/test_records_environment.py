@@ -227,7 +227,7 @@ def test_a_machine_that_is_too_busy_to_measure_says_that_nothing_can_be_conclude
     doubts = find_doubts(records, build_environment(**environment))
     assert [doubt.kind for doubt in doubts] == kinds and words in doubts[0].text if doubts else kinds == []
     if "inconclusive" in kinds:
-        assert "nothing can be concluded; run again on a quiet machine" in doubts[0].text
+        assert "nothing can be concluded; repeat on a quiet machine" in doubts[0].text
     wrong = find_doubts([*records, build_wrapper("torch", num_wrong=1)], build_environment(stolen=1.0))
     assert [doubt.kind for doubt in wrong][:2] == ["wrong", "inconclusive"]
 

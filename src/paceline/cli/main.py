@@ -114,7 +114,8 @@ add_command(
     model="cnn", plot=False,
 )  # fmt: skip
 add_command(
-    profile, "comm-table", "profile:comm_table", f"{JOB_OPTIONS} profiles ranks:table network:table curves iters warmup",
+    profile, "comm-table", "profile:comm_table",
+    f"{JOB_OPTIONS} profiles ranks:table network:table curves iters warmup",
     "What gradients cost on given networks, compared with the measured computation of a step.",
 )  # fmt: skip
 

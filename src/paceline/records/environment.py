@@ -201,7 +201,7 @@ def find_doubts(records: Sequence[Record], environment: Environment) -> list[Dou
         reasons.append(f"the host took {stolen:.0%} of the cores' time for others")
     because = ", ".join([*reasons, *([f"load {load:.1f} on {environment.cores} cores"] if is_busy else [])])
     if reasons:
-        text = f"the machine was too busy to measure ({because}): nothing can be concluded; run again on a quiet machine"
+        text = f"the machine was too busy to measure ({because}): nothing can be concluded; repeat on a quiet machine"
         doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), Doubt("inconclusive", text))
     elif is_busy:
         doubts.append(Doubt("busy", f"the machine was busy before the run ({because}): other work may be in the times"))

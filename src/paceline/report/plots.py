@@ -30,11 +30,10 @@ def _measure(text: str, points: float, weight: str = "normal") -> float:
 
 def _fit(text: str, width: float, points: float, weight: str = "normal") -> str:
     """The text in as many lines as this width in inches needs; a word that is too long is cut in two."""
-    lines = [text]
-    for most in range(len(text), 8, -1):
-        lines = textwrap.wrap(text, most)
-        if max(_measure(line, points, weight) for line in lines) <= width:
-            break
+    lines, most = [text], len(text)
+    while (widest := max(_measure(line, points, weight) for line in lines)) > width and most > 1:
+        most = min(most - 1, int(max(map(len, lines)) * width / widest))
+        lines = textwrap.wrap(text, max(1, most))
     return "\n".join(lines)
 
 
