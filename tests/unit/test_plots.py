@@ -150,7 +150,7 @@ def test_no_legend_covers_the_data(curve, count):
     assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
 
 
-LONG = "a-model-of-a-user-whose-name-is-longer-than-any-line " * 2 + "/home/somebody/models/" + "very_long_name_" * 9
+LONG = "a-model-of-a-user-whose-name-is-longer-than-any-line " * 2 + "folder/of/models/" + "very_long_name_" * 9
 WIDE = "gpt2-large on 1gbe, 64 ranks, emulated, wrapper paceline, backend gloo, " * 3
 
 
