@@ -46,7 +46,11 @@ def test_the_bytes_of_a_perceptron_are_those_counted_by_hand(tmp_path: Path) -> 
     for category in ("parameters", "optimizer"):
         row = rows[category]
         assert row.begin_bytes == row.peak_bytes == row.end_bytes == row.largest_bytes == WEIGHTS
-    assert (rows["gradients"].begin_bytes, rows["gradients"].largest_bytes, rows["gradients"].end_bytes) == (0, WEIGHTS, 0)
+    assert (rows["gradients"].begin_bytes, rows["gradients"].largest_bytes, rows["gradients"].end_bytes) == (
+        0,
+        WEIGHTS,
+        0,
+    )
     assert (rows["data"].begin_bytes, rows["data"].largest_bytes) == (data, data + target)
     # What ReLU returns, the difference that square() saves, and the loss. The first layer's own result is temporary.
     assert rows["activations"].largest_bytes == 4 * BATCH * HIDDEN + target + 4

@@ -67,14 +67,16 @@ def test_the_sum_is_the_allocators_and_the_categories_are_known(wrapper, backend
     # ReLU's result and the output, which square() saves; the loss is small.
     activations = 2 * BATCH * WIDTH * 4
     assert activations <= rows["activations"].largest_bytes <= activations + ROUNDED
-    assert WEIGHTS <= rows["gradients"].largest_bytes + rows["buckets"].largest_bytes
+    assert rows["gradients"].largest_bytes + rows["buckets"].largest_bytes >= WEIGHTS
     assert rows["gradients"].end_bytes == 0 and (rows["buckets"].begin_bytes > 0) == (wrapper != "none")
 
 
 def test_a_trace_of_a_module_on_a_gpu_says_what_makes_the_peak(tmp_path):
-    _, module, step = build("none")
+    module = build("none")[1]
     x = torch.randn(BATCH, WIDTH, device="cuda")
-    result = paceline.trace(module, lambda model: model(x).sum().backward(), steps=1, warmup=1, memory=True, out=tmp_path)
+    result = paceline.trace(
+        module, lambda model: model(x).sum().backward(), steps=1, warmup=1, memory=True, out=tmp_path
+    )
     assert isinstance(result, TraceResult) and "memory: peak " in result.text()
     assert result.folder is not None and (result.folder / "memory.png").exists()
     assert paceline.load_result(result.folder).table("memory").rows_json() == result.table("memory").rows_json()

@@ -41,8 +41,8 @@ class MadeMemory:
 
 
 def make_step() -> MadeMemory:
-    """Parameters at 1 (100 bytes) and momentum at 2 (100) were there before, an unknown block at 3 since the step before
-    this one. Peak: 100 + 100 + 7 + 20 of data + 40 of activations + 100 of gradients + 30."""
+    """Parameters at 1 (100 bytes) and momentum at 2 (100) were there before, an unknown block at 3 since the last
+    step. Peak: 100 + 100 + 7 + 20 of data + 40 of activations + 100 of gradients + 30."""
     known = {"parameters": (1, 100), "optimizer": (2, 100)}
     made = MadeMemory().change(5, 3, 7)
     made.mark(10, "data", **known).change(11, 10, 20).change(12, 11, 5).change(13, 11, -5)
@@ -68,7 +68,11 @@ def test_a_block_is_what_it_is_seen_as_or_what_its_life_says():
         "parameters": 100, "optimizer": 100, "data": 20, "other": 10, "total": 230,
     }  # fmt: skip
     assert rows["temporary"].largest_bytes == 30 and rows["total"].largest_bytes == 397
-    assert (memory.peak_bytes, memory.peak_phase, memory.times_s[memory.peak]) == (397, "backward", pytest.approx(23e-6))
+    assert (memory.peak_bytes, memory.peak_phase, memory.times_s[memory.peak]) == (
+        397,
+        "backward",
+        pytest.approx(23e-6),
+    )
     for column in ("begin_bytes", "peak_bytes", "end_bytes", "share"):
         *parts, total = (getattr(row, column) for row in list_memory(memory))
         assert sum(parts) == pytest.approx(total)
@@ -123,7 +127,9 @@ def test_the_peak_names_the_innermost_operator_of_its_thread():
         made.events.append(op | {"pid": 1, "tid": tid})
     memory = made.build()
     assert memory.operator == "aten::b" and make_step().build().operator == ""
-    assert describe_memory(memory).startswith("memory: peak 397 B in backward, 23 µs after the begin of the step (aten::b)")
+    assert describe_memory(memory).startswith(
+        "memory: peak 397 B in backward, 23 µs after the begin of the step (aten::b)"
+    )
     assert describe_memory(memory).endswith(
         ": 25% parameters, 25% optimizer, 25% gradients, 10% activations, 8% temporary, 5% data, 2% other"
     )

@@ -135,8 +135,8 @@ class _TracedPhases:
 
 
 class _SeenMemory(_TracedPhases):
-    """The phases of one step, with marks at which the tensors of a replica are listed: at the begin of each phase all of
-    them, at a forward its inputs, and each gradient before it is accumulated, for a wrapper may copy it at once."""
+    """The phases of one step, with marks at which tensors of the replica are listed: all at the begin of each phase,
+    the inputs of a forward, and each gradient before it is accumulated, for a wrapper may copy it at once."""
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()

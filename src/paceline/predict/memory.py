@@ -163,9 +163,10 @@ def _follow(
         blocks.append(block)
         return held.setdefault(address, block)
 
-    both = [*((event["ts"], event, None) for event in changes)]
-    both += [(event["ts"], event, mark) for event, mark in zip(marked, marks.marks, strict=True)]
-    for at_us, event, mark in sorted(both, key=lambda one: one[0]):
+    both: list[tuple[Any, MemoryMark | None]] = [(event, None) for event in changes]
+    both += zip(marked, marks.marks, strict=True)
+    for event, mark in sorted(both, key=lambda one: float(one[0]["ts"])):
+        at_us = event["ts"]
         if mark is None:
             address, size = event["args"]["Addr"], event["args"]["Bytes"]
             if address in held:  # also where it is allocated again: another thread freed it

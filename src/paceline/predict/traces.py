@@ -58,8 +58,8 @@ _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
 @dataclass(frozen=True)
 class RankTrace:
     """The events of one rank. Their `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
-    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU. `memory` is of one more step, if it was
-    asked for."""
+    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU. `memory` is of one more step, if
+    it was asked for."""
 
     rank: int
     world_size: int

@@ -58,7 +58,9 @@ def describe_memory(memory: MemoryUse) -> str:
     *rows, total = list_memory(memory)
     parts = [f"{row.share:.0%} {row.category}" for row in sorted(rows, key=lambda row: -row.share) if row.share >= 5e-3]
     moment = format_duration(memory.times_s[memory.peak])
-    where = f"in {memory.peak_phase}, {moment} after the begin of the step" if memory.peak else "at the begin of the step"
+    where = (
+        f"in {memory.peak_phase}, {moment} after the begin of the step" if memory.peak else "at the begin of the step"
+    )
     by = f" ({memory.operator})" if memory.operator else ""
     return f"memory: peak {format_bytes(total.peak_bytes)} {where}{by}: {', '.join(parts)}"
 
@@ -76,9 +78,10 @@ def plot_memory(memory: MemoryUse, title: str, subtitle: str) -> Figure:
     top = 1.15 * totals[peak] / MIB
     for phase in memory.phases:
         axes.axvline(phase.begin_s * 1e3, color="#555555", lw=0.8, ls=":")
-        if (phase.end_s - phase.begin_s) * 1e3 > 0.012 * len(phase.name) * end_ms:
-            place = (phase.begin_s + phase.end_s) / 2 * 1e3, 1.01
-            axes.text(*place, phase.name, ha="center", fontsize=8, transform=axes.get_xaxis_transform())
+        has_room = (phase.end_s - phase.begin_s) * 1e3 > 0.009 * len(phase.name) * end_ms
+        if has_room or phase is memory.phases[-1]:  # to the right of the last there is room
+            at_ms, side = ((phase.begin_s + phase.end_s) * 500, "center") if has_room else (phase.begin_s * 1e3, "left")
+            axes.text(at_ms, 1.01, phase.name, ha=side, fontsize=8, transform=axes.get_xaxis_transform())
     at_ms = memory.times_s[peak] * 1e3
     axes.plot([at_ms], [totals[peak] / MIB], "v", color="black", ms=6)
     offset, side = (8, "left") if at_ms < 0.5 * end_ms else (-8, "right")
