@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # optimizers import it, and it then sets a variable of the environment
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -103,7 +103,7 @@ class _Block:
 def build_memory(events: Sequence[dict[str, Any]], marks: MemoryMarks) -> MemoryUse:
     """The memory of the marked step. Earlier events of the trace say what was allocated before it."""
     marked = [e for e in events if e["name"].startswith(MARK) and e.get("cat") == "user_annotation"]
-    marked.sort(key=lambda event: int(event["name"].removeprefix(MARK)))
+    marked.sort(key=_find_number)
     changes = _find_changes(events, marks)
     begin_us, end_us = marked[0]["ts"], marked[-1]["ts"]
     blocks, phases = _follow(changes, marked, marks)
@@ -142,6 +142,10 @@ def build_memory(events: Sequence[dict[str, Any]], marks: MemoryMarks) -> Memory
     )
 
 
+def _find_number(mark: dict[str, Any]) -> int:
+    return int(mark["name"].removeprefix(MARK))
+
+
 def _find_changes(events: Iterable[dict[str, Any]], marks: MemoryMarks) -> list[dict[str, Any]]:
     """Allocations and frees on the device of the marks, in order."""
     kind = _DEVICE_TYPES[marks.device]
@@ -164,7 +168,7 @@ def _follow(
         return held.setdefault(address, block)
 
     both: list[tuple[Any, MemoryMark | None]] = [(event, None) for event in changes]
-    both += zip(marked, marks.marks, strict=True)
+    both += [(event, marks.marks[_find_number(event)]) for event in marked]
     for event, mark in sorted(both, key=lambda one: float(one[0]["ts"])):
         at_us = event["ts"]
         if mark is None:
