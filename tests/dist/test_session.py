@@ -404,8 +404,8 @@ def finish(job: Any, number: int) -> tuple[str, str, float]:
     ("number", "what", "until", "kept"),
     [
         (signal.SIGINT, "cells", "1 of 2 cells", "1 of 2 cells saved; resume with: paceline scale batch --resume "),
-        (signal.SIGTERM, "posted", "1 of 3 cells", "1 of 3 cells saved in runs/"),
-        (signal.SIGINT, "nothing", "paceline: open", "nothing was saved"),
+        pytest.param(signal.SIGTERM, "posted", "1 of 3 cells", "1 of 3 cells saved in runs/", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "nothing", "paceline: open", "nothing was saved", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupt_says_within_seconds_what_is_saved(play, tmp_path, number, what, until, kept):
