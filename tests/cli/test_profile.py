@@ -185,6 +185,17 @@ def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, cu
         assert row["compute_s"] == other["local_step_s"]
 
 
+def test_profiles_of_several_models_are_one_table(out, command, tmp_path):
+    runs = [str(find_run(type_alone(*LAYERS, "--hidden", hidden, "--out", out))) for hidden in ("16", "64")]
+    given = [word for run in runs for word in ("--model-profile", run)]
+    asked = ("profile", "comm-table", *given, "--network", "10gbe", "--ranks", "2", "--out", str(tmp_path))
+    rows = json.loads(command(*asked, "--json").out)["rows"]
+    assert [row["gradient_bytes"] for row in rows] == sorted(row["gradient_bytes"] for row in rows) and len(rows) == 2
+    for more in (("--model", "cnn"), ("--hidden", "8"), ("--iters", "3")):
+        refused = command(*asked, *more)
+        assert refused.code == 2 and f"{more[0].removeprefix('--')} with --model-profile" in refused.err
+
+
 def test_a_curve_of_other_ranks_is_refused(command, curve, tmp_path):
     answer = command(*TABLE, "--ranks", "64", "--curve", curve, "--out", str(tmp_path))
     assert answer.code == 2 and "no measured all-reduce of 64 ranks is in it" in answer.err

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline import load_result, load_run
+from paceline.cli.options import print_result
 from paceline.plan import Plan
 from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from paceline.report.predictions import TuneResult
@@ -201,3 +202,10 @@ def test_options_that_a_tuning_does_not_have(command, option):
     """A plan is its answer, and gradients travel with the last micro-batch alone: the plan is the same without."""
     answer = command("tune", option, "2")
     assert answer.code == 2 and option in answer.err
+
+
+def test_strict_fails_a_tuning_that_says_little(emulated, capsys):
+    result = load_result(emulated["run"])
+    assert print_result(result, json=False) == 0
+    assert print_result(result, json=False, strict=True) == 1
+    assert "paceline: failed (--strict): " in capsys.readouterr().err

@@ -141,6 +141,8 @@ OPTIONS = {
     "algorithm": Option(JOB, "auto, ring, tree, two-level, gloo or shared", "auto"),
     "gradients": Option(JOB, "fp32 or bf16. Default: the profile's."),
     "straggler": Option(JOB, "How much ranks differ: 3% (standard deviation), or profile.", "0%"),
+    "profiles": Option(JOB,
+        "Instead of a model: a run of `profile layers`; several make one table.", list[Path], flags="--model-profile"),
     "curves": Option(JOB, "A run of `bench allreduce` whose curve is used, too.", list[Path], flags="--curve"),
     "samples": Option(DATA, "Use the first N samples; synthetic: make N.", int),
     "context": Option(DATA, "Tokens per sequence.", int),
