@@ -10,6 +10,7 @@ import pytest
 import typer.main
 
 from paceline.cli.main import _join_lists, app
+from paceline.workloads.registry import _OTHERS, NAMES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -73,3 +74,9 @@ def test_the_two_commands_of_the_readme_exist_and_so_does_every_make_target():
 def test_links_lead_somewhere(path):
     links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_table_of_models_names_every_model_that_can_be_trained_and_no_other():
+    (table,) = re.findall(r"\| `--model` \|.*?\n\n", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    named = [name for row in table.strip().splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert sorted(named) == sorted((*NAMES, *_OTHERS))
