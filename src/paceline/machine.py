@@ -48,6 +48,11 @@ def available_memory_bytes() -> int:
     return min(available, max(0, int(limit) - int(used))) if limit.isdigit() and used.isdigit() else available
 
 
+def read_stolen_s() -> float:
+    """Seconds of all cores since boot that the host of this virtual machine gave to others; 0 where it does not say."""
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
+
+
 def count_gpus() -> int:
     """NVIDIA GPUs visible to this process, asked of the driver itself so that it takes milliseconds."""
     try:

@@ -315,6 +315,7 @@ def test_an_interrupted_run_keeps_what_was_finished_and_leaves_no_process(start,
     assert not run.complete and [record.num_bytes for record in run.records] == [4096]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_ends_the_command(start, tmp_path):
     job = start(*LONG)
     wait_until(lambda: "1 of 2 cells" in job.stderr.readline(), 60)

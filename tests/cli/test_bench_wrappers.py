@@ -49,6 +49,7 @@ def test_json_is_one_document_of_both_backends_and_the_run_folder_holds_everythi
     assert "paceline on shm" in (folder / "wrappers.svg").read_text()
 
 
+@pytest.mark.slow
 def test_a_person_gets_a_table_with_all_wrappers_at_world_size_1(command, tmp_path):
     asked = ("bench", "wrappers", "--model", "cnn", "--ranks", "1", "--batch-size", "2", "--iters", "5")
     answer = command(*asked, "--out", str(tmp_path))

@@ -28,7 +28,8 @@ def test_every_example_has_a_test():
     assert all(f'"{path.name}"' in source for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix", [(), TORCHRUN])
 def test_allreduce_by_hand(start, prefix):
     assert run_example(start, "allreduce_by_hand.py", prefix=prefix) == "the sum over 2 ranks is 3\n"
 
@@ -41,7 +42,7 @@ def test_train_by_hand(start, prefix):
     assert report[0].startswith(f"rank 0 of 2 on {BACKEND}") and "bucket" in report[1]
 
 
-@pytest.mark.parametrize("prefix", [(), TORCHRUN])
+@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
 def test_the_program_of_the_readme_is_one_world_of_two_ranks(start, prefix):
     out = run_example(start, "quick_start.py", prefix=prefix)
     assert out.count("rank 0 of 2 on") == 1 and "rank 1" not in out
@@ -56,9 +57,18 @@ def test_own_model(start, prefix):
     assert re.fullmatch(r"tuned: (use|keep): \d+ buckets", tuned)
 
 
+@pytest.mark.slow
 def test_who_am_i(start):
     lines = run_example(start, "who_am_i.py").splitlines()
     assert lines == [f"global rank {r} of 4 is rank {r % 2} of 2 on its row" for r in range(4)]
+
+
+@pytest.mark.parametrize("prefix", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow)])
+def test_gather_objects(start, prefix):
+    lines = run_example(start, "gather_objects.py", prefix=prefix).splitlines()
+    assert [line.split(": ")[1] for line in lines] == ["in two groups", "in one group", "world.share"] * 2
+    assert all("Timed out waiting 2000ms" in line for line in lines[::3])
+    assert all(line.endswith("['rank 0', 'rank 1']") for line in lines[1::3] + lines[2::3])
 
 
 def test_read_a_run(start, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import load_run
+from paceline import load_result, load_run
 from paceline.records.exchange import load_layer_sizes, load_layer_times
 from paceline.records.steps import StepRecord
 from tests.cli.test_train import TINY, TORCHRUN, type_alone, type_command
@@ -133,6 +133,13 @@ def test_two_traces_beside_each_other(trace, phases, out, command):
     extras = ("--shapes", "--memory-use", "--accumulate", "2", "--json")
     other = json.loads(type_alone(*TRACE, *extras, "--out", out).out)
     assert other["picture"] is None
+    *rows, total = other["memory"]
+    assert sum(row["peak_bytes"] for row in rows) == total["peak_bytes"] == other["overview"][0]["peak_bytes"]
+    held = {row["category"]: row["begin_bytes"] for row in rows}
+    assert held["parameters"] == 4 * 18_954 <= held["buckets"] and other["findings"][0].startswith("memory: peak ")
+    assert {"memory.png", "memory.md", "memory.csv"} <= {path.name for path in Path(other["run"]).iterdir()}
+    assert load_result(other["run"]).to_json()["memory"] == other["memory"]
+    assert "Input Dims" in gzip.decompress(Path(other["run"], "trace.json.gz").read_bytes()).decode()
     answer = command("profile", "--compare", str(find_run(trace)), other["run"])
     assert answer.code == 0, answer.err
     assert "  backward " in answer.out and "they differ in ranks: 2 and 1" in answer.out
@@ -177,6 +184,17 @@ def test_gradients_on_assumed_and_measured_networks_as_predict_sees_them(out, cu
         for key in ("network", "world_size", "step_s", "low_s", "high_s", "exposed_s", "algorithm", "best_cap_bytes"):
             assert row[key] == other[key]
         assert row["compute_s"] == other["local_step_s"]
+
+
+def test_profiles_of_several_models_are_one_table(out, command, tmp_path):
+    runs = [str(find_run(type_alone(*LAYERS, "--hidden", hidden, "--out", out))) for hidden in ("16", "64")]
+    given = [word for run in runs for word in ("--model-profile", run)]
+    asked = ("profile", "comm-table", *given, "--network", "10gbe", "--ranks", "2", "--out", str(tmp_path))
+    rows = json.loads(command(*asked, "--json").out)["rows"]
+    assert [row["gradient_bytes"] for row in rows] == sorted(row["gradient_bytes"] for row in rows) and len(rows) == 2
+    for more in (("--model", "cnn"), ("--hidden", "8"), ("--iters", "3")):
+        refused = command(*asked, *more)
+        assert refused.code == 2 and f"{more[0].removeprefix('--')} with --model-profile" in refused.err
 
 
 def test_a_curve_of_other_ranks_is_refused(command, curve, tmp_path):

@@ -132,6 +132,7 @@ def stop_in_the_middle(job: subprocess.Popen[str], out: Path) -> tuple[Path, str
     return folder, err
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished_and_says_how_to_resume(start, tmp_path):
     job = start("-m", "paceline", *LONG, "--at-once", "2")
     folder, err = stop_in_the_middle(job, tmp_path / "out")

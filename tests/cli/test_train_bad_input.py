@@ -38,6 +38,10 @@ def assert_refused(answer, words: str) -> None:
     [
         (("train", "--model", "resnet81"), "model 'resnet81' is unknown: did you mean resnet18"),
         (("train", "--model", "nowhere.py:build"), "model file nowhere.py does not exist"),
+        (
+            ("train", "--model", "mlp", "--label-smoothing", "0.1"),
+            "--label-smoothing 0.1: targets are numbers; leave it out",
+        ),
         (("train", "--model", "gpt2", "--channels", "4", "8"), "model gpt2 has no channels (given: 4 8)"),
         (("train", "--model", "linear", "--hidden", "8"), "model linear has no hidden"),
         ((*TRAIN, "--data", "minst"), "data 'minst' is unknown: did you mean mnist?"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline import load_result, load_run
+from paceline.cli.options import print_result
 from paceline.plan import Plan
 from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from paceline.report.predictions import TuneResult
@@ -108,6 +109,7 @@ def test_everything_is_measured_predicted_and_written(on_gloo):
     assert [float(row["measured_s"]) for row in rows] == [point["measured_s"] for point in on_gloo["grid"]]
 
 
+@pytest.mark.slow
 def test_on_shared_memory_with_messages_beside_backward(type_on_ranks, out):
     # Wide enough that a message of 256 KiB fits twice into its gradients.
     wide = ("--hidden", "700", "--quick", "--backend", "paceline")
@@ -118,6 +120,7 @@ def test_on_shared_memory_with_messages_beside_backward(type_on_ranks, out):
     assert 0 < disturbed.overlapped.median_s <= disturbed.under_way.median_s
 
 
+@pytest.mark.slow
 def test_torchs_wrapper_has_the_layout_that_was_simulated(type_on_ranks, out):
     asked = ("--wrapper", "torch", "--backend", "gloo")
     document = read(type_on_ranks(*TUNE, *asked, "--json", "--out", out))
@@ -151,12 +154,15 @@ def test_a_network_that_does_not_exist(emulated):
     assert "10gbe, 16 ranks, emulated" in emulated["verdict"]
 
 
+@pytest.mark.slow
 def test_torchs_wrapper_on_a_network_that_does_not_exist(emulated_torch):
     assert_complete(emulated_torch, "torch", emulated_torch["backend"], 8)
     assert {point["source"] for point in emulated_torch["grid"]} == {"emulated"}
 
 
-@pytest.mark.parametrize(("wrapper", "tuned"), [("paceline", "emulated"), ("torch", "emulated_torch")])
+@pytest.mark.parametrize(
+    ("wrapper", "tuned"), [("paceline", "emulated"), pytest.param("torch", "emulated_torch", marks=pytest.mark.slow)]
+)
 def test_training_takes_the_plan_of_its_wrapper(request, out, wrapper, tuned):
     plan = request.getfixturevalue(tuned)["plan"]
     asked = ("--batch-size", "4", "--samples", "16", "--wrapper", wrapper, "--plan", plan)
@@ -196,3 +202,10 @@ def test_options_that_a_tuning_does_not_have(command, option):
     """A plan is its answer, and gradients travel with the last micro-batch alone: the plan is the same without."""
     answer = command("tune", option, "2")
     assert answer.code == 2 and option in answer.err
+
+
+def test_strict_fails_a_tuning_that_says_little(emulated, capsys):
+    result = load_result(emulated["run"])
+    assert print_result(result, json=False) == 0
+    assert print_result(result, json=False, strict=True) == 1
+    assert "paceline: failed (--strict): " in capsys.readouterr().err

@@ -339,7 +339,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP)),
+        signal.SIGTERM,
+        signal.SIGKILL,
+    ],
+)
 def test_no_rank_outlives_its_parent(start, tmp_path, ending):
     """Ctrl-C reaches the whole terminal; the ranks of a launcher that is killed are stopped, too."""
     script = tmp_path / "job.py"
@@ -464,6 +471,7 @@ def test_a_launcher_does_not_import_torch(start, tmp_path):
     assert (job.returncode, out) == (0, "False\n"), err
 
 
+@pytest.mark.slow
 def test_ranks_are_spawned_where_they_cannot_be_forked(monkeypatch):
     monkeypatch.setattr(launch, "_can_fork", False)
     with paceline.RankPool(2) as pool:

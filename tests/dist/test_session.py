@@ -18,6 +18,7 @@ from paceline.records.kinds import CollectiveRecord
 from paceline.records.samples import Samples
 from paceline.records.store import load_run
 from paceline.runtime import session as module
+from paceline.runtime.environment import Place
 from paceline.runtime.session import Progress, ProgressDisplay, Task, open_session
 from paceline.runtime.worker import post
 from paceline.training.settings import TrainSettings
@@ -47,6 +48,17 @@ def die(how: str, *_: Any) -> list[Any]:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(3)
+
+
+def test_a_run_says_how_much_of_its_time_the_host_took(monkeypatch):
+    times_s = iter((100.0, 100.0 + 0.5 * (os.cpu_count() or 1), 200.0))
+    monkeypatch.setattr(module, "read_stolen_s", lambda: next(times_s))
+    with open_session("bench allreduce", {}, ranks=2) as session:
+        run = session.save([RECORD])
+        assert run.environment.stolen == pytest.approx(0.5)  # of a second, the shortest time that is counted
+        assert any("the host took 50% of the cores" in text for text in run.warnings)
+        launched = replace(session, place=Place(1, 2, 1, 2, "torchrun"))
+        assert launched.save([RECORD]).environment.stolen is None  # each rank would find another share
 
 
 def post_cells(num_cells: int, pause_s: float = 0.0) -> str:
@@ -404,8 +416,8 @@ def finish(job: Any, number: int) -> tuple[str, str, float]:
     ("number", "what", "until", "kept"),
     [
         (signal.SIGINT, "cells", "1 of 2 cells", "1 of 2 cells saved; resume with: paceline scale batch --resume "),
-        (signal.SIGTERM, "posted", "1 of 3 cells", "1 of 3 cells saved in runs/"),
-        (signal.SIGINT, "nothing", "paceline: open", "nothing was saved"),
+        pytest.param(signal.SIGTERM, "posted", "1 of 3 cells", "1 of 3 cells saved in runs/", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "nothing", "paceline: open", "nothing was saved", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupt_says_within_seconds_what_is_saved(play, tmp_path, number, what, until, kept):

@@ -142,8 +142,10 @@ def assert_parity(seen: list[Seen], wanted: Seen, buffers_too: bool = True) -> N
 @pytest.mark.parametrize(
     ("ranks", "accumulate", "wrapper", "tail"),
     [
-        (2, 1, "paceline", "keep"), (2, 3, "torch", "drop"), (3, 2, "paceline", "pad"), (3, 1, "torch", "keep"),
-        (3, 2, "paceline", "keep"), (2, 1, "torch", "pad"), (2, 3, "paceline", "drop"),
+        (2, 1, "paceline", "keep"), (2, 3, "torch", "drop"), (3, 2, "paceline", "pad"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (3, 1, "torch", "keep"), (3, 2, "paceline", "keep"), (2, 1, "torch", "pad"), (2, 3, "paceline", "drop"),
+        )),
     ],
 )  # fmt: skip
 def test_a_cnn_learns_as_in_one_process(train_on, train_alone, tail, ranks, accumulate, wrapper):
@@ -156,8 +158,8 @@ def test_a_cnn_learns_as_in_one_process(train_on, train_alone, tail, ranks, accu
     assert_parity(seen, alone)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("wrapper", ["paceline", "torch"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("wrapper", ["paceline", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_gpt2_learns_as_in_one_process(train_on, train_alone, wrapper, ranks):
     """11 blocks in batches of 6: a tail of 5, which neither 2 nor 3 ranks share evenly."""
     settings = replace(GPT2, samples=11, global_batch_size=6)

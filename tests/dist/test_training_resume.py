@@ -199,7 +199,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# One of each kind; the others are slow.
+QUICK = ("adamw", "accumulate", "torch", "gloo", "normed", "synced", "lars")
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])
 def test_everything_that_a_step_depends_on_is_kept(train, tmp_path, case):
     changes = dict(CASES[case])
     if changes.get("model") == "normed":

@@ -58,10 +58,13 @@ def run_on_both(name: str, debug: str) -> tuple[Any, Any]:
     return run_program("paceline", name, debug), run_program("gloo", name)
 
 
+LONG = ("meshes", "ddp_with_uneven_inputs", "ddp_with_hooks", "scattered_in_memory", "zero_redundancy", "fully_shard")
+
+
 @pytest.mark.parametrize(
     ("name", "debug"),
     [
-        *((name, "OFF") for name in PROGRAMS),
+        *(pytest.param(name, "OFF", marks=[pytest.mark.slow] * (name in LONG)) for name in PROGRAMS),
         *((name, "DETAIL") for name in ("ddp", "objects", "asynchronous", "groups")),
     ],
 )

@@ -189,7 +189,7 @@ def fail_in_forward(ranks: tuple[int, ...], at_step: int) -> list[tuple[str, str
     return found
 
 
-@pytest.mark.parametrize("at_step", [0, 2])
+@pytest.mark.parametrize("at_step", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_that_fails_in_forward_is_one_error_everywhere(job, at_step):
     results = job(3, fail_in_forward, (1,), at_step)
     texts = [[(kind, text) for kind, text, _ in result] for result in results]
@@ -218,7 +218,9 @@ def leave_early(reducer: dict[str, Any]) -> tuple[str, str, float]:
     return kind, text, time.monotonic() - began
 
 
-@pytest.mark.parametrize("reducer", [REDUCERS[0], *REDUCERS[2:4]], ids=str)
+@pytest.mark.parametrize(
+    "reducer", [REDUCERS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in REDUCERS[2:4])], ids=str
+)
 def test_a_rank_that_is_a_batch_short_is_named_by_the_others(job, reducer):
     results = job(3, leave_early, reducer)
     assert results[1][:2] == ("", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -100,6 +101,7 @@ def test_a_measurement_is_equal_on_every_rank_and_has_every_phase(on_ranks):
             assert (record.num_wrong, record.num_checked) == (0, 8 * record.world_size)
 
 
+@pytest.mark.slow
 def test_backends_step_in_turns_and_each_is_tuned_for_itself(on_ranks):
     wrappers = ("torch", "torch-tuned", "paceline")
     wanted = WrapperSettings(

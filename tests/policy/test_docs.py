@@ -70,10 +70,32 @@ def test_the_two_commands_of_the_readme_exist_and_so_does_every_make_target():
     assert {"demo", "test"} <= named <= targets
 
 
+def find_anchors(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def find_dead_links(path: Path, text: str) -> list[str]:
+    """The links in a text of the document at `path` that lead to no file, or to no heading of it."""
+    dead = []
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        if not target.exists() or (anchor and anchor not in find_anchors(target.read_text())):
+            dead.append(link)
+    return dead
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text())
-    assert [link for link in links if not (path.parent / link).exists()] == []
+    assert find_dead_links(path, path.read_text()) == []
+
+
+def test_a_dead_link_is_found():
+    text = "[a](no-such-page.md) [b](api.md#no-such-heading) [c](api.md#set_seed) [d](#no-such-heading) [e](#api)"
+    dead = ["no-such-page.md", "api.md#no-such-heading", "#no-such-heading"]
+    assert find_dead_links(ROOT / "docs" / "api.md", text) == dead
 
 
 def test_the_table_of_models_names_every_model_that_can_be_trained_and_no_other():

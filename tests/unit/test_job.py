@@ -150,6 +150,20 @@ def test_layers_of_any_model_are_gradients_as_they_are():
     assert job.ready_s == (2.0, 3.0)
 
 
+def test_the_rest_of_backward_and_layers_without_parameters_take_their_time():
+    sizes, times = [size("a", 10), size("b", 20)], [time("a grad", 1.0), time("b grad", 2.0)]
+    job = build_job_from_tables(sizes, [*times, time("relu grad", 0.5), time("backward", 2.5)])
+    assert job.backward_s == pytest.approx(6.0) and job.ready_s == pytest.approx((4.0, 6.0))
+    assert any("3000 of 6000 ms of backward: the rest is shared evenly" in note for note in job.notes)
+
+
+def test_exported_tables_give_the_backward_of_their_profile():
+    profile = build_profile()
+    job = build_job_from_tables(profile.layer_sizes, profile.layer_times)
+    assert job.backward_s == pytest.approx(1.0 / 1.5, rel=0.01)  # of the profiled steps, without the profiler's cost
+    assert job.num_bytes == build_job_from_profile(profile).num_bytes
+
+
 def test_times_without_a_size_and_tables_without_layers_are_refused():
     with pytest.raises(RecordError, match="no size: c"):
         build_job_from_tables([size("a", 1)], [time("c grad", 1.0)])

@@ -119,3 +119,9 @@ def test_the_processor_is_named_as_the_kernel_tells_it(monkeypatch, cpuinfo, nam
 )  # fmt: skip
 def test_a_backend_has_one_name(given, canonical):
     assert machine.canonical_backend(given) == canonical
+
+
+@pytest.mark.parametrize(("times", "stolen_s"), [({"user": 9.0, "steal": 2.5}, 2.5), ({"user": 9.0}, 0.0)])
+def test_time_that_the_host_took_is_none_where_the_system_does_not_say(monkeypatch, times, stolen_s):
+    monkeypatch.setattr(machine.psutil, "cpu_times", lambda: SimpleNamespace(**times))
+    assert machine.read_stolen_s() == stolen_s

@@ -1,5 +1,8 @@
 """Pictures of records: real files, equal for equal records, with the source in the legend."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 
 from paceline.records import Summary
@@ -145,3 +148,34 @@ def test_no_legend_covers_the_data(curve, count):
     assert not axes.get_legend() and len(legend.get_texts()) == count
     assert not legend.get_window_extent().overlaps(axes.get_window_extent())
     assert legend.get_window_extent().x0 >= axes.get_window_extent().x1
+
+
+LONG = "a-model-of-a-user-whose-name-is-longer-than-any-line " * 2 + "folder/of/models/" + "very_long_name_" * 9
+WIDE = "gpt2-large on 1gbe, 64 ranks, emulated, wrapper paceline, backend gloo, " * 3
+
+
+@pytest.mark.parametrize(("text", "count"), [(LONG, 1), (WIDE, 4), ("W" * 200, 2)])
+def test_no_text_is_cut_and_no_legend_covers_the_data_however_long_the_names_are(text, count):
+    figure, panels = plots.build_panels([text] * count, text, text)
+    for axes in panels:
+        plots.draw_line(axes, 0, [(1, 1, None, None), (2, 2, None, None)], f"{text} (measured)")
+    plots.place_legend(figure, *panels)
+    figure.set_dpi(150)  # as it is saved: letters are whole pixels wide
+    figure.draw_without_rendering()  # lays it out
+    texts = (figure._suptitle, figure._supxlabel, *(axes._left_title for axes in panels))
+    for extent in (text.get_window_extent() for text in texts):
+        assert figure.bbox.x0 <= extent.x0 and extent.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= extent.y0 and extent.y1 <= figure.bbox.y1
+    assert "".join(figure._suptitle.get_text().split()) == "".join(text.split())
+    (legend,) = figure.legends
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+    for axes in panels:
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    for left, right in itertools.pairwise(panels[:3]):  # of one row
+        assert left._left_title.get_window_extent().x1 <= right._left_title.get_window_extent().x0
+
+
+def test_every_picture_is_made_where_its_texts_are_fitted():
+    source = Path(plots.__file__).parents[1]
+    for words in ("Figure(", ".suptitle(", ".legend("):
+        assert [path.name for path in source.rglob("*.py") if words in path.read_text()] == ["plots.py"]

@@ -196,8 +196,48 @@ def test_doubts_are_gathered_per_backend_and_ranks_with_the_gravest_first(
     assert doubts[3].text.startswith("nccl, 2 ranks: fewer than 5 repetitions at 1 MiB:")
 
 
+def test_of_many_doubtful_measurements_the_number_and_the_worst_are_named(
+    build_collective, build_environment, build_samples
+):
+    highs = {2**20: 2.0, 2**21: 9.0, 2**22: 2.0, 2**23: 2.0}
+    records = [build_collective(num_bytes=n, timing=build_samples(*_swinging(1.0, high))) for n, high in highs.items()]
+    (doubt,) = find_doubts([*records, build_collective(num_bytes=4)], build_environment())
+    named = "gloo, 2 ranks: unstable at 4 of 5 measurements, the worst 2 MiB (1 s to 9 s) (p10 to p90): "
+    assert doubt.kind == "unstable" and doubt.text.startswith(named)
+    (few,) = find_doubts(records[:3], build_environment())
+    assert all(f"{size} MiB" in few.text for size in (1, 2, 4)) and "the worst" not in few.text
+
+
+@pytest.mark.parametrize(
+    ("num_unstable", "environment", "kinds", "words"),
+    [
+        (2, {}, ["unstable"], ""),  # half of them
+        (3, {}, ["inconclusive", "unstable"], "(3 of 4 variants of the step are unstable)"),
+        (3, {"load_average": 8.0}, ["inconclusive", "unstable"], "are unstable, load 8.0 on 8 cores)"),
+        (0, {"load_average": 8.0}, ["busy"], ""),
+        (0, {"stolen": 0.1}, [], ""),
+        (0, {"stolen": 0.12}, ["inconclusive"], "(the host took 12% of the cores' time for others)"),
+    ],
+)
+def test_a_machine_that_is_too_busy_to_measure_says_that_nothing_can_be_concluded(
+    build_wrapper, build_environment, num_unstable, environment, kinds, words
+):
+    times = [_swinging(1.0, 9.0)] * num_unstable + [(1.0,) * 12] * (4 - num_unstable)
+    records = [build_wrapper("paceline", times_s, label=f"cap {n}") for n, times_s in enumerate(times)]
+    doubts = find_doubts(records, build_environment(**environment))
+    assert [doubt.kind for doubt in doubts] == kinds and words in doubts[0].text if doubts else kinds == []
+    if "inconclusive" in kinds:
+        assert "nothing can be concluded; repeat on a quiet machine" in doubts[0].text
+    wrong = find_doubts([*records, build_wrapper("torch", num_wrong=1)], build_environment(stolen=1.0))
+    assert [doubt.kind for doubt in wrong][:2] == ["wrong", "inconclusive"]
+
+
+def test_a_run_that_times_nothing_is_not_too_busy(build_environment):
+    assert find_doubts([], build_environment(stolen=0.9)) == []
+
+
 def test_strict_fails_on_noise_alone():
-    assert set(NOISY) == {"unstable", "drifting", "few"}
+    assert set(NOISY) == {"inconclusive", "unstable", "drifting", "few"}
 
 
 def test_a_row_faster_than_memory_is_doubted(build_collective, build_pass, build_environment, build_samples):

@@ -56,17 +56,19 @@ def test_an_impossible_batch_is_refused(changes, reason):
 
 
 @given(SEEDS, st.lists(st.floats(0.01, 100), min_size=1, max_size=8))
-def test_the_knee_is_the_smallest_batch_with_nine_tenths_of_the_best_rate(rng, epochs):
+def test_the_knee_is_the_smallest_batch_with_nine_tenths_of_the_best_rate_unless_it_is_the_largest(rng, epochs):
     records = [make_batch(rng, 2**i, epoch_s) for i, epoch_s in enumerate(epochs)]
     rates = {r.batch_size: r.num_samples / float(np.median(slowest(r.timing))) for r in records}
     expected = min(size for size, rate in rates.items() if rate >= 0.9 * max(rates.values()))
     rng.shuffle(records)
-    assert find_knee(records).batch_size == expected
+    knee = find_knee(records)
+    assert (knee and knee.batch_size) == (expected if expected < max(rates) else None)
 
 
 def test_a_sweep_in_which_nothing_fits_has_no_knee():
     assert find_knee([make_batch(make_rng(), 64, failure="out of memory")]) is None
     assert find_knee(make_batches(make_rng())).batch_size == 512
+    assert find_knee(make_batches(make_rng())[:3]) is None  # up to 512, where it still grows
 
 
 # -- large batches -----------------------------------------------------------------------------------------------------

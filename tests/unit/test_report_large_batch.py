@@ -1,13 +1,17 @@
-"""The gradient noise scale as table, rows, sentences and a figure."""
+"""The gradient noise scale as table, rows, sentences and a figure; recipes where numbers are predicted."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from paceline.records.store import Run
 from paceline.records.training import NoiseProbe
 from paceline.report.large_batch import NOISE, describe_noise
+from paceline.report.result import build_result
 from paceline.report.table import Table
 
+from .made_scaling import make_run
 from .made_training import build_known, build_noise
 
 LOST = build_noise(tuple(NoiseProbe((s, s), s * d) for s, d in ((8.0, 0.45), (9.0, 0.5), (7.0, 0.48))), epoch=6.0)
@@ -66,3 +70,40 @@ def test_each_job_has_one_sentence(records, words):
     found = describe_noise(records, 8192)
     assert len(found) == len(words)
     assert all(word in text for word, text in zip(words, found, strict=True))
+
+
+# -- numbers, which have no accuracy -----------------------------------------------------------------------------------
+
+
+def _predict_numbers(size, recipe, seed, loss, accuracy=None):
+    run = make_run(size, recipe, seed)
+    curve = tuple(replace(p, test_accuracy=accuracy, test_loss=loss * (5 - n)) for n, p in enumerate(run.curve, 1))
+    return replace(run, curve=curve)
+
+
+@pytest.mark.parametrize("accuracy", [None, 0.0])
+def test_recipes_of_numbers_are_compared_by_their_test_loss(build_environment, accuracy):
+    """Older versions saved an accuracy of 0, so a resumed study may have both."""
+    losses = {(128, "none"): 0.2, (1024, "none"): 0.9, (1024, "lars"): 0.4, (1024, "linear"): 0.1}
+    runs = [
+        _predict_numbers(*cell, seed, loss + 0.01 * seed, accuracy if cell == (128, "none") else None)
+        for cell, loss in losses.items()
+        for seed in (0, 2)
+    ]
+    result = build_result(Run("scale large-batch", {}, build_environment(), tuple(runs)))
+    assert result.answer == (
+        "1024 without a recipe: test loss 0.91 (± 0.01414, 2 seeds), 0.7 above the baseline, after 4 updates in 4 "
+        "epochs; the best recipe, linear: 0.1 below the baseline."
+    )
+    baseline, why = result.findings
+    assert "128 without a recipe: test loss 0.21 (" in baseline and "test losses are compared" in why
+    rows = result.table("recipes").rows_json()
+    assert [row["test_accuracy"] for row in rows] == [None] * 4
+    assert [row["gap"] for row in rows] == [None, *map(pytest.approx, (0.7, 0.2, -0.1))]
+    head, _, _, plain, *_ = result.table("recipes").markdown().splitlines()
+    assert "| gap (test loss) |" in head and "accuracy" not in head and "points" not in head and "| 0.7000 |" in plain
+    assert list(result.figures()) == ["loss", "curves"]
+    (panel,), (curves, _) = result.figure("loss").axes, result.figure("curves").axes
+    assert panel.get_ylabel() == "test loss, ± deviation over seeds" and curves.get_ylabel().startswith("test loss,")
+    assert list(panel.lines[0].get_ydata()) == pytest.approx([0.21, 0.91])
+    assert curves.lines[0].get_ydata()[-1] == pytest.approx(0.21)

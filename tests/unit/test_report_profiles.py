@@ -66,7 +66,7 @@ def test_the_plot_rises_to_the_bytes_that_become_ready():
     assert line.get_ydata()[-1] * 2**20 == pytest.approx(52)
     assert list(end.get_xdata()) == pytest.approx([1000, 1000])
     assert list(marks.get_xdata()) == pytest.approx([200, 900])
-    assert "ready (measured, median)" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "ready (measured, median)" in [text.get_text() for text in figure.legends[0].get_texts()]
     assert {"head", "embed"} <= {text.get_text() for text in axes.texts}
     assert render_png(figure).startswith(b"\x89PNG")
 
@@ -143,6 +143,12 @@ def test_a_trace_is_saved_and_the_same_again(traced, tmp_path):
         load_result(folder)
 
 
+def test_the_title_of_a_trace_says_what_is_accumulated(traced):
+    assert traced(accumulate=4).table().title == "cnn on 1 rank, batch 8, accumulate 4, fp32"
+    assert "cnn on 1 rank, batch 8, accumulate 4, fp32 takes" in traced(accumulate=4).answer
+    assert traced().table().title == "cnn on 1 rank, batch 8, fp32"
+
+
 def test_advice_is_listed_with_its_gain(build_environment):
     advice = Advice("data", "more workers", gain_s=5e-3, certainty="at most", step_s=10e-3)
     overview = build_overview(MadeTrace().step().op("aten::mm", 0, 6).build())
@@ -162,6 +168,22 @@ def test_the_comm_table_says_what_is_simulated_and_from_what(build):
     assert row["exposed_s"] == result.rows[0].step.exposed_s
     assert "compute measured, comm simulated |" in result.table().markdown()
     assert len(result.findings) == 3 and result.findings[0].startswith("10gbe: ")
+
+
+def test_several_profiles_make_one_comm_table_in_which_models_stand_together(build):
+    small, large = build_profile(), build_profile(model="larger")
+    result = build("profile comm-table", small, large, networks="10gbe,1gbe", ranks=[2, 64])
+    rows = result.to_json()["rows"]
+    assert [(row["network"], row["world_size"], row["model"]) for row in rows[:4]] == [
+        ("10gbe", 2, small.model), ("10gbe", 2, "larger"), ("10gbe", 64, small.model), ("10gbe", 64, "larger"),
+    ]  # fmt: skip
+    assert len(rows) == 8 and "of a step of " in result.answer and "68 B of gradients" in result.answer
+    assert result.table().title.startswith(f"{small.model}, larger: ")
+    result.folder = Path("a")
+    assert result.next_steps == []
+    one = build("profile comm-table", small, networks="10gbe", ranks=[2])
+    one.folder = Path("a")
+    assert one.next_steps == ["paceline predict --model-profile a --network 10gbe"]
 
 
 def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, build_environment, build_samples):

@@ -343,13 +343,30 @@ def test_a_sweep_tells_its_knee_and_what_does_not_fit():
     ("epochs", "text"),
     [
         ({32: 1.0, 64: 1.01}, "The batch size hardly matters: 32, the smallest, reaches "),
-        ({32: 4.0, 64: 2.0}, "Throughput grows up to batch size 64, the largest measured: try larger ones."),
         ({8: 4.0}, "Batch size 8, the only one measured, reaches "),
     ],
 )
 def test_a_sweep_without_a_knee_inside_says_so(epochs, text):
     line, _ = scaling.describe_batches([make_batch(make_rng(), size, s) for size, s in epochs.items()])
     assert text in line and "knee" not in line
+
+
+@pytest.mark.parametrize("failure", ["", "out of memory"])
+def test_throughput_that_still_grows_at_the_largest_size_has_no_knee_anywhere(build_environment, failure):
+    records = [make_batch(make_rng(), size, s, 4096) for size, s in ((32, 4.0), (64, 2.0), (16, 7.0))]
+    records += [make_batch(make_rng(), 128, failure=failure)] if failure else []
+    result = build_result(Run("scale batch", {}, build_environment(), tuple(records)))
+    more = "larger ones do not fit" if failure else "try larger"
+    assert result.answer == f"There is no knee up to batch size 64, where throughput still grows: {more}."
+    assert result.findings[0].startswith("At batch size 64 a step takes ")
+    assert not any(row["is_knee"] for row in result.table().rows_json())
+    assert [row["mark"] for row in cells(result.table(), None)] == ["", "", "", *([failure] if failure else [])]
+    labels = [text for axes in result.figure().axes for text in axes.get_legend_handles_labels()[1]]
+    assert "samples/s (measured)" in labels and not any("knee" in label for label in labels)
+    assert result.next_steps == ["paceline scale ranks --model cnn --batch-size 64"]
+    assert build_result(Run("scale batch", {}, build_environment(), tuple(records[:1]))).next_steps == [
+        "paceline scale ranks --model cnn --batch-size 32"
+    ]
 
 
 def test_a_sweep_in_which_nothing_fits_has_only_that_to_say():
@@ -440,10 +457,51 @@ def test_contests_leave_out_cells_that_a_slow_rank_disturbed():
     for size, factor in ((32, 1.0), (64, 1.5)):
         mine, theirs = (make_scale(make_rng(), 4, 0.01, wrapper=w, cell_size=size) for w in ("paceline", "torch"))
         records += [make_scale(make_rng(), 1, 0.01, cell_size=size), mine, _disturb(theirs, 2, factor)]
-    kept = scaling.find_undisturbed(list_lines(list_points(records)))
-    assert [line.record for line in kept] == records[1:3]
-    (text,) = scaling.describe_contests(kept)
+    lines = list_lines(list_points(records))
+    assert [line.record for line in lines if line.is_disturbed] == records[4:]  # what took turns with it, too
+    (text,) = scaling.describe_contests([line for line in lines if not line.is_disturbed])
     assert " of 1 undisturbed cell, " in text
+
+
+def _build_disturbed(build_environment, mode="weak", sizes=(32, 64)):
+    """A study whose last batch size was disturbed on 4 ranks, where it is both the best and the worst."""
+    records = []
+    for size in sizes:
+        late = size == sizes[-1]
+        records += [
+            make_steady(1, 0.01, mode=mode, cell_size=size), make_steady(2, 0.012, 0.001, mode=mode, cell_size=size),
+            *(_disturb(make_steady(4, s, 0.002, mode=mode, cell_size=size, wrapper=w), 2, 1.5 if late else 1.0)
+              for w, s in (("paceline", 0.0101 if late else 0.013), ("torch", 0.030 if late else 0.014))),
+        ]  # fmt: skip
+    return build_result(Run("scale ranks", {}, build_environment(), tuple(records)))
+
+
+def test_a_disturbed_cell_is_marked_and_nothing_is_said_about_its_efficiency(build_environment):
+    result = _build_disturbed(build_environment)
+    (warning,) = [line for line in result.sentences if "do not use this cell" in line]
+    assert warning.startswith("4 ranks with 64 samples per rank: ")
+    others = [line for line in result.sentences if line is not warning]
+    assert not any("4 ranks with 64" in line or "(paceline on gloo, 64" in line for line in others)
+    assert result.answer.startswith("4 ranks reach ") and "32 samples per rank" in result.answer
+    assert any(
+        line.startswith("2 ranks with 64 samples per rank in paceline") for line in others
+    )  # the best that is left
+    for table in result.tables():
+        expected = [(row["cell_size"], row["world_size"]) == (64, 4) for row in table.rows_json()]
+        assert [row["is_disturbed"] for row in table.rows_json()] == expected and sum(expected) == 2
+        assert [row["mark"] for row in cells(table, None)] == ["disturbed" * late for late in expected]
+
+
+def test_a_study_of_disturbed_cells_alone_says_only_that(build_environment):
+    one, two = make_steady(1, 0.01), _disturb(make_steady(2, 0.015), 1, 1.5)
+    result = build_result(Run("scale ranks", {}, build_environment(), (one, two)))
+    assert result.answer.startswith("2 ranks with 32 samples per rank: do not use this cell.") and not result.findings
+
+
+@pytest.mark.parametrize("mode", ["weak", "strong"])
+def test_the_speedup_of_a_disturbed_cell_is_not_the_largest(build_environment, mode):
+    result = _build_disturbed(build_environment, mode, sizes=(64,))
+    assert result.answer.startswith("2 ranks reach ") and "largest on 4" not in " ".join(result.sentences)
 
 
 @pytest.mark.parametrize(
@@ -551,6 +609,12 @@ def test_predictions_tell_their_error_and_what_lies_beyond():
         "(paceline on gloo, 32 samples per rank); 2 lie in their 90 % intervals."
     ]
     assert scaling.describe_errors(lines[2:]) == []
+    lines[0] = replace(lines[0], measured=replace(lines[0].measured, is_disturbed=True))
+    (text,) = scaling.describe_errors(lines)
+    assert text.startswith("Predicted from half the ranks, 1 step on 4 ranks are off by 4.0% ")
+    assert text.endswith("intervals (1 disturbed step left out).")
+    assert [row["mark"] for row in cells(scaling.PREDICTED, lines)] == ["disturbed", "", "", ""]
+    assert [row["is_disturbed"] for row in parse(scaling.PREDICTED, lines)] == ["True", "False", "False", "False"]
     assert scaling.describe_predictions(lines[2:]) == [
         "More ranks (simulated), paceline on gloo, 32 samples per rank (10 Gb/s): efficiency 0.50 "
         "(0.25 to 1.00) on 8 ranks, efficiency 0.10 (0.05 to 0.20) on 1,024 ranks; doubtful: far.",
@@ -593,6 +657,48 @@ def test_a_page_has_findings_first_then_tables_figures_machine_and_definitions(r
     for result in results.values():
         assert all(f"- {line}\n" in page for line in (result.answer, *result.findings))
         assert all(table.markdown().strip() in page for table in result.tables())
+
+
+def test_the_page_of_ranks_has_matrices_of_batch_sizes_and_ranks(results):
+    result = results["scale ranks"]
+    matrices = [table for table in result.page_tables() if table.name not in {one.name for one in result.tables()}]
+    assert [table.title for table in matrices] == [
+        f"{mode} scaling: {what}"
+        for mode, ratio in (("weak", "efficiency"), ("strong", "speed-up"))
+        for what in (f"{ratio} by batch size and ranks", "compute and exposed", "bandwidth")
+    ]
+    page = result.files()["report.md"]
+    assert all(f"### {table.title.capitalize()}\n\n{table.markdown()}" in page for table in matrices)
+    speed, split, rate = matrices[:3]
+    assert speed.markdown().splitlines()[0] == (
+        "| wrapper | samples | 1 rank (ms) | 2 ranks: efficiency | 4 ranks: efficiency |"
+    )
+    assert split.markdown().splitlines()[0] == (
+        "| wrapper | ranks | 32 per rank: compute (ms) | 32 per rank: exposed (ms) | 128 per rank: compute (ms) "
+        "| 128 per rank: exposed (ms) |"
+    )
+    assert rate.markdown().splitlines()[0] == (
+        "| wrapper | ranks | 32 per rank: busbw (GB/s) | 128 per rank: busbw (GB/s) |"
+    )
+    rows = [line.split(" | ")[:2] for line in speed.markdown().splitlines()[2:]]
+    names = ("torch on gloo", "paceline on gloo", "paceline on paceline")
+    assert rows == [[f"| {name}", f"{size} per rank"] for name in names for size in (32, 128)]
+    known = {
+        (line.record.variant, line.record.cell, line.record.world_size): line for line in list_lines(result.points)
+    }
+    line = known["paceline on gloo", ("weak", 128), 4]
+    assert speed.rows_json()[3]["efficiency_4_ranks"] == line.efficiency
+    assert speed.rows_json()[3]["alone_s"] == line.alone.timing.median_s
+    assert split.rows_json()[3]["compute_s_128_per_rank"] == line.record.compute_s
+    assert split.rows_json()[3]["exposed_s_128_per_rank"] == line.record.exposed_s
+    assert rate.rows_json()[3]["busbw_bytes_per_s_128_per_rank"] == line.record.busbw_bytes_per_s
+
+
+def test_a_matrix_marks_a_disturbed_cell(build_environment):
+    speed, split, *_ = _build_disturbed(build_environment).page_tables()
+    assert speed.markdown().splitlines()[0].endswith("4 ranks: efficiency | 4 ranks: mark |")
+    assert [line.endswith("| disturbed |") for line in speed.markdown().splitlines()[2:]] == [False, True] * 2
+    assert "64 per rank: mark" in split.markdown() and "32 per rank: mark" not in split.markdown()
 
 
 @pytest.mark.parametrize("verb", [f"scale {name}" for name in ("batch", "ranks", "large-batch")])

@@ -13,7 +13,7 @@ from paceline import load_result
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.tuning import TuneSettings, judge_tuning
 from paceline.records import StepRecord
-from paceline.records.environment import capture_environment
+from paceline.records.environment import capture_environment, find_doubts
 from paceline.records.store import Run
 from paceline.report.plots import render_png, render_svg
 from paceline.report.predictions import TuneResult, describe_answer, describe_errors, plot_tuning
@@ -157,6 +157,27 @@ def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
     (line,) = describe_errors(tune(SLOW, (0.150,)))
     assert "rank correlation unknown" in line and "nan" not in line
     assert lines[1:] == ["the wrapper's buckets differ from the simulated ones at 4 MiB"]
+
+
+def test_what_is_faster_with_communication_than_without_is_noise_and_no_time():
+    tuning = tune(SLOW, (0.060, 0.150, 0.160))  # a plain step takes 70 ms
+    grid, _ = make_result(tuning).tables()
+    cells = [line.split(" | ") for line in grid.markdown().splitlines()]
+    place = cells[0].index("measured exposed (ms)")
+    assert [row[place] for row in cells[2:]] == ["within the noise", "80.00", "90.00"]
+    assert [point["measured_exposed_s"] for point in grid.rows_json()] == pytest.approx([-0.010, 0.080, 0.090])
+    assert "the time that communication adds, by " in describe_errors(tuning)[0]
+    (line,) = describe_errors(tune(FREE, (0.070, 0.071, 0.069), spread=NOISY))
+    assert "the time that communication adds is within the noise; " in line and "of a step" not in line
+
+
+def test_a_tuning_on_a_busy_machine_says_that_nothing_can_be_concluded():
+    busy = make_result(tune(SLOW, (0.150, 0.110, 0.100), spread=(0.3, 1.0, 1.9, 0.4, 1.7)))
+    kinds = [doubt.kind for doubt in busy.doubts]
+    assert "unstable" in kinds and "inconclusive" not in kinds  # the other steps are steady
+    records = [r for r in busy.records if not isinstance(r, StepRecord) or r.role == "job"]
+    doubts = find_doubts(records, busy.run.environment)
+    assert "3 of 3 variants of the step are unstable" in doubts[0].text
 
 
 def test_tables_show_every_point_and_every_bucket():

@@ -1,5 +1,6 @@
 """What scaling studies are asked to do: refusals in words, the way through JSON, and the cells that follow."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -239,6 +240,25 @@ def test_runs_that_can_be_are_listed_baseline_first():
 
 def test_a_recipe_has_one_name_however_it_is_spaced():
     assert Recipe.parse(" lars: 0.5 + warmup ").text == "lars:0.5+warmup"
+
+
+@pytest.mark.parametrize(
+    ("job", "is_so"),
+    [
+        ({"model": "mlp"}, True), ({"model": "linear"}, True),
+        ({"model": "own.py:f", "data": "synthetic:numbers"}, True),
+        ({"model": "mlp", "data": "synthetic:images"}, False), ({"model": "cnn"}, False), ({"model": "gpt2"}, False),
+        ({"model": "hf:some", "data": "synthetic:tokens"}, False), ({"model": "nonsense"}, False),
+    ],
+)  # fmt: skip
+def test_labels_are_smoothed_only_where_there_are_classes(job, is_so):
+    train = TrainSettings(**job)
+    assert train.predicts_numbers is is_so
+    study = dataclasses.replace(LARGE, job=train, recipes=("none", "linear+smoothing:0.2", "grow"))
+    old = LargeBatchSettings.from_json(json.loads(json.dumps(study.to_json())))
+    assert old.recipes == (("none", "grow") if is_so else study.recipes)
+    with pytest.raises(ConfigError, match="smoothing needs classes") if is_so else contextlib.nullcontext():
+        study.check()
 
 
 def test_studies_of_older_versions_are_read():

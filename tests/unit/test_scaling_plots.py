@@ -35,8 +35,8 @@ DRAWN = {
     "batches": lambda: scaling.plot_batches(make_batches(make_rng()), "box"),
     "weak": lambda: plot_predicted("weak", make_predictions()),
     "strong": lambda: plot_predicted("strong", make_predictions(mode="strong", cell_size=256)),
-    "communication": lambda: scaling.plot_communication(SCALES, "box"),
-    "accuracy": lambda: large_batch.plot_accuracy(summarize_recipes(RUNS), "box"),
+    "communication": lambda: scaling.plot_communication(POINTS, "box"),
+    "accuracy": lambda: large_batch.plot_scores(summarize_recipes(RUNS), "box"),
     "curves": lambda: large_batch.plot_curves([r for r in RUNS if r.global_batch_size == 1024], "box"),
 }
 
@@ -125,7 +125,7 @@ def test_predictions_go_on_from_the_measured_line_of_the_best_contestant():
 
 
 def test_bars_of_a_step_are_compute_and_exposed_on_top():
-    panel = scaling.plot_communication(SCALES, "box").axes[0]
+    panel = scaling.plot_communication(POINTS, "box").axes[0]
     compute, exposed = (list(bars) for bars in panel.containers if hasattr(bars, "patches"))
     records = [r for r in SCALES if r.variant == "torch on gloo" and r.mode == "weak"]
     assert len(compute) == len(exposed) == len(records) == 4
@@ -136,9 +136,30 @@ def test_bars_of_a_step_are_compute_and_exposed_on_top():
         assert high.get_y() == pytest.approx(low.get_height())
 
 
+def test_a_disturbed_point_is_hollow_and_its_bar_is_hatched():
+    places = [("torch on gloo", ("weak", 32), 4), ("paceline on gloo", ("weak", 32), 4)]
+    points = [replace(p, is_disturbed=(p.record.variant, p.record.cell, p.record.world_size) in places) for p in POINTS]
+    first, second = scaling.plot_ranks("weak", points, "box").axes
+    hollow = [line for line in first.lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
+    marked = [p for p in points if p.is_disturbed]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in hollow] == [(4, p.efficiency) for p in marked]
+    own = {line.get_label(): line for line in first.lines}
+    for line, (name, *_) in zip(hollow, places, strict=True):
+        whole = own[f"{name} (measured)"]
+        assert (line.get_color(), line.get_marker()) == (whole.get_color(), whole.get_marker())
+    assert "disturbed" in first.get_legend_handles_labels()[1]
+    assert "disturbed" not in second.get_legend_handles_labels()[1]
+    figure = scaling.plot_communication(points, "box")
+    hatched = [[bar for bar in axes.patches if bar.get_hatch()] for axes in figure.axes]
+    assert [len(bars) for bars in hatched] == [1, 1, 0, 0, 0, 0]
+    record = marked[0].record
+    assert hatched[0][0].get_height() == pytest.approx(1e3 * (record.compute_s + record.exposed_s))
+    assert "disturbed" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_accuracy_is_in_percent_with_a_panel_for_each_budget():
     runs = [*RUNS, make_run(128, budget="updates"), make_run(512, budget="updates", accuracy=0.8)]
-    first, second = large_batch.plot_accuracy(summarize_recipes(runs), "box").axes
+    first, second = large_batch.plot_scores(summarize_recipes(runs), "box").axes
     assert _lines(second)["no recipe (measured)"] == ([128, 512], pytest.approx([90.0, 80.0]))
     plain = [
         100 * np.mean([r.curve[-1].test_accuracy for r in RUNS if (r.global_batch_size, r.recipe) == (size, "none")])
@@ -159,7 +180,7 @@ def test_curves_are_means_over_seeds_against_epochs_and_updates():
 
 def test_a_recipe_at_one_batch_size_has_a_bar_of_its_deviation():
     runs = [make_run(), *(make_run(512, "lars", seed, accuracy) for seed, accuracy in enumerate((0.6, 0.8)))]
-    (panel,) = large_batch.plot_accuracy(summarize_recipes(runs), "box").axes
+    (panel,) = large_batch.plot_scores(summarize_recipes(runs), "box").axes
     bar = next(line for line in panel.lines if line.get_marker() == "_" and line.get_xdata()[0] == 512)
     assert list(bar.get_ydata()) == pytest.approx([70 - 100 * 0.02**0.5, 70 + 100 * 0.02**0.5])
 

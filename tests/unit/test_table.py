@@ -128,6 +128,28 @@ def test_words_are_wrapped_under_their_column_and_never_dropped_before_they_must
     assert " ".join(text.split()).count("wrapped on a narrow terminal") == 1
 
 
+def test_a_pivot_has_the_same_numbers_as_a_matrix():
+    columns = (
+        *COLUMNS[:2], Column("ranks", lambda r: r.size, "number", "num_ranks"), *COLUMNS[4:6], COLUMNS[-1],
+    )  # fmt: skip
+    rows = [Row("a", "x", 2, 0.1), Row("b", "x", 2, 0.2), Row("a", "x", 4, 0.3), Row("b", "y", 4, 0.4, None)]
+    table = Table("t", "title", columns, rows)
+    matrix = table.pivot(("name", "kind"), "ranks", ("time", "rate", "nothing"))
+    assert matrix.markdown().splitlines() == [
+        "| name | kind | 2 ranks: time (ms) | 2 ranks: rate (GB/s) | 4 ranks: time (ms) | 4 ranks: rate (GB/s) |",
+        "|---|---|--:|--:|--:|--:|",
+        "| a | x | 100.0 | 2.50 | 300.0 | 2.50 |",
+        "| b | x | 200.0 | 2.50 |  |  |",
+        "| b | y |  |  | 400.0 |  |",
+    ]
+    assert next(csv.DictReader(io.StringIO(matrix.csv()))) == {
+        "name": "a", "kind": "x", "time_s_2_ranks": "0.1", "rate_gbps_2_ranks": "2.5", "nothing_s_2_ranks": "",
+        "time_s_4_ranks": "0.3", "rate_gbps_4_ranks": "2.5", "nothing_s_4_ranks": "",
+    }  # fmt: skip
+    by_words = table.pivot(("name",), "kind", ("time",))
+    assert by_words.markdown().splitlines()[0] == "| name | x: time (ms) | y: time (ms) |"
+
+
 def test_rows_that_are_not_shown_are_in_the_files_alone():
     table = build(Row("one"), Row("two"), shown=[])
     assert table.terminal() == "" and len(table.rows_json()) == 2 and "two" in table.markdown()

@@ -114,8 +114,9 @@ add_command(
     model="cnn", plot=False,
 )  # fmt: skip
 add_command(
-    profile, "comm-table", "profile:comm_table", f"{JOB_OPTIONS} ranks:table network:table curves iters warmup",
-    "What gradients cost on given networks, compared with the measured computation of a step.", model="cnn",
+    profile, "comm-table", "profile:comm_table",
+    f"{JOB_OPTIONS} profiles ranks:table network:table curves iters warmup",
+    "What gradients cost on given networks, compared with the measured computation of a step.",
 )  # fmt: skip
 
 
@@ -144,7 +145,7 @@ add_command(
 )  # fmt: skip
 add_command(
     app, "tune", "tune:tune",
-    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune quick confirm caps network:tune network_ranks iters",
+    f"{JOB_OPTIONS} -plan -accumulate batch_size:tune quick confirm caps network:tune network_ranks iters strict",
     "Find the best buckets: measure this machine and model, predict every plan, confirm, and save the plan.\n\n"
     "With --network nothing is sent: one rank computes, and its buckets take as long as that network would.",
     model="cnn",

@@ -224,7 +224,7 @@ def _train_cell(job: Job, cell: TrainingCell, evaluations: int) -> list[Record]:
             if not (math.isfinite(train_loss) and math.isfinite(test.loss)):
                 failure = f"the loss was no number after {step} updates"
                 break
-            curve.append(CurvePoint(step, num_samples, train_loss, test.loss, test.accuracy or 0.0))
+            curve.append(CurvePoint(step, num_samples, train_loss, test.loss, test.accuracy))
             loss_sum.zero_()
             num_targets = 0
         if step in probed:

@@ -460,10 +460,12 @@ class LargeBatchSettings(StudySettings):
         refuse((min(sizes) <= base, f"--global-batch-size {shown}: batches above the base of {base} are needed"))
         odd = next((size for size in sizes if size % base), 0)
         for text in self.recipes:
-            names, alone = Recipe.parse(text).names, "sync needs several ranks, and there is one; use ghost, or --ranks"
+            recipe, alone = Recipe.parse(text), "sync needs several ranks, and there is one; use ghost, or --ranks"
+            without = "smoothing needs classes, and here numbers are predicted; leave it out"
             refuse(
-                ("sync" in names and self.job.ranks == 1, f"recipe {text!r}: {alone}"),
-                ("grow" in names and odd, f"recipe {text!r}: {odd} is not a multiple of the base {base}"),
+                ("sync" in recipe.names and self.job.ranks == 1, f"recipe {text!r}: {alone}"),
+                ("grow" in recipe.names and odd, f"recipe {text!r}: {odd} is not a multiple of the base {base}"),
+                (recipe.is_for_classes and self.job.predicts_numbers, f"recipe {text!r}: {without}"),
             )
 
     def check_norms(self, has_norm: bool) -> None:
@@ -497,3 +499,10 @@ class LargeBatchSettings(StudySettings):
         for cell in cells:
             cell.check(num_samples)
         return cells
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Without the recipes that an older study had by default and that its job cannot take."""
+        found = super().from_json(values)
+        fit = [text for text in found.recipes if not Recipe.parse(text).is_for_classes]
+        return replace(found, recipes=tuple(fit)) if found.job.predicts_numbers else found

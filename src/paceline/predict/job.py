@@ -14,6 +14,7 @@ from paceline.errors import ConfigError, RecordError
 from paceline.plan import Gradient, cut_by_cap
 from paceline.predict.curves import Resample
 from paceline.records import LayerProfileRecord, LayerSizeRecord, LayerTimeRecord
+from paceline.records.layers import OUTSIDE
 from paceline.units import format_bytes, format_ms
 
 GRADIENT_DTYPES = {"fp32": ("float32", 4), "bf16": ("bfloat16", 2)}
@@ -154,7 +155,8 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
         notes.append(f"{last.layer} and {first.layer} are one tied tensor: counted once, ready at the end of backward")
     if untimed := [record.layer for record in sizes if _normalize(record.layer) not in seconds]:
         notes.append(f"no times for {', '.join(untimed)}: taken as 0, at their place in backward")
-    if unknown := sorted(set(seconds) - {_normalize(record.layer) for record in sizes}):
+    unknown = sorted(set(seconds) - {_normalize(record.layer) for record in sizes})
+    if unknown and set(untimed) - {OUTSIDE}:  # else they have no parameters
         raise RecordError(f"times for layers that have no size: {', '.join(unknown)}")
     gradients, ready = [], []
     now_s, taken_apart = 0.0, 0
@@ -168,11 +170,11 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
         now_s += took_s
     if taken_apart:
         notes.append(f"{taken_apart} blocks taken apart into GPT-2's tensors; ready by their share of matrix products")
-    whole_s = phases.get("backward", 0.0)
-    if whole_s > now_s > 0:  # some tables have only the call of backward there, which takes microseconds on a GPU
-        notes.append(
-            f"layers take {format_ms(now_s)} of {format_ms(whole_s)} ms of backward: the rest is shared evenly"
-        )
+    # The row `backward` is what is in no layer; in some tables only the call, which takes microseconds on a GPU.
+    whole_s = now_s + phases.get("backward", 0.0) + math.fsum(seconds[layer] for layer in unknown)
+    if whole_s > 1.001 * now_s > 0:
+        took = f"layers with gradients take {format_ms(now_s)} of {format_ms(whole_s)} ms of backward"
+        notes.append(f"{took}: the rest is shared evenly")
         ready, now_s = [ready_s * whole_s / now_s for ready_s in ready], whole_s
     size = format_bytes(sum(gradient.num_bytes for gradient in gradients))
     notes.append(f"{len(gradients)} gradients, {size} in float32; backward of one rank {format_ms(now_s)} ms")

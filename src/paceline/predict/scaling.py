@@ -194,6 +194,11 @@ class PredictedPoint:
         return None if self.measured is None else self.measured.record.timing.median_s
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether the measured step must not be used."""
+        return self.measured is not None and self.measured.is_disturbed
+
+    @property
     def error(self) -> float | None:
         """The predicted step over the measured one, minus 1."""
         return None if self.measured_s is None else self.step_s / self.measured_s - 1

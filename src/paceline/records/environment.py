@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +31,8 @@ _PREFIXES = (
 
 @dataclass(frozen=True)
 class Environment:
-    """The conditions of a run. Two runs are comparable when `differences` finds none."""
+    """The conditions of a run. Two runs are comparable when `differences` finds none. `load_average` is that before the
+    run, `stolen` the share of the cores' time that the host of a virtual machine gave to others during it."""
 
     host: str
     system: str
@@ -45,6 +46,7 @@ class Environment:
     git_commit: str | None
     load_average: float | None
     details: dict[str, Any] = field(default_factory=dict)
+    stolen: float | None = None
 
     @property
     def machine(self) -> str:
@@ -106,7 +108,11 @@ def capture_environment() -> Environment:
 
 
 # The kinds of doubt that `--strict` turns into a failure: another run may give another answer.
-NOISY = ("unstable", "drifting", "few")
+NOISY = ("inconclusive", "unstable", "drifting", "few")
+# Names of doubtful measurements in one line; of more, their number and the worst.
+_MOST_NAMES = 3
+# Of the time of all cores, what the host of a virtual machine may give to others.
+_MOST_STOLEN = 0.1
 # In order of gravity. Wrong parameters have a text of their own and are the same kind to a program.
 _TEXTS = {
     "wrong": "WRONG DATA at {}: do not use this backend for these messages",
@@ -140,46 +146,63 @@ def _name(record: _Timed) -> str:
     return format_bytes(record.num_bytes) + (" in shared memory" if record.memory == "shared" else "")
 
 
-def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterator[tuple[str, str]]:
-    """The kinds of doubt that a record gives, each with its details."""
+def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterator[tuple[str, float, str]]:
+    """The kinds of doubt that a record gives, each with how bad it is, and with its details."""
     if r.num_wrong:
         kind, what = ("parameters", "parameters") if isinstance(r, StepRecord) else ("wrong", "elements")
-        yield kind, f"{r.num_wrong} of {r.num_checked} {what}"
+        yield kind, r.num_wrong, f"{r.num_wrong} of {r.num_checked} {what}"
     if fraction is not None and fraction > 1.1:  # a little more than 1 is the noise of both
-        yield "above", f"{fraction:.2f} of memory"
+        yield "above", fraction, f"{fraction:.2f} of memory"
     if timing.count < 5:
-        yield "few", ""
+        yield "few", -timing.count, ""
     elif timing.noise > 0.25:
-        yield "unstable", f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
+        yield "unstable", timing.noise, f"{format_duration(timing.p10_s)} to {format_duration(timing.p90_s)}"
     elif abs(timing.drift) > 0.25:
-        yield "drifting", f"{timing.drift:+.0%}"
+        yield "drifting", abs(timing.drift), f"{timing.drift:+.0%}"
     # A pass over memory waits for nobody.
     if not isinstance(r, MemoryRecord) and (timing.skew_s or 0.0) > 0.5 * timing.median_s:
-        yield "skewed", ""
+        yield "skewed", (timing.skew_s or 0.0) / timing.median_s, ""
 
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
     """Every reason to doubt the measured records, the gravest first."""
     bounds, on_cpu = MemoryBounds(records), set()
-    found: dict[tuple[str, str, int], list[str]] = defaultdict(list)
+    found: dict[tuple[str, str, int], list[tuple[float, str]]] = defaultdict(list)
+    totals: Counter[tuple[str, int]] = Counter()
+    num_steps = num_unstable = 0
     for r in records:
         if isinstance(r, _Timed) and isinstance(r.timing, Samples):
             fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
             backend = "memory" if isinstance(r, MemoryRecord) else r.backend
-            for kind, details in _find_reasons(r, r.timing, fraction):
-                found[kind, backend, r.world_size].append(_name(r) + (f" ({details})" if details else ""))
+            totals[backend, r.world_size] += 1
+            num_steps += isinstance(r, StepRecord)
+            for kind, badness, details in _find_reasons(r, r.timing, fraction):
+                name = _name(r) + (f" ({details})" if details else "")
+                found[kind, backend, r.world_size].append((badness, name))
+                num_unstable += isinstance(r, StepRecord) and kind == "unstable"
             if r.device == "cpu":
                 on_cpu.add(r.world_size)
     doubts = []
-    for (kind, backend, n), names in sorted(found.items(), key=lambda item: list(_TEXTS).index(item[0][0])):
+    for (kind, backend, n), places in sorted(found.items(), key=lambda item: list(_TEXTS).index(item[0][0])):
+        names = ", ".join(name for _, name in places)
+        if len(places) > _MOST_NAMES:
+            names = f"{len(places)} of {totals[backend, n]} measurements, the worst {max(places)[1]}"
         place = (f"{backend}, " if backend else "") + format_number_of(n, "rank")
-        text = f"{place}: {_TEXTS[kind].format(', '.join(names))}"
-        doubts.append(Doubt("wrong" if kind == "parameters" else kind, text))
+        doubts.append(Doubt("wrong" if kind == "parameters" else kind, f"{place}: {_TEXTS[kind].format(names)}"))
     crowded = ", ".join(str(n) for n in sorted(on_cpu) if n > environment.cores)
     if crowded and environment.details.get("hosts", 1) == 1:
         text = f"{crowded} ranks share {environment.cores} cores: their times include waiting for a core"
         doubts.append(Doubt("crowded", text))
-    if environment.load_average is not None and environment.load_average > 0.5 * environment.cores:
-        load = f"load {environment.load_average:.1f} on {environment.cores} cores"
-        doubts.append(Doubt("busy", f"the machine was busy before the run ({load}): other work may be in the times"))
+    load, stolen = environment.load_average or 0.0, environment.stolen or 0.0
+    is_busy, reasons = load > 0.5 * environment.cores, []
+    if 2 * num_unstable > num_steps:
+        reasons.append(f"{num_unstable} of {num_steps} variants of the step are unstable")
+    if totals and stolen > _MOST_STOLEN:
+        reasons.append(f"the host took {stolen:.0%} of the cores' time for others")
+    because = ", ".join([*reasons, *([f"load {load:.1f} on {environment.cores} cores"] if is_busy else [])])
+    if reasons:
+        text = f"the machine was too busy to measure ({because}): nothing can be concluded; repeat on a quiet machine"
+        doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), Doubt("inconclusive", text))
+    elif is_busy:
+        doubts.append(Doubt("busy", f"the machine was busy before the run ({because}): other work may be in the times"))
     return doubts

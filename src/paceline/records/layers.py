@@ -229,9 +229,9 @@ class LayerProfileRecord(Record):
     @property
     def layer_times(self) -> tuple[LayerTimeRecord, ...]:
         """The rows of a `layer-times` file: `NAME grad` for each block, `backward` for the rest (together the
-        whole backward), `forward`, and `step`, which is the optimizer."""
-        times = {"backward": self.outside.backward_s}
-        times |= {f"{block.name} grad": block.backward_s for block in self.blocks}
+        whole backward, without what profiling costs), `forward`, and `step`, which is the optimizer."""
+        rows = {"backward": self.outside.backward_s} | {f"{block.name} grad": block.backward_s for block in self.blocks}
+        times = {layer: tuple(s / self.backward_cost.value for s in seconds) for layer, seconds in rows.items()}
         times |= {"forward": self.forward.reduced_s, "step": self.optimizer.reduced_s}
         return tuple(
             LayerTimeRecord(layer=layer, timing=Samples(tuple((value,) for value in values)), source=self.source)

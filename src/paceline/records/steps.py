@@ -271,12 +271,14 @@ class ScalePoint:
     """A number of ranks compared with one rank without a wrapper, in the same cell.
 
     Weak-scaling efficiency is T(1)/T(n) at equal samples per rank; strong-scaling speed-up is T(1)/T(n) at equal
-    samples over all ranks, and its efficiency is that divided by n.
+    samples over all ranks, and its efficiency is that divided by n. A point `is_disturbed` if it was timed in turns
+    with a straggler: it must not be used.
     """
 
     record: StepRecord
     alone: StepRecord
     ratio: Ratio  # T(1)/T(n), repetition by repetition
+    is_disturbed: bool = False
 
     @property
     def share(self) -> int:
@@ -308,7 +310,9 @@ def list_points(records: Sequence[StepRecord]) -> list[ScalePoint]:
     """Each record with one rank of its cell, in the given order; cells without one rank are left out."""
     alone = {(r.cell, r.job): r for r in records if r.world_size == 1 and r.wrapper == "none"}
     pairs = [(r, alone[r.cell, r.job]) for r in records if (r.cell, r.job) in alone]
-    return [ScalePoint(record, one, compare_steps(one, record)) for record, one in pairs]
+    turns = attrgetter("cell", "job", "world_size", "source")
+    disturbed = set(map(turns, filter(find_straggler, records)))
+    return [ScalePoint(r, one, compare_steps(one, r), turns(r) in disturbed) for r, one in pairs]
 
 
 def find_peak_of(record: StepRecord, collectives: Sequence[CollectiveRecord]) -> float | None:

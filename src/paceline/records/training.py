@@ -71,24 +71,23 @@ class BatchRecord(Record):
 
 
 def find_knee(records: Sequence[BatchRecord]) -> BatchRecord | None:
-    """The smallest batch size that reaches `KNEE` of the best throughput; None if none was measured."""
-    found = [(record.samples_per_s, record) for record in records if record.samples_per_s is not None]
-    if not found:
-        return None
-    best = max(rate for rate, _ in found)
-    return min((record for rate, record in found if rate >= KNEE * best), key=lambda record: record.batch_size)
+    """The smallest batch size that reaches `KNEE` of the best throughput. None where only the largest measured one
+    does: throughput still grows there."""
+    found = sorted(((rate, r) for r in records if (rate := r.samples_per_s)), key=lambda pair: pair[1].batch_size)
+    best = max((rate for rate, _ in found), default=0.0)
+    return next((record for rate, record in found[:-1] if rate >= KNEE * best), None)
 
 
 @dataclass(frozen=True)
 class CurvePoint:
     """One evaluation of a run. `update` and `num_samples` count from its start; `train_loss` is the mean since the last
-    evaluation."""
+    evaluation. There is no accuracy where numbers are predicted."""
 
     update: int
     num_samples: int
     train_loss: float
     test_loss: float
-    test_accuracy: float
+    test_accuracy: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,7 @@ class LargeBatchRecord(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_known("budget", self.budget, BUDGETS)
-        values = [value for p in self.curve for value in (p.train_loss, p.test_loss, p.test_accuracy)]
+        values = [value for p in self.curve for value in (p.train_loss, p.test_loss, p.test_accuracy or 0.0)]
         place = f"{self.recipe} at {self.global_batch_size}, seed {self.seed}"
         refuse(
             (not self.curve and not self.failure, f"{place}: nothing was evaluated"),
@@ -158,7 +157,7 @@ class RecipeSummary:
         if len({run.seed for run in self.runs}) != len(self.runs):
             raise RecordError(f"{self.first.recipe} at {self.first.global_batch_size}: a seed appears twice")
         for name, of in (("accuracy", "test_accuracy"), ("test_loss", "test_loss"), ("train_loss", "train_loss")):
-            values = [getattr(run.curve[-1], of) for run in self.finished]
+            values = [value for run in self.finished if (value := getattr(run.curve[-1], of)) is not None]
             deviation = statistics.stdev(values) if len(values) > 1 else None
             object.__setattr__(self, name, Spread(statistics.fmean(values), deviation) if values else None)
 
@@ -176,11 +175,17 @@ class RecipeSummary:
         return len(self.runs) - len(self.finished)
 
     @property
+    def score(self) -> Spread | None:
+        """What recipes are compared by: test accuracy, or test loss where numbers are predicted."""
+        return self.accuracy or self.test_loss
+
+    @property
     def gap(self) -> float | None:
-        """The baseline's mean test accuracy minus this one's: what the batch size costs, as a fraction."""
-        if self.baseline is None or self.baseline.accuracy is None or self.accuracy is None:
+        """What the batch size costs: the baseline's mean test accuracy minus this one's, as a fraction. Where numbers
+        are predicted, this one's mean test loss minus the baseline's."""
+        if self.baseline is None or self.baseline.score is None or self.score is None:
             return None
-        return self.baseline.accuracy.mean - self.accuracy.mean
+        return (self.baseline.score.mean - self.score.mean) * (1 if self.accuracy else -1)
 
 
 def summarize_recipes(records: Sequence[LargeBatchRecord]) -> list[RecipeSummary]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from paceline.records import LargeBatchRecord, NoiseRecord
+from paceline.records import CurvePoint, LargeBatchRecord, NoiseRecord
 from paceline.records.samples import group_by
 from paceline.records.training import RecipeSummary, summarize_recipes
 from paceline.report.plots import build_panels, draw_line, label_values, place_legend
@@ -34,7 +35,8 @@ def _percent(value: float) -> str:
     return f"{100 * value:.2f}"
 
 
-# Accuracies and the gap are fractions of 1, deviations those of a sample; null is what no run finished.
+# Accuracies and the gap are fractions of 1, deviations those of a sample; null is what no run finished. Where numbers
+# are predicted there is no accuracy, and the gap is one of test losses.
 RECIPES = (
     *text_columns("first.model", "first.data"),
     *raw_columns("first.device", "first.precision", "first.world_size", "first.batch_size", "first.largest_batch_size"),
@@ -46,7 +48,9 @@ RECIPES = (
     Column("epochs", "first.epochs", lambda v: f"{round(v, 2):g}", "epochs", priority=-1),
     Column("lr", "first.lr", "{:g}".format, "lr", priority=-2),
     *_spread_columns("test accuracy (%)", "accuracy", "test_accuracy", _percent, 4),
-    Column("gap (points)", "gap", _percent, "gap", priority=3),
+    Column("gap (points)", lambda s: s.gap if s.accuracy else None, _percent, priority=3),
+    Column("gap (test loss)", lambda s: None if s.accuracy else s.gap, "{:.4f}".format, priority=3),
+    *raw_columns("gap"),
     *_spread_columns("test loss", "test_loss", "test_loss", "{:.4f}".format, -2),
     *_spread_columns("train loss", "train_loss", "train_loss", "{:.4f}".format, -2),
     Column("seeds", lambda s: len(s.runs), "number", "num_seeds", priority=-1),
@@ -56,28 +60,36 @@ RECIPES = (
 )
 
 
+def _say(summary: RecipeSummary, value: float) -> str:
+    """An accuracy, in percent, or a loss."""
+    return f"{100 * value:.1f}" if summary.accuracy else f"{value:.4g}"
+
+
 def _say_gap(summary: RecipeSummary) -> str:
-    """How far its accuracy is from the baseline's, and whether that is less than the spread over seeds of either."""
-    gap, spreads = summary.gap or 0.0, (summary.accuracy, summary.baseline and summary.baseline.accuracy)
+    """How far its score is from the baseline's, and whether that is less than the spread over seeds of either."""
+    gap, spreads = summary.gap or 0.0, (summary.score, summary.baseline and summary.baseline.score)
     known = [spread.deviation for spread in spreads if spread and spread.deviation is not None]
     inside = " (less than the spread over seeds)" if known and abs(gap) <= max(known) else ""
-    return f"{100 * abs(gap):.1f} points {'below' if gap >= 0 else 'above'} the baseline{inside}"
+    points, worse, better = (" points", "below", "above") if summary.accuracy else ("", "above", "below")
+    return f"{_say(summary, abs(gap))}{points} {worse if gap >= 0 else better} the baseline{inside}"
 
 
 def _describe(summary: RecipeSummary) -> str:
-    first, spread = summary.first, summary.accuracy
+    first, score = summary.first, summary.score
     what = f"{first.global_batch_size} {'without a recipe' if first.recipe == 'none' else f'with {first.recipe}'}"
-    if spread is None:
+    if score is None:
         return f"{what}: no seed finished ({first.failure})"
-    sure = "one seed" if spread.deviation is None else f"± {100 * spread.deviation:.1f}, {len(summary.finished)} seeds"
+    seeds = f"{len(summary.finished)} seeds"
+    sure = "one seed" if score.deviation is None else f"± {_say(summary, score.deviation)}, {seeds}"
     failed = f", {summary.num_failed} of {len(summary.runs)} seeds failed" if summary.num_failed else ""
     gap = "" if summary.gap is None else f", {_say_gap(summary)}"
     length = f"{format_number_of(first.num_updates, 'update')} in {round(first.epochs, 2):g} epochs"
-    return f"{what}: {100 * spread.mean:.1f} % ({sure}{failed}){gap}, after {length}"
+    mean = f"{_say(summary, score.mean)} %" if summary.accuracy else f"test loss {_say(summary, score.mean)}"
+    return f"{what}: {mean} ({sure}{failed}){gap}, after {length}"
 
 
 def describe_recipes(summaries: Sequence[RecipeSummary]) -> list[str]:
-    """What each batch size costs in test accuracy without a recipe, and the recipe that does best for it."""
+    """What each batch size costs without a recipe, and the recipe that does best for it."""
     lines = []
     groups = group_by(summaries, lambda summary: (summary.first.budget, summary.first.global_batch_size))
     for (budget, _), group in groups.items():
@@ -158,40 +170,49 @@ def describe_noise(records: Sequence[NoiseRecord], size: int) -> list[str]:
     return lines
 
 
-def plot_accuracy(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
-    """Test accuracy against global batch size, a line for each recipe, ± the deviation over seeds; a panel for each
-    budget."""
-    kept = sorted((s for s in summaries if s.accuracy), key=lambda s: s.first.global_batch_size)
+_ACCURACY, _LOSS = "test accuracy (%)", "test loss"
+
+
+def _read_score(point: CurvePoint) -> float:
+    """The number of a curve: test accuracy in percent, or test loss where numbers are predicted."""
+    return point.test_loss if point.test_accuracy is None else 100 * point.test_accuracy
+
+
+def plot_scores(summaries: Sequence[RecipeSummary], subtitle: str) -> Figure:
+    """Test accuracy, or loss, against global batch size, a line for each recipe, ± the deviation over seeds; a panel
+    for each budget."""
+    kept = sorted((s for s in summaries if s.score), key=lambda s: s.first.global_batch_size)
     budgets, recipes = (list(dict.fromkeys(getattr(s.first, n) for s in summaries)) for n in ("budget", "recipe"))
     titles = [f"the same {budget}" for budget in budgets]
-    figure, panels = build_panels(titles, "large batches: test accuracy", subtitle)
+    of, unit = (_ACCURACY, 100) if any(s.accuracy for s in kept) else (_LOSS, 1)
+    figure, panels = build_panels(titles, f"large batches: {of}", subtitle)
     for axes, budget in zip(panels, budgets, strict=True):
         for number, recipe in enumerate(recipes):
             line = [s for s in kept if (s.first.budget, s.first.recipe) == (budget, recipe)]
             source = ", ".join(dict.fromkeys(run.source for s in line for run in s.runs))
-            found = [(s.first.global_batch_size, s.accuracy) for s in line if s.accuracy]
-            points = [(x, *(100 * (y.mean + side * (y.deviation or 0.0)) for side in (0, -1, 1))) for x, y in found]
+            found = [(s.first.global_batch_size, s.score) for s in line if s.score]
+            points = [(x, *(unit * (y.mean + side * (y.deviation or 0.0)) for side in (0, -1, 1))) for x, y in found]
             if points:
                 name = "no recipe" if recipe == "none" else f"recipe {recipe}"
                 draw_line(axes, number, points, f"{name} ({source})")
         axes.set_xlabel("global batch size", fontsize=9)
         label_values(axes, [s.first.global_batch_size for s in summaries if s.first.budget == budget])
-    panels[0].set_ylabel("test accuracy (%), ± deviation over seeds")
+    panels[0].set_ylabel(f"{of}, ± deviation over seeds")
     place_legend(figure, *panels)
     return figure
 
 
 def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
-    """Test accuracy on the way, against epochs and against updates: the mean over seeds of each cell, with a band from
-    the worst to the best seed. Runs that failed are left out."""
+    """Test accuracy, or loss, on the way, against epochs and against updates: the mean over seeds of each cell, with a
+    band from the worst to the best seed. Runs that failed are left out."""
     cells = group_by((record for record in records if not record.failure), lambda record: record.cell)
-    title = "large batches: test accuracy on the way"
-    figure, panels = build_panels(["against epochs", "against updates"], title, subtitle)
+    of = _LOSS if any(p.test_accuracy is None for record in records for p in record.curve) else _ACCURACY
+    figure, panels = build_panels(["against epochs", "against updates"], f"large batches: {of} on the way", subtitle)
     for number, ((budget, size, recipe), runs) in enumerate(cells.items()):
         seeds_of = format_number_of(len(runs), "seed")
         name = "no recipe" if recipe == "none" else f"recipe {recipe}"
         label = f"{name} at {size:,}, same {budget} ({runs[0].source}, {seeds_of})"
-        first, seeds = runs[0], [{point.update: 100 * point.test_accuracy for point in run.curve} for run in runs]
+        first, seeds = runs[0], [{point.update: _read_score(point) for point in run.curve} for run in runs]
         # Wherever every seed was evaluated.
         points = [point for point in first.curve if all(point.update in seed for seed in seeds)]
         rows = [[seed[point.update] for seed in seeds] for point in points]
@@ -204,18 +225,22 @@ def plot_curves(records: Sequence[LargeBatchRecord], subtitle: str) -> Figure:
     longest = [runs[0].num_updates for runs in cells.values()]
     panels[1].set_xscale("log" if max(longest) >= 8 * min(longest) else "linear")
     panels[1].xaxis.set_major_formatter("{x:,.0f}")
-    panels[0].set_ylabel("test accuracy (%), mean, band over seeds")
+    panels[0].set_ylabel(f"{of}, mean, band over seeds")
     place_legend(figure, *panels)
     return figure
 
 
 class LargeBatchResult(StudyResult):
-    """`scale large-batch`: test accuracy by global batch size and recipe, and the gradient noise scale."""
+    """`scale large-batch`: test accuracy, or loss, by global batch size and recipe, and the gradient noise scale."""
 
     topic = "Large batches"
 
     def _derive(self) -> None:
         self.runs, self.noise_records = self.only(LargeBatchRecord), self.only(NoiseRecord)
+        self.has_losses = any(point.test_accuracy is None for run in self.runs for point in run.curve)
+        if self.has_losses:  # a resumed study may have cells of an older version, which saved an accuracy of 0
+            curves = [tuple(replace(point, test_accuracy=None) for point in run.curve) for run in self.runs]
+            self.runs = [replace(run, curve=curve) for run, curve in zip(self.runs, curves, strict=True)]
         self.summaries = summarize_recipes(self.runs)
 
     def tables(self) -> list[Table]:
@@ -226,8 +251,8 @@ class LargeBatchResult(StudyResult):
         sizes = {record.global_batch_size for record in self.runs}
         ends = [record for record in self.runs if record.global_batch_size in (min(sizes), max(sizes))]
         drawn: dict[str, Callable[[], Figure]] = {}
-        if any(summary.accuracy for summary in self.summaries):
-            drawn["accuracy"] = partial(plot_accuracy, self.summaries, self.machine)
+        if any(summary.score for summary in self.summaries):
+            drawn["loss" if self.has_losses else "accuracy"] = partial(plot_scores, self.summaries, self.machine)
         if any(record.curve and not record.failure for record in ends):
             drawn["curves"] = partial(plot_curves, ends, self.machine)
         return drawn
@@ -239,4 +264,6 @@ class LargeBatchResult(StudyResult):
         lines = describe_recipes(sorted(epochs, key=lambda summary: summary.first.global_batch_size))
         others = describe_recipes([s for s in self.summaries if s.first.budget != "epochs"])
         largest = max((record.global_batch_size for record in self.runs), default=1)
-        return [*lines[-1:], *lines[:-1], *others, *describe_noise(self.noise_records, largest)]
+        why = "Numbers are predicted, which have no accuracy: test losses are compared, and no labels can be smoothed."
+        noise = describe_noise(self.noise_records, largest)
+        return [*lines[-1:], *lines[:-1], *others, *([why] if self.has_losses else []), *noise]

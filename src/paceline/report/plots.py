@@ -6,6 +6,7 @@ A legend says whether its numbers were measured, imported or predicted, and neve
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +19,36 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
+def _measure(text: str, points: float, weight: str = "normal") -> float:
+    """The width of one line of text in inches."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import text_to_path
+
+    font = FontProperties(size=points, weight=weight)
+    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]) / 72
+
+
+def _fit(text: str, width: float, points: float, weight: str = "normal") -> str:
+    """The text in as many lines as this width in inches needs; a word that is too long is cut in two."""
+    lines, most = [text], len(text)
+    while (widest := max(_measure(line, points, weight) for line in lines)) > width and most > 1:
+        most = min(most - 1, int(max(map(len, lines)) * width / widest))
+        lines = textwrap.wrap(text, max(1, most))
+    return "\n".join(lines)
+
+
 def build_panels(titles: Sequence[str], title: str, subtitle: str, height: float = 3.3) -> tuple[Figure, list[Axes]]:
     """A figure with a panel for each title, at most three in a row, and one y axis for all."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(titles))
-    rows = -(-len(titles) // columns)
-    figure = Figure(figsize=(max(7.6, 1.2 + 3.6 * columns), 1.5 + height * rows), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(subtitle, fontsize=8.5, color="#555555")
+    rows, width = -(-len(titles) // columns), max(7.6, 1.2 + 3.6 * columns)
+    figure = Figure(figsize=(width, 1.5 + height * rows), layout="constrained")
+    figure.suptitle(_fit(title, 0.97 * width, 12, "bold"), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.supxlabel(_fit(subtitle, 0.97 * width, 8.5), fontsize=8.5, color="#555555")
     grid = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
     for axes, name in zip(grid, titles, strict=False):
-        axes.set_title(name, loc="left", fontsize=9.5)
+        axes.set_title(_fit(name, width / columns - 0.6, 9.5), loc="left", fontsize=9.5)
         axes.grid(True, alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8.5)
@@ -67,7 +86,8 @@ def place_legend(figure: Figure, *axes: Axes) -> None:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     width, height = figure.get_size_inches()
-    figure.set_size_inches(width + 0.6 + 0.067 * max(map(len, found), default=0), max(height, 1.6 + 0.22 * len(found)))
+    longest = max((_measure(label, 8.5) for label in found), default=0.0)
+    figure.set_size_inches(width + 0.9 + longest, max(height, 1.6 + 0.22 * len(found)))
     figure.legend(list(found.values()), list(found), loc="outside right center", fontsize=8.5, frameon=False)
 
 

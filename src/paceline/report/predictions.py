@@ -357,6 +357,11 @@ def _draw_caps(
     axes.set(xscale="log", xlabel="bucket size (MiB)")
 
 
+def _say_exposed(seconds: float) -> str:
+    """A step with communication that is faster than the same without is no gain: it is noise."""
+    return format_ms(seconds) if seconds > 0 else "within the noise"
+
+
 GRID = (
     Column("bucket size", "cap_bytes", "bytes", "cap_bytes", is_key=True),
     Column("buckets", "estimate.num_buckets", "count", "num_buckets", priority=2),
@@ -364,8 +369,8 @@ GRID = (
     Column("90 % (ms)", lambda p: f"{format_ms(p.estimate.low_s)} to {format_ms(p.estimate.high_s)}", str, priority=1),
     Column("measured", "measured_s", "ms", "measured_s", priority=5),
     Column("error", "error", "{:+.1%}".format, priority=4),
-    Column("predicted exposed", "estimate.exposed_s", "ms", "predicted_exposed_s"),
-    Column("measured exposed", "exposed_s", "ms", "measured_exposed_s"),
+    Column("predicted exposed (ms)", "estimate.exposed_s", _say_exposed, "predicted_exposed_s"),
+    Column("measured exposed (ms)", "exposed_s", _say_exposed, "measured_exposed_s"),
     *raw_columns("estimate.low_s", "estimate.high_s", "same_layout"),
     Column("source", lambda p: "simulated" if p.measured is None else p.measured.source, key="source"),
 )
@@ -489,9 +494,11 @@ def describe_errors(tuning: Tuning) -> list[str]:
         scores = {name: "unknown" if score is None else f"{score:.1%}" for name, score in tuning.scores.items()}
         said = {name: score.replace("100.0%", "100%") for name, score in scores.items()}
         tau = tuning.scores["kendall_tau"]
+        added = statistics.median((point.exposed_s or 0.0) / point.best_s for point in tuning.measured)
+        by = f", by {said['exposed_error']} of it or {said['exposed_step_error']} of a step"
         lines.append(
             f"predicted steps are {said['mape']} off on average, {said['max_error']} at most; the time that "
-            f"communication adds, by {said['exposed_error']} of it or {said['exposed_step_error']} of a step; "
+            f"communication adds{by if added > tuning.noise else ' is within the noise'}; "
             f"{said['coverage']} of the measured points are in their 90 % intervals; rank correlation "
             f"{'unknown' if tau is None else f'{tau:.2f}'}; noise {tuning.noise:.1%}"
         )

@@ -23,7 +23,9 @@ from paceline.records import LayerProfileRecord
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.layers import OUTSIDE
+from paceline.records.samples import group_by
 from paceline.records.store import Run
+from paceline.report.memory import MEMORY, describe_memory, list_memory, plot_memory
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.steps import PHASES, PhasesResult, describe_change
@@ -177,7 +179,7 @@ def plot_ready(profile: LayerProfileRecord, subtitle: str) -> Figure:
     axes.set_xlim(left=0)
     axes.set_ylim(0, 1.06 * profile.num_bytes / MIB)
     axes.set(xlabel="time since backward began (ms)", ylabel="gradients ready (MiB)")
-    axes.legend(fontsize=8.5, frameon=False, loc="lower right", bbox_to_anchor=(0.94, 0.0))
+    place_legend(figure, axes)
     return figure
 
 
@@ -219,7 +221,9 @@ class TraceResult(Result):
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path} cannot be read: {error}; `paceline profile trace` writes it") from None
         self._model, ranks = self.config.get("model", "the model"), format_number_of(self.facts.world_size, "rank")
-        self._name = f"{self._model} on {ranks}, batch {self.facts.batch_size}, {self.facts.precision}"
+        batch = f"batch {self.facts.batch_size}" + (f", accumulate {n}" if (n := self.facts.accumulate) > 1 else "")
+        self._name = f"{self._model} on {ranks}, {batch}, {self.facts.precision}"
+        self._memory = self.overviews[0].memory
 
     @staticmethod
     def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Advice]) -> dict[str, Any]:
@@ -241,7 +245,7 @@ class TraceResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        lines = []
+        lines = [] if self._memory is None else [describe_memory(self._memory)]
         for number, one in enumerate(self.advice, 1):
             gain = f" ({one['certainty']} {one['factor']:.2f} x as fast)" if one["gain_s"] else ""
             lines.append(f"{number}. {one['text']}{gain}")
@@ -259,14 +263,21 @@ class TraceResult(Result):
         ]
         if kernels:
             tables.append(Table("kernels", "kernels of rank 0", KERNELS, kernels, shown=kernels[:_MAX_ROWS]))
+        if self._memory is not None:
+            rows = list_memory(self._memory)
+            tables.append(Table("memory", "memory of rank 0 over one step", MEMORY, rows))
         return tables
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        if not self._plot:
-            return {}
-        wrapper = self.config.get("wrapper", "unknown wrapper")
-        title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
-        return {"timeline": lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.machine)}
+        wrapper, memory = self.config.get("wrapper", "unknown wrapper"), self._memory
+        figures: dict[str, Callable[[], Figure]] = {}
+        if self._plot:
+            title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
+            figures["timeline"] = lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.machine)
+        if memory is not None:
+            what = f"Memory in one step of {self._name} ({wrapper})"
+            figures["memory"] = lambda: plot_memory(memory, what, self.machine)
+        return figures
 
     def files(self) -> dict[str, str | bytes]:
         files: dict[str, str | bytes] = {OVERVIEW: json.dumps(self.document, indent=1) + "\n"}
@@ -313,7 +324,7 @@ OVERVIEWS = (
     *raw_columns("world_size", "message_s", "host_s"),
     *raw_columns(gpu_missed_s="gpu.missed_s", gpu_kernel_s="gpu.kernel_s", gpu_num_kernels="gpu.num_kernels"),
     *(Column(None, partial(Overview.seconds, category=c), key=f"{c}_s") for c in CATEGORIES),
-    Column("peak memory", "peak_bytes", "bytes", "peak_bytes", priority=-1),
+    Column("peak memory", "memory.peak_bytes", "bytes", "peak_bytes", priority=-1),
     *text_columns("source", priority=-1),
 )
 
@@ -407,19 +418,23 @@ class CommTableResult(Result):
         self.rows: list[CommRow] = []
         for profile in self.only(LayerProfileRecord):
             self.rows += build_comm_table(profile, find_networks(self.config["networks"]), sweeps, self.config["ranks"])
+        groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))  # models are compared in each
+        self.rows = [row for rows in groups.values() for row in rows]
 
     @property
     def answer(self) -> str:
         best, worst = (pick(self.rows, key=lambda row: row.step.exposed_share) for pick in (min, max))
-        parts = dict.fromkeys(
-            f"{row.step.exposed_share:.1%} of a step on {row.step.network} with {row.step.world_size:,} ranks"
-            for row in (best, worst)
-        )
-        return (
-            f"A step of {best.model} computes for {format_duration(best.step.local_s)} and sends "
-            f"{format_bytes(best.num_bytes)} of gradients. Predicted exposed communication, with the best bucket size: "
-            f"{', '.join(parts)}."
-        )
+        is_one = len(self.records) == 1
+
+        def say(row: CommRow) -> str:
+            of = "" if is_one else f" of {row.model} ({format_bytes(row.num_bytes)} of gradients)"
+            where = f"{row.step.network} with {row.step.world_size:,} ranks"
+            return f"{row.step.exposed_share:.1%} of a step{of} on {where}"
+
+        took = f"A step of {best.model} computes for {format_duration(best.step.local_s)} and sends "
+        took += f"{format_bytes(best.num_bytes)} of gradients. "
+        exposed = "Predicted exposed communication, with the best bucket size: "
+        return f"{took if is_one else ''}{exposed}{', '.join(dict.fromkeys((say(best), say(worst))))}."
 
     @property
     def findings(self) -> list[str]:
@@ -427,19 +442,23 @@ class CommTableResult(Result):
         return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds it"]
 
     def tables(self) -> list[Table]:
-        return [Table("table", f"{self.rows[0].model}: communication against computation", COMM, self.rows, key="rows")]
+        names = ", ".join(dict.fromkeys(row.model for row in self.rows))
+        return [Table("table", f"{names}: communication against computation", COMM, self.rows, key="rows")]
 
     @property
     def next_steps(self) -> list[str]:
-        return [] if self.folder is None else [f"paceline predict --model-profile {self.folder} --network 10gbe"]
+        if self.folder is None or len(self.records) > 1:
+            return []
+        return [f"paceline predict --model-profile {self.folder} --network 10gbe"]
 
 
 COMM = (
-    *text_columns("model"),
-    Column("gradients", "num_bytes", "bytes", "gradient_bytes", priority=-1),
+    *text_columns("model", priority=1),
+    Column("gradients", "num_bytes", "bytes", "gradient_bytes", is_key=True),
     *text_columns("step.network", is_key=True),
     Column("ranks", "step.world_size", "number", "world_size", is_key=True),
     Column("compute", "step.local_s", "ms", "compute_s", priority=1),
+    Column("compute per MiB", lambda r: r.step.local_s * MIB / r.num_bytes, "ms", priority=-1),
     Column("comm", "message_s", "ms", "comm_s", priority=1),
     Column("overhead", "overhead", "percent.1", "overhead", priority=2),
     Column("step", "step.step_s", "ms", "step_s", priority=3),

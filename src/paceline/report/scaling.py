@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +24,7 @@ from paceline.records.samples import Ratio, group_by
 from paceline.records.steps import ScalePoint, compare_steps, find_peak_of, find_straggler, list_points
 from paceline.records.store import Run
 from paceline.records.training import find_knee
-from paceline.report.plots import COLORS, build_panels, draw_line, label_values, new_figure, place_legend
+from paceline.report.plots import COLORS, MARKERS, build_panels, draw_line, label_values, new_figure, place_legend
 from paceline.report.result import Result, load_result
 from paceline.report.table import Column, Table, ratio_columns, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_ms, format_number_of, format_rate, format_speed, parse_counts
@@ -64,22 +63,24 @@ def build_batch_table(records: Sequence[BatchRecord]) -> Table:
 
 def describe_batches(records: Sequence[BatchRecord]) -> list[str]:
     """Up to which batch size throughput grows, what that costs, and which batch sizes do not fit."""
-    knee = find_knee(records)
+    timed = {r.batch_size: r for r in records if r.timing}
     failed = [f"Batch size {r.batch_size} does not fit: {r.failure}." for r in records if r.failure]
-    if knee is None:
+    if not timed:
         return failed
-    rates = {record.batch_size: record.samples_per_s for record in records if record.samples_per_s}
-    best, here = max(rates, key=lambda size: rates[size]), knee.batch_size
+    rates = {size: r.samples_per_s or 0.0 for size, r in timed.items()}
+    best, knee = max(rates, key=lambda size: rates[size]), find_knee(records)
+    here = best if knee is None else knee.batch_size
     reached = f"{rates[here] / rates[best]:.0%} of the best {format_speed(rates[best])} samples/s (at {best})"
     text = f"Batch size {here} (the knee) reaches {reached}."
     if len(rates) == 1:
         text = f"Batch size {here}, the only one measured, reaches {format_speed(rates[here])} samples/s."
-    elif here == max(rates):
-        text = f"Throughput grows up to batch size {here}, the largest measured: try larger ones."
+    elif knee is None:
+        more = "larger ones do not fit" if any(r.failure and r.batch_size > here for r in records) else "try larger"
+        text = f"There is no knee up to batch size {here}, where throughput still grows: {more}."
     elif here == min(rates):
         text = f"The batch size hardly matters: {here}, the smallest, reaches {reached}."
-    memory = f" and the process peaks at {format_bytes(knee.peak_bytes)}" if knee.peak_bytes else ""
-    return [text, f"At batch size {here} a step takes {format_ms(knee.step_s or 0.0)} ms{memory}.", *failed]
+    memory = f" and the process peaks at {format_bytes(timed[here].peak_bytes)}" if timed[here].peak_bytes else ""
+    return [text, f"At batch size {here} a step takes {format_ms(timed[here].step_s or 0.0)} ms{memory}.", *failed]
 
 
 @dataclass(frozen=True)
@@ -105,10 +106,11 @@ def list_lines(points: Sequence[ScalePoint], collectives: Sequence[CollectiveRec
         torch = known.get((record.cell, record.world_size, "torch", backend))
         return None if torch is None or record.world_size == 1 else compare_steps(torch, record)
 
-    return [
-        ScaleLine(r, p.alone, p.ratio, compare(r, r.backend), compare(r, "gloo"), find_peak_of(r, collectives))
-        for p, r in zip(points, records, strict=True)
-    ]
+    lines = []
+    for p, r in zip(points, records, strict=True):
+        to_torch = compare(r, r.backend), compare(r, "gloo")
+        lines.append(ScaleLine(r, p.alone, p.ratio, p.is_disturbed, *to_torch, find_peak_of(r, collectives)))
+    return lines
 
 
 def _say_cell(record: StepRecord | PredictedPoint, unit: str = " samples") -> str:
@@ -126,7 +128,11 @@ _FIRST = (
     *raw_columns("record.data", "record.precision", "record.threads", "record.accumulate", "record.batch_size"),
     *raw_columns("record.cell_size", "record.wrapper", "record.backend", num_repetitions="record.timing.count"),
 )
-_LAST = text_columns("record.source", priority=-2)
+_MARK = (
+    Column("mark", lambda s: "disturbed" if s.is_disturbed else "", is_key=True),
+    *raw_columns("is_disturbed"),
+)
+_LAST = (*_MARK, *text_columns("record.source", priority=-2))
 
 # Efficiencies are fractions of 1, `alone_s` is one rank's step in the same cell.
 SCALING = (
@@ -140,7 +146,7 @@ SCALING = (
     Column("efficiency", "efficiency", _three, "efficiency", priority=4),
     Column("±", "efficiency_noise", _three, "efficiency_noise", priority=1),
     Column(None, lambda s: s.slowdown if s.split else None, key="compute_slowdown"),
-    *raw_columns(alone_s="alone.timing.median_s"),
+    Column("1 rank", "alone.timing.median_s", "ms", "alone_s", priority=-2),
     *ratio_columns("/ torch", "to_torch", "efficiency_over_torch"),
     *ratio_columns("/ torch on gloo", "to_torch_on_gloo", "efficiency_over_torch_on_gloo"),
     *_LAST,
@@ -197,6 +203,7 @@ PREDICTED = (
     Column("measured efficiency", "measured.efficiency", _three, "measured_efficiency", priority=-1),
     *raw_columns("mode", "cell_size", "alone_s", "is_covered", "doubt", "source"),
     *raw_columns(measured_source="measured.record.source"),
+    *_MARK,
     Column("source", lambda q: f"{q.source}{', doubtful' if q.doubt else ''}", priority=-2),
 )
 
@@ -274,13 +281,6 @@ def describe_stragglers(records: Sequence[StepRecord]) -> list[str]:
     ]
 
 
-def find_undisturbed(lines: Sequence[ScaleLine]) -> list[ScaleLine]:
-    """Those of several ranks, without the ones that were timed in turns with a straggler."""
-    where = attrgetter("record.cell", "record.job", "record.world_size", "record.source")
-    disturbed = {where(line) for line in lines if find_straggler(line.record)}
-    return [line for line in lines if line.record.world_size > 1 and where(line) not in disturbed]
-
-
 def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
     """Each variant compared with torch's wrapper over all cells: how often it is better or worse."""
     found: dict[tuple[str, str], list[Ratio]] = {}
@@ -303,16 +303,18 @@ def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
 
 def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
     """How right predictions were where steps were measured that they had not seen."""
-    known = [(abs(point.error), point) for point in points if point.error is not None]
+    known = [(abs(point.error), point) for point in points if point.error is not None and not point.is_disturbed]
     if not known:
         return []
     worst, point = max(known, key=lambda pair: pair[0])
     mean, inside = statistics.fmean(error for error, _ in known), sum(bool(point.is_covered) for _, point in known)
     ranks = ", ".join(str(n) for n in sorted({point.world_size for _, point in known}))
+    num_left = sum(point.is_disturbed for point in points)
+    left = f" ({format_number_of(num_left, 'disturbed step')} left out)" if num_left else ""
     return [
         f"Predicted from half the ranks, {format_number_of(len(known), 'step')} on {ranks} ranks are off by {mean:.1%} "
         f"on average and by {worst:.1%} at most ({point.variant}, {_say_cell(point)}); {inside} lie in their 90 % "
-        "intervals."
+        f"intervals{left}."
     ]
 
 
@@ -336,7 +338,8 @@ def describe_predictions(points: Sequence[PredictedPoint]) -> list[str]:
 
 
 _DEFINITIONS = (
-    ("weak scaling", "the samples per rank stay the same; efficiency is T(1) / T(n)"),
+    ("weak scaling", "the samples per rank stay the same; efficiency is T(1) / T(n), 1 is ideal, and some call that "
+     "ratio the speed-up"),
     ("strong scaling", "the samples over all ranks stay the same; speed-up is T(1) / T(n), efficiency is that over n"),
     ("speed-up", "samples/s of n ranks over those of one; T(1) is one rank alone, without a wrapper"),
     ("compute", "the step with communication off"),
@@ -344,8 +347,10 @@ _DEFINITIONS = (
     ("busy", "how long at least one message was in flight in a step; overlap is 1 - exposed / busy"),
     ("bandwidth", "busbw = 2(n-1)/n * bytes / t, with the bytes that a rank hands to all-reduce and t = busy"),
     ("peak", "the largest busbw of an all-reduce alone, on the same backend and number of ranks"),
-    ("knee", "the smallest batch size with nine tenths of the best samples/s"),
-    ("gap", "the mean test accuracy of the baseline (the smallest batch without a recipe) minus this one's, in points"),
+    ("disturbed", "one rank was slower than the others even without communication; do not use the cell"),
+    ("knee", "the smallest batch size with nine tenths of the best samples/s; none where only the largest has that"),
+    ("gap", "the mean test accuracy of the baseline (the smallest batch without a recipe) minus this one's, in points; "
+     "of numbers, this one's mean test loss minus the baseline's"),
     ("±", "of times: half the 95 % interval of the median over paired repetitions; of accuracies: the standard "
      "deviation over seeds"),
     ("measured, emulated, simulated", "timed here; timed here on an emulated slower network; computed by the model"),
@@ -369,7 +374,7 @@ def render_page(title: str, parts: Sequence[StudyResult], folder: Path | None, w
         blocks += [f"**{part.title}.** Source: {', '.join(sources)}.", "\n".join(f"- {line}" for line in lines)]
         place = os.path.relpath(part.folder, folder) + "/" if part.folder and folder and part.folder != folder else ""
         details += [f"## {part.title}", *(f"![{part.topic}: {name}]({place}{name}.png)" for name in part.figures())]
-        for table in part.tables():
+        for table in part.page_tables():
             details += [f"### {table.title.capitalize()}", table.markdown().strip()]
     for heading, lines in (
         ("Machine", list(dict.fromkeys(describe_machine(part.run.environment) for part in parts))),
@@ -459,6 +464,9 @@ def _draw_ranks(
             drawn = [(p.record.world_size, value(p), value(p) - noise(p), value(p) + noise(p)) for p in line]
             style = "-" if source == "measured" else "-." if source == "emulated" else ":"
             draw_line(axes, number, [(1, 1.0, 1.0, 1.0), *drawn], f"{name} ({source})", style)
+        late = [(p.record.world_size, value(p)) for p in found if p.is_disturbed]
+        if late:
+            axes.plot(*zip(*late, strict=True), MARKERS[number % len(MARKERS)], color=color, mfc="white", ms=5)
         for q in (q for q in predicted if q.variant == name and q.measured is not None):
             axes.plot(q.world_size, value(q), "x", color=color, ms=6, mew=1.4)
         networks = dict.fromkeys(q.network for q in beyond) if name == leader else {}
@@ -469,12 +477,15 @@ def _draw_ranks(
             draw_line(axes, number, joined, f"{name}, {network} ({curve[0].source})", style, marker=".", ms=3, lw=1.1)
     if len(beyond) < len(predicted):
         axes.plot([], [], "x", color="#555555", label="predicted from half the ranks (simulated)")
+    if any(p.is_disturbed for p in points):
+        axes.plot([], [], "o", color="#555555", mfc="white", ms=5, label="disturbed")
 
 
-def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
+def plot_communication(points: Sequence[ScalePoint], subtitle: str) -> Figure:
     """Compute and exposed communication of a step, stacked, a bar for each ranks and batch size; a panel for each
     variant and mode."""
-    kept = sorted((r for r in records if r.comm_off), key=lambda r: (r.cell_size, r.world_size))
+    kept = sorted((p.record for p in points if p.record.comm_off), key=lambda r: (r.cell_size, r.world_size))
+    disturbed = [p.record for p in points if p.is_disturbed]
     groups = group_by(kept, lambda r: f"{r.variant}, {r.mode} ({r.source})")
     figure, panels = build_panels(list(groups), "where the time of a step goes", subtitle)
     source = ", ".join(dict.fromkeys(r.source for r in kept))
@@ -488,6 +499,11 @@ def plot_communication(records: Sequence[StepRecord], subtitle: str) -> Figure:
         noise = [1e3 * (r.exposed_noise_s or 0.0) for r in group]
         bars = axes.bar(xs, exposed, 0.8, bottom=compute, yerr=noise, capsize=2, **style)
         axes.bar_label(bars, [f"{r.overhead:.0%}" for r in group], fontsize=7.5, padding=2)
+        late = {x: a + b for x, a, b, r in zip(xs, compute, exposed, group, strict=True) if r in disturbed}
+        if late:
+            axes.bar(
+                list(late), list(late.values()), 0.8, fill=False, hatch="///", ec="#333333", lw=0, label="disturbed"
+            )
         axes.set_xticks(xs, [f"{r.world_size}\n{r.cell_size:,}" for r in group])
         where = "per rank" if group[0].mode == "weak" else "over all ranks"
         axes.set_xlabel(f"ranks, and samples {where}", fontsize=9)
@@ -528,6 +544,10 @@ class StudyResult(Result):
     def to_json(self) -> dict[str, Any]:
         return super().to_json() | {"assumptions": list(self.assumptions)}
 
+    def page_tables(self) -> list[Table]:
+        """The tables of the page."""
+        return self.tables()
+
     def files(self) -> dict[str, str | bytes]:
         return {PAGE: render_page(self.run.verb, [self], self.folder, self.warnings)}
 
@@ -550,8 +570,9 @@ class BatchResult(StudyResult):
 
     @property
     def next_steps(self) -> list[str]:
-        knee = find_knee(self.rows)
-        return [] if knee is None else [f"paceline scale ranks --model {knee.model} --batch-size {knee.batch_size}"]
+        largest = max((r for r in self.rows if r.timing), key=lambda r: r.batch_size, default=None)
+        best = find_knee(self.rows) or largest
+        return [] if best is None else [f"paceline scale ranks --model {best.model} --batch-size {best.batch_size}"]
 
 
 class RanksResult(StudyResult):
@@ -622,25 +643,43 @@ class RanksResult(StudyResult):
         ]
         return [table for table in tables if table.rows]
 
+    def page_tables(self) -> list[Table]:
+        """First the same numbers as matrices of batch sizes and ranks, weak and strong scaling apart."""
+        tables, found = self.tables(), []
+        variants = list(dict.fromkeys(record.variant for record in self.several))
+        for mode, ratio in (("weak", "efficiency"), ("strong", "speed-up")):
+            matrices = {
+                "scaling": (f"{ratio} by batch size and ranks", ("wrapper", "samples", "1 rank"), "ranks", (ratio,)),
+                "communication": ("compute and exposed", ("wrapper", "ranks"), "samples", ("compute", "exposed")),
+                "bandwidth": ("bandwidth", ("wrapper", "ranks"), "samples", ("busbw (GB/s)",)),
+            }
+            for table in (table for table in tables if table.name in matrices):
+                title, rows, by, values = matrices[table.name]
+                lines = [s for s in table.rows if s.record.mode == mode and s.record.world_size > 1]
+                lines.sort(key=lambda s: variants.index(s.record.variant))
+                if lines:
+                    one = replace(table, title=f"{mode} scaling: {title}", rows=lines)
+                    found.append(one.pivot(rows, by, (*values, "mark")))
+        return [*found, *tables]
+
     def figures(self) -> dict[str, Callable[[], Figure]]:
         modes = [mode for mode in ("weak", "strong") if any(record.mode == mode for record in self.several)]
         drawn: dict[str, Callable[[], Figure]] = {
             mode: partial(plot_ranks, mode, self.points, self.machine, self._predicted[0]) for mode in modes
         }
         if any(step.comm_off for step in self.steps):
-            drawn["communication"] = partial(plot_communication, self.steps, self.machine)
+            drawn["communication"] = partial(plot_communication, self.points, self.machine)
         return drawn
 
     @cached_property
     def sentences(self) -> list[str]:  # type: ignore[override]
         lines, predicted = self._lines[0], self._predicted[0]
-        undisturbed = find_undisturbed(lines)
-        several = undisturbed or [line for line in lines if line.record.world_size > 1]
+        usable = [line for line in lines if line.record.world_size > 1 and not line.is_disturbed]
         return [
-            *describe_most(several),
-            *describe_lines(pick_leaders(several), lines),
+            *describe_most(usable),
+            *describe_lines(pick_leaders(usable), usable),
             *describe_stragglers(self.steps),
-            *describe_contests(undisturbed),
+            *describe_contests(usable),
             *[f"{line}." for line in self.assumptions if line.startswith(NO_PREDICTION)][:1],
             *describe_errors(predicted),
             *describe_predictions(predicted),

@@ -9,10 +9,11 @@ import itertools
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline import units
+from paceline.records.samples import group_by
 
 # How a person reads a value of this unit. Headers of the units in `_HEADED` name the unit, the cells do not.
 _FORMATS: dict[str, Callable[[Any], str]] = {
@@ -63,19 +64,20 @@ class Column:
 
     def cell(self, row: Any) -> str:
         """The value of a row as people read it; empty where there is none."""
-        value = self._find(row)
+        value = self.find(row)
         if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
             return ""
         return (_FORMATS[self.unit] if isinstance(self.unit, str) else self.unit)(value)
 
     def raw(self, row: Any) -> Any:
         """The value of a row for programs. JSON has no infinity, which is None here."""
-        value = self._find(row)
+        value = self.find(row)
         if isinstance(value, float) and not math.isfinite(value):
             return None
         return value / units.GB if self.unit == "GB/s" and value is not None else value
 
-    def _find(self, row: Any) -> Any:
+    def find(self, row: Any) -> Any:
+        """The value of a row as it is."""
         if callable(self.value):
             return self.value(row)
         for name in self.value.split("."):
@@ -126,6 +128,26 @@ class Table:
     rows: Sequence[Any]
     key: str = ""
     shown: Sequence[Any] | None = None
+
+    def pivot(self, rows: Sequence[str], by: str, values: Sequence[str]) -> Table:
+        """The same numbers as a matrix: one row for those that agree in the columns `rows`, and in it the columns
+        `values` once for each cell of the column `by`. All are named columns of this table."""
+        named = {column.name: column for column in self.columns}
+        read = named[by].cell
+        groups = group_by(self.rows, lambda row: tuple(named[name].cell(row) for name in rows))
+
+        def pick(column: Column, cell: str | None = None) -> Callable[[Sequence[Any]], Any]:
+            """From a group: the value of its row with this cell, or of any."""
+            return lambda group: next((column.find(row) for row in group if cell in (None, read(row))), None)
+
+        columns = [replace(named[name], value=pick(named[name])) for name in rows]
+        for cell in dict.fromkeys(map(read, self.rows)):
+            label = f"{cell} {by}" if named[by].is_number else cell
+            for column in (named[name] for name in values):
+                key = column.key and f"{column.key}_{label}".replace(" ", "_")
+                name = f"{label}: {column.name}"
+                columns.append(replace(column, name=name, value=pick(column, cell), key=key))
+        return Table(f"{self.name}_by_{by}", self.title, columns, list(groups.values()))
 
     def rows_json(self) -> list[dict[str, Any]]:
         """The rows as JSON objects, in full precision."""

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import fcntl
+import glob
 import math
 import os
 import pickle
@@ -174,7 +175,7 @@ def _open_file(path: Path, place: Place, timeout_s: float) -> dist.Store:
             time.sleep(0.02)
     # A name of its own for every claim: a late rank of an old store cannot touch a new one. Its file is removed with
     # the last FileStore that is freed, and not by rank 0: a late rank's would make it again.
-    store = dist.FileStore(f"{path}.{token}", place.world_size)
+    store = dist.FileStore(f"{path}.paceline-{token}", place.world_size)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
@@ -192,6 +193,9 @@ def _claim(path: Path) -> str:
     fcntl.flock(handle, fcntl.LOCK_EX)
     token = secrets.token_hex(4)
     os.write(handle, token.encode())
+    # Of two FileStores that are freed at the same moment, each may leave the file to the other.
+    for old in path.parent.glob(f"{glob.escape(path.name)}.paceline-*"):
+        old.unlink(missing_ok=True)
     return token
 
 

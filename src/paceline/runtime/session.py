@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, LaunchError
+from paceline.machine import read_stolen_s
 from paceline.records.environment import Environment, capture_environment, find_doubts
 from paceline.records.kinds import Record
 from paceline.records.store import RUN_FILE, STUDY_FILE, Run, Study, check_folder, create_folder, load_run, save_run
@@ -106,6 +107,7 @@ class Session:
     _pools: dict[int, RankPool] = field(default_factory=dict)  # by the thread that uses them
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False
+    _begun_s: tuple[float, float] = field(default_factory=lambda: (time.monotonic(), read_stolen_s()))
 
     @property
     def is_leader(self) -> bool:
@@ -239,6 +241,10 @@ class Session:
         if self.is_finished and self.folder is not None:
             return load_run(self.folder)
         environment = self.environment if details is None else dataclasses.replace(self.environment, details=details)
+        if self.place is None:  # ranks of a launched world would find different shares
+            since_s, stolen_s = self._begun_s
+            of_s = max(1.0, time.monotonic() - since_s) * (os.cpu_count() or 1)
+            environment = dataclasses.replace(environment, stolen=(read_stolen_s() - stolen_s) / of_s)
         doubts = [doubt.text for doubt in find_doubts(records, environment)]
         found = (*self.warnings, *self._find_machine_warnings(), *doubts)
         run = Run(self.verb, self.config, environment, tuple(records), found, complete)

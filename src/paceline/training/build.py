@@ -139,9 +139,6 @@ def build_learner(
     set_seed(settings.seed, per_rank=True)
     if settings.plan is not None:
         plan = load_plan(Path(settings.plan))
-    if settings.label_smoothing and not data.form.num_classes:
-        found = f"--label-smoothing {settings.label_smoothing}: {data.name} has numbers as targets"
-        raise ConfigError(f"{found}; leave it out")
     optimizer = _build_optimizer(module, settings, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
     return Learner(

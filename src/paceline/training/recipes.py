@@ -116,6 +116,11 @@ class Recipe:
         """Whether it changes BatchNorm, so that a model without one cannot have it."""
         return not {"ghost", "sync"}.isdisjoint(self.names)
 
+    @property
+    def is_for_classes(self) -> bool:
+        """Whether it changes labels, so that a job that predicts numbers cannot have it."""
+        return "smoothing" in self.names
+
     def apply(
         self, base: TrainSettings, global_batch_size: int, base_batch_size: int, num_updates: int
     ) -> TrainSettings:

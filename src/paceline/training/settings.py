@@ -19,7 +19,7 @@ from paceline.plan import Plan
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_number_of
 from paceline.workloads.data import TAILS, DataRequest, check_request, parse_data
-from paceline.workloads.registry import ModelOptions, check_model, default_form
+from paceline.workloads.registry import MODELS, ModelOptions, check_model, default_form
 
 WRAPPERS = ("paceline", "torch", "none", "dp")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -153,6 +153,13 @@ class TrainSettings:
     def model_options(self) -> ModelOptions:
         return ModelOptions(channels=self.channels, hidden=self.hidden, dropout=self.dropout)
 
+    @property
+    def predicts_numbers(self) -> bool:
+        """Whether the targets are numbers and not classes: there is no accuracy, and there are no labels to smooth."""
+        name, _ = parse_data(self.data)
+        is_default = name == "synthetic" and self.model in MODELS
+        return name == "synthetic:numbers" or (is_default and MODELS[self.model].form.kind == "numbers")
+
     def check(self) -> None:
         """Refuse invalid settings. What depends on the data or the model is checked by the ranks."""
         for name, value in self.to_json().items():
@@ -213,6 +220,8 @@ def check_job(settings: TrainSettings) -> None:
     settings.check()
     check_model(settings.model, settings.model_options)
     check_request(settings.data_request)
+    smoothing = f"--label-smoothing {settings.label_smoothing}"
+    refuse((settings.label_smoothing and settings.predicts_numbers, f"{smoothing}: targets are numbers; leave it out"))
     if settings.plan is not None:
         load_plan(Path(settings.plan))
     if settings.context is not None and settings.data == "synthetic":

@@ -54,16 +54,13 @@ def predict(
         (min(counts, default=0) < 1, f"ranks {ranks}: at least one number of at least 1 is needed"),
     )  # fmt: skip
     run = _get_run(profile)
-    found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
-    if len(found) != 1:
-        what = f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed"
-        raise RecordError(f"{what}: make one with `paceline profile layers` or `paceline.profile`", code="no-profile")
+    layers = find_profile(run)
     records = [] if allreduce is None else _get_run(allreduce).records
     sweep = [record for record in records if isinstance(record, CollectiveRecord)]
     config = {
         "network": network, "ranks": list(counts), "backend": backend, "ranks_per_node": ranks_per_node,
         "inside": inside, "algorithm": algorithm, "accumulate": accumulate, "gradients": gradients,
-        "spread": _read_spread(straggler, found[0]),
+        "spread": _read_spread(straggler, layers),
         "is_own": run.config.get("data") in (None, "own"),  # the profile is of a user's own module
     }  # fmt: skip
     try:  # here, since the result, which builds it again, does not know where it is from
@@ -72,7 +69,7 @@ def predict(
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     # What cannot be simulated is refused before a folder is made.
-    return _save(PredictResult(Run("predict", config, capture_environment(), (found[0], *sweep))), out)
+    return _save(PredictResult(Run("predict", config, capture_environment(), (layers, *sweep))), out)
 
 
 def predict_csv(
@@ -107,6 +104,15 @@ def _save(result: R, out: str | Path | None) -> R:
         with create_folder(out, "predict") as folder:
             result.save(folder)
     return result
+
+
+def find_profile(run: Run) -> LayerProfileRecord:
+    """The one layer profile of a run."""
+    found = [record for record in run.records if isinstance(record, LayerProfileRecord)]
+    if len(found) != 1:
+        what = f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed"
+        raise RecordError(f"{what}: make one with `paceline profile layers` or `paceline.profile`", code="no-profile")
+    return found[0]
 
 
 def _get_run(source: Result | str | Path) -> Run:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 from paceline.errors import refuse
 from paceline.measure.settings import check_counts, check_names
 from paceline.records.environment import capture_environment
-from paceline.records.store import Run
+from paceline.records.store import Run, load_run
 from paceline.runtime.session import find_place, open_session
 from paceline.training.settings import DEFAULT_BATCH_SIZE, TrainSettings
 from paceline.verbs.jobs import Counts, Place, build_settings, choose_worlds, finish, list_counts, open_job
+from paceline.verbs.predict import find_profile
 
 if TYPE_CHECKING:
     from paceline.report.profiles import CommTableResult, ComparisonResult, ProfileResult, TraceResult
@@ -74,7 +75,8 @@ def trace(
     """Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.
 
     `model`, `step` and the options of a job are those of `profile`. `steps` are recorded, after `warmup` others.
-    `memory`: record allocations. `shapes`: record the shapes of operators' inputs. `plot`: draw one step of all ranks.
+    `memory`: what memory holds over one more step, by category, and what makes its peak. `shapes`: record the shapes of
+    operators' inputs. `plot`: draw one step of all ranks.
     """
     refuse((warmup == 0, "--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed"))
     check_counts(steps=steps, warmup=warmup)
@@ -98,15 +100,16 @@ def trace(
 
 
 def comm_table(
-    model: str | ProfileResult, *, network: str = "nvlink,pcie4,hdr,10gbe", curves: Sequence[str | Path] = (),
-    ranks: Counts = (2, 4, 8, 64), iters: int | None = None, warmup: int | None = None, out: Place = None,
-    progress: bool | None = None, **job: Any,
+    model: str | ProfileResult | None = None, *, profiles: Sequence[str | Path] = (),
+    network: str = "nvlink,pcie4,hdr,10gbe", curves: Sequence[str | Path] = (), ranks: Counts = (2, 4, 8, 64),
+    iters: int | None = None, warmup: int | None = None, out: Place = None, progress: bool | None = None, **job: Any,
 ) -> CommTableResult:  # fmt: skip
     """What do the gradients of a step cost on other networks? The computation is measured, the messages are predicted.
 
-    `model`: a built-in model, which is measured on one rank, or a result of `profile`. `network`: names, or bandwidth
-    and latency ("10Gb/s,50us"). `curves`: runs of `bench allreduce` that are used as networks, too. `job`: options of a
-    training job (`batch_size=4`, `device="cpu"`, ...).
+    `model`: a built-in model (by default cnn), which is measured on one rank, or a result of `profile`. `profiles`: in
+    its place, runs of `profile layers`, whose rows make one table. `network`: names, or bandwidth and latency
+    ("10Gb/s,50us"). `curves`: runs of `bench allreduce` that are used as networks, too. `job`: options of a training
+    job (`batch_size=4`, `device="cpu"`, ...).
     """
     from paceline.predict.networks import find_networks
     from paceline.report.profiles import CommTableResult, ProfileResult
@@ -115,18 +118,24 @@ def comm_table(
     counts = list_counts(ranks)
     find_networks(network)
     sweeps = _load_sweeps(curves, counts)
-    if isinstance(model, ProfileResult):
-        config, record = model.config, model.profile
-        refuse((record is None, 'this profile has no layers: use kind="all" or kind="layers"'), code="mismatch")
+    records: list[Any] = []
+    if profiles:
+        others = {"model": model, "iters": iters, "warmup": warmup, **job}
+        given = ", ".join(name for name, value in others.items() if value is not None)
+        refuse((given, f"{given} with --model-profile: the profile was measured with its own; leave it out"))
+        config, records = {"profiles": list(map(str, profiles))}, [find_profile(load_run(path)) for path in profiles]
+    elif isinstance(model, ProfileResult):
+        config, records = model.config, [model.profile]
+        refuse((model.profile is None, 'this profile has no layers: use kind="all" or kind="layers"'), code="mismatch")
     else:
-        settings, record = _build_bare(model, job), None
+        settings = _build_bare("cnn" if model is None else model, job)
         config = settings.to_json()
     more = {"networks": network, "ranks": list(counts), "curves": [str(path) for path in curves]}
     with open_session("profile comm-table", config | more, out=out, progress=progress) as session:
-        if record is None:
+        if not records:
             arguments = (settings, "layers", iters or 10, 2 if warmup is None else warmup)
-            (record,) = session.ask(_ROOM + "measure_profile", arguments)
-        table: Any = finish(session, [record], build=lambda run, folder: CommTableResult(run, folder, sweeps))
+            records = session.ask(_ROOM + "measure_profile", arguments)
+        table: Any = finish(session, records, build=lambda run, folder: CommTableResult(run, folder, sweeps))
         return cast("CommTableResult", table)
 
 
@@ -158,7 +167,6 @@ def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
 def _load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[Any]:
     from paceline.predict.networks import build_sweeps
     from paceline.records import CollectiveRecord
-    from paceline.records.store import load_run
 
     sweeps: list[Any] = []
     for path in paths:

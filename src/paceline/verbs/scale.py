@@ -165,11 +165,12 @@ def large_batch(
 ) -> LargeBatchResult:  # fmt: skip
     """What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.
 
+    Where numbers are predicted, test losses are compared.
     `model`: by default a cnn so small that the study takes minutes. `base_batch_size`: the baseline, for which the
     learning rate (`lr`) is right. `global_batch_size`: by default 16 times as large. `recipes`: switches joined by +,
-    such as "linear+warmup". `updates`: also runs of this many updates; by default twice those of the largest batch, 0
-    for none. `batch_size`: what a rank computes at once. `at_once`: runs that share the machine; by default 1, or as
-    many as the resumed study had. `job`, `out` and `resume` as for `batch`.
+    such as "linear+warmup"; by default all usual ones that the job can take. `updates`: also runs of this many updates;
+    by default twice those of the largest batch, 0 for none. `batch_size`: what a rank computes at once. `at_once`: runs
+    that share the machine; by default 1, or as many as the resumed study had. `job`, `out` and `resume` as for `batch`.
     Inside a launched world this is collective: every rank must call it.
     """
     return cast("LargeBatchResult", _run_study("large-batch", locals()))
@@ -189,7 +190,8 @@ def _build_large_batch(
     train = TrainSettings(model=model or "cnn", ranks=choose_world(ranks, 1), **job)
     # By default all that this job can have: what changes BatchNorm only where there is one, as far as is known here.
     for_norms = ("linear+warmup+ghost", *(["linear+warmup+sync"] if train.ranks > 1 else []))
-    usual = (*_RECIPES, *for_norms) if train.model.startswith("resnet") else _RECIPES
+    usual = [*_RECIPES, *(for_norms if train.model.startswith("resnet") else ())]
+    usual = [text for text in usual if not (train.predicts_numbers and Recipe.parse(text).is_for_classes)]
     names = tuple(dict.fromkeys(Recipe.parse(text).text for text in list_names(usual if recipes is None else recipes)))
     larger = 16 * base_batch_size if global_batch_size is None else global_batch_size
     return LargeBatchSettings(
@@ -203,7 +205,10 @@ def _build_large_batch(
 def _measure_large_batch(session: Session, settings: LargeBatchSettings, at_once: int = 1) -> list[Record]:
     def describe(records: Sequence[Record]) -> str:
         record = next(record for record in records if isinstance(record, LargeBatchRecord))
-        return record.failure or f"test accuracy {record.curve[-1].test_accuracy:.2%}"
+        if record.failure:
+            return record.failure
+        loss, accuracy = record.curve[-1].test_loss, record.curve[-1].test_accuracy
+        return f"test loss {loss:.4g}" if accuracy is None else f"test accuracy {accuracy:.2%}"
 
     num_samples, has_norm = session.ask(_ROOM + "survey_job", (settings.job,), settings.job.ranks)
     settings.check_norms(has_norm)

@@ -1,0 +1,56 @@
+"""Why `all_gather_object` hangs, what helps, and what `world.share` does instead.
+
+python examples/gather_objects.py          # two ranks on gloo, on any machine
+python examples/gather_objects.py nccl     # two ranks on NCCL, without torch.cuda.set_device; needs one GPU or more
+
+docs/troubleshooting.md explains what it prints.
+"""
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import paceline
+
+LIMIT = timedelta(seconds=2)  # so that what hangs ends
+
+
+def gather(group: dist.ProcessGroup | None = None) -> str:
+    """Every rank's object as text, or the error."""
+    values: list[object] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(values, f"rank {dist.get_rank()}", group=group)
+    except RuntimeError as error:
+        return " ".join(str(error).split())
+    return str(values)
+
+
+def hang_and_fix() -> list[str]:
+    with paceline.init("gloo", "cpu", announce=None) as world:
+        groups = [dist.new_group(timeout=LIMIT) for _ in range(2)]
+        apart = gather(groups[world.rank])  # each rank waits in a group that the other does not use
+        together = gather()
+        return [apart, together, str(world.share(f"rank {world.rank}"))]
+
+
+def gather_on_nccl() -> list[str]:
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a time-out is an error here; otherwise it ends the process
+    dist.init_process_group("nccl", timeout=15 * LIMIT)
+    rank, gpus = dist.get_rank(), torch.cuda.device_count()
+    if gpus > 1:  # a communicator on GPUs 0 and 1, which only rank 0 will find again
+        dist.all_reduce(torch.ones(1, device=f"cuda:{rank}"))
+    wrong = gather()  # through GPU 0 on both ranks
+    return [f"{gpus} GPUs, the current one is {torch.cuda.current_device()}", wrong]
+
+
+if __name__ == "__main__":
+    on_nccl = "nccl" in sys.argv
+    names = ("devices", "all_gather_object") if on_nccl else ("in two groups", "in one group", "world.share")
+    values = paceline.run_ranks(gather_on_nccl if on_nccl else hang_and_fix, 2, timeout_s=120)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun every rank gets here
+        for rank, lines in enumerate(values):
+            for name, line in zip(names, lines, strict=True):
+                print(f"rank {rank}: {name}: {line}")
