@@ -106,7 +106,7 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
             with learner.autocast():
                 outcome = compute_outcome(learner.module, batch, learner.form)
             sums[0] += outcome.loss_sum.double()
-            if outcome.predicted is not None:
+            if outcome.predicted is not None and outcome.num_correct is not None:
                 said, there = outcome.predicted == 1, batch.targets.reshape(-1) == 1
                 sums[1] += outcome.num_correct
                 sums[2] += (said & there).sum()
