@@ -81,7 +81,7 @@ def test_one_rank_sends_nothing_and_has_no_column_for_it(phases_alone):
     assert "1 rank, batch 8: profiling costs" in phases_alone.out
 
 
-@pytest.mark.parametrize("wrapper", ["torch", "none", "dp"])
+@pytest.mark.parametrize("wrapper", ["torch", "none"])
 def test_phases_of_other_wrappers(out, phases_bare, wrapper):
     answer = phases_bare
     if wrapper != "none":

@@ -27,7 +27,7 @@ from paceline.records.samples import group_by
 from paceline.records.store import Run
 from paceline.report.memory import MEMORY, describe_memory, list_memory, plot_memory
 from paceline.report.plots import COLORS, new_figure, place_legend
-from paceline.report.result import Result
+from paceline.report.result import Result, list_differences
 from paceline.report.steps import PHASES, PhasesResult, describe_change
 from paceline.report.table import Column, Table, build_row, raw_columns, text_columns
 from paceline.units import MIB, format_bytes, format_duration, format_ms, format_number_of
@@ -499,10 +499,10 @@ def _list_quantities(result: Result) -> dict[tuple[str, str], float | None]:
 
 def _list_settings(result: Result) -> dict[str, Any]:
     """What may explain a difference. Of a trace, the sizes of its steps are the ones that were used."""
-    machine = {"machine": result.run.environment.machine_and_torch}
+    settings = result.config | {"machine": result.run.environment.machine_and_torch}
     if isinstance(result, TraceResult):
-        return result.config | {name: getattr(result.facts, name) for name in ("batch_size", "accumulate")} | machine
-    return {name: value for name, value in result.config.items() if name not in _MAY_DIFFER} | machine
+        settings |= {name: getattr(result.facts, name) for name in ("batch_size", "accumulate")}
+    return settings
 
 
 @dataclass(frozen=True)
@@ -575,13 +575,8 @@ class ComparisonResult(Result):
             if isinstance(first, PhasesResult) and isinstance(second, PhasesResult) and first.steps and second.steps:
                 needed = "they have no number of ranks and batch size in common"
             raise ConfigError(f"{found}: {needed}", code="mismatch")
-        mine, other = _list_settings(first), _list_settings(second)
-        # A run of an older version lacks settings that have come since; what is off is the same as none.
-        unlike = {
-            name: [mine.get(name), other.get(name)]
-            for name in mine | other
-            if (mine.get(name) or None) != (other.get(name) or None)
-        }
+        settings = [_list_settings(one) for one in (first, second)]
+        unlike = list_differences(settings, but=() if isinstance(first, TraceResult) else _MAY_DIFFER)
         config = {
             "runs": names,
             "rows": [asdict(row) for row in rows if row.first or row.second],

@@ -42,6 +42,9 @@ _LOOK_S = 0.5  # how often to check that the ranks are alive while no message co
 _LEAVE_S = 1.0  # how long an idle rank may take to end after its link is closed, before SIGTERM
 _GRACE_S = 3.0  # how long a rank may take to obey SIGTERM before SIGKILL
 _LONG_S = 1e6  # a wait without a limit, for calls that take no infinity
+# A signal so soon after the first is the same request: `timeout` and service managers signal a whole process group, and
+# the launcher, which may be slow on a busy machine, passes it on to ranks that already have it.
+SAME_REQUEST_S = 1.0
 # Variables that no library reads when it is imported: a change of these does not make the server's imports stale.
 _HARMLESS = {"PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TERM", "PWD", "OLDPWD", "_"}
 _Hear = Callable[[int, Any], None] | None
@@ -442,6 +445,24 @@ def handle_signals(handler: Callable[[int, FrameType | None], Any], *numbers: si
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def handle_requests(
+    first: Callable[[int], Any], again: Callable[[int], Any], *numbers: signal.Signals
+) -> Iterator[None]:
+    """Call `first` with the first of these signals that comes inside the block, and `again` with each later request."""
+    came_s: list[float] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not came_s:
+            came_s.append(time.monotonic())
+            first(number)
+        elif time.monotonic() - came_s[0] > SAME_REQUEST_S:
+            again(number)
+
+    with handle_signals(handle, *numbers):
+        yield
 
 
 @contextlib.contextmanager
