@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import load_run
+from paceline import load_result, load_run
 from paceline.records.exchange import load_layer_sizes, load_layer_times
 from paceline.records.steps import StepRecord
 from tests.cli.test_train import TINY, TORCHRUN, type_alone, type_command
@@ -133,6 +133,13 @@ def test_two_traces_beside_each_other(trace, phases, out, command):
     extras = ("--shapes", "--memory-use", "--json")
     other = json.loads(type_alone(*TRACE, *extras, "--out", out).out)
     assert other["picture"] is None
+    *rows, total = other["memory"]
+    assert sum(row["peak_bytes"] for row in rows) == total["peak_bytes"] == other["overview"][0]["peak_bytes"]
+    held = {row["category"]: row["begin_bytes"] for row in rows}
+    assert held["parameters"] == 4 * 18_954 <= held["buckets"] and other["findings"][0].startswith("memory: peak ")
+    assert {"memory.png", "memory.md", "memory.csv"} <= {path.name for path in Path(other["run"]).iterdir()}
+    assert load_result(other["run"]).to_json()["memory"] == other["memory"]
+    assert "Input Dims" in gzip.decompress(Path(other["run"], "trace.json.gz").read_bytes()).decode()
     answer = command("profile", "--compare", str(find_run(trace)), other["run"])
     assert answer.code == 0, answer.err
     assert "  backward " in answer.out and "they differ in ranks: 2 and 1" in answer.out

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline
 from paceline.measure.steps import Replica
 from paceline.measure.traces import record_trace
+from paceline.predict.memory import MemoryUse
 from paceline.predict.traces import (
     CATEGORIES,
     RankTrace,
@@ -21,6 +22,7 @@ from paceline.predict.traces import (
     find_steps,
     merge_traces,
 )
+from paceline.report.memory import list_memory
 from tests.conftest import BACKEND
 from tests.unit.made_traces import check_trace
 
@@ -55,6 +57,20 @@ def record_here(backend: str, wrapper: str) -> tuple[RankTrace, int, int]:
         return trace, begin_ns, end_ns
 
 
+def check_memory(memory: MemoryUse, backend: str, wrapper: str) -> None:
+    rows, num_bytes = {row.category: row for row in list_memory(memory)}, 3 * (64 * 64 + 64) * 4
+    assert rows["parameters"].begin_bytes == rows["parameters"].end_bytes == num_bytes
+    # A wrapper has its buckets between steps, too: torch's of exactly the gradients, ours with control words.
+    assert num_bytes <= rows["buckets"].begin_bytes == rows["buckets"].end_bytes
+    assert wrapper == "paceline" or rows["buckets"].begin_bytes == num_bytes
+    # Gradients are there before they are copied into buckets; what torch's wrapper averages stays beside them.
+    assert 0 < rows["gradients"].largest_bytes <= num_bytes and rows["gradients"].end_bytes == 0
+    assert wrapper == "paceline" or rows["gradients"].largest_bytes == num_bytes
+    assert rows["activations"].largest_bytes >= 3 * 4 * 64 * 4 and rows["activations"].end_bytes <= 8
+    assert memory.peak_phase == "backward" and memory.operator.startswith("aten::")
+    assert [phase.name for phase in memory.phases] == ["data", "forward", "backward", "optimizer"]
+
+
 @pytest.mark.parametrize(
     ("backend", "wrapper"), [("gloo", "torch"), *dict.fromkeys([("gloo", "paceline"), (BACKEND, "paceline")])]
 )
@@ -71,7 +87,8 @@ def test_two_ranks_in_one_trace(on_ranks, backend: str, wrapper: str) -> None:
         overview = build_overview(trace)
         assert sum(overview.share(name) for name in CATEGORIES) == pytest.approx(1)
         assert overview.message_s > 0 and {"forward", "backward", "optimizer"} <= overview.phases_s.keys()
-        assert "aten::addmm" in {row.name for row in overview.operators} and overview.peak_bytes
+        assert "aten::addmm" in {row.name for row in overview.operators} and overview.memory
+        check_memory(overview.memory, backend, wrapper)
     # Rank 0 stood in its message while rank 1 slept.
     assert build_overview(traces[0]).seconds("communication") > 0.8 * LATE_S
     lateness = find_lateness(traces)

@@ -51,6 +51,8 @@ def resolve(code: str) -> None:
         assert callable(target)
         if call is not None:
             inspect.signature(target).bind_partial(*call.args, **{str(word.arg): None for word in call.keywords})
+    elif code.startswith("make "):
+        assert f"\n{code.split()[1]}:" in (ROOT / "Makefile").read_text(), "no such target"
     else:
         assert code.startswith("examples/") and (ROOT / code).is_file(), f"{code} is neither a command nor an example"
 
@@ -101,6 +103,7 @@ def test_what_is_quick_also_runs(command, monkeypatch, tmp_path):
         ("`torchrun --nproc-per-node 2 -m paceline train --no-such-option`", "[a](api.md)", "No such option"),
         ("`paceline.no_such_call()`", "[a](api.md)", "AttributeError"),
         ("`paceline.DDP(net, no_such_option=1)`", "[a](api.md)", "TypeError"),
+        ("`make nothing`", "[a](api.md)", "no such target"),
         ("`examples/no_such_program.py`", "[a](api.md)", "neither a command nor an example"),
         ("later", "[a](api.md)", "neither a command nor `not yet`"),
         ("`paceline doctor`", "", "no page"),

@@ -149,16 +149,6 @@ def test_a_trace_without_steps_is_refused():
         build_overview(MadeTrace().op("aten::mm", 0, 1).build())
 
 
-def test_peak_memory_is_that_of_the_gpu_if_there_is_one():
-    made = MadeTrace().step()
-    for kind, total in ((0, 500), (1, 70), (1, 90), (1, 10)):
-        made.events.append(
-            {"ph": "i", "name": "[memory]", "ts": 1.0, "args": {"Device Type": kind, "Total Allocated": total}}
-        )
-    assert build_overview(made.build()).peak_bytes == 90
-    assert build_overview(MadeTrace().step().build()).peak_bytes is None
-
-
 def test_an_overview_survives_json(on_gpu):
     overview = build_overview(on_gpu.phase("optimizer", 8, 9).build())
     assert overview_from_json(json.loads(json.dumps(overview_to_json(overview)))) == overview

@@ -96,10 +96,10 @@ def build(build_environment):
 
 @pytest.fixture
 def traced(build_environment):
-    def build(*, batch_size=8, step_ms=10):
+    def build(*, batch_size=8, step_ms=10, accumulate=1):
         made = MadeTrace().step(0, step_ms).phase("forward", 0, 3).phase("backward", 3, 7)
         traces = [made.kernel(SGEMM, 0, 4).kernel(NCCL, 3, 5).op("aten::mm", 0, 6).build()]
-        facts = StepFacts(batch_size)
+        facts = StepFacts(batch_size, accumulate)
         overviews = [build_overview(trace) for trace in traces]
         document = TraceResult.build_document(overviews, facts, advise(overviews, facts))
         run = Run("profile trace", {"model": "cnn", "wrapper": "paceline"}, build_environment(), ())
@@ -141,6 +141,12 @@ def test_a_trace_is_saved_and_the_same_again(traced, tmp_path):
     (folder / "overview.json").unlink()
     with pytest.raises(RecordError, match="paceline profile trace"):
         load_result(folder)
+
+
+def test_the_title_of_a_trace_says_what_is_accumulated(traced):
+    assert traced(accumulate=4).table().title == "cnn on 1 rank, batch 8, accumulate 4, fp32"
+    assert "cnn on 1 rank, batch 8, accumulate 4, fp32 takes" in traced(accumulate=4).answer
+    assert traced().table().title == "cnn on 1 rank, batch 8, fp32"
 
 
 def test_advice_is_listed_with_its_gain(build_environment):

@@ -121,7 +121,7 @@ OPTIONS = {
     "op": Option(JOB, "sum, avg, min, max or prod", "sum"),
     "dtype": Option(JOB, "float32, bfloat16, int64, ...", "float32"),
     "memory": Option(JOB, "Where vectors are: ordinary, shared (backend shm alone), or both, in turns.", "ordinary"),
-    "memory:trace": Option(MEASUREMENT, "Record allocations, too.", False, flags="--memory-use"),
+    "memory:trace": Option(MEASUREMENT, "What memory holds over a step, and its peak.", False, flags="--memory-use"),
     "total": Option(JOB, "Bytes reduced in all (240MB is 60 million floats).", "240MB"),
     "chunks": Option(JOB, "Chunk sizes: 40kB,4MB,... Default: 10 thousand elements up to all."),
     "models": Option(JOB, "Models: mlp,cnn,gpt2-tiny,... Default: five small ones.", list[str], flags="--model"),

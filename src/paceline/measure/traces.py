@@ -7,20 +7,26 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from paceline.errors import MeasurementError
 from paceline.measure.engine import synchronize
 from paceline.measure.profiles import Given, open_job
-from paceline.measure.steps import Replica
+from paceline.measure.steps import Replica, read_buckets
 from paceline.parallel import DDP
+from paceline.parallel.backward import find_tensors
 from paceline.parallel.timeline import StepTimes
 from paceline.predict import traces
 from paceline.predict.advice import StepFacts
+from paceline.predict.memory import MARK, MemoryMark, MemoryMarks
 from paceline.predict.traces import Event, RankTrace, find_lanes, read_chrome
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
@@ -51,30 +57,34 @@ def trace_job(
 
 def record_trace(world: World, replica: Replica, warmup: int, active: int, extras: Collection[str] = ()) -> RankTrace:
     """Take one step and `warmup` others, then record `active` ones. Each is a range `step N` that ends when the device
-    is done. The buckets of our wrapper become events too. `extras` ("memory", "shapes") make steps slower."""
-    device, phases = replica.device, _TracedPhases()
+    is done. The buckets of our wrapper become events too. `extras` ("memory", "shapes") make steps slower. "memory"
+    records one more, in which tensors are listed, and whose time does not count."""
+    device, phases, seen = replica.device, _TracedPhases(), _SeenMemory(replica) if "memory" in extras else None
+    num_steps = active if seen is None else active + 1
     profiler = profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
-        schedule=schedule(wait=0, warmup=warmup, active=active, repeat=1),
+        schedule=schedule(wait=0, warmup=warmup, active=num_steps, repeat=1),
         record_shapes="shapes" in extras,
-        profile_memory="memory" in extras,
+        profile_memory=seen is not None,
         acc_events=True,  # there is one cycle, and without this torch warns that the others are forgotten
     )
 
-    def step(number: int) -> None:
+    def step(number: int, phases: _TracedPhases) -> None:
         if world.rank == 0:
-            post(Progress(number + warmup + 1, 1 + warmup + active, "trace"))
+            post(Progress(number + warmup + 1, 1 + warmup + num_steps, "trace"))
         with record_function("data"):
-            loaded = replica.load()
-        replica.run(loaded, phases)
+            phases.loaded = replica.load()
+        replica.run(phases.loaded, phases)
         phases.end()
         synchronize(device)
 
-    step(-warmup - 1)  # the wrapper plans in its first step
     timed: list[StepTimes | None] = []
     sends = device.type != "cuda" or world.world_size > 1  # NCCL sends nothing on one rank
     wrapped = replica.model if isinstance(replica.model, DDP) and sends else None
     with contextlib.ExitStack() as recording:
+        if seen is not None:
+            recording.callback(register_optimizer_step_post_hook(seen.note_optimizer).remove)
+        step(-warmup - 1, phases)  # the wrapper plans in its first step
         if "KINETO_LOG_LEVEL" not in os.environ:  # torch 2.13 writes a line to stderr when a profile starts and stops
             os.environ["KINETO_LOG_LEVEL"] = "6"
             recording.callback(os.environ.pop, "KINETO_LOG_LEVEL")
@@ -84,10 +94,14 @@ def record_trace(world: World, replica: Replica, warmup: int, active: int, extra
                 wrapped.time_next_step()
             world.barrier()  # outside of the range: a late start of the profiler is not the rank's lateness
             with record_function(f"step {number}"):
-                step(number)
+                step(number, phases)
             profiler.step()
             if wrapped is not None and number >= 0 and wrapped.plan is not None:
                 timed.append(wrapped.report().times)
+        if seen is not None:
+            with record_function("memory step"), seen.look():
+                step(active, seen)
+            profiler.step()
     with tempfile.TemporaryDirectory(prefix="paceline-trace-") as folder:  # the profiler writes files only
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -99,14 +113,16 @@ def record_trace(world: World, replica: Replica, warmup: int, active: int, extra
     _, apart_ns = min(_clock_offset_ns() for _ in range(5))
     origin_s = (trace.origin_ns - apart_ns) / 1e9
     buckets = [event for one in timed if one for event in build_bucket_events(world.rank, one, origin_s)]
-    return replace(trace, device=device.type, events=[*trace.events, *buckets])
+    marks = None if seen is None else seen.build_marks()
+    return replace(trace, device=device.type, events=[*trace.events, *buckets], memory=marks)
 
 
 class _TracedPhases:
-    """Ranges in the trace, one for each phase."""
+    """Ranges in the trace, one for each phase. `loaded` is the input of the step."""
 
     def __init__(self) -> None:
         self._range = contextlib.ExitStack()
+        self.loaded: Any = None
 
     def enter(self, phase: str) -> None:
         self._range.close()
@@ -114,7 +130,75 @@ class _TracedPhases:
 
     def end(self) -> PhaseTimes:
         self._range.close()
+        self.loaded = None
         return PhaseTimes()
+
+
+class _SeenMemory(_TracedPhases):
+    """The phases of one step, with marks at which tensors of the replica are listed: all at the begin of each phase,
+    the inputs of a forward, and each gradient before it is accumulated, for a wrapper may copy it at once."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__()
+        self._replica, self._device = replica, replica.parameters[0].device
+        self._optimizers: dict[torch.optim.Optimizer, None] = {}
+        self._marks: list[MemoryMark] = []
+        self._allocated_bytes: int | None = None
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers[optimizer] = None
+
+    @contextlib.contextmanager
+    def look(self) -> Iterator[None]:
+        """Mark the step inside."""
+        if self._device.type == "cuda":
+            self._allocated_bytes = torch.cuda.memory_allocated(self._device)
+        # Held until the end: a graph made in backward (checkpointing) then uses the same nodes.
+        nodes = [get_gradient_edge(param).node for param in self._replica.parameters]
+        handles = [node.register_prehook(lambda grads: self._mark("", {"gradients": grads})) for node in nodes]
+        look = self._replica.model.register_forward_pre_hook
+        handles.append(look(lambda model, args, kwargs: self._mark("", {"data": (args, kwargs)}), with_kwargs=True))
+        self.enter("data")
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def enter(self, phase: str) -> None:
+        self._mark("data" if phase == "data_wait" else phase, self._list_all())
+        super().enter(phase)
+
+    def end(self) -> PhaseTimes:
+        self._mark("end", self._list_all())
+        return super().end()
+
+    def build_marks(self) -> MemoryMarks:
+        # torch's wrapper does not say where its buckets are, only how large.
+        sizes = () if isinstance(self._replica.model, DDP) else read_buckets(self._replica.model)
+        buckets = tuple((-number, size, "buckets") for number, size in enumerate(sizes, 1))
+        first, *others = self._marks
+        marks = (MemoryMark(first.phase, first.blocks + buckets), *others)
+        return MemoryMarks(self._device.type, self._device.index or 0, self._allocated_bytes, marks)
+
+    def _list_all(self) -> dict[str, Any]:
+        module, model = self._replica.module, self._replica.model
+        return {
+            "parameters": [*module.parameters(), *module.buffers()],
+            "gradients": [param.grad for param in module.parameters()],
+            "optimizer": [optimizer.state for optimizer in self._optimizers],
+            "buckets": model.bucket_memory if isinstance(model, DDP) else (),
+            "data": self.loaded,
+        }
+
+    def _mark(self, phase: str, listed: dict[str, Any]) -> None:
+        with record_function(f"{MARK} {len(self._marks)}"):
+            blocks = set()
+            for name, tensor in ((name, tensor) for name, value in listed.items() for tensor in find_tensors(value)):
+                for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
+                    if part.device == self._device and (size := part.untyped_storage().nbytes()):
+                        blocks.add((part.untyped_storage().data_ptr(), size, name))
+            self._marks.append(MemoryMark(phase, tuple(blocks)))
 
 
 def _clock_offset_ns() -> tuple[int, int]:

@@ -449,6 +449,10 @@ class BucketedReducer:
         self._lay_out(plan_torch_start(replica.gradients))
 
     @property
+    def memory(self) -> list[torch.Tensor]:
+        return self._flat.messages
+
+    @property
     def ready_order(self) -> list[int]:
         """All parameters in the order in which they were complete when it was last recorded; the others are last."""
         places = self._places

@@ -285,6 +285,11 @@ class DDP(Joinable, nn.Module):
         """All messages of gradients since the wrapper was made or rebuilt, except those of a communication hook."""
         return self._ready.channel.sent
 
+    @property
+    def bucket_memory(self) -> list[torch.Tensor]:
+        """The memory of this rank in which gradients travel. A gradient may be a view of it."""
+        return self._ready.reducer.memory
+
     def report(self) -> Report:
         """Where the time of a recent step went, on this rank. Cheap, and sends no message."""
         sync = self._ready

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import RecordError
+from paceline.predict.memory import MemoryMarks, MemoryUse, build_memory
 from paceline.predict.simulate import BucketSpan
 from paceline.records.kinds import decode
 from paceline.records.samples import group_by
@@ -35,8 +36,8 @@ BUCKET, BUCKET_WAIT, WAITED, BACKWARD_OVER = "bucket", "bucket_wait", "waited us
 # What the analysis or a reader of the picture needs; the rest is most of a trace's size.
 _KEPT_ARGUMENTS = {
     "stream", "device", "grid", "block", "blocks per SM", "warps per SM", "est. achieved occupancy %", "bytes",
-    "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Device Type", "name", "labels",
-    "Collective name", "In msg nelems", "Group size", WAITED,
+    "correlation", "Input Dims", "Total Allocated", "Total Reserved", "Bytes", "Addr", "Device Type", "Device Id",
+    "name", "labels", "Collective name", "In msg nelems", "Group size", WAITED,
 }  # fmt: skip
 _COLLECTIVE_KERNEL = re.compile(r"nccl(Dev)?Kernel|^nccl|rcclGeneric|mscclKernel|(one|two)_shot_all_reduce")
 # `nccl:` ranges of the host are launches: the kernel is the message. Other backends move data on the host.
@@ -57,7 +58,8 @@ _ON_ORDINARY_CORES = re.compile(r"simt|ffma|_f32_aligned|winograd", re.I)
 @dataclass(frozen=True)
 class RankTrace:
     """The events of one rank. Their `ts` and `dur` are µs, as in Chrome's format, since `origin_ns` of the Unix clock.
-    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU."""
+    `properties` are those of the rank's GPUs, as torch writes them; empty on CPU. `memory` is of one more step, if
+    it was asked for."""
 
     rank: int
     world_size: int
@@ -66,6 +68,7 @@ class RankTrace:
     origin_ns: int
     events: list[Event]
     properties: list[dict[str, Any]] = field(default_factory=list)
+    memory: MemoryMarks | None = None
 
 
 def read_chrome(document: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> RankTrace:
@@ -383,7 +386,7 @@ class Overview:
     operators: tuple[OperatorRow, ...] = ()
     kernels: tuple[KernelRow, ...] = ()
     gpu: GpuUse | None = None
-    peak_bytes: int | None = None
+    memory: MemoryUse | None = None
     source: str = "measured"
 
     @property
@@ -434,7 +437,7 @@ def build_overview(trace: RankTrace) -> Overview:
         operators=_operators(begun, len(steps)),
         kernels=_kernels(begun, len(steps)),
         gpu=_gpu_use(trace, events, begun, windows),
-        peak_bytes=_peak_bytes(trace.events),
+        memory=None if trace.memory is None else build_memory(trace.events, trace.memory),
     )
 
 
@@ -569,13 +572,6 @@ def _gpu_use(trace: RankTrace, events: Sequence[Event], begun: Sequence[Event], 
     )
 
 
-def _peak_bytes(events: Sequence[Event]) -> int | None:
-    """The most that was allocated while the trace ran, on the GPU if it has one; None if memory was not recorded."""
-    found = [(_argument(e, "Device Type"), _argument(e, "Total Allocated")) for e in events if e["name"] == "[memory]"]
-    known = [(kind, total) for kind, total in found if kind is not None and total is not None]
-    return int(max(known)[1]) if known else None
-
-
 _FORMAT = {"format": "paceline-overview", "version": 1}
 
 
@@ -588,6 +584,7 @@ def overview_from_json(document: Mapping[str, Any]) -> Overview:
     """The overview that `overview_to_json` wrote; RecordError says what is wrong with another document."""
     fields = dict(document)
     found = {key: fields.pop(key, None) for key in _FORMAT}
+    fields.pop("peak_bytes", None)  # of older ones, which counted what was allocated while the trace ran
     if found != _FORMAT:
         raise RecordError(f"an overview of {found} cannot be read: {_FORMAT} is needed")
     overview: Overview = decode(Overview, fields, "overview")

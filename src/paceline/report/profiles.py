@@ -23,6 +23,7 @@ from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import group_by
 from paceline.records.store import Run
+from paceline.report.memory import MEMORY, describe_memory, list_memory, plot_memory
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result
 from paceline.report.steps import PHASES, PhasesResult, describe_change
@@ -218,7 +219,9 @@ class TraceResult(Result):
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise RecordError(f"{path} cannot be read: {error}; `paceline profile trace` writes it") from None
         self._model, ranks = self.config.get("model", "the model"), format_number_of(self.facts.world_size, "rank")
-        self._name = f"{self._model} on {ranks}, batch {self.facts.batch_size}, {self.facts.precision}"
+        batch = f"batch {self.facts.batch_size}" + (f", accumulate {n}" if (n := self.facts.accumulate) > 1 else "")
+        self._name = f"{self._model} on {ranks}, {batch}, {self.facts.precision}"
+        self._memory = self.overviews[0].memory
 
     @staticmethod
     def build_document(overviews: Sequence[Overview], facts: StepFacts, advice: Sequence[Advice]) -> dict[str, Any]:
@@ -240,7 +243,7 @@ class TraceResult(Result):
 
     @property
     def findings(self) -> list[str]:
-        lines = []
+        lines = [] if self._memory is None else [describe_memory(self._memory)]
         for number, one in enumerate(self.advice, 1):
             gain = f" ({one['certainty']} {one['factor']:.2f} x as fast)" if one["gain_s"] else ""
             lines.append(f"{number}. {one['text']}{gain}")
@@ -258,14 +261,21 @@ class TraceResult(Result):
         ]
         if kernels:
             tables.append(Table("kernels", "kernels of rank 0", KERNELS, kernels, shown=kernels[:_MAX_ROWS]))
+        if self._memory is not None:
+            rows = list_memory(self._memory)
+            tables.append(Table("memory", "memory of rank 0 over one step", MEMORY, rows))
         return tables
 
     def figures(self) -> dict[str, Callable[[], Figure]]:
-        if not self._plot:
-            return {}
-        wrapper = self.config.get("wrapper", "unknown wrapper")
-        title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
-        return {"timeline": lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.machine)}
+        wrapper, memory = self.config.get("wrapper", "unknown wrapper"), self._memory
+        figures: dict[str, Callable[[], Figure]] = {}
+        if self._plot:
+            title = f"One step of {self._model} on {format_number_of(len(self.traces), 'rank')} ({wrapper})"
+            figures["timeline"] = lambda: plot_timeline(tracing.build_lanes(self.traces), title, self.machine)
+        if memory is not None:
+            what = f"Memory in one step of {self._name} ({wrapper})"
+            figures["memory"] = lambda: plot_memory(memory, what, self.machine)
+        return figures
 
     def files(self) -> dict[str, str | bytes]:
         files: dict[str, str | bytes] = {OVERVIEW: json.dumps(self.document, indent=1) + "\n"}
@@ -312,7 +322,7 @@ OVERVIEWS = (
     *raw_columns("world_size", "message_s", "host_s"),
     *raw_columns(gpu_missed_s="gpu.missed_s", gpu_kernel_s="gpu.kernel_s", gpu_num_kernels="gpu.num_kernels"),
     *(Column(None, partial(Overview.seconds, category=c), key=f"{c}_s") for c in CATEGORIES),
-    Column("peak memory", "peak_bytes", "bytes", "peak_bytes", priority=-1),
+    Column("peak memory", "memory.peak_bytes", "bytes", "peak_bytes", priority=-1),
     *text_columns("source", priority=-1),
 )
 

@@ -75,7 +75,8 @@ def trace(
     """Record steps on every rank as one Perfetto trace, and say with numbers what would make them faster.
 
     `model`, `step` and the options of a job are those of `profile`. `steps` are recorded, after `warmup` others.
-    `memory`: record allocations. `shapes`: record the shapes of operators' inputs. `plot`: draw one step of all ranks.
+    `memory`: what memory holds over one more step, by category, and what makes its peak. `shapes`: record the shapes of
+    operators' inputs. `plot`: draw one step of all ranks.
     """
     refuse((warmup == 0, "--warmup 0: torch's profiler starts in a warm-up; at least 1 is needed"))
     check_counts(steps=steps, warmup=warmup)
