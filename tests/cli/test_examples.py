@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from paceline.records import CollectiveRecord, Samples
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run, save_run
+from tests.cli.test_models_and_data import save_mrpc
+from tests.cli.test_train import type_alone
 from tests.conftest import BACKEND
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -91,3 +94,14 @@ def test_large_batch(start):
         r"(\d+) steps, the last of 256 samples; accuracy (\d+)%\n", run_example(start, "large_batch.py")
     )
     assert found and int(found[1]) == 4 * 32 + 2 * 8 + 2 * 2 and int(found[2]) > 80
+
+
+def test_paraphrase(tmp_path, monkeypatch, sketched):
+    monkeypatch.chdir(tmp_path)
+    save_mrpc(tmp_path / "mrpc")
+    asked = ("--data", "mrpc:mrpc", "--context", "64", "--batch-size", "4", "--optimizer", "adamw", "--lr", "0.01")
+    model = EXAMPLES / "paraphrase.py"
+    answer = type_alone("train", "--model", f"{model}:build", *asked, "--epochs", "8", "--json")
+    assert answer.code == 0, answer.err
+    first, *_, last = json.loads(answer.out)["epochs"]
+    assert last["accuracy"] > first["accuracy"] and last["loss"] < first["loss"]

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import paceline
 from paceline.report.result import load_result
+from paceline.verbs import train as verb
 from paceline.workloads.registry import ModelOptions, build_model, default_form
 from tests.conftest import Answer
 
@@ -112,17 +114,59 @@ def test_profile_notes_every_phase_of_every_step(trained):
         assert all(0 < seconds <= row["step_s"] for seconds in phases_s)
 
 
-def test_ranks_do_not_change_what_is_learned(trained, mnist, tmp_path):
-    asked = ("--data", mnist, "--global-batch-size", "16", "--epochs", "2", "--out", str(tmp_path))
-    answer = type_alone("train", *TINY, *asked, "--json")
+@pytest.fixture(scope="module")
+def compared(mnist, out) -> Answer:
+    """Two epochs of four steps on one rank, which is this process, and then on two."""
+    asked = ("--data", mnist, "--ranks", "1,2", "--global-batch-size", "16", "--epochs", "2", "--out", str(out))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.report.plots.render_png", lambda figure: b"")
+        patch.setattr("paceline.report.plots.render_svg", lambda figure: b"")
+        answer = type_alone("train", *TINY, *asked, "--json")
     assert answer.code == 0, answer.err
-    document = json.loads(answer.out)
-    assert (document["world_size"], document["steps"], document["finished"]) == (1, 8, True)
-    assert document["phases"] is None
-    there = load_rows(trained[1])
-    here = load_rows(Path(document["run"]))
-    assert [row["loss"] for row in here] == pytest.approx([row["loss"] for row in there], rel=1e-4)
-    assert [epoch["samples"] for epoch in document["epochs"]] == [64, 64]
+    return answer
+
+
+def test_ranks_do_not_change_what_is_learned(compared, trained):
+    document = json.loads(compared.out)
+    folder = Path(document["run"])
+    assert (document["verb"], document["learned_the_same"]) == ("train --compare", True)
+    assert [(row["ranks"], row["steps"], row["test_f1"]) for row in document["runs"]] == [(1, 8, None), (2, 8, None)]
+    assert document["runs"][0]["speed_up"] == 1.0 and document["runs"][1]["largest_difference"] < 1e-4
+    runs = [load_result(folder / name) for name in ("1-rank", "2-ranks")]
+    assert [(run.world_size, run.finished, run.steps) for run in runs] == [(1, True, 8), (2, True, 8)]
+    assert runs[0].to_json()["phases"] is None and [epoch.num_samples for epoch in runs[0].epochs] == [64, 64]
+    for there in (runs[1].rows, load_rows(trained[1])):  # micro-batches of 8 by either name
+        assert [row["loss"] for row in runs[0].rows] == pytest.approx([row["loss"] for row in there], rel=1e-4)
+    assert [row["seconds"] for row in document["runs"]] == pytest.approx([run.total.seconds for run in runs])
+    assert {"losses.png", "comparison.md", "comparison.csv", "run.json"} <= {path.name for path in folder.iterdir()}
+    assert load_result(folder).to_json() == document
+
+
+def test_stored_runs_are_compared_as_those_just_trained(compared, command, sketched, tmp_path):
+    document = json.loads(compared.out)
+    folders = [f"{document['run']}/{name}" for name in ("1-rank", "2-ranks")]
+    answer = command("train", "--compare", *folders, "--out", str(tmp_path), "--json")
+    assert answer.code == 0, answer.err
+    again = json.loads(answer.out)
+    assert again["run"] != document["run"] and again | {"run": document["run"]} == document
+    assert paceline.compare(*folders).to_json()["runs"] == document["runs"]
+    other = command("train", "--compare", folders[0], document["run"])
+    assert other.code == 2 and "is a run of `paceline train --compare`: give those of `paceline train`" in other.err
+
+
+def test_an_interrupt_of_the_second_run_names_the_first(mnist, monkeypatch, sketched, tmp_path):
+    run = verb._train
+
+    def interrupt(wanted, *rest, **options):
+        if wanted.ranks == 2:
+            raise KeyboardInterrupt
+        return run(wanted, *rest, **options)
+
+    monkeypatch.setattr(verb, "_train", interrupt)
+    answer = type_alone("train", *TINY, "--data", mnist, "--ranks", "1,2", "--out", str(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    assert answer.code == 130 and f"interrupted: 1-rank (finished) saved in {folder}" in answer.err
+    assert load_result(folder / "1-rank").finished
 
 
 def test_what_torchs_wrapper_does_not_tell_is_not_shown(mnist, tmp_path):

@@ -19,10 +19,9 @@ import psutil
 import pytest
 
 from paceline.records.environment import capture_environment
-from paceline.records.training import load_config, load_metrics
+from paceline.records.training import METRICS_FILE, load_config, load_metrics
 from paceline.report.training import render_config
-from paceline.runtime.launch import RankPool
-from paceline.training.journal import SAME_SIGNAL_S
+from paceline.runtime.launch import SAME_REQUEST_S, RankPool
 from paceline.training.settings import TrainSettings
 from tests.cli.test_train import one_launched_rank
 from tests.conftest import descendants, find_ranks, wait_until
@@ -176,7 +175,7 @@ def test_the_second_signal_ends_a_run_that_cannot_stop(start, tmp_path):
         rank.suspend()
     job.send_signal(signal.SIGINT)
     wait_until(lambda: "once more to stop at once" in job.stderr.readline(), 10)
-    time.sleep(2 * SAME_SIGNAL_S)
+    time.sleep(2 * SAME_REQUEST_S)
     job.send_signal(signal.SIGINT)
     finish(job, 130)
     assert gone(ranks)
@@ -276,3 +275,19 @@ def test_a_folder_that_is_no_run_is_refused(command, tmp_path, content, words):
         (tmp_path / "config.json").write_text(content)
     answer = command("train", "--resume", str(tmp_path))
     assert answer.code == 2 and words in answer.err and len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_second_of_two_runs_names_both(start, tmp_path):
+    asked = [{"--batch-size": "--global-batch-size", "20": "6"}.get(word, word) for word in TRAIN]
+    job = start(*COMMAND, *asked, "--ranks", "1,2", "--out", "out")
+    metrics = f"*/2-ranks/{METRICS_FILE}"
+    wait_until(lambda: job.poll() is not None or any((tmp_path / "out").glob(metrics)), 90)
+    assert job.poll() is None, job.communicate()
+    os.killpg(job.pid, signal.SIGINT)
+    err = finish(job, 130)
+    folder = the_run(tmp_path / "out")
+    assert f"--resume {Path('out') / folder.name / '2-ranks'}" in err
+    assert f"interrupted: 1-rank (finished) saved in {Path('out') / folder.name}" in err
+    finish(start(*COMMAND, "train", "--resume", str(folder / "2-ranks")))
+    finish(start(*COMMAND, "train", "--compare", str(folder / "1-rank"), str(folder / "2-ranks"), "--out", "compared"))

@@ -20,6 +20,7 @@ from paceline.records.samples import Samples
 from paceline.records.store import load_run
 from paceline.runtime import session as module
 from paceline.runtime.environment import Place
+from paceline.runtime.launch import SAME_REQUEST_S
 from paceline.runtime.session import Progress, ProgressDisplay, Task, open_session
 from paceline.runtime.worker import post
 from paceline.training.settings import TrainSettings
@@ -441,7 +442,7 @@ def test_the_second_interrupt_ends_ranks_that_do_not_listen(play):
     job.stderr.readline()
     job.send_signal(signal.SIGINT)
     wait_until(lambda: "interrupt once more" in job.stderr.readline(), 60)
-    time.sleep(0.5)  # later than an echo of the first
+    time.sleep(SAME_REQUEST_S + 0.2)
     _, err, seconds = finish(job, signal.SIGINT)
     assert job.returncode == 130 and seconds < 30
     assert "paceline: interrupted: step 40 saved; resume with: paceline train --resume runs/" in err

@@ -24,7 +24,7 @@ from .reading import expect_none
 FROZEN = Path(__file__).with_name("command_surface.txt")
 UPDATE = "PACELINE_UPDATE_SURFACE"
 # Verbs behind commands that prepare what was typed; and options that are no arguments, or whose switch turns one off.
-PREPARED = {"_allreduce": "bench:allreduce", "_predict": "predict:predict"}
+PREPARED = {"_allreduce": "bench:allreduce", "_predict": "predict:predict", "_train": "train:train"}
 OWN = ("out", "json", "wide", "strict", "confirm")
 
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import ast
+import functools
+import importlib
+import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paceline
+from paceline.report.result import _CLASSES
+from paceline.training.settings import NAMES
+from paceline.verbs import predict as verbs
 
 ROOT = Path(__file__).parents[2]
 API = (ROOT / "docs" / "api.md").read_text()
@@ -65,3 +73,55 @@ def test_the_program_of_the_readme_is_the_example_that_runs():
 def test_the_readme_is_short():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) < 100
+
+
+def find_public(words: str) -> Any:
+    """`bench.allreduce`: the object of this public name."""
+    found = functools.reduce(getattr, words.split("."), paceline)
+    return verbs.predict if found is paceline.predict else found  # that is a package, which can be called
+
+
+def find_calls(source: str) -> Iterator[tuple[str, ast.Call]]:
+    """The calls of functions of the package, by their dotted names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and re.fullmatch(r"paceline(\.\w+)+", ast.unparse(node.func)):
+            yield ast.unparse(node.func).removeprefix("paceline."), node
+
+
+def check_call(words: str, call: ast.Call) -> None:
+    """TypeError where a call has arguments that the function does not take; what is left over is for a training job."""
+    found = inspect.signature(find_public(words)).bind(*call.args, **{word.arg or "": 0 for word in call.keywords})
+    more = {n for n, p in found.signature.parameters.items() if p.kind is p.VAR_KEYWORD and n in ("job", "settings")}
+    unknown = {name for group in more for name in found.arguments.get(group, {})} - set(NAMES)
+    if unknown:
+        raise TypeError(f"{words}: {', '.join(sorted(unknown))}")
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", API, re.DOTALL))
+def test_calls_in_the_api_have_arguments_that_exist(block):
+    for words, call in find_calls(block):
+        check_call(words, call)
+
+
+def test_an_argument_that_does_not_exist_is_found():
+    for source in ("paceline.bench.chunks(rank=2)", "paceline.train('cnn', ranks=2, learning=1)"):
+        ((words, call),) = find_calls(source)
+        with pytest.raises(TypeError, match=r"rank|learning"):
+            check_call(words, call)
+
+
+@pytest.mark.parametrize("row", re.findall(r"^\| `([\w.]+)`[^|]*\| `(\w+)` \| (.*) \|$", API, re.MULTILINE))
+def test_what_a_call_is_said_to_return_it_returns(row):
+    words, name, besides = row
+    module = next(home for home in _CLASSES.values() if home.endswith(f".{name}")).split(".")[0]
+    kind = getattr(importlib.import_module(f"paceline.report.{module}"), name)
+    said = inspect.signature(find_public(words)).return_annotation
+    assert said in ("Any", name) or name in said
+    source = "".join(inspect.getsource(base) for base in kind.__mro__ if base is not object)
+    for attribute in re.findall(r"`([a-z_]+)`", besides):
+        assert hasattr(kind, attribute) or f"self.{attribute}" in source, f"{name} has no {attribute}"
+
+
+def test_every_kind_of_result_is_documented():
+    documented = set(re.findall(r"^\| `[\w.]+`[^|]*\| `(\w+)` \|", API, re.MULTILINE))
+    assert {home.split(".")[1] for home in _CLASSES.values()} - documented == {"CapsResult"}

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from paceline.errors import RecordError
+from paceline.errors import ConfigError, RecordError
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
-from paceline.report.result import load_result
-from paceline.report.training import TrainRunResult, plot_training
+from paceline.report.result import Result, load_result
+from paceline.report.training import TrainComparisonResult, TrainRunResult, plot_training
 from paceline.training.settings import TrainSettings
 
 from .made_training import EPOCH_ROWS, build_epoch_row
@@ -81,3 +81,84 @@ def test_a_loss_that_is_no_number_is_valid_json(loss):
     result = build_run([build_epoch_row(1, loss=loss), build_epoch_row(2)])
     assert math.isnan(result.epochs[0].loss)
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))["epochs"][0]["loss"] is None
+
+
+def build_curve(ranks, step_s, change=0.0, **last):
+    """A finished run of four steps, of which the last two have other losses by a share."""
+    rows = [
+        build_epoch_row(step, loss=2.0 * (1 + (change if step > 2 else 0.0)), step_s=step_s) for step in (1, 2, 3, 4)
+    ]
+    rows[-1] |= {"test_loss": 1.5, "test_accuracy": 0.7, "test_samples": 40} | last
+    return build_run(rows, ranks=ranks, outcome={"steps": 4, "world_size": ranks})
+
+
+def compare(*runs):
+    return TrainComparisonResult.of(runs, capture_environment())
+
+
+def test_runs_are_compared_with_the_first():
+    result = compare(build_curve(1, 0.6, test_f1=0.8), build_curve(2, 0.4, 0.005, test_f1=0.81), build_curve(4, 0.3))
+    document = result.to_json()
+    rows = document["runs"]
+    names = ("1 rank", 1), ("2 ranks", 2), ("4 ranks", 4)
+    assert [(row["run"], row["ranks"], row["steps"]) for row in rows] == [(*name, 4) for name in names]
+    assert [row["speed_up"] for row in rows] == pytest.approx([1.0, 1.5, 2.0])
+    assert [row["largest_difference"] for row in rows] == pytest.approx([0.0, 0.005, 0.0])
+    assert [row["test_f1"] for row in rows] == [0.8, 0.81, None]
+    assert (rows[0]["seconds"], rows[0]["samples_per_s"]) == pytest.approx((2.4, 20.0))
+    assert document["learned_the_same"] and document["settings_that_differ"] == {}
+    assert "learn the same" in result.answer and "2 ranks 1.50 times, 4 ranks 2.00 times" in result.answer
+    assert "F1" not in result.answer  # not of every run
+    assert len(max(result.text(80).splitlines(), key=len)) <= 80
+
+
+def test_more_speed_than_the_ranks_explain_is_doubted():
+    assert compare(build_curve(1, 0.6), build_curve(2, 0.3)).warnings == ()
+    (warning,) = compare(build_curve(1, 0.6), build_curve(2, 0.2)).warnings
+    assert warning.startswith("2 ranks: 3.00 times as fast")
+    assert compare(build_curve(2, 0.6), build_curve(1, 0.2)).warnings == ()  # then the ranks are the cost
+
+
+def test_runs_that_learn_something_else_are_told_from_when_on():
+    result = compare(build_curve(1, 0.5), build_curve(2, 0.5, 0.02))
+    assert not result.learned_the_same and "differs by up to 2.0%" in result.answer
+    assert "within 1% for the first 2 of 4 steps" in result.findings[0]
+    assert not compare(build_curve(1, 0.5), build_curve(2, 0.5, math.nan)).learned_the_same
+
+
+def test_a_comparison_names_what_differs_and_what_is_unfinished():
+    one, other = build_curve(2, 0.5), build_curve(2, 0.5)
+    other.config.update(wrapper="torch", channels=[4], outcome=None)
+    one.config.update(channels=(4,))  # as JSON has it, the same
+    again = TrainRunResult(other.run, rows=other.rows)
+    result = compare(one, again)
+    assert result.differences == {"wrapper": ["paceline", "torch"]}
+    assert [row.name for row in result.rows] == ["run 1", "run 2"]
+    assert result.warnings == ("run 2: the run is not finished",)
+
+
+def test_a_comparison_saves_its_runs_and_can_be_moved(tmp_path):
+    result = compare(build_curve(1, 0.5), build_curve(2, 0.25))
+    result.save(tmp_path / "here")
+    (tmp_path / "here").rename(tmp_path / "there")
+    again = load_result(tmp_path / "there")
+    assert isinstance(again, TrainComparisonResult) and again.answer == result.answer
+    assert again.to_json()["runs"] == result.to_json()["runs"]
+    names = {path.name for path in (tmp_path / "there").iterdir()}
+    assert names == {"run.json", "comparison.md", "comparison.csv", "losses.png", "losses.svg", "run-1", "run-2"}
+
+
+def test_the_losses_of_all_runs_are_on_one_axis():
+    figure = compare(build_curve(1, 0.5), build_curve(2, 0.5, 0.1)).figure()
+    (axes,) = figure.axes
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "1 rank: training loss", "1 rank: test loss", "2 ranks: training loss", "2 ranks: test loss",
+    ]  # fmt: skip
+    assert list(axes.get_lines()[2].get_ydata()) == pytest.approx([2.0, 2.0, 2.2, 2.2])
+
+
+@pytest.mark.parametrize("other", [build_run([]), Result(Run("bench allreduce", {}, capture_environment(), ()))])
+def test_what_took_no_step_is_not_compared(other):
+    with pytest.raises(ConfigError) as caught:
+        compare(build_curve(1, 0.5), other)
+    assert caught.value.code == "mismatch"

@@ -4,17 +4,20 @@ import builtins
 import importlib.util
 import json
 import math
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from paceline.errors import ConfigError, RecordError
 from paceline.records.training import MetricsLog, load_metrics
+from paceline.runtime import launch
 from paceline.training.checkpoints import Position
-from paceline.training.journal import EventsLog, Journal, StopRequest, TakenStep
+from paceline.training.journal import EventsLog, Journal, StopRequest, TakenStep, catch_stop
 from paceline.training.step import PhaseTimes, StepOutcome
 
 
@@ -251,3 +254,19 @@ def test_events_are_read_by_tensorboard_as_one_history(tmp_path):
     read.Reload()
     assert read.Tags()["scalars"] == ["loss"]
     assert [(event.step, event.value) for event in read.Scalars("loss")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+
+
+def test_a_signal_soon_after_the_first_is_the_same_request(monkeypatch):
+    clock, came = [100.0], []
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        with catch_stop() as request:
+            for clock[0] in (100.0, 100.0 + launch.SAME_REQUEST_S):
+                signal.raise_signal(signal.SIGTERM)
+            assert (request.number, came) == (signal.SIGTERM, [])
+            clock[0] += 0.1
+            signal.raise_signal(signal.SIGTERM)
+            assert came == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,10 +1,14 @@
 """Arguments of verbs, as far as they are read before any rank starts."""
 
+import contextlib
+
 import pytest
 
 from paceline.errors import ConfigError
 from paceline.measure.settings import ChunkSettings
+from paceline.training.settings import Batches, TrainSettings, check_job
 from paceline.verbs import bench, profile, scale
+from paceline.verbs.train import _build_jobs, train
 
 
 @pytest.mark.parametrize("ranks", [None, 1, (1,), [1]])
@@ -44,3 +48,46 @@ def test_an_argument_that_nothing_reads_is_a_mistake():
 def test_what_a_study_of_large_batches_refuses(arguments, words):
     with pytest.raises(ConfigError, match=words):
         scale.large_batch(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "batches"),
+    [
+        ({}, [Batches(1, 32, 1), Batches(2, 16, 1)]),
+        ({"accumulate": 2}, [Batches(1, 32, 2), Batches(2, 16, 2)]),
+        ({"global_batch_size": 24}, [Batches(1, 24, 1), Batches(2, 12, 1)]),
+        ({"global_batch_size": 24, "batch_size": 6}, [Batches(1, 6, 4), Batches(2, 6, 2)]),
+    ],
+)
+def test_several_numbers_of_ranks_have_the_same_global_batch(given, batches):
+    assert [job.batches for job in _build_jobs((1, 2), given)] == batches
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ranks": (1, 2), "batch_size": 8}, "--batch-size 8 with --ranks 1,2: .* give --global-batch-size"),
+        ({"ranks": (1, 3)}, "--global-batch-size 32 cannot be shared by 3 ranks"),
+        ({"ranks": (1, 2), "resume": "run"}, "--ranks 1,2 with --resume"),
+        ({"ranks": ()}, "at least one number"),
+    ],
+)
+def test_what_several_numbers_of_ranks_cannot_be_trained_with(given, words):
+    with pytest.raises(ConfigError, match=words):
+        train(**given)
+
+
+def test_a_launched_world_has_one_number_of_ranks(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="without a launcher") as caught:
+        train(ranks=(1, 2))
+    assert caught.value.code == "launched"
+
+
+@pytest.mark.parametrize(("gpus", "device", "is_refused"), [(0, "auto", True), (2, "cpu", True), (1, "auto", False)])
+def test_torchs_dataparallel_needs_gpus(monkeypatch, gpus, device, is_refused):
+    monkeypatch.setattr("paceline.machine.count_gpus", lambda: gpus)
+    settings = TrainSettings(wrapper="dp", device=device)
+    with pytest.raises(ConfigError, match="needs GPUs") if is_refused else contextlib.nullcontext():
+        check_job(settings)

@@ -67,12 +67,23 @@ add_command(
 )  # fmt: skip
 
 
+def _train(*, compare: tuple[Path, Path] | None = None, **given: Any) -> Any:
+    from paceline.verbs.train import compare_runs, train
+
+    if compare is None:
+        return train(**given)
+    others = ", ".join(find_flag(name) for name in given if name not in ("out", "progress"))
+    refuse((others, f"{others} with --compare, which trains nothing: leave it out"))
+    return compare_runs(compare, given["out"])
+
+
 add_command(
-    app, "train", "train:train",
+    app, "train", _train,
     f"{JOB_OPTIONS} ranks:train epochs steps global_batch_size:train batch_growth grow tail clip lr momentum "
     "trust_coefficient weight_decay schedule lr_warmup lr_drops ghost_batchnorm label_smoothing augment cutout "
-    "test_samples profile:train resume save_every keep tensorboard",
-    "Train a model on one rank or many, and see where the time goes.",
+    "test_samples profile:train compare:train resume save_every keep tensorboard",
+    "Train a model on one rank or many, and see where the time goes.\n\n"
+    "With several numbers of ranks, one run after the other: do they learn the same, and how much faster?",
 )  # fmt: skip
 
 
@@ -166,7 +177,7 @@ add_command(
 )  # fmt: skip
 add_command(
     scale, "large-batch", "scale:large_batch",
-    f"{JOB_OPTIONS} -accumulate model:small ranks:train batch_size:large base_batch_size global_batch_size recipes "
+    f"{JOB_OPTIONS} -accumulate model:small ranks:one batch_size:large base_batch_size global_batch_size recipes "
     "seeds epochs:large updates lr:large momentum weight_decay schedule:large lr_drops tail augment cutout "
     "test_samples evaluations at_once resume",
     "What does a large global batch cost in test accuracy, and which recipe repairs it? Several seeds each.",

@@ -133,10 +133,11 @@ def load_records(documents: Sequence[Any], version: int) -> tuple[Record, ...]:
 
 
 @contextlib.contextmanager
-def create_folder(out: str | Path, verb: str) -> Iterator[Path]:
-    """A new folder `out/TIME-verb`, made first so that a bad place is reported at once; removed if it stays empty."""
+def create_folder(out: str | Path, verb: str, name: str = "") -> Iterator[Path]:
+    """A new folder `out/TIME-verb`, or of this name, made first so that a bad place is reported at once; removed if it
+    stays empty."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    name = f"{stamp}-{verb.replace(' ', '-')}"
+    name = name or f"{stamp}-{verb.replace(' --', '-').replace(' ', '-')}"
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):

@@ -366,23 +366,25 @@ class EpochSummary:
 
 def summarize_epochs(rows: Iterable[dict[str, Any]]) -> list[EpochSummary]:
     """One summary per epoch, in order, from one row of metrics per step."""
-    found = []
-    for epoch, of in sorted(group_by(rows, lambda row: row["epoch"]).items()):
-        samples = sum(row["samples"] for row in of)
-        # Not a number where a step has none.
-        loss, accuracy = (
-            sum((math.nan if row.get(name) is None else row[name]) * row["samples"] for row in of) / samples
-            for name in ("loss", "accuracy")
-        )
-        # A wrapper does not report it for its first step, in which it makes its plan.
-        exposed = [row["exposed_comm_s"] for row in of if row["exposed_comm_s"] is not None]
-        found.append(EpochSummary(
-            epoch, len(of), samples, loss, None if math.isnan(accuracy) else accuracy,
-            test_loss=of[-1].get("test_loss"), test_accuracy=of[-1].get("test_accuracy"), test_f1=of[-1].get("test_f1"),
-            seconds=sum(row["step_s"] for row in of), data_wait_s=sum(row["data_wait_s"] for row in of),
-            exposed_comm_s=sum(exposed) / len(exposed) * len(of) if exposed else None,
-        ))  # fmt: skip
-    return found
+    return [summarize_rows(of, epoch) for epoch, of in sorted(group_by(rows, lambda row: row["epoch"]).items())]
+
+
+def summarize_rows(rows: Sequence[dict[str, Any]], epoch: int = 0) -> EpochSummary:
+    """The summary of these rows: of an epoch, or of a whole run as if it were one."""
+    samples, last = sum(row["samples"] for row in rows), rows[-1]
+    # Not a number where a step has none.
+    loss, accuracy = (
+        sum((math.nan if row.get(name) is None else row[name]) * row["samples"] for row in rows) / samples
+        for name in ("loss", "accuracy")
+    )
+    # A wrapper does not report it for its first step, in which it makes its plan.
+    exposed = [row["exposed_comm_s"] for row in rows if row["exposed_comm_s"] is not None]
+    return EpochSummary(
+        epoch, len(rows), samples, loss, None if math.isnan(accuracy) else accuracy,
+        test_loss=last.get("test_loss"), test_accuracy=last.get("test_accuracy"), test_f1=last.get("test_f1"),
+        seconds=sum(row["step_s"] for row in rows), data_wait_s=sum(row["data_wait_s"] for row in rows),
+        exposed_comm_s=sum(exposed) / len(exposed) * len(rows) if exposed else None,
+    )  # fmt: skip
 
 
 def load_config(folder: str | Path) -> dict[str, Any]:

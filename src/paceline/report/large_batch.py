@@ -264,6 +264,6 @@ class LargeBatchResult(StudyResult):
         lines = describe_recipes(sorted(epochs, key=lambda summary: summary.first.global_batch_size))
         others = describe_recipes([s for s in self.summaries if s.first.budget != "epochs"])
         largest = max((record.global_batch_size for record in self.runs), default=1)
-        why = "Numbers are predicted, which have no accuracy: test losses are compared, and no labels can be smoothed."
+        why = "Numbers are predicted and have no accuracy: test losses are compared, and label smoothing is left out."
         noise = describe_noise(self.noise_records, largest)
         return [*lines[-1:], *lines[:-1], *others, *([why] if self.has_losses else []), *noise]

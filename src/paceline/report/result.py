@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import importlib
+import json as encoder
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +42,10 @@ _CLASSES = {
     "scale ranks": "scaling.RanksResult",
     "scale report": "scaling.ReportResult",
     "train": "training.TrainRunResult",
+    "train --compare": "training.TrainComparisonResult",
     "tune": "predictions.TuneResult",
 }
-_WITHOUT_RECORDS = ("profile --compare", "profile trace", "scale report", "train")
+_WITHOUT_RECORDS = ("profile --compare", "profile trace", "scale report", "train", "train --compare")
 
 
 class Result:
@@ -257,6 +259,14 @@ def describe_job(config: dict[str, Any]) -> str:
     given = {name: value for name in _JOB_DEFAULTS if (value := config.get(name)) not in (None, _JOB_DEFAULTS[name])}
     words = {name: value if isinstance(value, list | tuple) else [value] for name, value in given.items()}
     return " ".join(f"--{name.replace('_', '-')} {' '.join(map(str, value))}" for name, value in words.items())
+
+
+def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
+    """The settings in which runs differ, but these, with the value of each run. What is off is as good as what an
+    older run does not know."""
+    names = dict.fromkeys(name for config in configs for name in config if name not in but)
+    found = {name: [config.get(name) for config in configs] for name in names}
+    return {name: values for name, values in found.items() if len({encoder.dumps(v or None) for v in values}) > 1}
 
 
 def _pick(named: dict[str, T], name: str | None, what: str) -> T:

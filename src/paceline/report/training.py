@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
+import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import RecordError
+from paceline.errors import RecordError, refuse
 from paceline.records import training as records
 from paceline.records.environment import Environment, capture_environment
 from paceline.records.store import Run, write_new
-from paceline.report.plots import COLORS, new_figure, place_legend
-from paceline.report.result import Result, describe_job
+from paceline.report.plots import COLORS, draw_line, new_figure, place_legend
+from paceline.report.result import Result, describe_job, list_differences, load_result
 from paceline.report.table import Column, Table, raw_columns
 from paceline.units import format_ms, format_number_of, format_speed
 
@@ -54,6 +57,8 @@ class TrainRunResult(Result):
             file = None if folder is None else folder / records.METRICS_FILE
             rows = records.load_metrics(file) if file is not None and file.exists() else ()
         self.rows, self.epochs = rows, records.summarize_epochs(rows)
+        self.total = records.summarize_rows(rows) if rows else None  # the whole run as one epoch
+        self.tested = next((epoch for epoch in reversed(self.epochs) if epoch.test_loss is not None), None)
         # How the run ended; empty for an unfinished one, and for one of an older Paceline.
         self.outcome: dict[str, Any] = dict(self.config.get("outcome") or {})
         self.steps: int = rows[-1]["step"] if rows else 0
@@ -73,26 +78,20 @@ class TrainRunResult(Result):
 
     @property
     def answer(self) -> str:
-        epochs = self.epochs
-        if not epochs:
+        epochs, total, tested = self.epochs, self.total, self.tested
+        if total is None:
             return "No step was taken."
-        seconds, num_samples, wait_s, exposed_s = (
-            sum(getattr(epoch, name) or 0.0 for epoch in epochs)
-            for name in ("seconds", "num_samples", "data_wait_s", "exposed_comm_s")
-        )
         text = f"loss {epochs[-1].loss:.4g}"
-        tested = next((epoch for epoch in reversed(epochs) if epoch.test_loss is not None), None)
         if tested is not None:
             accuracy = tested.test_accuracy
             text += f", test loss {tested.test_loss:.4g}" if accuracy is None else f", test accuracy {accuracy:.1%}"
             text += "" if tested.test_f1 is None else f", test F1 {tested.test_f1:.3f}"
         length, ranks = format_number_of(len(epochs), "epoch"), format_number_of(self.world_size, "rank")
         text += f" after {length} on {ranks}{'' if self.finished else ' (not finished)'}"
-        if seconds:
-            text += f"; {format_speed(num_samples / seconds)} samples/s; data wait {wait_s / seconds:.0%}"
-        timed_s = sum(epoch.seconds for epoch in epochs if epoch.exposed_comm_s is not None)
-        if self.world_size > 1 and timed_s:
-            text += f"; {exposed_s / timed_s:.0%} of the time is exposed communication"
+        if total.seconds:
+            text += f"; {format_speed(total.samples_per_s)} samples/s; data wait {total.data_wait_share:.0%}"
+        if self.world_size > 1 and total.exposed_share is not None:
+            text += f"; {total.exposed_share:.0%} of the time is exposed communication"
         return f"{text}."
 
     @property
@@ -142,6 +141,146 @@ class TrainRunResult(Result):
             log.append(*self.rows)
 
 
+_SAME = 0.01  # the share of the mean loss by which the loss of a step may differ where runs learn the same
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedRun:
+    """One of several runs of training, next to the first of them."""
+
+    name: str
+    run: TrainRunResult
+    first: TrainRunResult
+
+    @property
+    def differences(self) -> list[float]:
+        """By how much the loss of each step that both took differs, as a share of the mean loss of the first run."""
+        there = {row["step"]: row["loss"] for row in self.first.rows}
+        mean = statistics.fmean(there.values())
+        found = (abs(row["loss"] - there[row["step"]]) / mean for row in self.run.rows if row["step"] in there)
+        return [math.inf if math.isnan(difference) else difference for difference in found]
+
+    @property
+    def largest_difference(self) -> float:
+        return max(self.differences)
+
+    @property
+    def speed_up(self) -> float:
+        """Samples per second over those of the first run; for equal steps, the time of the first over that of this."""
+        assert self.run.total is not None and self.first.total is not None
+        return self.run.total.samples_per_s / self.first.total.samples_per_s
+
+
+_COMPARED = (
+    Column("run", "name", key="run", is_key=True),
+    *raw_columns(ranks="run.world_size"),
+    Column("steps", "run.steps", "number", "steps", priority=-1),
+    Column("loss", lambda row: row.run.epochs[-1].loss, "{:.4f}".format, "loss", priority=2),
+    Column("test loss", "run.tested.test_loss", "{:.4f}".format, "test_loss", priority=1),
+    Column("test accuracy", "run.tested.test_accuracy", "percent.1", "test_accuracy", priority=3),
+    Column("test F1", "run.tested.test_f1", "{:.3f}".format, "test_f1", priority=3),
+    Column("time", "run.total.seconds", "s", "seconds", priority=2),
+    Column("samples/s", "run.total.samples_per_s", format_speed, "samples_per_s", priority=0),
+    Column("speed-up", "speed_up", "ratio", "speed_up", priority=3),
+    Column("exposed comm", "run.total.exposed_share", "percent.1", "exposed_share", priority=1),
+    Column("loss differs", "largest_difference", "{:.2%}".format, "largest_difference", priority=0),
+)
+
+
+class TrainComparisonResult(Result):
+    """`train --compare`, and a job that was trained on several numbers of ranks: runs, compared with the first.
+
+    `parts` are the runs. Saved, it names their folders, relative to its own (`config["runs"]`).
+    """
+
+    def __init__(self, run: Run, folder: Path | None = None, parts: Sequence[Result] | None = None) -> None:
+        super().__init__(run, folder)
+        if parts is None:
+            parts = [load_result((folder or Path()) / path) for path in run.config["runs"]]
+        self.parts = [part for part in parts if isinstance(part, TrainRunResult)]
+        ranks, first = [part.world_size for part in self.parts], self.parts[0]
+        names = [format_number_of(count, "rank") for count in ranks]
+        if len(set(ranks)) < len(ranks):
+            names = [str(part.folder or f"run {number}") for number, part in enumerate(self.parts, 1)]
+        self.rows = [ComparedRun(name, part, first) for name, part in zip(names, self.parts, strict=True)]
+        configs = [part.config | {"machine": part.machine} for part in self.parts]
+        self.differences = list_differences(configs, but=("ranks", "outcome"))
+
+    @classmethod
+    def of(cls, runs: Sequence[Result], environment: Environment) -> TrainComparisonResult:
+        """Compare runs of training with the first of them."""
+        for one in runs:
+            found = f"{one.folder or 'a result'} is a run of `paceline {one.run.verb}`"
+            refuse(
+                (not isinstance(one, TrainRunResult), f"{found}: give those of `paceline train`"),
+                (not getattr(one, "rows", ()), f"{found} that took no step: resume it, or give another"),
+                code="mismatch",
+            )
+        return cls(Run("train --compare", {}, environment, ()), None, runs)
+
+    @property
+    def learned_the_same(self) -> bool:
+        return all(row.largest_difference <= _SAME for row in self.rows)
+
+    @property
+    def answer(self) -> str:
+        first, *others = self.rows
+        names, most = " and ".join(row.name for row in self.rows), max(row.largest_difference for row in others)
+        text = f"{names} learn the same: the loss of no step differs by more than {most:.2%}."
+        if not self.learned_the_same:
+            text = f"{names} do not learn the same: the loss of a step differs by up to {most:.1%}."
+        for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
+            found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
+            if None not in found:
+                text += f" Test {name}: {' and '.join(map(say, found))}."
+        speeds = ", ".join(f"{row.name} {row.speed_up:.2f} times" for row in others)
+        return f"{text} Speed compared with {first.name}: {speeds}."
+
+    @property
+    def findings(self) -> list[str]:
+        lines = [f"they differ in {name}: {' and '.join(map(str, v))}" for name, v in self.differences.items()]
+        if not self.learned_the_same:
+            steps = [len([*itertools.takewhile(_SAME.__ge__, row.differences)]) for row in self.rows]
+            lines.append(
+                f"the losses agree within {_SAME:.0%} for the first {min(steps)} of {self.rows[0].run.steps} steps; "
+                "rounding depends on the number of ranks and grows from step to step; dropout and, without "
+                "--sync-batchnorm, BatchNorm depend on it, too"
+            )
+        return [*lines, "one run after the other, not in turns: differences of a few per cent may be the machine's"]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        unfinished = [f"{row.name}: the run is not finished" for row in self.rows if not row.run.finished]
+        why = "times as fast is more than the ranks explain: the machine may have been busy"
+        ratios = [(row, row.run.world_size / row.first.world_size) for row in self.rows]
+        fast = [f"{row.name}: {row.speed_up:.2f} {why}" for row, ratio in ratios if row.speed_up > 1.1 * ratio > 1.1]
+        return (*unfinished, *fast, *(f"{row.name}: {line}" for row in self.rows for line in row.run.warnings))
+
+    def tables(self) -> list[Table]:
+        return [Table("comparison", self._title, _COMPARED, self.rows, key="runs")]
+
+    def figures(self) -> dict[str, Callable[[], Figure]]:
+        return {"losses": lambda: plot_losses(self.rows, self._title, self.parts[0].machine)}
+
+    @property
+    def _title(self) -> str:
+        config = self.parts[0].config
+        return f"{config['model']} on {config['data'].split(':')[0]}"
+
+    def to_json(self) -> dict[str, Any]:
+        said = {"learned_the_same": self.learned_the_same, "settings_that_differ": self.differences}
+        return super().to_json() | said
+
+    def _save_run(self, folder: Path) -> None:
+        """Runs that wrote nothing are saved in its folder."""
+        for number, part in enumerate(self.parts, 1):
+            if part.folder is None:
+                part.save(folder / f"run-{number}")
+        places = [os.path.relpath(part.folder.absolute(), folder.absolute()) for part in self.parts if part.folder]
+        self.run = dataclasses.replace(self.run, config=self.config | {"runs": places})
+        super()._save_run(folder)
+
+
 def render_config(settings: dict[str, Any], environment: Environment, outcome: dict[str, Any] | None = None) -> str:
     """The text of `config.json`."""
     document = dict(zip(("format", "version"), records.CONFIG_FORMAT, strict=True))
@@ -161,6 +300,24 @@ def load_training(folder: str | Path) -> TrainRunResult:
         environment = dataclasses.replace(capture_environment(), cpu="another machine", details={})
     config = document["settings"] | {"outcome": document.get("outcome")}
     return TrainRunResult(Run("train", config, environment, ()), folder)
+
+
+def plot_losses(rows: Sequence[ComparedRun], title: str, subtitle: str) -> Figure:
+    """The losses of several runs on one axis: of every step, thinner from run to run, and of the tests."""
+    figure, axes = new_figure(title, f"{subtitle}; measured")
+    for number, row in enumerate(rows):
+        for name, style, look in (
+            ("loss", "-", {"marker": "", "lw": max(0.8, 2.4 - 0.8 * number), "alpha": 0.7}),
+            ("test_loss", "--", {}),
+        ):
+            points = [(one["step"], one[name], None, None) for one in row.run.rows if one.get(name) is not None]
+            if points:
+                what = "training" if name == "loss" else "test"
+                draw_line(axes, number, points, f"{row.name}: {what} loss", style, **look)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.set_ylim(bottom=0)
+    place_legend(figure, axes)
+    return figure
 
 
 def plot_training(rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> Figure:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, LaunchError
@@ -24,7 +23,7 @@ from paceline.records.environment import Environment, capture_environment, find_
 from paceline.records.kinds import Record
 from paceline.records.store import RUN_FILE, STUDY_FILE, Run, Study, check_folder, create_folder, load_run, save_run
 from paceline.runtime.environment import Place, is_launched, read_place
-from paceline.runtime.launch import RankPool, check_rank_count, handle_signals, unwind_on_sigterm
+from paceline.runtime.launch import RankPool, check_rank_count, handle_requests, unwind_on_sigterm
 from paceline.runtime.worker import find_function, listen
 from paceline.units import format_duration, format_number_of
 
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 
 # Where there is no terminal to draw on, how often a log gets a line.
 _LINE_S = 10.0
-# A signal so soon after the first is the same request: `timeout` and service managers signal a whole process group, and
-# a launcher that got a signal passes it on to ranks that already have it.
-_ECHO_S = 0.3
 
 # What ranks call: a function, or "package.module:name", which only the ranks import.
 Function = str | Callable[..., Any]
@@ -164,7 +160,7 @@ class Session:
                     finish(started[future], future.result())
             except BaseException:
                 workers.shutdown(wait=False, cancel_futures=True)
-                self.close()
+                self.close(at_once=True)
                 raise
 
     def _call(self, task: Task, display: ProgressDisplay, saves: bool = False) -> Any:
@@ -209,28 +205,26 @@ class Session:
     @contextlib.contextmanager
     def _forward_signals(self, pool: RankPool) -> Iterator[None]:
         """The first Ctrl-C or SIGTERM asks the ranks to save and stop; the second ends them."""
-        came_s = 0.0
 
-        def forward(number: int, frame: FrameType | None) -> None:
-            nonlocal came_s
-            if not self.signal:
-                self.signal, came_s = number, time.monotonic()
-                self._say("stopping after this step, with a checkpoint; interrupt once more to stop at once")
-                for pid in pool.pids():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGTERM)  # ranks of our own ignore SIGINT
-            elif time.monotonic() - came_s > _ECHO_S:
-                raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        def forward(number: int) -> None:
+            self.signal = number
+            self._say("stopping after this step, with a checkpoint; interrupt once more to stop at once")
+            for pid in pool.pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)  # ranks of our own ignore SIGINT
 
-        with handle_signals(forward, signal.SIGINT, signal.SIGTERM):
+        def end(number: int) -> None:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+        with handle_requests(forward, end, signal.SIGINT, signal.SIGTERM):
             yield
 
-    def close(self) -> None:
-        """End all ranks; a thread that is about to start some is refused."""
+    def close(self, at_once: bool = False) -> None:
+        """End all ranks, also busy ones `at_once`; a thread that is about to start some is refused."""
         with self._lock:
             self._is_closed = True
             for pool in self._pools.values():
-                pool.close()
+                pool.close(at_once)
             self._pools.clear()
 
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:
@@ -335,15 +329,16 @@ def find_place() -> Place | None:
 
 @contextlib.contextmanager
 def open_session(
-    verb: str, config: dict[str, Any], *, ranks: int = 1, out: str | Path | None = None,
+    verb: str, config: dict[str, Any], *, ranks: int = 1, out: str | Path | None = None, name: str = "",
     resume: str | Path | None = None, progress: bool | None = None, cells: bool = False, can_resume: bool = False,
     same_machine: bool = False, here: bool = False, is_part: bool = False,
 ) -> Iterator[Session]:  # fmt: skip
     """The one way to run a verb: ranks, the run's folder, progress on stderr, and a word on what an interrupt left.
 
-    Without `out` nothing is written. With it, the run gets a folder `out/TIME-verb`, made before the work and removed
-    again if it stays empty; `resume` is the folder of an interrupted run instead. With `cells`, every finished task is
-    saved, and the run can be resumed, by default on any machine; `can_resume` says that the verb itself can resume it.
+    Without `out` nothing is written. With it, the run gets a folder `out/TIME-verb`, or `out/name`, made before the
+    work and removed again if it stays empty; `resume` is the folder of an interrupted run instead. With `cells`, every
+    finished task is saved, and the run can be resumed, by default on any machine; `can_resume` says that the verb
+    itself can resume it.
     `progress` True shows a bar on a terminal and lines elsewhere, None a bar alone, False nothing.
     `here` starts no ranks, for what cannot be sent to them (a user's own model): this process runs the tasks, as a rank
     of its process group if it has opened one, of the launched world if there is one, and else alone.
@@ -364,7 +359,7 @@ def open_session(
     with contextlib.ExitStack() as stack:
         if folder is None and out is not None:
             if is_leader:
-                folder = stack.enter_context(create_folder(out, verb))
+                folder = stack.enter_context(create_folder(out, verb, name))
             else:
                 check_folder(out)  # here too: if rank 0 cannot write, the others must not wait for it
         if folder is not None and cells:
@@ -393,7 +388,8 @@ def open_session(
             what = session._save_unfinished()
             if not is_part:
                 if isinstance(error, KeyboardInterrupt) or getattr(error, "code", None) in (130, 143):
-                    session._say(f"interrupted: {what or 'nothing was saved'}")
+                    if what or not getattr(error, "was_reported", False):  # a run inside of this one may have said it
+                        session._say(f"interrupted: {what or 'nothing was saved'}")
                     error.was_reported = True  # type: ignore[attr-defined]
                 elif what and not isinstance(error, SystemExit):
                     session._say(f"stopped by an error: {what}")

@@ -8,15 +8,13 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
-from paceline.runtime.launch import handle_signals
+from paceline.runtime.launch import handle_requests
 
 if TYPE_CHECKING:
     import torch
@@ -25,9 +23,6 @@ if TYPE_CHECKING:
     from paceline.training.checkpoints import Position
     from paceline.training.step import PhaseTimes, StepOutcome
 
-# Signals within this time of the first one count as the same request: `timeout` and service managers signal a whole
-# process group, and the launcher, which may be slow on a busy machine, passes it on to ranks that already have it.
-SAME_SIGNAL_S = 1.0
 _EXCHANGE_EVERY_S, _MAX_STEPS = 0.25, 100
 
 
@@ -42,18 +37,17 @@ def catch_stop() -> Iterator[StopRequest]:
 
     A rank of our own launcher ignores SIGINT, and keeps ignoring it: its parent passes the request on as SIGTERM.
     """
-    request, arrived_s = StopRequest(), 0.0
+    request = StopRequest()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def record(number: int, frame: FrameType | None) -> None:
-        nonlocal arrived_s
-        if not request.number:
-            request.number, arrived_s = number, time.monotonic()
-        elif time.monotonic() - arrived_s > SAME_SIGNAL_S:
-            signal.signal(number, before[signal.Signals(number)])
-            signal.raise_signal(number)
+    def record(number: int) -> None:
+        request.number = number
 
-    with handle_signals(record, *(number for number in before if before[number] is not signal.SIG_IGN)):
+    def end(number: int) -> None:
+        signal.signal(number, before[signal.Signals(number)])
+        signal.raise_signal(number)
+
+    with handle_requests(record, end, *(number for number in before if before[number] is not signal.SIG_IGN)):
         yield request
 
 

@@ -106,7 +106,7 @@ def evaluate(learner: Learner, data: DataSet, world: World) -> Evaluation:
             with learner.autocast():
                 outcome = compute_outcome(learner.module, batch, learner.form)
             sums[0] += outcome.loss_sum.double()
-            if outcome.predicted is not None:
+            if outcome.predicted is not None and outcome.num_correct is not None:
                 said, there = outcome.predicted == 1, batch.targets.reshape(-1) == 1
                 sums[1] += outcome.num_correct
                 sums[2] += (said & there).sum()
@@ -157,6 +157,8 @@ def train(settings: TrainSettings, folder: Path | None, resume: bool = False, ro
         notes = tuple(found.refused) if found is not None else ()
         if resume and found is None:
             notes = ("no checkpoint was saved yet: the run starts at the first step",)
+        if settings.wrapper == "dp" and torch.cuda.device_count() < 2:
+            notes += ("--wrapper dp on one GPU: nn.DataParallel has nothing to share out, as if without a wrapper",)
         if world.rank == 0:
             for note in filter(None, (*notes, describe_model(settings.model), _describe(job, start))):
                 post(Progress(start.step, total, f"epoch {start.epoch + 1}", line=note))

@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from paceline import machine
 from paceline.errors import ConfigError, PacelineError, refuse
-from paceline.machine import canonical_backend
 from paceline.plan import Plan
 from paceline.training.schedules import GROWS, SCHEDULES, Growths, check_drops, check_growths, format_growths
 from paceline.units import format_number_of
@@ -118,7 +118,7 @@ class TrainSettings:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "backend", canonical_backend(self.backend))
+        object.__setattr__(self, "backend", machine.canonical_backend(self.backend))
 
     @property
     def batches(self) -> Batches:
@@ -218,6 +218,9 @@ NAMES = tuple(field.name for field in dataclasses.fields(TrainSettings))
 def check_job(settings: TrainSettings) -> None:
     """Everything that can be refused before a rank starts: settings, an unknown model, data, or missing files."""
     settings.check()
+    if settings.wrapper == "dp" and (settings.device == "cpu" or not machine.count_gpus()):
+        found = "--wrapper dp is nn.DataParallel, which needs GPUs and does nothing on a CPU"
+        raise ConfigError(f"{found}: use paceline or torch with several --ranks, or none")
     check_model(settings.model, settings.model_options)
     check_request(settings.data_request)
     smoothing = f"--label-smoothing {settings.label_smoothing}"

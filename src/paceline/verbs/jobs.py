@@ -53,7 +53,8 @@ def choose_worlds(ranks: Counts | None, default: int) -> tuple[int, ...]:
     counts = list_counts(ranks)
     asked = f"--ranks {','.join(map(str, counts))} in a launched world of {launched}"
     wrong = launched not in (None, 1) and counts != (launched,)
-    refuse((wrong, f"{asked}: leave out --ranks, or launch as many"), code="launched")
+    several = len(counts) > 1 and f"{asked}: these ranks are started by the command itself; run it without a launcher"
+    refuse((wrong, several or f"{asked}: leave out --ranks, or launch as many"), code="launched")
     return counts
 
 

@@ -18,6 +18,7 @@ from paceline.verbs.predict import find_profile
 if TYPE_CHECKING:
     from paceline.report.profiles import CommTableResult, ComparisonResult, ProfileResult, TraceResult
     from paceline.report.result import Result
+    from paceline.report.training import TrainComparisonResult
 
 _ROOM = "paceline.measure.profiles:"
 
@@ -139,12 +140,15 @@ def comm_table(
         return cast("CommTableResult", table)
 
 
-def compare(first: str | Path | Result, second: str | Path | Result) -> ComparisonResult:
-    """Two traces, or the phases of two runs, given as results or as run folders, and the ratio of each quantity."""
+def compare(first: str | Path | Result, second: str | Path | Result) -> ComparisonResult | TrainComparisonResult:
+    """Two traces, the phases of two runs, or two runs of training, given as results or as run folders."""
     from paceline.report.profiles import ComparisonResult
     from paceline.report.result import Result, load_result
+    from paceline.verbs.train import compare_runs
 
     one, two = (given if isinstance(given, Result) else load_result(given) for given in (first, second))
+    if one.run.verb == two.run.verb == "train":
+        return compare_runs((one, two))
     return ComparisonResult.of(one, two, capture_environment())
 
 

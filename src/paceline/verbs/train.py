@@ -6,18 +6,21 @@ import dataclasses
 import json
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records.store import Run, write_new
 from paceline.records.training import CONFIG_FILE, METRICS_FILE, load_config, load_metrics
-from paceline.report.training import TrainRunResult, render_config
+from paceline.report.result import Result, load_result
+from paceline.report.training import TrainComparisonResult, TrainRunResult, render_config
 from paceline.runtime.environment import is_launched
-from paceline.runtime.session import open_session
+from paceline.runtime.session import Session, open_session
 from paceline.training.schedules import format_growths
 from paceline.training.settings import NAMES, TrainSettings, check_job
-from paceline.verbs.jobs import Place, choose_world
+from paceline.units import format_number_of
+from paceline.verbs.jobs import Counts, Place, choose_world, choose_worlds, list_counts
 from paceline.workloads.data import parse_data
 
 # What a resumed run may change: how it is run, and for how long, but not what is computed. Data may move.
@@ -28,14 +31,16 @@ _CHANGEABLE = (
 
 
 def train(
-    model: str | None = None, data: str | None = None, ranks: int | None = None, epochs: int | None = None, *,
+    model: str | None = None, data: str | None = None, ranks: Counts | None = None, epochs: int | None = None, *,
     resume: Place = None, out: Place = None, progress: bool | None = None, **settings: Any,
-) -> TrainRunResult:  # fmt: skip
-    """Train a model, and return its epochs, its metrics and where the time went.
+) -> Any:  # fmt: skip
+    """Train a model, and return its epochs, its metrics and where the time went (a `TrainRunResult`).
 
     `model`: a name ("cnn", the default, "resnet18", "gpt2-tiny", "hf:NAME") or "FILE.py:FUNCTION". `data`: "synthetic"
     (the default) or "mnist:FOLDER" and so on. `ranks`: by default those of the launched world or, in a plain process,
-    1. `epochs`: 1 by default. `settings` are the fields of `TrainSettings`, named as the options of `paceline train`:
+    1. Several numbers (`ranks=(1, 2)`) train the same job with the same global batches, one run after the other, and
+    return what they learned and how fast (a `TrainComparisonResult`, whose `parts` are the runs). `epochs`: 1 by
+    default. `settings` are the fields of `TrainSettings`, named as the options of `paceline train`:
     `batch_size`, `lr`, `optimizer`, `schedule`, `wrapper`, `backend`, `steps`, `save_every`, ...
 
     `out`: save the run in a new folder there: metrics, checkpoints and the trained weights. Without it nothing is
@@ -43,7 +48,9 @@ def train(
     those that do not change the result may be given.
     Inside a launched world this is collective: every rank must call it and gets the same result.
     """
-    named = {"model": model, "data": data, "ranks": ranks, "epochs": epochs}
+    counts = () if ranks is None else list_counts(ranks)
+    alone = counts[0] if len(counts) == 1 else None
+    named = {"model": model, "data": data, "ranks": alone, "epochs": epochs}
     given = {name: value for name, value in named.items() if value is not None} | settings
     if unknown := sorted(set(given) - set(NAMES)):
         raise ConfigError(f"unknown settings: {', '.join(unknown)}; known are {', '.join(NAMES)}")
@@ -55,15 +62,60 @@ def train(
          f"--momentum {momentum}: {optimizer} has moments of its own; leave it out, or use sgd"),
         (resume is not None and out is not None,
          f"--out {out} with --resume: a run stays in its own folder {resume}; leave out --out"),
+        (resume is not None and len(counts) > 1,
+         f"--ranks {','.join(map(str, counts))} with --resume: a run is resumed on one number of ranks; give one"),
     )  # fmt: skip
-    if resume is None:
-        wanted, num_before = TrainSettings(**given | {"ranks": choose_world(ranks, 1)}), 0
-    else:
+    if resume is not None:
         wanted, num_before = _load_resumed(Path(resume), given)
-    check_job(wanted)
+        check_job(wanted)
+        return _train(wanted, progress, resume=resume, num_before=num_before)
+    jobs = _build_jobs(choose_worlds(ranks, 1), given)
+    if len(jobs) == 1:
+        return _train(jobs[0], progress, out)
+    with open_session("train --compare", {}, ranks=max(counts), out=out, progress=progress) as session:
+        parts: list[TrainRunResult] = []
+        session.saved = lambda: ", ".join(f"{part.folder.name} (finished)" for part in parts if part.folder)
+        for job in jobs:
+            name = format_number_of(job.ranks, "rank").replace(" ", "-")
+            parts.append(_train(job, progress, session.folder, name))
+        return _compare(session, parts)
+
+
+def compare_runs(runs: Sequence[str | Path | Result], out: Place = None) -> TrainComparisonResult:
+    """What finished runs learned and how fast, compared with the first of them."""
+    parts = [run if isinstance(run, Result) else load_result(run) for run in runs]
+    with open_session("train --compare", {}, out=out) as session:
+        return _compare(session, parts)
+
+
+def _compare(session: Session, parts: Sequence[Result]) -> TrainComparisonResult:
+    result = TrainComparisonResult.of(parts, session.environment)
+    session.write(result)
+    return result
+
+
+def _build_jobs(counts: Sequence[int], given: dict[str, Any]) -> list[TrainSettings]:
+    """The job on each number of ranks; several have the same global batch, by default that of one rank."""
+    if len(counts) > 1 and given.get("global_batch_size") is None:
+        size = given.get("batch_size")
+        asked = f"--batch-size {size} with --ranks {','.join(map(str, counts))}"
+        what = "it is per rank, and global batches would differ; give --global-batch-size, which is the same for all"
+        refuse((size is not None, f"{asked}: {what}"))
+        given = given | {"global_batch_size": TrainSettings(**given | {"ranks": 1}).batches.global_batch_size}
+    jobs = [TrainSettings(**given | {"ranks": count}) for count in counts]
+    for job in jobs:
+        check_job(job)
+    return jobs
+
+
+def _train(
+    wanted: TrainSettings, progress: bool | None, out: Place = None, name: str = "", resume: Place = None,
+    num_before: int | None = None,
+) -> TrainRunResult:  # fmt: skip
+    """One run, in a new folder in `out`, or the resumed one, which has taken `num_before` steps."""
     config = wanted.to_json()
     with open_session(
-        "train", config, ranks=wanted.ranks, out=out, resume=resume, progress=progress, can_resume=True
+        "train", config, ranks=wanted.ranks, out=out, name=name, resume=resume, progress=progress, can_resume=True
     ) as session:
         folder = session.folder
         ends = "epochs" if wanted.steps is None else "steps"
@@ -89,7 +141,7 @@ def train(
         if folder is not None and session.is_leader:
             update_config(folder, outcome=ended)
         notes = list(outcome.notes)
-        if resume is not None and outcome.step == num_before:
+        if outcome.step == num_before:
             notes.append(f"the run was already finished, after {outcome.step} steps; to train on, give more --{ends}")
         run = Run("train", config | {"outcome": ended}, session.environment, (), tuple(notes))
         result = TrainRunResult(run, folder, outcome.rows if rows_wanted else None)
