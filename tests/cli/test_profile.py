@@ -130,7 +130,7 @@ def test_a_trace_comes_with_an_overview_advice_and_a_picture(trace):
 
 
 def test_two_traces_beside_each_other(trace, phases, out, command):
-    extras = ("--shapes", "--memory-use", "--json")
+    extras = ("--shapes", "--memory-use", "--accumulate", "2", "--json")
     other = json.loads(type_alone(*TRACE, *extras, "--out", out).out)
     assert other["picture"] is None
     *rows, total = other["memory"]
@@ -143,6 +143,7 @@ def test_two_traces_beside_each_other(trace, phases, out, command):
     answer = command("profile", "--compare", str(find_run(trace)), other["run"])
     assert answer.code == 0, answer.err
     assert "  backward " in answer.out and "they differ in ranks: 2 and 1" in answer.out
+    assert "they differ in accumulate: 1 and 2" in answer.out and "operators of rank 0" in answer.out
     unlike = command("profile", "--compare", str(find_run(trace)), str(find_run(phases)))
     assert unlike.code == 2 and unlike.out == "" and len(unlike.err.splitlines()) == 1
     assert "is a run of `profile trace` and" in unlike.err and "`paceline profile phases`" in unlike.err

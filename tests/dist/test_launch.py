@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
 import random
 import signal
@@ -41,6 +42,25 @@ def test_warm_ranks_take_one_job_after_another_in_worlds_of_any_size(on_ranks):
     assert on_ranks(2, add_ranks, 0)[0] == (0, [1.0] * 3)
     assert on_ranks(3, add_ranks, 0)[0] == (0, [3.0] * 3)
     assert on_ranks(2, os.getpid) == first
+
+
+def hold_a_lock(folder: str) -> str:
+    """A named semaphore, as tqdm makes one, and a mark of the moment at which it is removed."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    mark = Path(folder, os.environ["RANK"])
+    multiprocessing.util.Finalize(lock, mark.write_text, ("removed",), exitpriority=0)
+    _held.append(lock)
+    return str(mark)
+
+
+_held: list[object] = []
+
+
+def test_ranks_that_wait_end_by_themselves_and_leave_no_lock_behind(tmp_path):
+    with launch.RankPool(2) as pool:
+        marks = pool.run(hold_a_lock, (str(tmp_path),), timeout_s=60)
+        assert not any(map(os.path.exists, marks))
+    assert [Path(mark).read_text() for mark in marks] == ["removed"] * 2
 
 
 def return_tensor() -> torch.Tensor:

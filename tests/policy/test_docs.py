@@ -10,6 +10,7 @@ import pytest
 import typer.main
 
 from paceline.cli.main import _join_lists, app
+from paceline.workloads.registry import _OTHERS, NAMES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -95,3 +96,9 @@ def test_a_dead_link_is_found():
     text = "[a](no-such-page.md) [b](api.md#no-such-heading) [c](api.md#set_seed) [d](#no-such-heading) [e](#api)"
     dead = ["no-such-page.md", "api.md#no-such-heading", "#no-such-heading"]
     assert find_dead_links(ROOT / "docs" / "api.md", text) == dead
+
+
+def test_the_table_of_models_names_every_model_that_can_be_trained_and_no_other():
+    (table,) = re.findall(r"\| `--model` \|.*?\n\n", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    named = [name for row in table.strip().splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert sorted(named) == sorted((*NAMES, *_OTHERS))

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.errors import RecordError
-from paceline.predict.advice import StepFacts, advise
+from paceline.predict.advice import MessageShare, StepFacts, advise, find_message_share
 from paceline.predict.traces import Lateness, build_overview
 from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
 
@@ -51,6 +51,15 @@ def test_on_a_cpu_the_share_is_of_the_step():
     assert (advice.gain_s, "40% of the step" in advice.text) == (pytest.approx(2e-3), True)
     # The message takes 5 ms, of which 4 are exposed: at half of its length 2.5 ms fewer.
     assert given(made, "compress").gain_s == pytest.approx(2.5e-3)
+
+
+def test_the_optimizer_is_not_repeated_with_the_micro_batches():
+    made = MadeTrace().step().op("aten::mm", 0, 5).bucket(5, 8).phase("optimizer", 8, 10)
+    found = find_message_share([build_overview(made.build())])
+    assert (found.share, found.of, found.optimizer) == (pytest.approx(0.3), "the step", pytest.approx(0.2))
+    assert found.estimate(2) == pytest.approx(3 / (3 + 2 + 2 * 5))
+    assert "about 20%" in given(made, "accumulate").text
+    assert MessageShare(0.422, "kernel time", 0.0).estimate(2) == pytest.approx(0.267, abs=5e-4)
 
 
 def test_another_plan_can_hide_what_fits_behind_backward():

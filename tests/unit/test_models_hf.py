@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import sys
 from types import SimpleNamespace
@@ -220,6 +221,22 @@ def test_a_name_without_safe_weights_on_the_hub_is_not_given_random_ones(hub):
     hub(fetched=("config.json",))
     with pytest.raises(ConfigError, match=r"has no model.safetensors on the hub"):
         external.describe_weights("a/b")
+
+
+@pytest.mark.parametrize(("local_rank", "is_quiet"), [(None, False), ("0", False), ("1", True)])
+def test_only_the_first_rank_of_a_host_shows_progress_bars(hub, monkeypatch, local_rank, is_quiet):
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")  # restored at the end
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
+    if local_rank is not None:
+        for name, value in (("RANK", local_rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+    hub(cached=WHOLE)
+    external.describe_weights("a/b")
+    assert os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == ("1" if is_quiet else None)
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "0")  # the user's own choice
+    external._find_source.cache_clear()
+    external.describe_weights("a/b")
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "0"
 
 
 # What transformers builds

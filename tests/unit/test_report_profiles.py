@@ -25,7 +25,7 @@ from paceline.report.profiles import (
 )
 from paceline.report.result import build_result
 from paceline.report.table import Table
-from tests.unit.made_traces import NCCL, SGEMM, MadeTrace
+from tests.unit.made_traces import NCCL, SGEMM, TENSOR_GEMM, MadeTrace
 
 from .test_records_layers import build_profile, build_times
 
@@ -96,13 +96,13 @@ def build(build_environment):
 
 @pytest.fixture
 def traced(build_environment):
-    def build(*, batch_size=8, step_ms=10, accumulate=1):
+    def build(*, batch_size=8, step_ms=10, accumulate=1, world_size=1, gemm=SGEMM, message_ms=2, **config):
         made = MadeTrace().step(0, step_ms).phase("forward", 0, 3).phase("backward", 3, 7)
-        traces = [made.kernel(SGEMM, 0, 4).kernel(NCCL, 3, 5).op("aten::mm", 0, 6).build()]
-        facts = StepFacts(batch_size, accumulate)
+        traces = [made.kernel(gemm, 0, 4).kernel(NCCL, 3, 3 + message_ms).op("aten::mm", 0, 6).build()]
+        facts = StepFacts(batch_size, accumulate, world_size=world_size)
         overviews = [build_overview(trace) for trace in traces]
         document = TraceResult.build_document(overviews, facts, advise(overviews, facts))
-        run = Run("profile trace", {"model": "cnn", "wrapper": "paceline"}, build_environment(), ())
+        run = Run("profile trace", {"model": "cnn", "wrapper": "paceline"} | config, build_environment(), ())
         return TraceResult(run, None, document, traces)
 
     return build
@@ -201,11 +201,102 @@ def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, b
             ComparisonResult.of(first, two, build_environment())
         assert caught.value.code == "mismatch" and ("batch size in common" in str(caught.value)) is is_alike
     traces = ComparisonResult.of(traced(), traced(batch_size=16, step_ms=20), build_environment())
-    assert traces.rows[0].ratio == pytest.approx(1.0) and "2.00 times as long" in traces.answer
+    assert traces.rows[0].ratio == pytest.approx(1.0)
+    assert "16 samples instead of 8, in 2.00 times the time" in traces.answer
     rows = {row.name: row for row in traces.rows}
     assert (rows["step"].first, rows["step"].second, rows["step"].ratio) == pytest.approx((0.01, 0.02, 2.0))
     assert rows["gpu busy"].ratio == pytest.approx(0.5) and rows["cpu"].first == pytest.approx(1e-3)
     assert "peak bytes" not in rows and "| step | 10 ms | 20 ms | 2.00 |" in traces.table().markdown()
+
+
+def test_operators_and_kernels_of_two_traces_are_compared(traced, build_environment):
+    before, after = traced(), traced(step_ms=20, gemm=TENSOR_GEMM, message_ms=1)
+    result = ComparisonResult.of(before, after, build_environment())
+    assert [table.name for table in result.tables()] == ["comparison", "operators", "kernels"]
+    (operator,) = result.to_json()["operators"]
+    assert operator == {
+        "name": "aten::mm", "first_s": 6e-3, "second_s": 6e-3, "difference_s": 0.0, "ratio": 1.0,
+        "first_calls": 1.0, "second_calls": 1.0,
+    }  # fmt: skip
+    # The largest difference first; what one run lacks is None, and counts as nothing in the difference.
+    rows = [
+        (r["name"], r["first_s"], r["second_s"], r["difference_s"], r["ratio"]) for r in result.to_json()["kernels"]
+    ]
+    assert rows == [
+        (SGEMM, pytest.approx(4e-3), None, pytest.approx(-4e-3), None),
+        (TENSOR_GEMM, None, pytest.approx(4e-3), pytest.approx(4e-3), None),
+        (NCCL, pytest.approx(2e-3), pytest.approx(1e-3), pytest.approx(-1e-3), pytest.approx(0.5)),
+    ]
+    assert result.to_json()["kernels"][0]["second_calls"] is None
+    assert "-4.0000" in result.table("kernels").terminal() and TENSOR_GEMM in result.table("kernels").csv()
+
+
+def test_of_many_kernels_a_terminal_shows_the_largest_differences(build_environment, traced):
+    long = "sm80_xmma_gemm_f32f32_f32f32_f32_{}_n_tilesize{}x64x8_stage3_warpsize2x2x1_execute_kernel__5x_cublas"
+    names = [long.format(order, size) for order in ("nt", "tn", "nn") for size in (64, 128, 256, 512)]
+    traces = []
+    for factor in (1, 2):
+        made = MadeTrace().step(0, 10)
+        for number, name in enumerate(names):
+            made.kernel(name, 0, 0.1 * factor * (number + 1))
+        overview = build_overview(made.build())
+        document = TraceResult.build_document([overview], StepFacts(8), [])
+        traces.append(TraceResult(traced().run, None, document))
+    table = ComparisonResult.of(*traces, build_environment()).table("kernels")
+    assert [row.name for row in table.rows] == names[::-1]
+    assert len(table.shown) == 10 and "10 largest changes of 12" in table.title
+    # Names that are alike but for a few characters are shown by these.
+    shown = [line.split()[0] for line in table.terminal().splitlines()[3:13]]
+    assert shown[:2] == ["sm80_…nn_…tilesize512x64x8_…", "sm80_…nn_…tilesize256x64x8_…"]
+    assert len(set(shown)) == len(shown) == 10
+    assert table.markdown().count("sm80_…") == 12
+
+
+def test_steps_of_different_sizes_are_said_to_differ_and_compared_by_samples(traced, build_environment):
+    result = ComparisonResult.of(traced(), traced(batch_size=32, accumulate=2, step_ms=20), build_environment())
+    assert "4.00 times as many samples/s" in result.answer
+    assert "64 samples instead of 8, in 2.00 times the time" in result.answer
+    assert result.rows[0].name == "samples/s"
+    assert result.config["settings_that_differ"] == {"batch_size": [8, 32], "accumulate": [1, 2]}
+
+
+def test_two_traces_that_differ_in_accumulation_alone_show_what_it_should_have_done(traced, build_environment):
+    """The share of messages in kernel time of the first is 42.2 %: 42.2 / (42.2 + 2 x 57.8) is 26.7 %."""
+
+    def compare(second):
+        first = traced(world_size=2, message_ms=4 * 0.422 / 0.578, accumulate=second.pop("from_", 1))
+        return ComparisonResult.of(first, traced(**{"world_size": 2, "message_ms": 1} | second), build_environment())
+
+    result = compare({"accumulate": 2})
+    found = result.to_json()["accumulation"]
+    assert (found["of"], found["accumulate"]) == ("kernel time", [1, 2])
+    assert (found["share"], found["predicted"], found["measured"]) == pytest.approx((0.422, 0.267, 0.2), abs=5e-4)
+    assert any("42.2%" in line and "predicts 26.7%; measured: 20.0%" in line for line in result.findings)
+    assert "s / (s + 2 (1 - s))" in result.text() and found["optimizer"] == 0
+    fewer = compare({"accumulate": 2, "from_": 4}).to_json()["accumulation"]
+    assert fewer["predicted"] == pytest.approx(0.422 / (0.422 + 0.5 * 0.578))
+    for other in ({}, {"accumulate": 2, "wrapper": "torch"}, {"accumulate": 2, "batch_size": 16}):
+        assert compare(other).to_json()["accumulation"] is None
+    alone = ComparisonResult.of(traced(), traced(accumulate=2), build_environment())
+    assert alone.to_json()["accumulation"] is None
+
+
+def test_a_comparison_is_saved_and_the_same_again(traced, build_environment, tmp_path):
+    result = ComparisonResult.of(traced(world_size=2), traced(world_size=2, accumulate=2), build_environment())
+    folder = result.save(tmp_path / "run")
+    assert {"comparison.md", "operators.csv", "kernels.md"} <= {path.name for path in folder.iterdir()}
+    assert load_result(folder).text() == result.text()
+
+
+def test_two_runs_of_the_repository_are_compared(build_environment):
+    before, after = (load_result(RESULTS / "h200-16-cores" / f"smollm2-{name}") for name in ("before", "after"))
+    result = ComparisonResult.of(before, after, build_environment())
+    assert "256 samples instead of 8" in result.answer
+    rows = {row["name"]: row for row in result.to_json()["operators"]}
+    assert rows["aten::mm"]["first_calls"] == rows["aten::mm"]["second_calls"] == 675
+    changes = [abs(row["difference_s"]) for row in result.to_json()["kernels"]]
+    assert changes == sorted(changes, reverse=True) and len(changes) > 100
+    assert all(len(line) <= 80 for table in result.tables() for line in table.terminal(80).splitlines())
 
 
 def test_a_run_of_another_kind_is_told_how_to_make_one(build, build_environment):

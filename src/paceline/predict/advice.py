@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.errors import RecordError
 from paceline.predict.traces import GpuUse, Lateness, Overview
@@ -52,12 +53,37 @@ class Advice:
         return self.step_s / max(self.step_s - self.gain_s, 1e-12)
 
 
+class MessageShare(NamedTuple):
+    """The share of messages in kernel time or, where no kernel was recorded, in the step, and that of the optimizer, 0
+    where it is not known. Of the rank that waits least for messages: those of the others also hold the time that they
+    wait for it."""
+
+    share: float
+    of: str
+    optimizer: float
+
+    def estimate(self, times: float) -> float:
+        """The share of messages in a step of `times` as many micro-batches: messages and optimizer stay one each."""
+        once = self.share + self.optimizer
+        return self.share / (once + times * (1 - once))
+
+
+def find_message_share(overviews: Sequence[Overview]) -> MessageShare:
+    first = _pick_first(overviews)
+    if first.gpu is not None:
+        return MessageShare(first.gpu.communication_share, "kernel time", 0.0)
+    return MessageShare(first.share("communication"), "the step", first.phases_s.get("optimizer", 0.0) / first.step_s)
+
+
+def _pick_first(overviews: Sequence[Overview]) -> Overview:
+    return min(overviews, key=lambda overview: overview.seconds("communication"))
+
+
 def advise(overviews: Sequence[Overview], facts: StepFacts, lateness: Lateness | None = None) -> list[Advice]:
-    """What to do, the largest gain first; where nothing is worth it, what bounds the step. Judged by the rank that
-    waits least for messages: the others' messages also hold the time that they wait for it."""
+    """What to do, the largest gain first; where nothing is worth it, what bounds the step."""
     if not overviews:
         raise RecordError("no overview to judge by: record at least one rank")
-    first = min(overviews, key=lambda overview: overview.seconds("communication"))
+    first = _pick_first(overviews)
     found = [*_on_messages(first, facts), *_on_waiting(first)]
     if lateness is not None:
         found += _on_lateness(lateness, max(overview.seconds("communication") for overview in overviews), first.step_s)
@@ -71,12 +97,11 @@ def _on_messages(overview: Overview, facts: StepFacts) -> Iterator[Found]:
     exposed_s, message_s = overview.seconds("communication"), overview.message_s
     if facts.world_size < 2 or exposed_s < _WORTH * overview.step_s:
         return
-    gpu, exposed = overview.gpu, format_duration(exposed_s)
-    share = gpu.communication_share if gpu else overview.share("communication")
-    more, later = 2 * facts.accumulate, share / (share + 2 * (1 - share))
-    text = f"messages are {share:.0%} of {'kernel time' if gpu else 'the step'}, and {exposed} per step is exposed: "
+    exposed, more = format_duration(exposed_s), 2 * facts.accumulate
+    found = find_message_share([overview])
+    text = f"messages are {found.share:.0%} of {found.of}, and {exposed} per step is exposed: "
     text += f"accumulating over {more} micro-batches instead of {facts.accumulate} would bring them to about "
-    text += f"{later:.0%} and save {format_duration(exposed_s / more)} per micro-batch"
+    text += f"{found.estimate(2):.0%} and save {format_duration(exposed_s / more)} per micro-batch"
     yield "accumulate", exposed_s / 2, "computed", text
     halved_s, backward_s = min(exposed_s, message_s / 2), overview.phases_s.get("backward", 0.0)
     text = f"{exposed} of messages per step is exposed: half the bytes, by a communication hook "

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError, RecordError
 from paceline.predict import traces as tracing
-from paceline.predict.advice import Advice, StepFacts
+from paceline.predict.advice import Advice, StepFacts, find_message_share
 from paceline.predict.networks import MeasuredFabric, find_networks
 from paceline.predict.traces import CATEGORIES, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
@@ -480,6 +482,9 @@ _OF_TRACES = (
     "gpu_occupancy", "gpu_tensor_core_share", "gpu_communication_share", "gpu_kernel_s", "gpu_num_kernels",
 )  # fmt: skip
 _UNITS = {"samples_per_s": "count", "gpu_num_kernels": "count", "peak_bytes": "bytes"}  # of all others by their ends
+# The tables of two traces, and the time by which each is compared; a terminal shows the largest differences.
+_TIMES = {"operators": "self_s", "kernels": "time_s"}
+_MAX_COMPARED = 10
 
 
 def _list_quantities(result: Result) -> dict[tuple[str, str], float | None]:
@@ -490,6 +495,14 @@ def _list_quantities(result: Result) -> dict[tuple[str, str], float | None]:
     steps = result.steps if isinstance(result, PhasesResult) else []
     cells = {f"{format_number_of(r.world_size, 'rank')}, batch {r.batch_size}: ": build_row(PHASES, r) for r in steps}
     return {(cell, name): row[name] for cell, row in cells.items() for name in _OF_PHASES}
+
+
+def _list_settings(result: Result) -> dict[str, Any]:
+    """What may explain a difference. Of a trace, the sizes of its steps are the ones that were used."""
+    settings = result.config | {"machine": result.run.environment.machine_and_torch}
+    if isinstance(result, TraceResult):
+        settings |= {name: getattr(result.facts, name) for name in ("batch_size", "accumulate")}
+    return settings
 
 
 @dataclass(frozen=True)
@@ -507,8 +520,44 @@ class ComparedRow:
         return self.second / self.first if self.first and self.second is not None else None
 
 
+@dataclass(frozen=True)
+class ComparedTime(ComparedRow):
+    """An operator or a kernel of two runs: seconds and calls per step."""
+
+    first_calls: float | None
+    second_calls: float | None
+
+    @property
+    def difference_s(self) -> float:
+        return (self.second or 0.0) - (self.first or 0.0)
+
+
+def _compare_times(first: TraceResult, second: TraceResult, kind: str, time: str) -> list[ComparedTime]:
+    """The operators or kernels of rank 0 of two traces by their full names, the largest difference first."""
+    here, there = (
+        {row.name: (getattr(row, time), row.calls) for row in getattr(one.overviews[0], kind)}
+        for one in (first, second)
+    )
+    none, rows = (None, None), []
+    for name in here | there:
+        (first_s, first_calls), (second_s, second_calls) = here.get(name, none), there.get(name, none)
+        rows.append(ComparedTime(name, "s", first_s, second_s, first_calls, second_calls))
+    return sorted(rows, key=lambda row: -abs(row.difference_s))
+
+
+def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[str]) -> dict[str, Any] | None:
+    """The share of messages in two traces, and what the first one predicts for the second; None where they differ in
+    anything but accumulation."""
+    counts = [one.facts.accumulate for one in (first, second)]
+    if counts[0] == counts[1] or first.facts.world_size == 1 or not set(unlike) <= {"accumulate", "global_batch_size"}:
+        return None
+    before, after = (find_message_share(one.overviews) for one in (first, second))
+    predicted = before.estimate(counts[1] / counts[0])
+    return before._asdict() | {"accumulate": counts, "predicted": predicted, "measured": after.share}
+
+
 class ComparisonResult(Result):
-    """`profile --compare`: two traces, or the phases of two runs, and the ratio of each quantity."""
+    """`profile --compare`: two traces with their operators and kernels, or the phases of two runs."""
 
     @classmethod
     def of(cls, first: Result, second: Result, environment: Environment) -> ComparisonResult:
@@ -526,12 +575,17 @@ class ComparisonResult(Result):
             if isinstance(first, PhasesResult) and isinstance(second, PhasesResult) and first.steps and second.steps:
                 needed = "they have no number of ranks and batch size in common"
             raise ConfigError(f"{found}: {needed}", code="mismatch")
-        may_differ = () if isinstance(first, TraceResult) else _MAY_DIFFER
+        settings = [_list_settings(one) for one in (first, second)]
+        unlike = list_differences(settings, but=() if isinstance(first, TraceResult) else _MAY_DIFFER)
         config = {
             "runs": names,
             "rows": [asdict(row) for row in rows if row.first or row.second],
-            "settings_that_differ": list_differences([first.config, second.config], may_differ),
+            "settings_that_differ": unlike,
         }
+        if isinstance(first, TraceResult) and isinstance(second, TraceResult):
+            for kind, time in _TIMES.items():
+                config[kind] = [asdict(row) for row in _compare_times(first, second, kind, time)]
+            config["accumulation"] = _compare_shares(first, second, unlike)
         return cls(Run("profile --compare", config, environment, ()))
 
     @property
@@ -541,22 +595,44 @@ class ComparisonResult(Result):
     @property
     def answer(self) -> str:
         first, second = self.config["runs"]
-        ratio = next(row.ratio for row in self.rows if row.name.split(": ")[-1] == "step")
-        return f"A step of {second} takes {ratio:.2f} times as long as one of {first}."
+        rows = {row.name.split(": ")[-1]: row for row in reversed(self.rows)}  # the first cell of several
+        step, speed = rows["step"], rows["samples/s"]
+        one, two = (round(getattr(step, name) * getattr(speed, name)) for name in ("first", "second"))
+        if one == two:
+            return f"A step of {second} takes {step.ratio:.2f} times as long as one of {first}."
+        return (
+            f"{second} computes {speed.ratio:.2f} times as many samples/s as {first}. Their steps differ in size: "
+            f"{two:,} samples instead of {one:,}, in {step.ratio:.2f} times the time."
+        )
 
     @property
     def findings(self) -> list[str]:
-        unlike = self.config["settings_that_differ"]
-        return [
-            *(f"they differ in {name}: {here} and {there}" for name, (here, there) in unlike.items()),
-            "two runs, not taken in turns: differences of a few per cent may be the machine's",
-        ]
+        lines = [f"they differ in {name}: {a} and {b}" for name, (a, b) in self.config["settings_that_differ"].items()]
+        if found := self.config.get("accumulation"):
+            one, two = found["accumulate"]
+            once = "s + o" if found["optimizer"] else "s"
+            lines.append(
+                f"messages are s = {found['share']:.1%} of {found['of']} at accumulate {one}"
+                + (f", and the optimizer is o = {found['optimizer']:.1%}" if found["optimizer"] else "")
+                + f"; at {two}, s / ({once} + {two / one:g} (1 - {once.replace('+', '-')})) predicts "
+                f"{found['predicted']:.1%}; measured: {found['measured']:.1%}"
+            )
+        return [*lines, "two runs, not taken in turns: differences of a few per cent may be the machine's"]
 
     def tables(self) -> list[Table]:
-        return [Table("comparison", "{} and {}".format(*self.config["runs"]), COMPARED, self.rows, key="rows")]
+        tables = [Table("comparison", "{} and {}".format(*self.config["runs"]), COMPARED, self.rows, key="rows")]
+        for kind in _TIMES:
+            if rows := [ComparedTime(**row) for row in self.config.get(kind, ())]:
+                shown = rows[:_MAX_COMPARED]
+                most = f"the {len(shown)} largest changes of {len(rows)}" if len(shown) < len(rows) else "all"
+                what = "self time" if kind == "operators" else "time"
+                title = f"{kind} of rank 0, {what} per step, {most}"
+                tables.append(Table(kind, title, _build_times_columns(kind, rows), rows, shown=shown))
+        return tables
 
     def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {name: self.config[name] for name in ("runs", "settings_that_differ")}
+        more = ("runs", "settings_that_differ", "accumulation")
+        return super().to_json() | {name: self.config[name] for name in more if name in self.config}
 
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
@@ -574,3 +650,31 @@ COMPARED = (
     *raw_columns("unit", "first", "second"),
     Column("second / first", "ratio", "ratio", "ratio"),
 )
+
+
+def _build_times_columns(kind: str, rows: Sequence[ComparedTime]) -> Sequence[Column]:
+    names = [row.name for row in rows]
+    return (
+        Column(kind.removesuffix("s"), lambda r: _shorten_among(r.name, names), is_key=True),
+        *raw_columns("name"),
+        Column("first", "first", "ms", "first_s", is_key=True),
+        Column("second", "second", "ms", "second_s", is_key=True),
+        Column("change (ms)", "difference_s", _say_change, "difference_s", is_key=True),
+        Column("ratio", "ratio", "ratio", "ratio", priority=1),
+        Column("first calls", "first_calls", "{:g}".format, "first_calls"),
+        Column("second calls", "second_calls", "{:g}".format, "second_calls"),
+    )
+
+
+def _say_change(seconds: float) -> str:
+    return f"{'-' if seconds < 0 else '+'}{format_ms(abs(seconds))}"
+
+
+def _shorten_among(name: str, names: Sequence[str], width: int = 32) -> str:
+    """A long name as its first word and the words in which another of the names begins to differ from it."""
+    if len(name) <= width:
+        return name
+    marks = {sum(itertools.takewhile(bool, map(eq, name, other))) for other in names if other != name}
+    words = [(word[0], range(word.start(), word.end())) for word in re.finditer(r"[^\W_]+[\W_]*|[\W_]+", name)]
+    kept = [word if 0 in place or marks.intersection(place) else "…" for word, place in words]
+    return _shorten(re.sub("…+", "…", "".join(kept)), width)

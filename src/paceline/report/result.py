@@ -262,9 +262,11 @@ def describe_job(config: dict[str, Any]) -> str:
 
 
 def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
-    """The settings in which runs differ, but these, with the value of each run."""
-    found = {name: [config.get(name) for config in configs] for name in configs[0] if name not in but}
-    return {name: values for name, values in found.items() if len(set(map(encoder.dumps, values))) > 1}
+    """The settings in which runs differ, but these, with the value of each run. What is off is as good as what an
+    older run does not know."""
+    names = dict.fromkeys(name for config in configs for name in config if name not in but)
+    found = {name: [config.get(name) for config in configs] for name in names}
+    return {name: values for name, values in found.items() if len({encoder.dumps(v or None) for v in values}) > 1}
 
 
 def _pick(named: dict[str, T], name: str | None, what: str) -> T:

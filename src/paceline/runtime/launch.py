@@ -39,6 +39,7 @@ RANK_BYTES = 200 * 2**20
 # After the first failure, how long to listen for others, so that a victim is not taken for the culprit.
 _AFTERMATH_S = 1.0
 _LOOK_S = 0.5  # how often to check that the ranks are alive while no message comes
+_LEAVE_S = 1.0  # how long an idle rank may take to end after its link is closed, before SIGTERM
 _GRACE_S = 3.0  # how long a rank may take to obey SIGTERM before SIGKILL
 _LONG_S = 1e6  # a wait without a limit, for calls that take no infinity
 # A signal so soon after the first is the same request: `timeout` and service managers signal a whole process group, and
@@ -184,6 +185,12 @@ class _Rank:
     was_heard: bool = False
 
 
+def _join(ranks: Sequence[_Rank], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+
+
 class RankPool(contextlib.AbstractContextManager["RankPool"]):
     """Warm local ranks for one job after another. After a failed job they are ended, and the next one starts others."""
 
@@ -234,23 +241,28 @@ class RankPool(contextlib.AbstractContextManager["RankPool"]):
                     raise LaunchError("".join([message, *places]), stuck[0])
                 return [values[rank] for rank in range(num_ranks)]
             except BaseException:
-                self.close()
+                self.close(at_once=True)
                 raise
 
     def pids(self) -> list[int]:
         """The process ids of the ranks, in rank order; waits for those that are just being started."""
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
 
-    def close(self) -> None:
-        """End the ranks and wait until they are gone; does nothing the second time."""
+    def close(self, at_once: bool = False) -> None:
+        """End the ranks and wait until they are gone; does nothing the second time.
+
+        Unless `at_once`, those that wait for a job may end by themselves: killed ones leave their locks behind, and
+        tqdm has one.
+        """
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.link.close()
             rank.stacks.close()
-            rank.process.terminate()
-        deadline = time.monotonic() + _GRACE_S
+        if not at_once:
+            _join(ranks, _LEAVE_S)
         for rank in ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
+            rank.process.terminate()
+        _join(ranks, _GRACE_S)
         for rank in ranks:
             rank.process.kill()  # if it is stopped, or busy in a handler of its own
             rank.process.join()

@@ -160,7 +160,7 @@ class Session:
                     finish(started[future], future.result())
             except BaseException:
                 workers.shutdown(wait=False, cancel_futures=True)
-                self.close()
+                self.close(at_once=True)
                 raise
 
     def _call(self, task: Task, display: ProgressDisplay, saves: bool = False) -> Any:
@@ -219,12 +219,12 @@ class Session:
         with handle_requests(forward, end, signal.SIGINT, signal.SIGTERM):
             yield
 
-    def close(self) -> None:
-        """End all ranks; a thread that is about to start some is refused."""
+    def close(self, at_once: bool = False) -> None:
+        """End all ranks, also busy ones `at_once`; a thread that is about to start some is refused."""
         with self._lock:
             self._is_closed = True
             for pool in self._pools.values():
-                pool.close()
+                pool.close(at_once)
             self._pools.clear()
 
     def save(self, records: Sequence[Record], details: dict[str, Any] | None = None, complete: bool = True) -> Run:

@@ -5,7 +5,6 @@ Loads without torch. Checking runs no code of the user's, and code that comes wi
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import json
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, suggest
-from paceline.workloads.data import DataForm, shorten_error
+from paceline.workloads.data import DataForm, import_hf, shorten_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,8 +80,8 @@ def build_hf(name: str, form: DataForm) -> nn.Module:
         # An encoder such as BERT would see the tokens that it has to predict.
         config.is_decoder = True
     import torch
-    import transformers  # type: ignore[import-not-found,unused-ignore]
 
+    transformers = import_hf("transformers")
     maker = getattr(transformers, _CLASSES[form.kind])
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     dtype = {"dtype" if version >= (4, 56) else "torch_dtype": torch.float32}
@@ -108,7 +107,7 @@ def _find_source(name: str, files: tuple[str, ...]) -> tuple[Path, str]:
     reason, known = "", _KEPT / name.replace("/", "--")
     for options in ({"local_files_only": True}, {"etag_timeout": _HUB_TIMEOUT_S}):
         try:
-            hub = importlib.import_module("huggingface_hub")
+            hub = import_hf("huggingface_hub")
             folder = Path(hub.snapshot_download(name, allow_patterns=files, **options))
         except Exception as error:
             # The hub's errors have no common parent in all of its versions; the text below names it.
@@ -152,7 +151,7 @@ def _missing_weights(folder: Path) -> list[str]:
 
 def _load_config(folder: Path) -> Any:
     try:
-        loader = importlib.import_module("transformers").AutoConfig
+        loader = import_hf("transformers").AutoConfig
         return loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ConfigError(f"{folder / _CONFIG} cannot be used: {shorten_error(error)}") from error

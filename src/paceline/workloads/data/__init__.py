@@ -6,15 +6,18 @@ Loads without torch. `formats` reads the files, `sets` holds the samples, `shard
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paceline.errors import ConfigError, suggest
+from paceline.runtime.environment import read_place
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +30,13 @@ TAILS = ("keep", "drop", "pad")
 def shorten_error(error: Exception) -> str:
     """The text of another library's error on one line of limited length."""
     return " ".join(str(error).split())[:160] or type(error).__name__
+
+
+def import_hf(name: str) -> Any:
+    """A library of Hugging Face. Only the first rank of a host shows its progress bars."""
+    if read_place().local_rank:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers follows it too
+    return importlib.import_module(name)
 
 
 @dataclass(frozen=True)
@@ -165,9 +175,8 @@ def load_from_hub(name: str) -> Path:
     """The folder with a set's files: the local copy where there is one, else downloaded."""
     from multiprocessing.pool import ThreadPool
 
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import ENDPOINT
-
+    snapshot_download = import_hf("huggingface_hub").snapshot_download
+    endpoint = import_hf("huggingface_hub.constants").ENDPOINT
     repo, folder, *_ = _SOURCES[name]
     wanted = {"repo_id": repo, "repo_type": "dataset", "allow_patterns": f"{folder}/*.parquet"}
     with contextlib.suppress(OSError, ValueError):  # no copy, or an incomplete one: fetch it
@@ -175,7 +184,7 @@ def load_from_hub(name: str) -> Path:
         for split in SPLITS:
             find_files(name, copy, split)
         return copy
-    request = urllib.request.Request(ENDPOINT, method="HEAD")
+    request = urllib.request.Request(endpoint, method="HEAD")
     try:
         # The hub's library waits minutes for a server that does not answer; any answer shows that it is there. In a
         # daemon thread, because a DNS lookup has no timeout.

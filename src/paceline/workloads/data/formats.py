@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigError
-from paceline.workloads.data import BATCHES, shorten_error
+from paceline.workloads.data import BATCHES, import_hf, shorten_error
 
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
@@ -259,9 +259,7 @@ class FolderTokenizer(ByteTokenizer):
 
     def __init__(self, folder: str) -> None:
         try:
-            from transformers import AutoTokenizer
-
-            self._own: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._own: Any = import_hf("transformers").AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # transformers raises errors of every type
             raise ConfigError(f"{folder}: no tokenizer that transformers can load ({shorten_error(error)})") from error
         self.name, self.vocabulary = Path(folder).name, len(self._own)
