@@ -171,7 +171,7 @@ def test_another_kind_of_run_and_stray_options_are_refused(command, files, tmp_p
     answer = command("predict", "--model-profile", files["gloo"], "--network", "hdr", "--out", str(tmp_path / "runs"))
     assert answer.code == 2 and "0 layer profiles are in this run of `gloo`" in answer.err
     answer = command("predict", "--csv", files["gloo"], "--ranks", "8", "--algorithm", "ring")
-    assert answer.code == 2 and "--ranks, --algorithm with --csv" in answer.err
+    assert answer.code == 2 and "--algorithm with --csv" in answer.err
 
 
 def test_the_library_answers_for_one_network_and_number_of_ranks(files, tmp_path):

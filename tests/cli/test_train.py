@@ -169,6 +169,14 @@ def test_an_interrupt_of_the_second_run_names_the_first(mnist, monkeypatch, sket
     assert load_result(folder / "1-rank").finished
 
 
+def test_torchs_dataparallel_on_one_gpu_is_the_bare_model_and_says_so(mnist, monkeypatch, sketched, tmp_path):
+    for name, value in (("count_gpus", 1), ("gpu_name", "")):  # the CPU computes in its place
+        monkeypatch.setattr(f"paceline.machine.{name}", lambda value=value: value)
+    asked = ("--data", mnist, "--wrapper", "dp", "--steps", "2", "--json", "--out", str(tmp_path))
+    (warning,) = json.loads(type_alone("train", *TINY, *asked).out)["warnings"]
+    assert warning.startswith("--wrapper dp on one GPU")
+
+
 def test_what_torchs_wrapper_does_not_tell_is_not_shown(mnist, tmp_path):
     asked = ("--data", mnist, "--wrapper", "torch", "--profile", "--out", str(tmp_path))
     answer = type_alone("train", *TINY, *asked)

@@ -22,7 +22,14 @@ from paceline.records.kinds import (
     record_from_json,
     record_to_json,
 )
-from paceline.records.layers import BlockTimes, LayerProfileRecord, LayerSizeRecord, LayerTimeRecord, ParameterTimes
+from paceline.records.layers import (
+    BlockTimes,
+    CapTimeRecord,
+    LayerProfileRecord,
+    LayerSizeRecord,
+    LayerTimeRecord,
+    ParameterTimes,
+)
 from paceline.records.samples import REDUCERS, Samples, Summary
 from paceline.records.steps import ROLES, StepRecord
 from paceline.records.training import BUDGETS, BatchRecord, CurvePoint, LargeBatchRecord, NoiseProbe, NoiseRecord
@@ -253,6 +260,7 @@ LARGE_BATCH_FIELDS = {
     ),
 }  # fmt: skip
 
+CENTERS = st.builds(Summary, median_s=POSITIVE)
 
 RECORDS = {
     "check": st.builds(CheckRecord, name=TEXT, status=st.sampled_from(("ok", "warn", "fail")), found=TEXT, advice=TEXT),
@@ -272,6 +280,9 @@ RECORDS = {
     "layer_size": st.builds(LayerSizeRecord, layer=TEXT, num_params=COUNT, **SHARED),
     "layer_time": st.builds(LayerTimeRecord, layer=TEXT, timing=samples() | SUMMARIES, **SHARED),
     "layer_profile": layer_profiles(),
+    "cap_time": st.builds(
+        CapTimeRecord, cap_bytes=COUNT, of=st.sampled_from(("step", "backward")), timing=CENTERS, **SHARED
+    ),
     "noise_scale": noise_records(),
     "step": st.one_of(WRAPPERS, phase_records(), scales(), tune_steps()),
 }  # fmt: skip

@@ -107,7 +107,7 @@ def test_runs_are_compared_with_the_first():
     assert [row["test_f1"] for row in rows] == [0.8, 0.81, None]
     assert (rows[0]["seconds"], rows[0]["samples_per_s"]) == pytest.approx((2.4, 20.0))
     assert document["learned_the_same"] and document["settings_that_differ"] == {}
-    assert "learn the same" in result.answer and "2 ranks 1.50 times, 4 ranks 2.00 times" in result.answer
+    assert "learn the same" in result.answer and "2 ranks 1.50, 4 ranks 2.00 times that of 1 rank" in result.answer
     assert "F1" not in result.answer  # not of every run
     assert len(max(result.text(80).splitlines(), key=len)) <= 80
 

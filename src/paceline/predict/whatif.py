@@ -88,10 +88,10 @@ def simulate_what_if(
 def _build_row(job: Job, fabric: Fabric, draws: list[tuple[Job, Fabric]], world_size: int, spread: float) -> WhatIfRow:
     wait, costs = estimate_wait(spread, world_size), _build_costs(job, fabric, world_size)
     caps = estimate_caps(job, costs)
-    low, high = caps.plateau
     # Launches cost nothing here, but do in truth: of plans that take the same time the one with the fewest buckets.
     same = [point for point in caps.points if point.backward_s <= caps.best.backward_s * (1 + _NOTHING)]
     best = min(same, key=lambda point: len(point.cuts))
+    low, high = next(sizes for sizes in caps.plateaus if sizes[0] <= best.high_bytes <= sizes[1])
     default = simulate(job, plan_like_torch(job.gradients, range(len(job.gradients))), costs)
     times, efficiencies = [], []
     for drawn, other in draws:

@@ -226,15 +226,15 @@ class TrainComparisonResult(Result):
     def answer(self) -> str:
         first, *others = self.rows
         names, most = " and ".join(row.name for row in self.rows), max(row.largest_difference for row in others)
-        text = f"{names} learn the same: the loss of no step differs by more than {most:.2%}."
+        text = f"{names} learn the same: the losses of all steps agree within {max(most, 1e-4):.2%}."
         if not self.learned_the_same:
             text = f"{names} do not learn the same: the loss of a step differs by up to {most:.1%}."
         for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
             found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
             if None not in found:
                 text += f" Test {name}: {' and '.join(map(say, found))}."
-        speeds = ", ".join(f"{row.name} {row.speed_up:.2f} times" for row in others)
-        return f"{text} Speed compared with {first.name}: {speeds}."
+        speeds = ", ".join(f"{row.name} {row.speed_up:.2f}" for row in others)
+        return f"{text} Speed: {speeds} times that of {first.name}."
 
     @property
     def findings(self) -> list[str]:
