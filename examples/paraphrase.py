@@ -17,14 +17,15 @@ class Matcher(nn.Module):
     def __init__(self, vocabulary: int, num_classes: int, width: int = 64) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.encode = nn.Sequential(
-            nn.Conv1d(width, width, 5, padding=2), nn.GELU(), nn.Conv1d(width, width, 5, padding=2)
-        )
+        self.first, self.second = (nn.Conv1d(width, width, 5, padding=2) for _ in range(2))
         self.weigh = nn.Linear(width, 4)
         self.classify = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, num_classes))
 
     def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        runs = self.encode(self.tokens(ids).transpose(1, 2)).transpose(1, 2)
+        # Padding is zero, as beyond the end: what is next to a pair in its batch changes nothing.
+        mask = attention_mask[:, None]
+        inputs = self.tokens(ids).transpose(1, 2) * mask
+        runs = self.second(F.gelu(self.first(inputs)) * mask).transpose(1, 2)
         weights, runs = self.weigh(runs), F.normalize(runs, dim=-1)
         likeness = runs @ runs.transpose(1, 2)
         is_second = (ids == SEPARATOR).cumsum(1).bool()

@@ -121,9 +121,13 @@ def test_more_speed_than_the_ranks_explain_is_doubted():
 
 def test_runs_that_learn_something_else_are_told_from_when_on():
     result = compare(build_curve(1, 0.5), build_curve(2, 0.5, 0.02))
-    assert not result.learned_the_same and "differs by up to 2.0%" in result.answer
+    text = "1 rank and 2 ranks learn the same for 2 of 4 steps; then the loss of a step differs by up to 2.0%."
+    assert not result.learned_the_same and result.answer.startswith(text)
     assert "within 1% for the first 2 of 4 steps" in result.findings[0]
     assert not compare(build_curve(1, 0.5), build_curve(2, 0.5, math.nan)).learned_the_same
+    other = build_curve(2, 0.5)
+    result = compare(build_curve(1, 0.5), TrainRunResult(other.run, rows=[r | {"loss": 2 * r["loss"]} for r in other.rows]))
+    assert "learn something else from the first step on; the loss of a step differs by up to 100.0%" in result.answer
 
 
 def test_a_comparison_names_what_differs_and_what_is_unfinished():
