@@ -126,7 +126,8 @@ def test_runs_that_learn_something_else_are_told_from_when_on():
     assert "within 1% for the first 2 of 4 steps" in result.findings[0]
     assert not compare(build_curve(1, 0.5), build_curve(2, 0.5, math.nan)).learned_the_same
     other = build_curve(2, 0.5)
-    result = compare(build_curve(1, 0.5), TrainRunResult(other.run, rows=[r | {"loss": 2 * r["loss"]} for r in other.rows]))
+    doubled = [row | {"loss": 2 * row["loss"]} for row in other.rows]
+    result = compare(build_curve(1, 0.5), TrainRunResult(other.run, rows=doubled))
     assert "learn something else from the first step on; the loss of a step differs by up to 100.0%" in result.answer
 
 

@@ -233,9 +233,10 @@ class TrainComparisonResult(Result):
         names, most = " and ".join(row.name for row in self.rows), max(row.largest_difference for row in others)
         text = f"{names} learn the same: the losses of all steps agree within {max(most, 1e-4):.2%}."
         if not self.learned_the_same:
-            agreed = f"for {self._num_equal} of {first.run.steps} steps" if self._num_equal else "from the first step on"
-            text = f"{names} {'learn the same' if self._num_equal else 'learn something else'} {agreed}; "
-            text += f"{'then ' if self._num_equal else ''}the loss of a step differs by up to {most:.1%}."
+            text = f"{names} learn something else from the first step on; "
+            if self._num_equal:
+                text = f"{names} learn the same for {self._num_equal} of {first.run.steps} steps; then "
+            text += f"the loss of a step differs by up to {most:.1%}."
         for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
             found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
             if None not in found:
@@ -247,8 +248,9 @@ class TrainComparisonResult(Result):
     def findings(self) -> list[str]:
         lines = [f"they differ in {name}: {' and '.join(map(str, v))}" for name, v in self.differences.items()]
         if not self.learned_the_same:
+            steps = f"the first {self._num_equal} of {self.rows[0].run.steps} steps"
             lines.append(
-                f"the losses agree within {_SAME:.0%} for the first {self._num_equal} of {self.rows[0].run.steps} steps; "
+                f"the losses agree within {_SAME:.0%} for {steps}; "
                 "rounding depends on the number of ranks and grows from step to step; dropout and, without "
                 "--sync-batchnorm, BatchNorm depend on it, too"
             )
