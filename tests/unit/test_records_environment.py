@@ -232,6 +232,28 @@ def test_a_machine_that_is_too_busy_to_measure_says_that_nothing_can_be_conclude
     assert [doubt.kind for doubt in wrong][:2] == ["wrong", "inconclusive"]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "kinds"), [((2,), ["unstable", "crowded"]), ((1, 2), ["inconclusive", "unstable", "unstable", "crowded"])]
+)
+def test_unstable_steps_of_more_ranks_than_cores_are_no_sign_of_a_busy_machine(
+    build_wrapper, build_environment, ranks, kinds
+):
+    records = [build_wrapper("paceline", _swinging(1.0, 9.0), world_size=n) for n in ranks]
+    doubts = find_doubts(records, build_environment(cores=1))
+    assert [doubt.kind for doubt in doubts] == kinds and doubts[-1].text.startswith("2 ranks share 1 core: ")
+
+
+def test_one_unstable_step_is_no_variant(build_wrapper, build_environment):
+    doubts = find_doubts([build_wrapper("paceline", _swinging(1.0, 9.0))], build_environment())
+    assert "too busy to measure (the step is unstable): " in doubts[0].text
+
+
+def test_every_place_of_wrong_data_is_named(build_collective, build_environment):
+    records = [build_collective(num_bytes=2**n, num_wrong=5) for n in range(20, 24)]
+    (doubt,) = find_doubts(records, build_environment())
+    assert all(f"{size} MiB (5 of" in doubt.text for size in (1, 2, 4, 8))
+
+
 def test_a_run_that_times_nothing_is_not_too_busy(build_environment):
     assert find_doubts([], build_environment(stolen=0.9)) == []
 

@@ -173,11 +173,8 @@ def test_what_is_faster_with_communication_than_without_is_noise_and_no_time():
 
 def test_a_tuning_on_a_busy_machine_says_that_nothing_can_be_concluded():
     busy = make_result(tune(SLOW, (0.150, 0.110, 0.100), spread=(0.3, 1.0, 1.9, 0.4, 1.7)))
-    kinds = [doubt.kind for doubt in busy.doubts]
-    assert "unstable" in kinds and "inconclusive" not in kinds  # the other steps are steady
-    records = [r for r in busy.records if not isinstance(r, StepRecord) or r.role == "job"]
-    doubts = find_doubts(records, busy.run.environment)
-    assert "3 of 3 variants of the step are unstable" in doubts[0].text
+    doubts = find_doubts(busy.records, replace(busy.run.environment, cores=2))
+    assert "3 of 3 variants of the step are unstable" in doubts[0].text  # the steps of the calibration are steady
 
 
 def test_tables_show_every_point_and_every_bucket():

@@ -1,11 +1,14 @@
 """Arguments of verbs, as far as they are read before any rank starts."""
 
 import contextlib
+import signal
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.errors import ConfigError
 from paceline.measure.settings import ChunkSettings
+from paceline.runtime.session import Session
 from paceline.training.settings import Batches, TrainSettings, check_job
 from paceline.verbs import bench, profile, scale
 from paceline.verbs.train import _build_jobs, train
@@ -91,3 +94,19 @@ def test_torchs_dataparallel_needs_gpus(monkeypatch, gpus, device, is_refused):
     settings = TrainSettings(wrapper="dp", device=device)
     with pytest.raises(ConfigError, match="needs GPUs") if is_refused else contextlib.nullcontext():
         check_job(settings)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_the_last_moments_of_a_run_starts_no_other(monkeypatch, tmp_path, capsys, number, code):
+    asked = []
+
+    def ask(session, function, arguments, saves):
+        asked.append(session.ranks)
+        session.signal = number  # the ranks had taken their last step, and do not know
+        return SimpleNamespace(signal=0, step=4, facts={}, notes=(), rows=())
+
+    monkeypatch.setattr(Session, "ask", ask)
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as caught:
+        train(ranks=(1, 2), out=tmp_path)
+    assert getattr(caught.value, "code", 130) == code and asked == [1]
+    assert "interrupted: 1-rank (finished) saved in " in capsys.readouterr().err

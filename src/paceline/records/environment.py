@@ -166,41 +166,45 @@ def _find_reasons(r: _Timed, timing: Samples, fraction: float | None) -> Iterato
 
 def find_doubts(records: Sequence[Record], environment: Environment) -> list[Doubt]:
     """Every reason to doubt the measured records, the gravest first."""
-    bounds, on_cpu = MemoryBounds(records), set()
+    bounds, cores, steps = MemoryBounds(records), environment.cores, []
+    crowded: set[int] = set()
+    is_one_host = environment.details.get("hosts", 1) == 1
     found: dict[tuple[str, str, int], list[tuple[float, str]]] = defaultdict(list)
     totals: Counter[tuple[str, int]] = Counter()
-    num_steps = num_unstable = 0
     for r in records:
         if isinstance(r, _Timed) and isinstance(r.timing, Samples):
             fraction = bounds.fraction_of(r) if isinstance(r, CollectiveRecord) else None
             backend = "memory" if isinstance(r, MemoryRecord) else r.backend
             totals[backend, r.world_size] += 1
-            num_steps += isinstance(r, StepRecord)
-            for kind, badness, details in _find_reasons(r, r.timing, fraction):
+            reasons = list(_find_reasons(r, r.timing, fraction))
+            for kind, badness, details in reasons:
                 name = _name(r) + (f" ({details})" if details else "")
                 found[kind, backend, r.world_size].append((badness, name))
-                num_unstable += isinstance(r, StepRecord) and kind == "unstable"
-            if r.device == "cpu":
-                on_cpu.add(r.world_size)
+            if isinstance(r, StepRecord):
+                steps.append((r, any(kind == "unstable" for kind, *_ in reasons)))
+            if r.device == "cpu" and r.world_size > cores and is_one_host:
+                crowded.add(r.world_size)
     doubts = []
     for (kind, backend, n), places in sorted(found.items(), key=lambda item: list(_TEXTS).index(item[0][0])):
         names = ", ".join(name for _, name in places)
-        if len(places) > _MOST_NAMES:
+        if len(places) > _MOST_NAMES and kind not in ("wrong", "parameters"):  # of wrong data, every place counts
             names = f"{len(places)} of {totals[backend, n]} measurements, the worst {max(places)[1]}"
         place = (f"{backend}, " if backend else "") + format_number_of(n, "rank")
         doubts.append(Doubt("wrong" if kind == "parameters" else kind, f"{place}: {_TEXTS[kind].format(names)}"))
-    crowded = ", ".join(str(n) for n in sorted(on_cpu) if n > environment.cores)
-    if crowded and environment.details.get("hosts", 1) == 1:
-        text = f"{crowded} ranks share {environment.cores} cores: their times include waiting for a core"
-        doubts.append(Doubt("crowded", text))
+    if crowded:
+        many = f"{', '.join(map(str, sorted(crowded)))} ranks share {format_number_of(cores, 'core')}"
+        doubts.append(Doubt("crowded", f"{many}: their times include waiting for a core"))
     load, stolen = environment.load_average or 0.0, environment.stolen or 0.0
-    is_busy, reasons = load > 0.5 * environment.cores, []
-    if 2 * num_unstable > num_steps:
-        reasons.append(f"{num_unstable} of {num_steps} variants of the step are unstable")
+    is_busy, causes = load > 0.5 * cores, []
+    steps = [step for step in steps if step[0].role == "job"] or steps  # a tuning is concluded from its candidates
+    unstable = [r for r, is_unstable in steps if is_unstable]
+    if 2 * len(unstable) > len(steps) and any(r.world_size not in crowded for r in unstable):
+        many = f"{len(unstable)} of {len(steps)} variants of the step are unstable"
+        causes.append(many if len(steps) > 1 else "the step is unstable")
     if totals and stolen > _MOST_STOLEN:
-        reasons.append(f"the host took {stolen:.0%} of the cores' time for others")
-    because = ", ".join([*reasons, *([f"load {load:.1f} on {environment.cores} cores"] if is_busy else [])])
-    if reasons:
+        causes.append(f"the host took {stolen:.0%} of the cores' time for others")
+    because = ", ".join([*causes, *([f"load {load:.1f} on {format_number_of(cores, 'core')}"] if is_busy else [])])
+    if causes:
         text = f"the machine was too busy to measure ({because}): nothing can be concluded; repeat on a quiet machine"
         doubts.insert(sum(doubt.kind == "wrong" for doubt in doubts), Doubt("inconclusive", text))
     elif is_busy:

@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.records.store import Run, write_new
@@ -76,8 +76,10 @@ def train(
         parts: list[TrainRunResult] = []
         session.saved = lambda: ", ".join(f"{part.folder.name} (finished)" for part in parts if part.folder)
         for job in jobs:
+            if session.signal:  # it came when the run before took its last step, too late for its ranks to stop
+                _interrupt(session.signal)
             name = format_number_of(job.ranks, "rank").replace(" ", "-")
-            parts.append(_train(job, progress, session.folder, name))
+            parts.append(_train(job, progress, session.folder, name, whole=session))
         return _compare(session, parts)
 
 
@@ -110,9 +112,10 @@ def _build_jobs(counts: Sequence[int], given: dict[str, Any]) -> list[TrainSetti
 
 def _train(
     wanted: TrainSettings, progress: bool | None, out: Place = None, name: str = "", resume: Place = None,
-    num_before: int | None = None,
+    num_before: int | None = None, whole: Session | None = None,
 ) -> TrainRunResult:  # fmt: skip
-    """One run, in a new folder in `out`, or the resumed one, which has taken `num_before` steps."""
+    """One run, in a new folder in `out`, or the resumed one, which has taken `num_before` steps. `whole` is the session
+    of which it is a part, and learns of a signal that came too late to stop it."""
     config = wanted.to_json()
     with open_session(
         "train", config, ranks=wanted.ranks, out=out, name=name, resume=resume, progress=progress, can_resume=True
@@ -135,8 +138,9 @@ def _train(
                     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             raise
         if outcome.signal:  # to ranks that this process started, Ctrl-C is a SIGTERM
-            number = session.signal or outcome.signal
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+            _interrupt(session.signal or outcome.signal)
+        if whole is not None:
+            whole.signal = session.signal
         ended = {"steps": outcome.step, **outcome.facts}
         if folder is not None and session.is_leader:
             update_config(folder, outcome=ended)
@@ -147,6 +151,10 @@ def _train(
         result = TrainRunResult(run, folder, outcome.rows if rows_wanted else None)
         session.write(result)
         return result
+
+
+def _interrupt(number: int) -> NoReturn:
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def update_config(run: Path, outcome: dict[str, Any] | None = None, **lengths: int) -> None:
