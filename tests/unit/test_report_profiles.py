@@ -1,16 +1,18 @@
 """Results of profiles: layers, traces, networks, and two runs compared."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import paceline
 from paceline import load_result
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.advice import Advice, StepFacts, advise
 from paceline.predict.traces import build_overview
 from paceline.records import BlockTimes, ParameterTimes
-from paceline.records.store import Run
+from paceline.records.store import Run, save_run
 from paceline.report.plots import render_png
 from paceline.report.profiles import (
     BLOCKS,
@@ -178,12 +180,32 @@ def test_several_profiles_make_one_comm_table_in_which_models_stand_together(bui
         ("10gbe", 2, small.model), ("10gbe", 2, "larger"), ("10gbe", 64, small.model), ("10gbe", 64, "larger"),
     ]  # fmt: skip
     assert len(rows) == 8 and "of a step of " in result.answer and "68 B of gradients" in result.answer
-    assert result.table().title.startswith(f"{small.model}, larger: ")
     result.folder = Path("a")
     assert result.next_steps == []
     one = build("profile comm-table", small, networks="10gbe", ranks=[2])
+    assert one.table().terminal(80)[0].count(small.model) == 1
     one.folder = Path("a")
     assert one.next_steps == ["paceline predict --model-profile a --network 10gbe"]
+
+
+def test_profiles_at_two_batch_sizes_can_be_told_apart(build):
+    result = build("profile comm-table", build_profile(), build_profile(batch_size=99), networks="10gbe", ranks=[2])
+    assert [row["batch_size"] for row in result.to_json()["rows"]] == [build_profile().batch_size, 99]
+    assert "| batch |" in result.table().markdown() and "(batch " in result.answer
+
+
+def test_a_saved_comm_table_reads_its_curves_again(build):
+    curve = str(RESULTS / "neoverse-n1-2-cores" / "allreduce-gloo")
+    result = build("profile comm-table", build_profile(), networks="10gbe", ranks=[2], curves=[curve, "nowhere"])
+    assert [row.step.network for row in result.rows] == ["10gbe", "gloo"]
+    assert result.findings[-1] == "without the networks of nowhere, which is not there"
+
+
+def test_a_comm_table_of_profiles_has_their_warnings_and_none_of_its_own(build, monkeypatch, tmp_path):
+    result = build("profile layers", build_profile())
+    save_run(replace(result.run, warnings=("noisy",)), tmp_path / "run.json")
+    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
+    assert paceline.comm_table(profiles=[tmp_path], network="10gbe", ranks=2).warnings == (f"{tmp_path}: noisy",)
 
 
 def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, build_environment, build_samples):

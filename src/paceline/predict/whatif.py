@@ -150,6 +150,7 @@ class CommRow:
     size."""
 
     model: str
+    batch_size: int
     num_bytes: int
     backward_s: float
     compute_source: str
@@ -178,6 +179,6 @@ def build_comm_table(
         assumption = "; ".join(fabric.assumptions)
         for row in simulate_what_if(job, draws, fabric, known):
             message_s = fabric.build_curve(row.world_size).estimate_s(job.num_bytes)
-            what = (profile.model, job.num_bytes, job.backward_s, profile.source)
+            what = (profile.model, profile.batch_size, job.num_bytes, job.backward_s, profile.source)
             rows.append(CommRow(*what, message_s, row, assumption))
     return rows

@@ -13,18 +13,18 @@ from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.errors import ConfigError, RecordError
+from paceline.errors import ConfigError, RecordError, refuse
 from paceline.predict import traces as tracing
 from paceline.predict.advice import Advice, StepFacts, find_message_share
-from paceline.predict.networks import MeasuredFabric, find_networks
+from paceline.predict.networks import MeasuredFabric, build_sweeps, find_networks
 from paceline.predict.traces import CATEGORIES, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
-from paceline.records import LayerProfileRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.layers import OUTSIDE
 from paceline.records.samples import group_by
-from paceline.records.store import Run
+from paceline.records.store import Run, load_run
 from paceline.report.memory import MEMORY, describe_memory, list_memory, plot_memory
 from paceline.report.plots import COLORS, new_figure, place_legend
 from paceline.report.result import Result, list_differences
@@ -410,12 +410,14 @@ def plot_timeline(lanes: Sequence[StepLane], title: str, subtitle: str) -> Figur
 class CommTableResult(Result):
     """`profile comm-table`: the measured step of one rank, and its gradients on assumed and measured networks.
 
-    `sweeps` are networks that were measured; those of a saved run are in the runs that `--curve` named.
+    Measured networks are read from the runs that `--curve` named, which are not part of this one.
     """
 
-    def __init__(self, run: Run, folder: Path | None = None, sweeps: Sequence[MeasuredFabric] = ()) -> None:
-        super().__init__(run, folder)
+    def _derive(self) -> None:
         self.rows: list[CommRow] = []
+        self._lost = [path for path in self.config.get("curves", ()) if not Path(path).exists()]
+        curves = [path for path in self.config.get("curves", ()) if path not in self._lost]
+        sweeps = load_sweeps(curves, self.config["ranks"])
         for profile in self.only(LayerProfileRecord):
             self.rows += build_comm_table(profile, find_networks(self.config["networks"]), sweeps, self.config["ranks"])
         groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))  # models are compared in each
@@ -427,7 +429,11 @@ class CommTableResult(Result):
         is_one = len(self.records) == 1
 
         def say(row: CommRow) -> str:
-            of = "" if is_one else f" of {row.model} ({format_bytes(row.num_bytes)} of gradients)"
+            of = (
+                ""
+                if is_one
+                else f" of {row.model} (batch {row.batch_size}, {format_bytes(row.num_bytes)} of gradients)"
+            )
             where = f"{row.step.network} with {row.step.world_size:,} ranks"
             return f"{row.step.exposed_share:.1%} of a step{of} on {where}"
 
@@ -439,11 +445,11 @@ class CommTableResult(Result):
     @property
     def findings(self) -> list[str]:
         how = "overhead: all gradients in one message after backward; step and exposed: the best bucket size, as "
-        return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds it"]
+        lost = [f"without the networks of {path}, which is not there" for path in self._lost]
+        return [*dict.fromkeys(row.assumption for row in self.rows), how + "`predict` finds it", *lost]
 
     def tables(self) -> list[Table]:
-        names = ", ".join(dict.fromkeys(row.model for row in self.rows))
-        return [Table("table", f"{names}: communication against computation", COMM, self.rows, key="rows")]
+        return [Table("table", "communication against computation", COMM, self.rows, key="rows")]
 
     @property
     def next_steps(self) -> list[str]:
@@ -452,8 +458,23 @@ class CommTableResult(Result):
         return [f"paceline predict --model-profile {self.folder} --network 10gbe"]
 
 
+def load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[MeasuredFabric]:
+    """The networks in runs of `bench allreduce` that were measured on some of these numbers of ranks."""
+    sweeps: list[MeasuredFabric] = []
+    for path in paths:
+        run = load_run(path)
+        records = [record for record in run.records if isinstance(record, CollectiveRecord)]
+        what = f"--curve {path} is a run of `{run.verb}`: give one of `paceline bench allreduce`"
+        refuse((not records, what), code="mismatch")
+        found = [sweep for sweep in build_sweeps(records) if set(sweep.ranks) & set(ranks)]
+        refuse((not found, f"--curve {path}: no measured all-reduce of {', '.join(map(str, ranks))} ranks is in it"))
+        sweeps += found
+    return sweeps
+
+
 COMM = (
     *text_columns("model", priority=1),
+    Column("batch", "batch_size", "number", "batch_size", is_key=True),
     Column("gradients", "num_bytes", "bytes", "gradient_bytes", is_key=True),
     *text_columns("step.network", is_key=True),
     Column("ranks", "step.world_size", "number", "world_size", is_key=True),

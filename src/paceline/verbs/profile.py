@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -113,31 +114,36 @@ def comm_table(
     job (`batch_size=4`, `device="cpu"`, ...).
     """
     from paceline.predict.networks import find_networks
-    from paceline.report.profiles import CommTableResult, ProfileResult
+    from paceline.report.profiles import ProfileResult, load_sweeps
 
     check_counts(iters=iters, warmup=warmup)
     counts = list_counts(ranks)
     find_networks(network)
-    sweeps = _load_sweeps(curves, counts)
+    load_sweeps(curves, counts)  # refused before anything is measured
     records: list[Any] = []
+    warnings: list[str] = []
     if profiles:
         others = {"model": model, "iters": iters, "warmup": warmup, **job}
-        given = ", ".join(name for name, value in others.items() if value is not None)
+        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in others.items() if value is not None)
         refuse((given, f"{given} with --model-profile: the profile was measured with its own; leave it out"))
-        config, records = {"profiles": list(map(str, profiles))}, [find_profile(load_run(path)) for path in profiles]
+        runs = [load_run(path) for path in profiles]
+        config, records = {"profiles": list(map(str, profiles))}, [find_profile(run) for run in runs]
+        warnings = [f"{path}: {text}" for path, run in zip(profiles, runs, strict=True) for text in run.warnings]
     elif isinstance(model, ProfileResult):
-        config, records = model.config, [model.profile]
+        config, records, warnings = model.config, [model.profile], list(model.warnings)
         refuse((model.profile is None, 'this profile has no layers: use kind="all" or kind="layers"'), code="mismatch")
     else:
         settings = _build_bare("cnn" if model is None else model, job)
         config = settings.to_json()
     more = {"networks": network, "ranks": list(counts), "curves": [str(path) for path in curves]}
     with open_session("profile comm-table", config | more, out=out, progress=progress) as session:
-        if not records:
+        if records:  # nothing is timed here, so that the load of this machine says nothing
+            session.warnings += warnings
+            session.environment = replace(session.environment, load_average=None)
+        else:
             arguments = (settings, "layers", iters or 10, 2 if warmup is None else warmup)
             records = session.ask(_ROOM + "measure_profile", arguments)
-        table: Any = finish(session, records, build=lambda run, folder: CommTableResult(run, folder, sweeps))
-        return cast("CommTableResult", table)
+        return cast("CommTableResult", finish(session, records))
 
 
 def compare(first: str | Path | Result, second: str | Path | Result) -> ComparisonResult | TrainComparisonResult:
@@ -166,19 +172,3 @@ def _build_bare(model: str, job: dict[str, Any]) -> TrainSettings:
         (accumulate not in (None, 1), f"--accumulate {accumulate}: layers are timed over one micro-batch"),
     )
     return build_settings(model=model, wrapper="none", **job)
-
-
-def _load_sweeps(paths: Sequence[str | Path], ranks: Sequence[int]) -> list[Any]:
-    from paceline.predict.networks import build_sweeps
-    from paceline.records import CollectiveRecord
-
-    sweeps: list[Any] = []
-    for path in paths:
-        run = load_run(path)
-        records = [record for record in run.records if isinstance(record, CollectiveRecord)]
-        what = f"--curve {path} is a run of `{run.verb}`: give one of `paceline bench allreduce`"
-        refuse((not records, what), code="mismatch")
-        found = [sweep for sweep in build_sweeps(records) if set(sweep.ranks) & set(ranks)]
-        refuse((not found, f"--curve {path}: no measured all-reduce of {', '.join(map(str, ranks))} ranks is in it"))
-        sweeps += found
-    return sweeps
