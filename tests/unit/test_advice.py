@@ -59,7 +59,14 @@ def test_the_optimizer_is_not_repeated_with_the_micro_batches():
     assert (found.share, found.of, found.optimizer) == (pytest.approx(0.3), "the step", pytest.approx(0.2))
     assert found.estimate(2) == pytest.approx(3 / (3 + 2 + 2 * 5))
     assert "about 20%" in given(made, "accumulate").text
-    assert MessageShare(0.422, "kernel time", 0.0).estimate(2) == pytest.approx(0.267, abs=5e-4)
+    assert MessageShare(0.422, "kernel time", 0.0, 0).estimate(2) == pytest.approx(0.267, abs=5e-4)
+
+
+def test_on_a_gpu_messages_of_the_host_are_a_share_of_the_step():
+    made = MadeTrace(rank=1).step().kernel(TENSOR_GEMM, 0, 5).bucket(4, 8).phase("optimizer", 8, 10)
+    found = find_message_share([build_overview(made.build())])
+    assert found == (pytest.approx(0.3), "the step", pytest.approx(0.2), 1)
+    assert "30% of the step" in given(made, "accumulate").text
 
 
 def test_another_plan_can_hide_what_fits_behind_backward():

@@ -7,7 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
 
+from paceline.measure.traces import list_blocks
 from paceline.predict.memory import CATEGORIES, MARK, MemoryMark, MemoryMarks, MemoryUse, build_memory
 from paceline.predict.traces import build_overview, overview_from_json, overview_to_json
 from paceline.report.memory import MEMORY, describe_memory, list_memory, plot_memory
@@ -111,6 +114,26 @@ def test_on_a_gpu_the_sum_is_the_allocators_and_what_is_unknown_is_other():
     assert MadeMemory(1).mark(0, "data", parameters=(1, 100)).mark(1, "end").build(300).totals == [300, 300]
 
 
+def test_of_a_batch_in_a_larger_storage_what_it_spans_is_data():
+    corpus, cpu = torch.zeros(1000, dtype=torch.int64), torch.device("cpu")
+    address, batch = corpus.data_ptr(), (corpus[100:164], corpus[101:165].view(8, 8))
+    assert list_blocks({"data": batch}, cpu) == ((address, 65 * 8, "data"),)
+    assert list_blocks({"data": corpus.view(10, 100)[:2, ::50]}, cpu) == ((address, 151 * 8, "data"),)
+    assert list_blocks({"data": corpus}, cpu) == ((address, 8000, "data"),)
+    # A gradient is a view of the bucket in which it is sent.
+    assert list_blocks({"gradients": [corpus[:10]]}, cpu) == ((address, 8000, "gradients"),)
+    assert list_blocks({"data": [corpus[:0], None]}, cpu) == list_blocks({"data": corpus}, torch.device("meta")) == ()
+
+
+def test_the_inputs_of_a_sparse_embedding_are_no_gradients():
+    embedding, ids, seen = torch.nn.Embedding(9, 4, sparse=True), torch.tensor([1, 3, 5]), list[Any]()
+    node, cpu = get_gradient_edge(embedding.weight).node, torch.device("cpu")
+    node.register_prehook(lambda grads: seen.append(list_blocks({"gradients": grads, "data": ids}, cpu)))
+    embedding(ids).square().sum().backward()
+    assert {category: size for _, size, category in seen[0]} == {"gradients": 3 * 4 * 4, "data": 3 * 8}
+    assert len(seen[0]) == 2
+
+
 def test_the_time_of_listing_belongs_to_no_phase():
     made = MadeMemory().mark(100, "data", took=50).change(160, 1, 8).mark(170, "forward", took=30)
     made.mark(210, took=5).change(225, 2, 8).mark(230, "backward", took=10).mark(250, "end", took=40)
@@ -141,8 +164,17 @@ def test_a_long_timeline_is_thinned_and_keeps_its_peak_and_the_most_of_each_cate
         size = 77 if number == 4321 else 1 + number % 50
         made.change(2 + number, 9, size).change(2.5 + number, 9, -size)
     memory = made.change(6000, 8, 500).change(6001, 8, -500).mark(7000, "end").build()
-    assert len(memory.times_s) < 320 and memory.peak_bytes == 1500
+    assert len(memory.times_s) < 620 and memory.peak_bytes == 1500
     assert {one.category: one.largest_bytes for one in memory.held}["temporary"] == 500
+
+
+def test_a_thinned_timeline_does_not_hold_what_is_free():
+    made = MadeMemory().mark(0, "data").change(1, 9, 900).change(2, 9, -900)
+    for number in range(1000):  # nothing is larger, so the first interval has its highest moment at its begin
+        made.change(10 + number, 8, 1).change(10.5 + number, 8, -1)
+    memory = made.mark(5000, "end").build()
+    assert max(total for time_s, total in zip(memory.times_s, memory.totals, strict=True) if time_s > 1e-6) == 1
+    assert min(memory.totals[memory.peak : memory.peak + 3]) == 0
 
 
 def test_the_most_of_a_category_is_kept_where_the_sum_is_low():

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
 from paceline.errors import ConfigError, MeasurementError, refuse
 from paceline.measure.engine import Pace, Report, build_control, build_samples, run_rounds, synchronize
@@ -160,7 +161,8 @@ class OwnJob:
         )
         self.steps_per_turn = 4 if self.is_shared else 1  # to put another wrapper around it is costly
         self._active: Replica | None = None
-        self._saved = {key: value.detach().clone() for key, value in self.module.state_dict().items()}
+        # In host memory: copies on a GPU would be part of the memory that is measured.
+        self._saved = {key: value.detach().to("cpu", copy=True) for key, value in self.module.state_dict().items()}
         self._optimizers: dict[torch.optim.Optimizer, dict[str, Any]] = {}
         self._device, self._was_training = trained[0].device, self.module.training
         self.labels: dict[str, Any] = {
@@ -187,7 +189,9 @@ class OwnJob:
 
         def save(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if optimizer not in self._optimizers:
-                self._optimizers[optimizer] = copy.deepcopy(optimizer.state_dict())
+                state: dict[str, Any] = optimizer.state_dict()
+                on_host = tree_map_only(torch.Tensor, torch.Tensor.cpu, state["state"])
+                self._optimizers[optimizer] = copy.deepcopy(state | {"state": on_host})
 
         with self.module.register_forward_pre_hook(look, with_kwargs=True), register_optimizer_step_pre_hook(save):
             self._step(self.module)

@@ -193,12 +193,25 @@ class _SeenMemory(_TracedPhases):
 
     def _mark(self, phase: str, listed: dict[str, Any]) -> None:
         with record_function(f"{MARK} {len(self._marks)}"):
-            blocks = set()
-            for name, tensor in ((name, tensor) for name, value in listed.items() for tensor in find_tensors(value)):
-                for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
-                    if part.device == self._device and (size := part.untyped_storage().nbytes()):
-                        blocks.add((part.untyped_storage().data_ptr(), size, name))
-            self._marks.append(MemoryMark(phase, tuple(blocks)))
+            self._marks.append(MemoryMark(phase, list_blocks(listed, self._device)))
+
+
+def list_blocks(listed: dict[str, Any], device: torch.device) -> tuple[tuple[int, int, str], ...]:
+    """The memory on a device of all tensors, given by category: the address, bytes and category of each block. A batch
+    may be a view of a whole data set, so of data only the bytes from the first to the last of them are counted."""
+    spans: dict[tuple[int, str], tuple[int, int]] = {}
+    for category, tensor in ((name, tensor) for name, value in listed.items() for tensor in find_tensors(value)):
+        parts = (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,)
+        for part in parts[:1] if category == "gradients" else parts:  # its indices may be inputs
+            if part.device == device and part.numel():
+                storage, first, last = part.untyped_storage(), 0, part.untyped_storage().nbytes()
+                if category == "data":
+                    first = int(part.storage_offset()) * part.itemsize
+                    steps = sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+                    last = first + (1 + steps) * part.itemsize
+                known = spans.get((storage.data_ptr(), category), (first, last))
+                spans[storage.data_ptr(), category] = min(first, known[0]), max(last, known[1])
+    return tuple((address, last - first, category) for (address, category), (first, last) in spans.items())
 
 
 def _clock_offset_ns() -> tuple[int, int]:

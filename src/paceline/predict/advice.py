@@ -54,13 +54,14 @@ class Advice:
 
 
 class MessageShare(NamedTuple):
-    """The share of messages in kernel time or, where no kernel was recorded, in the step, and that of the optimizer, 0
-    where it is not known. Of the rank that waits least for messages: those of the others also hold the time that they
-    wait for it."""
+    """The share of messages in kernel time or, where no kernel sends them, in the step, and that of the optimizer, 0
+    where it is not known. `rank` is the one that waits least for messages: those of the others also hold the time that
+    they wait for it."""
 
     share: float
     of: str
     optimizer: float
+    rank: int
 
     def estimate(self, times: float) -> float:
         """The share of messages in a step of `times` as many micro-batches: messages and optimizer stay one each."""
@@ -70,9 +71,10 @@ class MessageShare(NamedTuple):
 
 def find_message_share(overviews: Sequence[Overview]) -> MessageShare:
     first = _pick_first(overviews)
-    if first.gpu is not None:
-        return MessageShare(first.gpu.communication_share, "kernel time", 0.0)
-    return MessageShare(first.share("communication"), "the step", first.phases_s.get("optimizer", 0.0) / first.step_s)
+    if first.gpu is not None and first.gpu.communication_share:
+        return MessageShare(first.gpu.communication_share, "kernel time", 0.0, first.rank)
+    optimizer = first.phases_s.get("optimizer", 0.0) / first.step_s
+    return MessageShare(first.share("communication"), "the step", optimizer, first.rank)
 
 
 def _pick_first(overviews: Sequence[Overview]) -> Overview:

@@ -63,8 +63,8 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Allocated memory at moments of one step, since its begin. Of a step with many allocations it has the highest
-    moment of each short interval. `operator` allocated last before the peak; empty where no operator did."""
+    """Allocated memory at moments of one step, since its begin. Of a step with many allocations it has the highest and
+    the last moment of each short interval. `operator` allocated last before the peak; empty where no operator did."""
 
     times_s: tuple[float, ...]
     phases: tuple[MemoryPhase, ...]
@@ -201,11 +201,12 @@ def _find_category(block: _Block, phases: Sequence[tuple[str, float]]) -> str:
 
 
 def _thin(held: Ints) -> Ints:
-    """The moments to keep: the ends, the most of each category and of all, and the highest of each interval."""
+    """The moments to keep: the ends, the most of each category and of all, the highest and the last of each interval.
+    Without the last, a picture would show memory that is free until the next interval."""
     totals, count = held.sum(axis=0), held.shape[1]
     intervals = np.array_split(np.arange(count), min(count, _MAX_INTERVALS))
     highest = [int(part[np.argmax(totals[part])]) for part in intervals]
-    return np.unique([0, count - 1, *np.argmax(held, axis=1), np.argmax(totals), *highest])
+    return np.unique([0, *np.argmax(held, axis=1), np.argmax(totals), *highest, *(part[-1] for part in intervals)])
 
 
 def _find_operator(events: Iterable[dict[str, Any]], change: dict[str, Any] | None) -> str:
