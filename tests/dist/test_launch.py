@@ -342,8 +342,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "ending",
     [
-        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP)),
-        signal.SIGTERM,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)),
         signal.SIGKILL,
     ],
 )
@@ -480,6 +479,7 @@ def test_ranks_are_spawned_where_they_cannot_be_forked(monkeypatch):
             pool.run(fail_on, (1,), timeout_s=60)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_is_told_so(start, tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text("import os, paceline\npaceline.run_ranks(os.getpid, 2)\n")

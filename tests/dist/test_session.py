@@ -427,6 +427,7 @@ def test_an_interrupt_says_within_seconds_what_is_saved(play, tmp_path, number, 
         assert json.loads((folders[0] / "cells" / "quick.json").read_text())["cell"] == "quick"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_are_asked_to_save_and_stop(play):
     job = play("save", "listening")

@@ -324,6 +324,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(store):
         load_checkpoint(store.path(20))
 
 
+@pytest.mark.slow
 def test_loading_takes_little_more_memory_than_the_tensors(start, tmp_path):
     with opened(tmp_path) as store:
         weights = torch.zeros(8 * 2**20)  # 32 MiB
