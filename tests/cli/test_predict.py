@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Text
 
 from paceline import load_result
+from paceline.errors import ConfigError
+from paceline.predict.search import CapCurve
 from paceline.report.predictions import CapsResult
 from paceline.units import format_ms
 from paceline.verbs.predict import predict_csv
@@ -58,7 +62,7 @@ def test_the_row_backward_is_what_is_in_no_layer_or_only_the_call(tables, row_s,
     (tables / "layer-times-model.csv").write_text(TIMES + rows)
     result = predict_csv(tables)
     assert result.job.backward_s == pytest.approx(expected_s) == result.job.ready_s[-1]
-    assert any("shared evenly" in note for note in result.job.notes) == (row_s == 0.01)
+    assert any("shared in proportion" in note for note in result.job.notes) == (row_s == 0.01)
 
 
 def test_one_of_several_numbers_of_ranks_is_chosen(command, tables, tmp_path):
@@ -69,7 +73,7 @@ def test_one_of_several_numbers_of_ranks_is_chosen(command, tables, tmp_path):
     for more, words in (
         ((), "nccl on 8 ranks, gloo on 4 ranks; choose one with --ranks and --backend"),
         (("--ranks", "2"), "nccl on 8 ranks"),
-        (("--ranks", "4,8"), "one number is needed"),
+        (("--ranks", "4,8"), "--ranks 4,8 with --csv: one number is needed"),
         (("--network", "10gbe"), "--network with --csv"),
     ):
         answer = command(*asked, *more)
@@ -103,6 +107,59 @@ def test_measured_times_are_compared(command, tables, tmp_path):
         assert answer.code == 2 and words in answer.err and len(answer.err.splitlines()) == 1, answer.err
     answer = command("predict", "--model-profile", "nowhere", "--measured", str(table))
     assert answer.code == 2 and "--measured is compared with --csv" in answer.err
+
+
+def test_measured_steps_need_the_step_in_the_tables(tables, tmp_path):
+    table = tmp_path / "measured.csv"
+    table.write_text("bucket_size,step_s\n1MiB,0.1\n")
+    with pytest.raises(ConfigError, match="has no row forward and no row step, so that no step can be predicted"):
+        predict_csv(tables, measured=table)
+    rows = "forward,0,0,0,0,0.03\nstep,0,0,0,0,0.01\n"
+    (tables / "layer-times-model.csv").write_text(TIMES + rows)
+    result = predict_csv(tables, measured=table)
+    assert result.predict_s(result.measured[0]) == pytest.approx(result.caps.points[0].backward_s + 0.04)
+
+
+def write_small(folder: Path, most: int = 10_000_000) -> None:
+    """Gradients of 4 MB and 8 MB, of which the smaller is ready last, and an all-reduce of 0.1 ms."""
+    (folder / "layer-sizes-model.csv").write_text(",Name,No. Params\n0,a,1000000\n1,b,2000000\n")
+    rows = "".join(f"{name},{s},{s},{s},0,{s}\n" for name, s in (("a grad", 0.02), ("b grad", 0.05)))
+    (folder / "layer-times-model.csv").write_text(TIMES.splitlines()[0] + "\n" + rows)
+    rows = "".join(f"nccl,8,{n},{4 * n},{1e-4 + 4 * n / 1e9},0\n" for n in (1, 10_000, most))
+    (folder / "allreduce-times-model.csv").write_text(ALLREDUCE.splitlines()[0] + "\n" + rows)
+
+
+def test_the_picture_has_every_measured_size_and_the_text_says_which_is_best(tables, tmp_path):
+    write_small(tables)
+    table = tmp_path / "measured.csv"
+    table.write_text("bucket_size,backward_s\n1KiB,0.1\n6MiB,0.09\n25MiB,0.08\n")
+    result = predict_csv(tables, measured=table)
+    axes = result.figure("caps").axes[0]
+    assert axes.get_xlim()[0] == pytest.approx(2**-10)
+    assert "lines: simulated" not in "".join(text.get_text() for text in axes.figure.findobj(Text))
+    assert result.answer.startswith("Best bucket size: 3.81 MiB to 7.63 MiB, ") and result.answer.endswith("Simulated.")
+    # 80 ms is 11.1 % less than 90.
+    assert "the best measured is 25 MiB, 11.1% less than the best in a predicted range" in result.findings[-1]
+    table.write_text("bucket_size,backward_s\n1KiB,0.07\n25MiB,0.08\n")
+    assert "1 KiB, in a predicted range" in predict_csv(tables, measured=table).findings[-1]
+
+
+def test_other_ranges_are_those_that_are_not_the_answer(tables):
+    result = predict_csv(tables)
+    best = result.caps.best
+    slow = replace(best, low_bytes=5_000_001, high_bytes=5_999_999, step=replace(best.step, over_s=9.0))
+    first, last = (replace(best, low_bytes=low, high_bytes=high) for low, high in ((1, 5_000_000), (6_000_000, 10**8)))
+    result.caps = CapCurve((first, slow, last))
+    assert result.caps.plateau == (6_000_000, 10**8)
+    assert "1 more range of sizes within 1 % of the best, from 3.81 MiB to 4.77 MiB" in result.findings
+
+
+def test_what_is_beyond_the_table_is_said_in_the_answer_and_in_the_legend(tables):
+    write_small(tables, most=1_000_000)
+    result = predict_csv(tables)
+    assert result.answer.endswith("Simulated, with messages larger than any of the table.")
+    labels = result.figure("sensitivity").axes[0].get_legend_handles_labels()[1]
+    assert "the same, beyond the table" in labels
 
 
 def test_a_person_reads_the_answer(command, tables, tmp_path):

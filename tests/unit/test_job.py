@@ -7,8 +7,8 @@ import pytest
 from paceline.errors import ConfigError, RecordError
 from paceline.predict.curves import MeasuredCurve
 from paceline.predict.job import build_job_from_profile, build_job_from_tables, draw_jobs
-from paceline.predict.search import estimate_caps, estimate_sensitivity
-from paceline.predict.simulate import MachineCosts
+from paceline.predict.search import CapCurve, CapPoint, estimate_caps, estimate_sensitivity
+from paceline.predict.simulate import BucketSpan, MachineCosts, SimulatedStep
 from paceline.records import LayerSizeRecord, LayerTimeRecord, Summary
 
 from .test_records_layers import build_profile
@@ -128,10 +128,21 @@ def test_the_curve_has_each_partition_once_and_a_floor_that_no_bucket_size_remov
     fast = [point for point in curve.points if point.backward_s <= 1.01 * curve.best.backward_s]
     covered = [p for p in curve.points if any(a <= p.low_bytes and p.high_bytes <= b for a, b in curve.plateaus)]
     assert covered == fast and len(curve.plateaus) > 1
-    assert high / low == max(b / a for a, b in curve.plateaus)
     assert (
         curve.points[0].backward_s > 1.5 * curve.best.backward_s and curve.points[-1].backward_s > curve.best.backward_s
     )
+
+
+def test_the_widest_range_counts_from_the_smallest_gradient():
+    # (low, high, backward): 1 B to 150 B is wide only below 100 B, where all caps make the same buckets.
+    steps = [(1, 150, 1.0), (151, 200, 2.0), (201, 600, 1.005), (601, 700, 2.0), (701, 800, 1.0)]
+    buckets = (BucketSpan(100), BucketSpan(700))
+    points = (CapPoint(a, b, (1, 2), SimulatedStep(buckets, 1.0, s, 0.0, 0.0, 1.0)) for a, b, s in steps)
+    curve = CapCurve(tuple(points))
+    assert curve.plateaus == [(100, 150), (201, 600), (701, 800)]
+    assert curve.plateau == (201, 600) and curve.chosen is curve.points[2]
+    narrow = CapCurve(curve.points[:2])
+    assert narrow.plateau == (100, 150) and narrow.chosen is curve.points[0]
 
 
 def test_a_larger_latency_asks_for_larger_buckets():
@@ -154,7 +165,8 @@ def test_the_rest_of_backward_and_layers_without_parameters_take_their_time():
     sizes, times = [size("a", 10), size("b", 20)], [time("a grad", 1.0), time("b grad", 2.0)]
     job = build_job_from_tables(sizes, [*times, time("relu grad", 0.5), time("backward", 2.5)])
     assert job.backward_s == pytest.approx(6.0) and job.ready_s == pytest.approx((4.0, 6.0))
-    assert any("3000 of 6000 ms of backward: the rest is shared evenly" in note for note in job.notes)
+    assert any("3000 of 6000 ms of backward: the rest is shared in proportion" in note for note in job.notes)
+    assert "no size for relu: taken as without parameters" in job.notes
 
 
 def test_exported_tables_give_the_backward_of_their_profile():
@@ -169,3 +181,5 @@ def test_times_without_a_size_and_tables_without_layers_are_refused():
         build_job_from_tables([size("a", 1)], [time("c grad", 1.0)])
     with pytest.raises(RecordError, match="empty"):
         build_job_from_tables([], [])
+    with pytest.raises(RecordError, match="each layer needs a row `NAME grad`"):
+        build_job_from_tables([size("a", 1)], [time("forward", 1.0), time("backward", 1.0)])

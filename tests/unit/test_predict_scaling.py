@@ -352,15 +352,21 @@ def test_beyond_the_host_the_slowest_of_all_ranks_is_waited_for():
     assert times[64][1] - times[4][1] == pytest.approx(step_s * (wait - 1), rel=0.1)
 
 
-def test_steps_that_a_rank_spoilt_are_a_doubt():
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_steps_that_a_rank_disturbed_calibrate_nothing(ranks):
     world = MadeWorld(cores=4)
     known = world.evidence(1, 2, 4)
-    last = known.shared[-1]
-    rows = tuple(tuple(s * (1.4 if rank == 3 else 1.0) for rank, s in enumerate(row)) for row in last.no_comm.seconds)
-    spoilt = replace(last, no_comm=replace(last.no_comm, seconds=rows))
-    changed = world.evidence(1, 2, 4, records=(known.alone, known.shared[0], spoilt))
-    assert "rank 3 was disturbed in steps on 4 ranks" in simulate_scaling(changed, (4,))[0].doubt
-    assert simulate_scaling(known, (4,))[0].doubt == ""
+    rest, (last,) = ([r for r in known.shared if (r.world_size == ranks) is side] for side in (False, True))
+    rows = tuple(tuple(s * (1.4 if rank == 1 else 1.0) for rank, s in enumerate(row)) for row in last.no_comm.seconds)
+    disturbed = replace(last, no_comm=replace(last.no_comm, seconds=rows))
+    # What took turns with it is not used either.
+    for late in ((disturbed,), (last, replace(disturbed, wrapper="other"))):
+        changed = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest, *late))
+        without = world.evidence(1, sweeps=(2, 4), records=(known.alone, *rest))
+        assert simulate_scaling(changed, (2, 4)) == simulate_scaling(without, (2, 4))
+        text = f"disturbed steps on {ranks} ranks are left out"
+        assert text in describe_assumptions(changed)[0] and text not in describe_assumptions(without)[0]
+    assert changed.layouts == known.layouts
 
 
 def test_a_host_of_one_device_needs_no_sweep():

@@ -136,6 +136,14 @@ def test_bars_of_a_step_are_compute_and_exposed_on_top():
         assert high.get_y() == pytest.approx(low.get_height())
 
 
+@pytest.mark.parametrize("last", [2, 4])
+def test_the_predicted_curve_starts_at_the_last_ranks_that_were_not_disturbed(last):
+    points = [replace(p, is_disturbed=p.record.world_size > last) for p in POINTS]
+    predicted = match_predictions(make_predictions(counts=(8, 64)), points)
+    lines = {line.get_label(): line for line in scaling.plot_ranks("weak", points, "box", predicted).axes[0].lines}
+    assert list(lines["paceline on gloo, this host (simulated)"].get_xdata()) == [last, 8, 64]
+
+
 def test_a_disturbed_point_is_hollow_and_its_bar_is_hatched():
     places = [("torch on gloo", ("weak", 32), 4), ("paceline on gloo", ("weak", 32), 4)]
     points = [replace(p, is_disturbed=(p.record.variant, p.record.cell, p.record.world_size) in places) for p in POINTS]

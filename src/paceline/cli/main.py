@@ -144,7 +144,8 @@ def _predict(*, csv: Path | None = None, profile: Path | None = None, progress: 
     if profile is not None:
         return predict(profile, out=out, **given)
     ranks = given.pop("ranks", (None,))
-    refuse((len(ranks) != 1, f"--ranks {ranks} with --csv: one number is needed, that of the table of all-reduce"))
+    what = f"--ranks {','.join(map(str, ranks))} with --csv: one number is needed, that of the table of all-reduce"
+    refuse((len(ranks) != 1, what))
     return predict_csv(csv or "", ranks=ranks[0], out=out, **given)
 
 

@@ -156,8 +156,10 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
     if untimed := [record.layer for record in sizes if _normalize(record.layer) not in seconds]:
         notes.append(f"no times for {', '.join(untimed)}: taken as 0, at their place in backward")
     unknown = sorted(set(seconds) - {_normalize(record.layer) for record in sizes})
-    if unknown and set(untimed) - {OUTSIDE}:  # else they have no parameters
+    if unknown and set(untimed) - {OUTSIDE}:  # else they are taken to have no parameters
         raise RecordError(f"times for layers that have no size: {', '.join(unknown)}")
+    if unknown:
+        notes.append(f"no size for {', '.join(unknown)}: taken as without parameters")
     gradients, ready = [], []
     now_s, taken_apart = 0.0, 0
     for record in reversed(sizes):
@@ -168,13 +170,15 @@ def build_job_from_tables(sizes: Sequence[LayerSizeRecord], times: Sequence[Laye
             gradients += [Gradient(name, num_params * 4) for name, num_params, _ in pieces]
             ready += [now_s + share * took_s for _, _, share in pieces]
         now_s += took_s
+    if now_s == 0:
+        raise RecordError("no times of layers: each layer needs a row `NAME grad`, the seconds of its backward")
     if taken_apart:
         notes.append(f"{taken_apart} blocks taken apart into GPT-2's tensors; ready by their share of matrix products")
     # The row `backward` is what is in no layer; in some tables only the call, which takes microseconds on a GPU.
     whole_s = now_s + phases.get("backward", 0.0) + math.fsum(seconds[layer] for layer in unknown)
-    if whole_s > 1.001 * now_s > 0:
+    if whole_s > 1.001 * now_s:
         took = f"layers with gradients take {format_ms(now_s)} of {format_ms(whole_s)} ms of backward"
-        notes.append(f"{took}: the rest is shared evenly")
+        notes.append(f"{took}: the rest is shared in proportion")
         ready, now_s = [ready_s * whole_s / now_s for ready_s in ready], whole_s
     size = format_bytes(sum(gradient.num_bytes for gradient in gradients))
     notes.append(f"{len(gradients)} gradients, {size} in float32; backward of one rank {format_ms(now_s)} ms")

@@ -55,8 +55,9 @@ def estimate_spread(seconds: Sequence[float]) -> float:
 
 
 class ScalingEvidence:
-    """What is known of one wrapper on one backend in one cell (mode, size), from the records of a study. With `up_to`,
-    steps and sweeps on more ranks are held out. This host has cores (or devices) for `at_hand` ranks."""
+    """What is known of one wrapper on one backend in one cell (mode, size), from the records of a study. Numbers of
+    ranks on which a slow rank disturbed the cell are left out. With `up_to`, steps and sweeps on more ranks are held
+    out. This host has cores (or devices) for `at_hand` ranks."""
 
     def __init__(
         self, records: Sequence[Record], wrapper: str, backend: str, cell: tuple[str, int], at_hand: int, up_to: int = 0
@@ -69,6 +70,9 @@ class ScalingEvidence:
         # planner and not from times, so that they are never held out.
         self.one_rank_s = {record.global_batch_size: record.timing.median_s for record in alone}
         self.layouts = {record.world_size: record.bucket_bytes for record in own if record.bucket_bytes}
+        disturbed = {record.world_size for record in steps if record.cell == cell and find_straggler(record)}
+        self.left_out = sorted(disturbed & {record.world_size for record in own})
+        own = [record for record in own if record.world_size not in disturbed]
         if up_to:
             own = [record for record in own if record.world_size <= up_to]
             # One rank sends nothing, so the smallest sweep stays with it.
@@ -200,13 +204,13 @@ class PredictedPoint:
 
     @property
     def error(self) -> float | None:
-        """The predicted step over the measured one, minus 1."""
-        return None if self.measured_s is None else self.step_s / self.measured_s - 1
+        """The predicted step over the measured one, minus 1; None where that must not be used."""
+        return None if self.measured_s is None or self.is_disturbed else self.step_s / self.measured_s - 1
 
     @property
     def is_covered(self) -> bool | None:
-        """Whether the measured step lies in the predicted interval."""
-        return None if self.measured_s is None else self.low_s <= self.measured_s <= self.high_s
+        """Whether the measured step lies in the predicted interval; None where it must not be used."""
+        return None if self.measured_s is None or self.is_disturbed else self.low_s <= self.measured_s <= self.high_s
 
 
 def simulate_scaling(
@@ -358,8 +362,6 @@ class _ScalingCurve:
             doubts.append("no step on several ranks calibrates it: they are taken not to slow each other")
         elif world_size > 2 * most:
             doubts.append(f"{world_size:,} ranks are beyond twice the most whose steps calibrate it, {most}")
-        late = filter(None, map(find_straggler, self.evidence.shared))
-        doubts += [f"rank {one.rank} was disturbed in steps on {one.record.world_size} ranks" for one in late]
         doubts.append(self._build_curve(world_size, place).explain(max(self.evidence.list_buckets(world_size)))[1])
         return "; ".join(filter(None, doubts))
 
@@ -369,6 +371,7 @@ def describe_assumptions(evidence: ScalingEvidence, networks: Sequence[Network] 
     curve = _ScalingCurve(evidence, networks, Resample())
     ranks = ", ".join(map(str, evidence.ranks))
     lines = [f"{evidence.variant}: calibrated on steps of {ranks} ranks; more ranks than that are simulated"]
+    lines[0] += "".join(f"; disturbed steps on {count} ranks are left out" for count in evidence.left_out)
     if curve.corrections:
         factors = ", ".join(f"{factor:.3f} on {count}" for count, factor in curve.slowed[1:])
         found = ", ".join(

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from paceline.plan import cut_by_cap
 from paceline.predict.curves import CostCurve, MeasuredCurve, fit_line
@@ -66,24 +67,28 @@ class CapCurve:
     factor: float = 1.0
     most_bytes: float = math.inf
 
-    @property
+    @cached_property
     def best(self) -> CapPoint:
         return min(self.points, key=lambda point: point.backward_s)
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest gradient: smaller caps than this all make the same buckets, one for each gradient."""
+        return max(1, min(bucket.num_bytes for bucket in self.points[0].step.buckets))
+
+    def is_fast(self, point: CapPoint) -> bool:
+        return point.backward_s <= self.best.backward_s * (1 + PLATEAU)
 
     @property
     def is_beyond(self) -> bool:
         """Whether it takes a bucket larger than any message whose time is known."""
         return max(bucket.num_bytes for bucket in self.chosen.step.buckets) > self.most_bytes
 
-    @property
+    @cached_property
     def plateaus(self) -> list[tuple[int, int]]:
-        """Every range of caps whose times are all within 1 % of the best, in order."""
-        limit_s, found = self.best.backward_s * (1 + PLATEAU), list[tuple[int, int]]()
-        for is_fast, run in itertools.groupby(self.points, lambda point: point.backward_s <= limit_s):
-            if is_fast:
-                points = list(run)
-                found.append((points[0].low_bytes, points[-1].high_bytes))
-        return found
+        """Every range of caps whose times are all within 1 % of the best, in order, from the smallest gradient on."""
+        runs = [list(run) for is_fast, run in itertools.groupby(self.points, self.is_fast) if is_fast]
+        return [(max(self.least_bytes, run[0].low_bytes), run[-1].high_bytes) for run in runs]
 
     @property
     def plateau(self) -> tuple[int, int]:
@@ -94,7 +99,7 @@ class CapCurve:
     def chosen(self) -> CapPoint:
         """The best in that range."""
         low, high = self.plateau
-        inside = (point for point in self.points if low <= point.low_bytes and point.high_bytes <= high)
+        inside = (point for point in self.points if low <= point.high_bytes <= high)
         return min(inside, key=lambda point: point.backward_s)
 
 

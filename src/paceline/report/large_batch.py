@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# Models whose synthetic data are numbers where no kind is named.
+_NUMBERS = (("linear", "synthetic"), ("mlp", "synthetic"))
+
+
 def _spread_columns(name: str, of: str, key: str, render: Callable[[float], str], priority: int) -> list[Column]:
     return [
         Column(name, f"{of}.mean", render, key, priority=priority),
@@ -237,8 +241,9 @@ class LargeBatchResult(StudyResult):
 
     def _derive(self) -> None:
         self.runs, self.noise_records = self.only(LargeBatchRecord), self.only(NoiseRecord)
-        self.has_losses = any(point.test_accuracy is None for run in self.runs for point in run.curve)
-        if self.has_losses:  # a resumed study may have cells of an older version, which saved an accuracy of 0
+        # By the job, for older versions saved an accuracy of 0.
+        self.has_losses = any(run.data == "synthetic:numbers" or (run.model, run.data) in _NUMBERS for run in self.runs)
+        if self.has_losses:
             curves = [tuple(replace(point, test_accuracy=None) for point in run.curve) for run in self.runs]
             self.runs = [replace(run, curve=curve) for run, curve in zip(self.runs, curves, strict=True)]
         self.summaries = summarize_recipes(self.runs)

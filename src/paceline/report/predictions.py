@@ -212,24 +212,29 @@ class CapsResult(Result):
 
     def predict_s(self, record: CapTimeRecord) -> float:
         """What is predicted for a measured time."""
-        step = next(p.step for p in self.caps.points if p.high_bytes >= min(record.cap_bytes, self.job.num_bytes))
+        step = self._find_point(record).step
         return step.step_s if record.of == "step" else step.over_s
+
+    def _find_point(self, record: CapTimeRecord) -> CapPoint:
+        cap_bytes = min(record.cap_bytes, self.job.num_bytes)
+        return next(point for point in self.caps.points if point.high_bytes >= cap_bytes)
 
     @property
     def answer(self) -> str:
+        beyond = ", with messages larger than any of the table" if self.changes[0].is_beyond else ""
         return (
             f"Best bucket size: {_join(*self.caps.plateau)}, all within 1 % of "
-            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication. Simulated."
+            f"{format_ms(self.caps.best.backward_s)} ms of backward with communication. Simulated{beyond}."
         )
 
     @property
     def findings(self) -> Sequence[str]:
-        job, line, (cuts, free), others = self.job, self.line, self.free_plan, self.caps.plateaus[1:]
-        last, size = job.gradients[-1].name, job.sizes[-1]
-        more = f"{len(others)} more ranges of sizes are within 1 %, up to {format_bytes(self.caps.plateaus[-1][1])}"
+        job, line, (cuts, free), best = self.job, self.line, self.free_plan, self.caps.plateau
+        last, size, others = job.gradients[-1].name, job.sizes[-1], [p for p in self.caps.plateaus if p != best]
+        more = f"{format_number_of(len(others), 'more range')} of sizes within 1 % of the best"
         return [
             *job.notes,
-            *([more] if others else []),
+            *([f"{more}, from {_join(others[0][0], others[-1][1])}"] if others else []),
             f"all-reduce as a line: alpha {format_ms(line.alpha_s)} ms, beta {format_rate(line.bytes_per_s)} GB/s, off "
             f"by at most {line.max_rel_residual:.0%}; predictions use the table itself",
             "closed form where communication is the bottleneck: b* = B sqrt(alpha / T) = "
@@ -246,16 +251,16 @@ class CapsResult(Result):
         if not self.measured:
             return []
         errors = [self.predict_s(record) / record.timing.center_s - 1 for record in self.measured]
-        low, high = self.caps.plateau
         best = min(self.measured, key=lambda record: record.timing.center_s)
-        inside = [record for record in self.measured if low <= record.cap_bytes <= high]
+        inside = [record for record in self.measured if self.caps.is_fast(self._find_point(record))]
         off = statistics.fmean(map(abs, errors))
         text = f"measured, {len(errors)} bucket sizes: predictions are {off:.1%} off on average ({min(errors):+.1%} to "
         text += f"{max(errors):+.1%}); the best measured is {format_bytes(best.cap_bytes)}"
         if not inside:
-            return [f"{text}, and no measured size is in the predicted range"]
-        lost = min(record.timing.center_s for record in inside) / best.timing.center_s - 1
-        return [f"{text}, " + ("in the predicted range" if best in inside else f"{lost:.1%} less than in that range")]
+            return [f"{text}, and no measured size is in a predicted range"]
+        lost = 1 - best.timing.center_s / min(record.timing.center_s for record in inside)
+        missed = f"{lost:.1%} less than the best in a predicted range"
+        return [f"{text}, {'in a predicted range' if best in inside else missed}"]
 
     def tables(self) -> list[Table]:
         fast = [point for point in self.caps.points if point.backward_s < 1.5 * self.caps.best.backward_s]
@@ -299,16 +304,16 @@ def plot_caps(result: CapsResult) -> Figure:
     """Time against bucket size: predicted, with the plateau of the best, and measured where it was."""
     curve, measured, best = result.caps, result.measured, result.caps.best
     of = measured[0].of if measured else "backward"
-    figure, axes = new_figure(
-        f"{of.capitalize()} time against bucket size", f"{result.config['csv']}; lines: simulated"
-    )
-    least, rest_s = max(curve.points[0].high_bytes, 1) / MIB, best.step.step_s - best.step.over_s
-    around_s = rest_s if of == "step" else 0.0
+    subtitle = f"{result.config['csv']}; predicted is simulated"
+    figure, axes = new_figure(f"{of.capitalize()} time against bucket size", subtitle)
+    least = min(curve.least_bytes, result.closed_form_bytes, *(record.cap_bytes for record in measured)) / MIB
+    around_s = best.step.step_s - best.step.over_s if of == "step" else 0.0
     ends = best.high_bytes, best.backward_s + around_s
     _draw_caps(axes, curve.points, lambda point: point.backward_s + around_s, ends, best.step.local_s + around_s)
     for number, (low, high) in enumerate(curve.plateaus):
         label = "_" if number else "within 1 % of the best"
-        axes.axvspan(max(low / MIB, least), high / MIB, color=COLORS[2], alpha=0.15, lw=0, label=label)
+        first = least if low == curve.least_bytes else low / MIB  # smaller caps make the same buckets
+        axes.axvspan(first, high / MIB, color=COLORS[2], alpha=0.15, lw=0, label=label)
     axes.axvline(result.closed_form_bytes / MIB, color=COLORS[3], ls="--", lw=1, label="closed form b*")
     if measured:
         points = [(r.cap_bytes / MIB, r.timing.center_s * 1e3, None, None) for r in measured]
@@ -327,11 +332,11 @@ def plot_sensitivity(result: CapsResult) -> Figure:
     for axes, what in zip(grid, named, strict=True):
         curves = sorted((c for c in result.changes if c.what in ("", what)), key=lambda curve: curve.factor)
         for curve in curves:
-            for low, high in curve.plateaus:
-                axes.plot([curve.factor] * 2, [max(low, 1024) / MIB, high / MIB], color=COLORS[2], alpha=0.35, lw=4)
-            low, high = curve.plateau
+            for sizes in curve.plateaus:
+                axes.plot([curve.factor] * 2, [size / MIB for size in sizes], color=COLORS[2], alpha=0.35, lw=4)
             face = "white" if curve.is_beyond else COLORS[0]
-            axes.plot([curve.factor] * 2, [max(low, 1024) / MIB, high / MIB], "o-", color=COLORS[0], mfc=face, lw=2)
+            ends = [size / MIB for size in curve.plateau]
+            axes.plot([curve.factor] * 2, ends, "o-", color=COLORS[0], mfc=face, lw=2)
         power = {"B": 1.0, "alpha": 0.5, "beta": 0.0}[what]
         form = [result.closed_form_bytes * curve.factor**power / MIB for curve in curves]
         axes.plot([curve.factor for curve in curves], form, "--", color=COLORS[3], lw=1)
@@ -339,6 +344,8 @@ def plot_sensitivity(result: CapsResult) -> Figure:
         label_values(axes, [curve.factor for curve in curves], "x {:g}".format)
     grid[0].set_ylabel("bucket size (MiB)")
     grid[0].plot([], [], "o-", color=COLORS[0], label="widest range within 1 % of the best")
+    if any(curve.is_beyond for curve in result.changes):
+        grid[0].plot([], [], "o-", color=COLORS[0], mfc="white", label="the same, beyond the table")
     grid[0].plot([], [], color=COLORS[2], alpha=0.35, lw=4, label="other ranges within 1 %")
     grid[0].plot([], [], "--", color=COLORS[3], lw=1, label="closed form b*")
     place_legend(figure, grid[0])

@@ -252,11 +252,14 @@ def describe_lines(leaders: Sequence[ScaleLine], lines: Sequence[ScaleLine]) -> 
         if record.mode == "strong":
             rivals = [r for r in lines if (r.record.variant, r.record.cell) == (record.variant, record.cell)]
             best = max(rivals, key=lambda rival: rival.speedup)
-            if best.record.world_size != record.world_size:
+            if best.speedup < 1:
+                text += " One rank alone is faster than any number of ranks."
+            elif best.record.world_size != record.world_size:
                 text += f" The speed-up is largest on {best.record.world_size} ranks: {best.speedup:.2f}."
             if record.busy_s:
                 limit = point.alone.timing.median_s / record.busy_s
-                text += f" While messages take {format_ms(record.busy_s)} ms, the speed-up stays below {limit:.1f}."
+                ranks, busy = format_number_of(record.world_size, "rank"), format_ms(record.busy_s)
+                text += f" While messages take {busy} ms on {ranks}, the speed-up there stays below {limit:.1f}."
         texts.append(text)
     return texts
 
@@ -303,7 +306,7 @@ def describe_contests(lines: Sequence[ScaleLine]) -> list[str]:
 
 def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
     """How right predictions were where steps were measured that they had not seen."""
-    known = [(abs(point.error), point) for point in points if point.error is not None and not point.is_disturbed]
+    known = [(abs(point.error), point) for point in points if point.error is not None]
     if not known:
         return []
     worst, point = max(known, key=lambda pair: pair[0])
@@ -311,10 +314,11 @@ def describe_errors(points: Sequence[PredictedPoint]) -> list[str]:
     ranks = ", ".join(str(n) for n in sorted({point.world_size for _, point in known}))
     num_left = sum(point.is_disturbed for point in points)
     left = f" ({format_number_of(num_left, 'disturbed step')} left out)" if num_left else ""
+    verb, lie = "is" if len(known) == 1 else "are", "lies in its" if inside == 1 else "lie in their"
     return [
-        f"Predicted from half the ranks, {format_number_of(len(known), 'step')} on {ranks} ranks are off by {mean:.1%} "
-        f"on average and by {worst:.1%} at most ({point.variant}, {_say_cell(point)}); {inside} lie in their 90 % "
-        f"intervals{left}."
+        f"Predicted from half the ranks, {format_number_of(len(known), 'step')} on {ranks} ranks {verb} off by "
+        f"{mean:.1%} on average and by {worst:.1%} at most ({point.variant}, {_say_cell(point)}); {inside} {lie} 90 % "
+        f"{'interval' if inside == 1 else 'intervals'}{left}."
     ]
 
 
@@ -472,7 +476,8 @@ def _draw_ranks(
         networks = dict.fromkeys(q.network for q in beyond) if name == leader else {}
         for style, network in zip(("--", "-.", ":") * len(networks), networks, strict=False):
             curve = [q for q in beyond if (q.variant, q.network) == (name, network)]
-            joined = [(p.record.world_size, value(p), value(p), value(p)) for p in found[-1:]]
+            used = [p for p in found if not p.is_disturbed]
+            joined = [(p.record.world_size, value(p), value(p), value(p)) for p in used[-1:]]
             joined += [(q.world_size, value(q), *q.band(value(q))) for q in curve]
             draw_line(axes, number, joined, f"{name}, {network} ({curve[0].source})", style, marker=".", ms=3, lw=1.1)
     if len(beyond) < len(predicted):

@@ -79,7 +79,8 @@ def predict_csv(
     """Backward time for every bucket size, from a folder with layer-sizes, layer-times and allreduce-times (CSV).
 
     `ranks` and `backend` choose from a table of all-reduce that has several. `measured` is a table of times by bucket
-    size (columns `bucket_size` and `step_s` or `backward_s`) to compare with.
+    size (columns `bucket_size` and `step_s` or `backward_s`) to compare with. A step needs the rows `forward` and
+    `step` (the optimizer) of layer-times.
     """
     from paceline.report.predictions import CapsResult
 
@@ -94,7 +95,12 @@ def predict_csv(
     chosen = [record for record in chosen if record.memory == "shared"] or chosen
     sizes, times = (_find_file(folder, stem) for stem in ("layer-sizes", "layer-times"))
     steps = [] if measured is None else load_cap_times(measured)
-    records = (*load_layer_sizes(sizes), *load_layer_times(times), *chosen, *steps)
+    timed = load_layer_times(times)
+    lacking = [name for name in ("forward", "step") if name not in {record.layer for record in timed}]
+    what = f"--measured {measured} has step_s, and {times} has no row {' and no row '.join(lacking)}"
+    is_lacking = lacking and any(record.of == "step" for record in steps)
+    refuse((is_lacking, f"{what}, so that no step can be predicted: add it, or give backward_s"))
+    records = (*load_layer_sizes(sizes), *timed, *chosen, *steps)
     result = CapsResult(Run("predict csv", {"csv": folder.name}, capture_environment(), records))
     return _save(result, out)
 
