@@ -216,4 +216,22 @@ def test_the_picture_stacks_the_categories_and_marks_phases_and_peak():
 def test_the_table_has_a_row_for_each_category_and_the_total():
     table = Table("memory", "", MEMORY, list_memory(make_step().build()))
     assert [row["category"] for row in table.rows_json()] == [*CATEGORIES, "total"]
-    assert "| total | 207 B | 397 B | 100.0% | 230 B | 397 B |" in table.markdown()
+    assert "| total | 207 B | 397 B | 100.0% | 230 B | 397 B | 275 B | 397 B | 336 B |" in table.markdown()
+    narrow, wide = (table.terminal(width).splitlines()[0] for width in (60, 120))
+    assert "in forward" not in narrow and "in optimizer" in wide
+
+
+def test_each_category_has_its_largest_of_each_phase():
+    memory = make_step().build()
+    rows = {row.category: row.by_phase for row in list_memory(memory)}
+    names = ("forward", "backward", "optimizer")
+    assert [[rows[category][name] for name in names] for category in ("activations", "gradients", "temporary")] == [
+        [40, 40, 0], [0, 100, 100], [8, 30, 9],
+    ]  # fmt: skip
+    assert rows["data"] == dict.fromkeys(("data", *names), 20)
+    # Of several micro-batches the largest; a run that was stored without phases has empty cells.
+    again = replace(memory, phases=(*memory.phases, replace(memory.phases[1], largest_bytes=(1,) * 8 + (500,))))
+    assert list_memory(again)[-1].by_phase["forward"] == 500 and list_memory(again)[5].by_phase["forward"] == 40
+    old = replace(memory, phases=tuple(replace(phase, largest_bytes=()) for phase in memory.phases))
+    table = Table("memory", "", MEMORY, list_memory(old))
+    assert table.rows_json()[-1]["forward_bytes"] is None and "in forward" not in table.markdown()

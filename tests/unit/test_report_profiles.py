@@ -98,8 +98,8 @@ def build(build_environment):
 
 @pytest.fixture
 def traced(build_environment):
-    def build(*, batch_size=8, step_ms=10, accumulate=1, world_size=1, gemm=SGEMM, message_ms=2, **config):
-        made = MadeTrace().step(0, step_ms).phase("forward", 0, 3).phase("backward", 3, 7)
+    def build(*, batch_size=8, step_ms=10, accumulate=1, world_size=1, gemm=SGEMM, message_ms=2, rank=0, **config):
+        made = MadeTrace(rank).step(0, step_ms).phase("forward", 0, 3).phase("backward", 3, 7)
         traces = [made.kernel(gemm, 0, 4).kernel(NCCL, 3, 3 + message_ms).op("aten::mm", 0, 6).build()]
         facts = StepFacts(batch_size, accumulate, world_size=world_size)
         overviews = [build_overview(trace) for trace in traces]
@@ -216,7 +216,7 @@ def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, b
     step = next(row for row in result.to_json()["rows"] if row["name"] == "2 ranks, batch 16: step")
     assert (step["first"], step["second"], step["ratio"]) == pytest.approx((0.01, 0.02, 2.0))
     assert result.to_json()["settings_that_differ"] == {"wrapper": ["torch", "none"]}
-    assert "2.00 times as long" in result.answer
+    assert "2.00 times as long" in result.answer and not result.table().title.endswith("rank 0")
     other = build("profile phases", build_phases(batch_size=2))
     for two, is_alike in ((other, True), (traced(), False), (build("train"), False)):
         with pytest.raises(ConfigError, match=f"and a run of {two.run.verb} of `{two.run.verb}`") as caught:
@@ -225,6 +225,7 @@ def test_two_profiles_are_compared(build, build_phases, build_wrapper, traced, b
     traces = ComparisonResult.of(traced(), traced(batch_size=16, step_ms=20), build_environment())
     assert traces.rows[0].ratio == pytest.approx(1.0)
     assert "16 samples instead of 8, in 2.00 times the time" in traces.answer
+    assert traces.table().title.endswith(", rank 0")
     rows = {row.name: row for row in traces.rows}
     assert (rows["step"].first, rows["step"].second, rows["step"].ratio) == pytest.approx((0.01, 0.02, 2.0))
     assert rows["gpu busy"].ratio == pytest.approx(0.5) and rows["cpu"].first == pytest.approx(1e-3)
@@ -286,15 +287,17 @@ def test_two_traces_that_differ_in_accumulation_alone_show_what_it_should_have_d
     """The share of messages in kernel time of the first is 42.2 %: 42.2 / (42.2 + 2 x 57.8) is 26.7 %."""
 
     def compare(second):
-        first = traced(world_size=2, message_ms=4 * 0.422 / 0.578, accumulate=second.pop("from_", 1))
+        first = traced(world_size=2, message_ms=4 * 0.422 / 0.578, accumulate=second.pop("from_", 1), rank=1)
         return ComparisonResult.of(first, traced(**{"world_size": 2, "message_ms": 1} | second), build_environment())
 
     result = compare({"accumulate": 2})
     found = result.to_json()["accumulation"]
     assert (found["of"], found["accumulate"]) == ("kernel time", [1, 2])
     assert (found["share"], found["predicted"], found["measured"]) == pytest.approx((0.422, 0.267, 0.2), abs=5e-4)
-    assert any("42.2%" in line and "predicts 26.7%; measured: 20.0%" in line for line in result.findings)
-    assert "s / (s + 2 (1 - s))" in result.text() and found["optimizer"] == 0
+    (line,) = (line for line in result.findings if "predicts" in line)
+    assert "42.2% of kernel time on rank 1 at accumulate 1" in line
+    assert line.endswith("predicts 26.7%; measured: 20.0% on rank 0")
+    assert "s / (s + 2 (1 - s))" in line and found["optimizer"] == 0
     fewer = compare({"accumulate": 2, "from_": 4}).to_json()["accumulation"]
     assert fewer["predicted"] == pytest.approx(0.422 / (0.422 + 0.5 * 0.578))
     for other in ({}, {"accumulate": 2, "wrapper": "torch"}, {"accumulate": 2, "batch_size": 16}):
@@ -319,6 +322,9 @@ def test_two_runs_of_the_repository_are_compared(build_environment):
     changes = [abs(row["difference_s"]) for row in result.to_json()["kernels"]]
     assert changes == sorted(changes, reverse=True) and len(changes) > 100
     assert all(len(line) <= 80 for table in result.tables() for line in table.terminal(80).splitlines())
+    kernels = result.table("kernels")
+    names = [kernels.columns[0].cell(row) for row in kernels.rows]
+    assert len(set(names)) == len(names) and max(map(len, names)) <= 35
 
 
 def test_a_run_of_another_kind_is_told_how_to_make_one(build, build_environment):

@@ -8,7 +8,7 @@ import pytest
 from paceline.errors import ConfigError, RecordError
 from paceline.records.environment import capture_environment
 from paceline.records.store import Run
-from paceline.report.result import Result, load_result
+from paceline.report.result import Result, list_differences, load_result
 from paceline.report.training import TrainComparisonResult, TrainRunResult, plot_training
 from paceline.training.settings import TrainSettings
 
@@ -107,7 +107,8 @@ def test_runs_are_compared_with_the_first():
     assert [row["test_f1"] for row in rows] == [0.8, 0.81, None]
     assert (rows[0]["seconds"], rows[0]["samples_per_s"]) == pytest.approx((2.4, 20.0))
     assert document["learned_the_same"] and document["settings_that_differ"] == {}
-    assert "learn the same" in result.answer and "2 ranks 1.50, 4 ranks 2.00 times that of 1 rank" in result.answer
+    assert result.answer.startswith("1 rank, 2 ranks and 4 ranks learn the same: ")
+    assert "2 ranks 1.50, 4 ranks 2.00 times that of 1 rank" in result.answer
     assert "F1" not in result.answer  # not of every run
     assert len(max(result.text(80).splitlines(), key=len)) <= 80
 
@@ -140,6 +141,36 @@ def test_a_comparison_names_what_differs_and_what_is_unfinished():
     assert result.differences == {"wrapper": ["paceline", "torch"]}
     assert [row.name for row in result.rows] == ["run 1", "run 2"]
     assert result.warnings == ("run 2: the run is not finished",)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "differs"),
+    [
+        ({"augment": None}, {"augment": False}, True),  # None is on for some data
+        ({}, {"augment": None}, False),  # the first is of an older Paceline
+        ({}, {"cutout": 0}, False),
+        ({}, {"cutout": 8}, True),
+    ],
+)
+def test_settings_differ_unless_an_older_run_does_not_know_what_is_off(first, second, differs):
+    assert bool(list_differences([first, second], but=())) == differs
+
+
+def test_the_number_of_ranks_explains_nothing_where_it_is_the_same_or_more_differs():
+    for ranks, lr, is_explained in ((2, 0.05, True), (1, 0.05, False), (2, 0.5, False)):
+        other = build_curve(ranks, 0.5, 0.2)
+        other.config.update(lr=lr)
+        assert ("rounding" in " ".join(compare(build_curve(1, 0.5), other).findings)) == is_explained
+
+
+@pytest.mark.parametrize("loss", [None, math.nan, math.inf])
+def test_runs_without_a_loss_are_compared_by_their_other_steps(loss):
+    one, other = build_curve(1, 0.5), build_curve(2, 0.5)
+    gone = TrainRunResult(other.run, rows=[*other.rows[:3], other.rows[3] | {"loss": loss}])
+    for result in (compare(one, gone), compare(gone, one)):
+        assert "learn the same for 3 of 4 steps; then the loss of a step is no number in one of them" in result.answer
+        assert "inf" not in result.text(80) and "nan" not in result.text(80)
+        json.dumps(result.to_json(), allow_nan=False)
 
 
 def test_a_comparison_saves_its_runs_and_can_be_moved(tmp_path):

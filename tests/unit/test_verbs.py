@@ -70,7 +70,8 @@ def test_several_numbers_of_ranks_have_the_same_global_batch(given, batches):
     ("given", "words"),
     [
         ({"ranks": (1, 2), "batch_size": 8}, "--batch-size 8 with --ranks 1,2: .* give --global-batch-size"),
-        ({"ranks": (1, 3)}, "--global-batch-size 32 cannot be shared by 3 ranks"),
+        ({"ranks": (1, 3)}, "a global batch of 32, the default of one rank: give --global-batch-size, a multiple of 3"),
+        ({"ranks": (1, 3), "accumulate": 2}, "a global batch of 64, .* a multiple of 6"),
         ({"ranks": (1, 2), "resume": "run"}, "--ranks 1,2 with --resume"),
         ({"ranks": ()}, "at least one number"),
     ],
@@ -92,7 +93,7 @@ def test_a_launched_world_has_one_number_of_ranks(monkeypatch):
 def test_torchs_dataparallel_needs_gpus(monkeypatch, gpus, device, is_refused):
     monkeypatch.setattr("paceline.machine.count_gpus", lambda: gpus)
     settings = TrainSettings(wrapper="dp", device=device)
-    with pytest.raises(ConfigError, match="needs GPUs") if is_refused else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match="start a new one") if is_refused else contextlib.nullcontext():
         check_job(settings)
 
 

@@ -44,9 +44,12 @@ class MemoryMarks:
 
 @dataclass(frozen=True)
 class MemoryPhase:
+    """`largest_bytes` are the most of each category within the phase, and of all; older files have none."""
+
     name: str
     begin_s: float
     end_s: float
+    largest_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,11 +135,15 @@ def build_memory(events: Sequence[dict[str, Any]], marks: MemoryMarks) -> Memory
         passed_us = moments_us - begin_us - spent_us[np.searchsorted(starts_us, moments_us)]
         return np.maximum.accumulate(np.atleast_1d(passed_us)) * 1e-6
 
-    edges_s = at_s(np.array([moment_us for _, moment_us in phases])).tolist()
-    names = [name for name, _ in phases[:-1]]
+    edges_us = np.array([moment_us for _, moment_us in phases])
+    edges_s, names = at_s(edges_us).tolist(), [name for name, _ in phases[:-1]]
+    firsts = np.searchsorted(points, edges_us, side="right") - 1  # what is held when a phase begins is held in it
+    lasts = np.maximum(firsts[:-1] + 1, np.searchsorted(points, edges_us[1:]))
+    both = np.vstack([held, held.sum(axis=0)])
+    largest = [tuple(both[:, a:b].max(axis=1).tolist()) for a, b in zip(firsts[:-1], lasts, strict=True)]
     return MemoryUse(
         times_s=tuple(at_s(points)[kept].tolist()),
-        phases=tuple(map(MemoryPhase, names, edges_s[:-1], edges_s[1:])),
+        phases=tuple(map(MemoryPhase, names, edges_s[:-1], edges_s[1:], largest)),
         held=tuple(HeldMemory(name, tuple(row[kept].tolist())) for name, row in zip(CATEGORIES, held, strict=True)),
         operator=_find_operator(events, next((e for e in inside if e["ts"] == points[peak]), None)),
     )

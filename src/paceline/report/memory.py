@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.predict.memory import HeldMemory, MemoryUse
+from paceline.predict.traces import PHASES
+from paceline.records.samples import group_by
 from paceline.report.plots import new_figure, place_legend
 from paceline.report.table import Column
 from paceline.units import MIB, format_bytes, format_duration
@@ -21,7 +23,8 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes of one category at moments of the step, and the share of the peak; `largest_bytes` is at its own moment."""
+    """Bytes of one category at moments of the step, and the share of the peak; `largest_bytes` is at its own moment.
+    `by_phase` is the largest of each phase; a run of an older version has none."""
 
     category: str
     begin_bytes: int
@@ -29,17 +32,19 @@ class MemoryRow:
     end_bytes: int
     largest_bytes: int
     share: float
+    by_phase: dict[str, int]
 
 
 def list_memory(memory: MemoryUse) -> list[MemoryRow]:
     """The categories, and the total: the sum of each column except for the largest, which is that of the sum."""
-    peak = memory.peak
+    peak, by_phase = memory.peak, group_by((p for p in memory.phases if p.largest_bytes), lambda phase: phase.name)
     return [
         MemoryRow(
             one.category, one.num_bytes[0], one.num_bytes[peak], one.num_bytes[-1], one.largest_bytes,
             one.num_bytes[peak] / max(1, memory.peak_bytes),
+            {name: max(phase.largest_bytes[number] for phase in same) for name, same in by_phase.items()},
         )
-        for one in (*memory.held, HeldMemory("total", tuple(memory.totals)))
+        for number, one in enumerate((*memory.held, HeldMemory("total", tuple(memory.totals))))
     ]  # fmt: skip
 
 
@@ -50,6 +55,7 @@ MEMORY = (
     Column("of peak", "share", "percent.1", "share_of_peak"),
     Column("at end", "end_bytes", "bytes", "end_bytes", is_key=True),
     Column("largest", "largest_bytes", "bytes", "largest_bytes"),
+    *(Column(f"in {p}", lambda r, p=p: r.by_phase.get(p), "bytes", f"{p}_bytes", priority=-1) for p in PHASES),  # type: ignore[misc]
 )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -574,7 +576,8 @@ def _compare_shares(first: TraceResult, second: TraceResult, unlike: Collection[
         return None
     before, after = (find_message_share(one.overviews) for one in (first, second))
     predicted = before.estimate(counts[1] / counts[0])
-    return before._asdict() | {"accumulate": counts, "predicted": predicted, "measured": after.share}
+    found = {"accumulate": counts, "predicted": predicted, "measured": after.share, "rank": [before.rank, after.rank]}
+    return before._asdict() | found
 
 
 class ComparisonResult(Result):
@@ -632,16 +635,18 @@ class ComparisonResult(Result):
         if found := self.config.get("accumulation"):
             one, two = found["accumulate"]
             once = "s + o" if found["optimizer"] else "s"
+            here, there = [f" on rank {rank}" for rank in found.get("rank", ())] or ("", "")  # an older run has none
             lines.append(
-                f"messages are s = {found['share']:.1%} of {found['of']} at accumulate {one}"
+                f"messages are s = {found['share']:.1%} of {found['of']}{here} at accumulate {one}"
                 + (f", and the optimizer is o = {found['optimizer']:.1%}" if found["optimizer"] else "")
                 + f"; at {two}, s / ({once} + {two / one:g} (1 - {once.replace('+', '-')})) predicts "
-                f"{found['predicted']:.1%}; measured: {found['measured']:.1%}"
+                f"{found['predicted']:.1%}; measured: {found['measured']:.1%}{there}"
             )
         return [*lines, "two runs, not taken in turns: differences of a few per cent may be the machine's"]
 
     def tables(self) -> list[Table]:
-        tables = [Table("comparison", "{} and {}".format(*self.config["runs"]), COMPARED, self.rows, key="rows")]
+        title = "{} and {}".format(*self.config["runs"]) + (", rank 0" if "operators" in self.config else "")
+        tables = [Table("comparison", title, COMPARED, self.rows, key="rows")]
         for kind in _TIMES:
             if rows := [ComparedTime(**row) for row in self.config.get(kind, ())]:
                 shown = rows[:_MAX_COMPARED]
@@ -674,9 +679,9 @@ COMPARED = (
 
 
 def _build_times_columns(kind: str, rows: Sequence[ComparedTime]) -> Sequence[Column]:
-    names = [row.name for row in rows]
+    names = tuple(row.name for row in rows)
     return (
-        Column(kind.removesuffix("s"), lambda r: _shorten_among(r.name, names), is_key=True),
+        Column(kind.removesuffix("s"), lambda r: _shorten_all(names)[r.name], is_key=True),
         *raw_columns("name"),
         Column("first", "first", "ms", "first_s", is_key=True),
         Column("second", "second", "ms", "second_s", is_key=True),
@@ -689,6 +694,18 @@ def _build_times_columns(kind: str, rows: Sequence[ComparedTime]) -> Sequence[Co
 
 def _say_change(seconds: float) -> str:
     return f"{'-' if seconds < 0 else '+'}{format_ms(abs(seconds))}"
+
+
+@functools.lru_cache(maxsize=8)
+def _shorten_all(names: tuple[str, ...]) -> dict[str, str]:
+    """Short names, of which those that would be equal are numbered."""
+    short: dict[str, str] = {}
+    count: Counter[str] = Counter()
+    for name in names:
+        found = _shorten_among(name, names)
+        count[found] += 1
+        short[name] = found if count[found] == 1 else f"{found} #{count[found]}"
+    return short
 
 
 def _shorten_among(name: str, names: Sequence[str], width: int = 32) -> str:

@@ -262,11 +262,16 @@ def describe_job(config: dict[str, Any]) -> str:
 
 
 def list_differences(configs: Sequence[dict[str, Any]], but: Sequence[str]) -> dict[str, list[Any]]:
-    """The settings in which runs differ, but these, with the value of each run. What is off is as good as what an
-    older run does not know."""
+    """The settings in which runs differ, but these, with the value of each run. One that an older run does not know was
+    off there."""
     names = dict.fromkeys(name for config in configs for name in config if name not in but)
-    found = {name: [config.get(name) for config in configs] for name in names}
-    return {name: values for name, values in found.items() if len({encoder.dumps(v or None) for v in values}) > 1}
+    found = {}
+    for name in names:
+        known = [config[name] for config in configs if name in config]
+        was_off = len(known) < len(configs) and not any(known)
+        if not was_off and len({encoder.dumps(config.get(name)) for config in configs}) > 1:
+            found[name] = [config.get(name) for config in configs]
+    return found
 
 
 def _pick(named: dict[str, T], name: str | None, what: str) -> T:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +141,15 @@ class TrainRunResult(Result):
             log.append(*self.rows)
 
 
+def _is_number(loss: float | None) -> bool:
+    return loss is not None and math.isfinite(loss)
+
+
+def _join(words: Iterable[str]) -> str:
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 _SAME = 0.01  # the share of the mean loss by which the loss of a step may differ where runs learn the same
 
 
@@ -154,11 +163,12 @@ class ComparedRun:
 
     @property
     def differences(self) -> list[float]:
-        """By how much the loss of each step that both took differs, as a share of the mean loss of the first run."""
-        there = {row["step"]: row["loss"] for row in self.first.rows}
-        mean = statistics.fmean(there.values())
-        found = (abs(row["loss"] - there[row["step"]]) / mean for row in self.run.rows if row["step"] in there)
-        return [math.inf if math.isnan(difference) else difference for difference in found]
+        """By how much the loss of each step that both took differs, as a share of the mean loss of the first run;
+        infinite where one has no loss that is a number."""
+        there, here = ({row["step"]: row["loss"] for row in run.rows} for run in (self.first, self.run))
+        mean = statistics.fmean([loss for loss in there.values() if _is_number(loss)] or [1.0])
+        both = [(loss, there[step]) for step, loss in here.items() if step in there]
+        return [abs(a - b) / mean if _is_number(a) and _is_number(b) else math.inf for a, b in both]
 
     @property
     def largest_difference(self) -> float:
@@ -230,30 +240,32 @@ class TrainComparisonResult(Result):
     @property
     def answer(self) -> str:
         first, *others = self.rows
-        names, most = " and ".join(row.name for row in self.rows), max(row.largest_difference for row in others)
+        names, most = _join(row.name for row in self.rows), max(row.largest_difference for row in others)
         text = f"{names} learn the same: the losses of all steps agree within {max(most, 1e-4):.2%}."
         if not self.learned_the_same:
             text = f"{names} learn something else from the first step on; "
             if self._num_equal:
                 text = f"{names} learn the same for {self._num_equal} of {first.run.steps} steps; then "
-            text += f"the loss of a step differs by up to {most:.1%}."
+            by = f"the loss of a step differs by up to {most:.1%}."
+            text += by if math.isfinite(most) else "the loss of a step is no number in one of them."
         for what, name, say in (("accuracy", "accuracy", "{:.1%}".format), ("f1", "F1", "{:.3f}".format)):
             found = [getattr(row.run.tested, f"test_{what}", None) for row in self.rows]
             if None not in found:
-                text += f" Test {name}: {' and '.join(map(say, found))}."
+                text += f" Test {name}: {_join(map(say, found))}."
         speeds = ", ".join(f"{row.name} {row.speed_up:.2f}" for row in others)
         return f"{text} Speed: {speeds} times that of {first.name}."
 
     @property
     def findings(self) -> list[str]:
-        lines = [f"they differ in {name}: {' and '.join(map(str, v))}" for name, v in self.differences.items()]
+        lines = [f"they differ in {name}: {_join(map(str, v))}" for name, v in self.differences.items()]
         if not self.learned_the_same:
             steps = f"the first {self._num_equal} of {self.rows[0].run.steps} steps"
-            lines.append(
-                f"the losses agree within {_SAME:.0%} for {steps}; "
-                "rounding depends on the number of ranks and grows from step to step; dropout and, without "
+            why = (
+                "; rounding depends on the number of ranks and grows from step to step; dropout and, without "
                 "--sync-batchnorm, BatchNorm depend on it, too"
             )
+            is_of_ranks = len({row.run.world_size for row in self.rows}) > 1 and not self.differences
+            lines.append(f"the losses agree within {_SAME:.0%} for {steps}{why if is_of_ranks else ''}")
         return [*lines, "one run after the other, not in turns: differences of a few per cent may be the machine's"]
 
     @property

@@ -208,7 +208,7 @@ class Session:
 
         def forward(number: int) -> None:
             self.signal = number
-            self._say("stopping after this step, with a checkpoint; interrupt once more to stop at once")
+            self._say("stopping after this step, with a checkpoint; interrupt once more after a second to stop at once")
             for pid in pool.pids():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)  # ranks of our own ignore SIGINT

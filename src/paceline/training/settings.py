@@ -220,7 +220,8 @@ def check_job(settings: TrainSettings) -> None:
     settings.check()
     if settings.wrapper == "dp" and (settings.device == "cpu" or not machine.count_gpus()):
         found = "--wrapper dp is nn.DataParallel, which needs GPUs and does nothing on a CPU"
-        raise ConfigError(f"{found}: use paceline or torch with several --ranks, or none")
+        instead = "use paceline or torch with several --ranks, or none; a run that has it resumes on GPUs alone"
+        raise ConfigError(f"{found}: {instead}, so start a new one here")
     check_model(settings.model, settings.model_options)
     check_request(settings.data_request)
     smoothing = f"--label-smoothing {settings.label_smoothing}"

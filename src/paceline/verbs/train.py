@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import signal
 from collections.abc import Sequence
@@ -103,7 +104,11 @@ def _build_jobs(counts: Sequence[int], given: dict[str, Any]) -> list[TrainSetti
         asked = f"--batch-size {size} with --ranks {','.join(map(str, counts))}"
         what = "it is per rank, and global batches would differ; give --global-batch-size, which is the same for all"
         refuse((size is not None, f"{asked}: {what}"))
-        given = given | {"global_batch_size": TrainSettings(**given | {"ranks": 1}).batches.global_batch_size}
+        first = TrainSettings(**given | {"ranks": 1}).batches
+        shared, each = first.global_batch_size, math.lcm(*counts) * first.accumulate
+        found = f"--ranks {','.join(map(str, counts))} with a global batch of {shared}, the default of one rank"
+        refuse((shared % each, f"{found}: give --global-batch-size, a multiple of {each}"))
+        given = given | {"global_batch_size": shared}
     jobs = [TrainSettings(**given | {"ranks": count}) for count in counts]
     for job in jobs:
         check_job(job)
