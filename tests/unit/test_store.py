@@ -223,7 +223,7 @@ def list_published():
         yield pytest.param(path, id=str(path.parent.relative_to(RESULTS)), marks=marks)
 
 
-@pytest.mark.parametrize("path", list_published())
+@pytest.mark.parametrize("path", [*list_published()])
 def test_the_published_runs_can_be_read_whatever_their_version(path):
     document, run = json.loads(path.read_text()), load_run(path)
     assert len(run.records) == len(document["records"])
