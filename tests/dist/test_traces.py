@@ -63,7 +63,7 @@ def check_memory(memory: MemoryUse, backend: str, wrapper: str) -> None:
     # A wrapper has its buckets between steps, too: torch's of exactly the gradients, ours with control words.
     assert num_bytes <= rows["buckets"].begin_bytes == rows["buckets"].end_bytes
     assert wrapper == "paceline" or rows["buckets"].begin_bytes == num_bytes
-    # Gradients are there before they are copied into buckets; what torch's wrapper averages stays beside them.
+    # Gradients are there before they are copied into buckets; what torch's wrapper averages stays next to them.
     assert 0 < rows["gradients"].largest_bytes <= num_bytes and rows["gradients"].end_bytes == 0
     assert wrapper == "paceline" or rows["gradients"].largest_bytes == num_bytes
     assert rows["activations"].largest_bytes >= 3 * 4 * 64 * 4 and rows["activations"].end_bytes <= 8

@@ -431,13 +431,9 @@ class CommTableResult(Result):
         is_one = len(self.records) == 1
 
         def say(row: CommRow) -> str:
-            of = (
-                ""
-                if is_one
-                else f" of {row.model} (batch {row.batch_size}, {format_bytes(row.num_bytes)} of gradients)"
-            )
+            of = f" of {row.model} (batch {row.batch_size}, {format_bytes(row.num_bytes)} of gradients)"
             where = f"{row.step.network} with {row.step.world_size:,} ranks"
-            return f"{row.step.exposed_share:.1%} of a step{of} on {where}"
+            return f"{row.step.exposed_share:.1%} of a step{'' if is_one else of} on {where}"
 
         took = f"A step of {best.model} computes for {format_duration(best.step.local_s)} and sends "
         took += f"{format_bytes(best.num_bytes)} of gradients. "
