@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline import ConfigError, LaunchError, machine
+from paceline.runtime import rendezvous
 from paceline.runtime.world import current_world
 from tests.conftest import BACKEND
 
@@ -156,6 +157,23 @@ def test_ranks_meet_by_file_and_take_it_away_with_them(on_ranks, tmp_path):
         assert mine in found and len(found) <= 2
         left.append(len(found) - 1)
     assert 0 in left, "torch may forget its file, but rarely"
+
+
+def test_a_rank_may_open_the_store_as_soon_as_rank_0_has_written_the_token(monkeypatch, tmp_path):
+    write = os.write
+
+    def write_and_open(handle: int, data: bytes) -> int:
+        count = write(handle, data)
+        (tmp_path / f"meeting.paceline-{data.decode()}").touch()  # as a rank does that reads the token at once
+        return count
+
+    old = tmp_path / "meeting.paceline-0"
+    old.touch()
+    monkeypatch.setattr(rendezvous.os, "write", write_and_open)
+    token = rendezvous._claim(tmp_path / "meeting")
+    assert {path.name for path in tmp_path.iterdir()} == {"meeting", f"meeting.paceline-{token}"}
+    rendezvous.close_stores()
+    assert not (tmp_path / "meeting").exists()
 
 
 def test_ranks_meet_by_tcp_and_find_their_local_ranks_by_themselves(on_ranks):

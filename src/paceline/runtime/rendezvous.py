@@ -191,11 +191,12 @@ def _claim(path: Path) -> str:
     _closers.callback(os.close, handle)
     _closers.callback(path.unlink, missing_ok=True)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    token = secrets.token_hex(4)
-    os.write(handle, token.encode())
-    # Of two FileStores that are freed at the same moment, each may leave the file to the other.
+    # Of two FileStores that are freed at the same moment, each may leave the file to the other. Before the token is
+    # written: from then on another rank may have opened the new one.
     for old in path.parent.glob(f"{glob.escape(path.name)}.paceline-*"):
         old.unlink(missing_ok=True)
+    token = secrets.token_hex(4)
+    os.write(handle, token.encode())
     return token
 
 
