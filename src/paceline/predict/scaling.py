@@ -56,13 +56,14 @@ def estimate_spread(seconds: Sequence[float]) -> float:
 
 class ScalingEvidence:
     """What is known of one wrapper on one backend in one cell (mode, size), from the records of a study. Numbers of
-    ranks on which a slow rank disturbed the cell are left out. With `up_to`, steps and sweeps on more ranks are held
-    out. This host has cores (or devices) for `at_hand` ranks."""
+    ranks on which a slow rank disturbed the cell are left out. With `up_to`, steps of wrappers and sweeps on more ranks
+    are held out. This host has cores (or devices) for `at_hand` ranks."""
 
     def __init__(
         self, records: Sequence[Record], wrapper: str, backend: str, cell: tuple[str, int], at_hand: int, up_to: int = 0
     ) -> None:
-        steps = [record for record in records if isinstance(record, StepRecord) and record.mode]
+        every = [record for record in records if isinstance(record, StepRecord) and record.mode]
+        steps = [record for record in every if record.role == "job"]
         alone = [record for record in steps if record.world_size == 1]
         own = [r for r in steps if r.world_size > 1 and (r.wrapper, r.backend, r.cell) == (wrapper, backend, cell)]
         sweeps = [record for record in records if isinstance(record, CollectiveRecord)]
@@ -73,6 +74,9 @@ class ScalingEvidence:
         disturbed = {record.world_size for record in steps if record.cell == cell and find_straggler(record)}
         self.left_out = sorted(disturbed & {record.world_size for record in own})
         own = [record for record in own if record.world_size not in disturbed]
+        # Steps without a wrapper and without messages: those of more ranks say what they cost each other, and no more.
+        beside = (r for r in every if r.role == "together" and r.cell == cell and r.world_size not in disturbed)
+        self.together = {record.world_size: record for record in beside}
         if up_to:
             own = [record for record in own if record.world_size <= up_to]
             # One rank sends nothing, so the smallest sweep stays with it.
@@ -150,7 +154,7 @@ def estimate_slowdown(points: Sequence[tuple[int, float]], world_size: int, shif
     never grows faster than the ranks. `shift` is how many standard deviations off the continued part is."""
     last, top = points[-1]
     if len(points) == 1:
-        return top * math.exp(abs(shift) * _UNKNOWN_ERROR * min(1.0, math.log2(world_size)))
+        return top * math.exp(abs(shift) * _UNKNOWN_ERROR * min(1.0, math.log2(max(1.0, world_size / last))))
     if world_size <= last:
         return interpolate_logs(points, world_size)
     before, low = points[-2]
@@ -252,13 +256,18 @@ class _ScalingCurve:
         drift = self.alone_s / alone.timing.median_s
         known = {float(samples): seconds * drift for samples, seconds in evidence.one_rank_s.items()}
         self.one_rank_s = sorted((known | {float(alone.global_batch_size): self.alone_s}).items())
-        factors = [1.0]
-        for record in evidence.shared:
-            base_s = interpolate_logs(self.one_rank_s, evidence.count_samples(record.world_size))
-            factors.append(resample.median(record.phase("no_comm")) / base_s)
-        if alone.mode == "weak":  # more ranks are never quicker: a factor below the one before it is noise
-            factors = list(itertools.accumulate(factors, max))
-        self.slowed, self.slowed_shift = list(zip(evidence.ranks, factors, strict=True)), resample.gauss()
+        found = {record.world_size: resample.median(record.phase("no_comm")) for record in evidence.shared}
+        beside = {count: resample.median(record.timing) for count, record in evidence.together.items()}
+        for count in sorted(set(beside) - set(found)):  # a wrapper adds to them what it adds to fewer ranks
+            both = [near for near in found if near in beside]
+            near = curves.find_nearest(both, count) if both else count
+            found[count] = beside[count] * (found[near] / beside[near] if both else 1.0)
+        factors = {1: 1.0}
+        for count, time_s in sorted(found.items()):
+            factors[count] = time_s / interpolate_logs(self.one_rank_s, evidence.count_samples(count))
+            if alone.mode == "weak":  # more ranks are never quicker: a factor below the one before it is noise
+                factors[count] = max(factors.values())
+        self.slowed, self.slowed_shift = list(factors.items()), resample.gauss()
         self.jobs = [
             draw_jobs(profile, job, 1, source.randrange(1 << 30))[0] if source else job
             for profile, job in zip(evidence.profiles, evidence.jobs, strict=True)
@@ -359,7 +368,8 @@ class _ScalingCurve:
             return ""
         most, doubts = max(self.corrections, default=1), []
         if not self.corrections:
-            doubts.append("no step on several ranks calibrates it: they are taken not to slow each other")
+            taken = "" if len(self.slowed) > 1 else ": they are taken not to slow each other"
+            doubts.append(f"no step with messages calibrates it{taken}")
         elif world_size > 2 * most:
             doubts.append(f"{world_size:,} ranks are beyond twice the most whose steps calibrate it, {most}")
         doubts.append(self._build_curve(world_size, place).explain(max(self.evidence.list_buckets(world_size)))[1])

@@ -19,9 +19,10 @@ from paceline.errors import ConfigError, RecordError, refuse
 from paceline.predict import traces as tracing
 from paceline.predict.advice import Advice, StepFacts, find_message_share
 from paceline.predict.networks import MeasuredFabric, build_sweeps, find_networks
+from paceline.predict.predictor import describe_rank, find_evidence, fit_rank
 from paceline.predict.traces import CATEGORIES, Overview, RankTrace, StepLane
 from paceline.predict.whatif import CommRow, build_comm_table
-from paceline.records import CollectiveRecord, LayerProfileRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from paceline.records.environment import Environment
 from paceline.records.exchange import export_layer_sizes, export_layer_times
 from paceline.records.layers import OUTSIDE
@@ -46,12 +47,14 @@ _PHASE_COLORS = {"forward": "#56B4E9", "backward": "#0072B2", "optimizer": "#009
 class ProfileResult(PhasesResult):
     """`paceline.profile` and `profile layers`: layers of the bare model and, on several ranks, phases of its steps.
 
-    `profile` is the record of the layers, None where they were not measured, `steps` the records of the phases.
+    `profile` is the record of the layers, None where they were not measured, `evidence` what messages and the wrapper
+    cost, None of an older profile, and `steps` the records of the phases.
     """
 
     def _derive(self) -> None:
         super()._derive()
         self.profile = next(iter(self.only(LayerProfileRecord)), None)
+        self.evidence = find_evidence(self.records)
 
     @property
     def answer(self) -> str:
@@ -64,7 +67,10 @@ class ProfileResult(PhasesResult):
 
     @property
     def findings(self) -> list[str]:
-        return [*([] if self.profile is None else describe_layers(self.profile)), *super().findings]
+        lines = [] if self.profile is None else describe_layers(self.profile)
+        if self.profile is not None and self.evidence is not None:
+            lines += [*describe_rank(fit_rank(self.evidence), self.profile.num_bytes), self.evidence.plain.note]
+        return [*filter(None, lines), *super().findings]
 
     def tables(self) -> list[Table]:
         tables = [Table("phases", "phases", PHASES, self.steps)] if self.steps else []
@@ -420,15 +426,19 @@ class CommTableResult(Result):
         self._lost = [path for path in self.config.get("curves", ()) if not Path(path).exists()]
         curves = [path for path in self.config.get("curves", ()) if path not in self._lost]
         sweeps = load_sweeps(curves, self.config["ranks"])
-        for profile in self.only(LayerProfileRecord):
-            self.rows += build_comm_table(profile, find_networks(self.config["networks"]), sweeps, self.config["ranks"])
+        self._profiles = self.only(LayerProfileRecord)
+        networks, steps = find_networks(self.config["networks"]), self.only(StepRecord)
+        for profile in self._profiles:
+            own = [r for r in steps if (r.model, r.batch_size) == (profile.model, profile.batch_size)]
+            evidence = find_evidence([profile, *own])
+            self.rows += build_comm_table(profile, networks, sweeps, self.config["ranks"], evidence)
         groups = group_by(self.rows, lambda row: (row.step.network, row.step.world_size))  # models are compared in each
         self.rows = [row for rows in groups.values() for row in rows]
 
     @property
     def answer(self) -> str:
         best, worst = (pick(self.rows, key=lambda row: row.step.exposed_share) for pick in (min, max))
-        is_one = len(self.records) == 1
+        is_one = len(self._profiles) == 1
 
         def say(row: CommRow) -> str:
             of = f" of {row.model} (batch {row.batch_size}, {format_bytes(row.num_bytes)} of gradients)"
@@ -451,7 +461,7 @@ class CommTableResult(Result):
 
     @property
     def next_steps(self) -> list[str]:
-        if self.folder is None or len(self.records) > 1:
+        if self.folder is None or len(self._profiles) > 1:
             return []
         return [f"paceline predict --model-profile {self.folder} --network 10gbe"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from paceline.errors import ConfigError, RecordError, refuse
 from paceline.machine import canonical_backend
-from paceline.records import CollectiveRecord, LayerProfileRecord
+from paceline.records import CollectiveRecord, LayerProfileRecord, StepRecord
 from paceline.records.environment import capture_environment
 from paceline.records.exchange import load_cap_times, load_layer_sizes, load_layer_times, load_table
 from paceline.records.store import Run, create_folder, load_run
@@ -69,7 +69,9 @@ def predict(
     except (ConfigError, RecordError) as error:
         raise type(error)(f"--allreduce {allreduce}: {error}", code=error.code) from None
     # What cannot be simulated is refused before a folder is made.
-    return _save(PredictResult(Run("predict", config, capture_environment(), (layers, *sweep))), out)
+    return _save(
+        PredictResult(Run("predict", config, capture_environment(), (layers, *list_carried(run), *sweep))), out
+    )
 
 
 def predict_csv(
@@ -119,6 +121,11 @@ def find_profile(run: Run) -> LayerProfileRecord:
         what = f"{len(found)} layer profiles are in this run of `{run.verb}`; one is needed"
         raise RecordError(f"{what}: make one with `paceline profile layers` or `paceline.profile`", code="no-profile")
     return found[0]
+
+
+def list_carried(run: Run) -> list[StepRecord]:
+    """The steps of a profile that say what messages, the wrapper and other ranks cost a rank."""
+    return [record for record in run.records if isinstance(record, StepRecord) and record.role != "job"]
 
 
 def _get_run(source: Result | str | Path) -> Run:
