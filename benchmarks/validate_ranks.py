@@ -38,7 +38,7 @@ class HeldOut:
 
 
 def lend_together(records: list[Record]) -> list[Record]:
-    """Steps of the bare model on several ranks, where a study has none: the median of its wrappers' without messages."""
+    """Steps of the bare model on several ranks, where a study has none: those of its wrappers without messages."""
     steps = [r for r in records if isinstance(r, StepRecord) and r.mode and r.world_size > 1]
     if any(record.role == "together" for record in steps):
         return []

@@ -313,8 +313,8 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
     data does not do for all. Collective: every rank must call this."""
     requested = given.threads if isinstance(given, TrainSettings) else given[3]["threads"]
     if isinstance(given, TrainSettings):  # a rank has as many samples among others as alone
-        parts = {"batch_size": given.batches.batch_size, "accumulate": given.batches.accumulate}
-        given = dataclasses.replace(given, global_batch_size=None, **parts)
+        size, parts = given.batches.batch_size, given.batches.accumulate
+        given = dataclasses.replace(given, batch_size=size, accumulate=parts, global_batch_size=None)
     try:
         with open_job(given, is_bare=True) as (world, job), StepBench(world, job.labels) as bench:
             replica = job.build()
@@ -324,7 +324,7 @@ def measure_together(given: Given, ranks: int, iters: int | None, warmup: int | 
                 where = {"role": "together", "label": format_number_of(count, "rank"), "wrapper": "none"}
                 labels = where | {"world_size": count, "threads": threads}
                 bench.add(Variant(labels, own if world.rank < count else None))
-            bench.run(_PACE, iters or _PACE.min_iters, warmup, follow(world, "neighbours"))
+            bench.run(_PACE, iters or 8, 2 if warmup is None else warmup, follow(world, "neighbours"))
             return [bench.build_record(variant) for variant in bench.variants]
     except ConfigError:  # too few samples; what else is wrong, the profile itself reports
         return []
@@ -338,7 +338,7 @@ def measure_layers(
     are those of its job. With the `job`, steps that messages disturb and steps of the wrapper on a group of this rank
     take turns, too, and their records follow. The steps train the module. Collective: every rank must call this."""
     per_turn = 1 if job is None else job.steps_per_turn
-    iters, warmup = iters or (20 if job is None else _PACE.min_iters), 3 if warmup is None else warmup
+    iters, warmup = iters or (20 if job is None else 10), 3 if warmup is None else warmup
     with StepBench(world, labels, steps_per_turn=per_turn) as bench, contextlib.ExitStack() as stack:
         plain = bench.add(Variant({"role": "plain", "label": "plain"}, replica, ("marked", "profiled")))
         plain.probe = layers = Layers(replica, labels["model"], blocks)

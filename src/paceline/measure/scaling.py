@@ -58,6 +58,9 @@ def measure_scaling(settings: ScaleSettings, cell: Cell) -> list[Record]:
         more = {"mode": cell.mode, "cell_size": samples, "threads": torch.get_num_threads()}
         with StepBench(world, job.labels | more) as bench:
             bench.add(_build_variant(job, cell, world, Setup("none", ""), 1, None))
+            alone = {backend: dist.new_group([0], backend=backend, timeout=PATIENCE) for backend in settings.backends}
+            for setup in (setup for setup in settings.setups if setup.wrapper != "dp"):  # what it does to one rank
+                bench.add(_build_variant(job, cell, world, setup, 1, alone[setup.backend], "local"))
             for world_size in (n for n in settings.ranks if n > 1):
                 bench.add(_build_variant(job, cell, world, Setup("none", ""), world_size, None, "together"))
                 groups: dict[str, dist.ProcessGroup] = {}
@@ -85,10 +88,9 @@ def _build_variant(
     job: TrainingJob, cell: Cell, world: World, setup: Setup, world_size: int, group: dist.ProcessGroup | None,
     role: str = "job",
 ) -> Variant:  # fmt: skip
-    """A wrapper on the first `world_size` ranks, or the bare model on all of them; without a replica on a rank
-    outside."""
-    is_silent = setup.wrapper in ("none", "dp")  # no rank sends anything to another
-    num_ranks = 1 if is_silent and role == "job" else world_size
+    """A wrapper, or the bare model, on the first `world_size` ranks; without a replica on a rank outside."""
+    is_silent = role != "job" or setup.wrapper in ("none", "dp")  # no rank sends anything to another
+    num_ranks = 1 if setup.wrapper == "dp" else world_size
     kinds = ("plain",) if is_silent else ("plain", "no_comm", "timed")
     batch_size = cell.batch_size(world_size, job.job.batches.accumulate)
     labels = dataclasses.asdict(setup) | {"world_size": world_size, "batch_size": batch_size, "role": role}

@@ -88,13 +88,9 @@ def describe_rank(rank: RankCosts, num_bytes: int) -> list[str]:
     copies = f"copies take {format_ms(rank.gather_s_per_byte * num_bytes)} ms of a step"
     lines = [f"measured: in the wrapper of {rank.wrapper} {copies}, and each bucket {format_duration(rank.launch_s)}"]
     if rank.contention is not None:
-        found = rank.contention
-        sizes, compute, message = (
-            " and ".join(map(say, values))
-            for say, values in (
-                (format_bytes, found.sizes), ("{:.0%}".format, found.compute_rates), ("{:.0%}".format, found.message_rates)
-            )
-        )  # fmt: skip
+        found, percent = rank.contention, "{:.0%}".format
+        columns = ((format_bytes, found.sizes), (percent, found.compute_rates), (percent, found.message_rates))
+        sizes, compute, message = (" and ".join(map(say, values)) for say, values in columns)
         lines.append(f"measured: while messages of {sizes} move, computing has {compute} of its speed, they {message}")
     for count, factor in rank.neighbours[1:]:
         lines.append(f"measured: {count} ranks on the host, without messages, compute {factor:.2f} times as long")

@@ -27,9 +27,9 @@ _NOTHING = 1e-3
 class WhatIfRow:
     """One fabric and number of ranks with the best bucket size; `low_s` to `high_s` hold the step in 90 % of draws.
     `efficiency_low` and `efficiency_high` do for the efficiency, each step against the local one of the same draw.
-    `exposed_s` is what communication adds, `straggler_s` what waiting for the slowest rank adds, and `neighbours_s` what
-    the ranks of a CPU host cost each other. `default_step_s` is the step with torch's default buckets. `bound` says
-    what everything waits for, `doubt` why not to trust the row."""
+    `exposed_s` is what communication adds, `straggler_s` what waiting for the slowest rank adds, and `neighbours_s`
+    what the ranks of a CPU host cost each other. `default_step_s` is the step with torch's default buckets. `bound`
+    says what everything waits for, `doubt` why not to trust the row."""
 
     network: str
     world_size: int

@@ -259,8 +259,8 @@ class CapsResult(Result):
             f"{format_ms(self.cost.estimate_s(size))} ms stay exposed whatever the bucket size",
             "assumed: one message at a time, no copies; times include the ranks' wait for each other",
             f"contention: {self.contention.basis}",
-            f"interval: 90 % of {DRAWS} draws of contention, and of what the model leaves out, {MODEL_ERROR:.0%} (one sd) "
-            "of what communication adds; not of the tables, which have no repetitions",
+            f"interval: 90 % of {DRAWS} draws of contention, and one sd of {MODEL_ERROR:.0%} of what communication "
+            "adds for what the model leaves out; the tables have no repetitions to draw from",
             *self._describe_measured(),
         ]
 
@@ -309,7 +309,8 @@ class CapsResult(Result):
     def to_json(self) -> dict[str, Any]:
         (cuts, free), (low, high) = self.free_plan, self.caps.plateau
         return super().to_json() | {
-            "best": build_row(POINTS, self.caps.best), "plateau_low_bytes": low, "plateau_high_bytes": high,
+            "best": build_row(POINTS, self.caps.best), "interval_s": list(self.interval),
+            "plateau_low_bytes": low, "plateau_high_bytes": high,
             "plateaus": [list(sizes) for sizes in self.caps.plateaus], "alpha_s": self.line.alpha_s,
             "beta_bytes_per_s": self.line.bytes_per_s, "closed_form_bytes": self.closed_form_bytes,
             "free_plan": {"num_buckets": len(cuts), "backward_s": free.over_s},
