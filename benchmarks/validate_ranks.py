@@ -34,7 +34,7 @@ class HeldOut:
 
     study: str
     without: PredictedPoint
-    beside: PredictedPoint
+    silent: PredictedPoint
 
 
 def lend_together(records: list[Record]) -> list[Record]:
@@ -81,21 +81,21 @@ def judge(path: Path) -> Iterator[HeldOut]:
 
 COLUMNS = (
     Column("study", "study", is_key=True),
-    Column("cell", lambda h: f"{h.beside.mode} {h.beside.cell_size}", is_key=True),
-    Column("wrapper", "beside.variant", is_key=True),
-    Column("from", lambda h: h.beside.world_size // 2, "number", "from_ranks"),
-    Column("ranks", "beside.world_size", "number", "world_size", is_key=True),
-    Column("measured", "beside.measured_s", "ms", "measured_s"),
+    Column("cell", lambda h: f"{h.silent.mode} {h.silent.cell_size}", is_key=True),
+    Column("wrapper", "silent.variant", is_key=True),
+    Column("from", lambda h: h.silent.world_size // 2, "number", "from_ranks"),
+    Column("ranks", "silent.world_size", "number", "world_size", is_key=True),
+    Column("measured", "silent.measured_s", "ms", "measured_s"),
     Column("error, fewer ranks alone", "without.error", "{:+.1%}".format, "error_without"),
-    Column("error", "beside.error", "{:+.1%}".format, "error"),
-    Column("in the 90 %", "beside.is_covered", "yes", "is_covered"),
-    Column("± 90 %", lambda h: (h.beside.high_s - h.beside.low_s) / 2 / h.beside.step_s, "percent.1", "width"),
+    Column("error", "silent.error", "{:+.1%}".format, "error"),
+    Column("in the 90 %", "silent.is_covered", "yes", "is_covered"),
+    Column("± 90 %", lambda h: (h.silent.high_s - h.silent.low_s) / 2 / h.silent.step_s, "percent.1", "width"),
 )
 
 
 def summarize(name: str, cells: list[HeldOut]) -> list[str]:
     lines = []
-    for title, kind in (("from fewer ranks alone", "without"), ("with steps of all ranks that send nothing", "beside")):
+    for title, kind in (("from fewer ranks alone", "without"), ("with steps of all ranks that send nothing", "silent")):
         points: list[PredictedPoint] = [getattr(cell, kind) for cell in cells]
         errors = [point.error or 0.0 for point in points]
         close, covered = (sum(abs(e) <= CLOSE for e in errors), sum(bool(p.is_covered) for p in points))

@@ -42,7 +42,7 @@ def spread(seconds, ranks, noise=0.0, count=9, seed=0):
 
 @dataclass(frozen=True)
 class MadeWorld:
-    """A job and a host of which everything is known. `slowdown(n)` holds for computing, `factor` for messages beside
+    """A job and a host of which everything is known. `slowdown(n)` holds for computing, `factor` for messages during
     it; a step on b samples takes `fixed_s + b * sample_s`, and the wrapper adds `copies_s`, slowed twice as much."""
 
     sizes: tuple[int, ...] = (2 * MIB,) * 12
@@ -107,7 +107,7 @@ class MadeWorld:
             no_comm=spread(silent_s, ranks, self.noise) if ranks > 1 else None,
         )  # fmt: skip
 
-    def beside(self, ranks: int) -> StepRecord:
+    def silent(self, ranks: int) -> StepRecord:
         """Steps of as many ranks that send nothing; of one, in the wrapper."""
         silent_s = self.step_s(ranks)[1] + (self.copies_s if ranks == 1 else 0.0)
         own = {"role": "local", "wrapper": self.wrapper} if ranks == 1 else {"role": "together", "wrapper": "none"}
@@ -154,7 +154,7 @@ class MadeWorld:
         return evidence
 
 
-# What messages cost beside those of a sweep, by ranks.
+# What messages cost compared with those of a sweep, by ranks.
 FACTORS = {1: 1.0, 2: 0.8, 4: 2.0}
 
 
@@ -557,8 +557,8 @@ def test_a_spread_comes_from_repetitions_and_not_from_one_outlier():
 def test_ranks_that_send_nothing_say_what_twice_as_many_compute(slowdown, known, ranks):
     """Half of the ranks, and all of them without messages: the slow-down is measured, whatever its law."""
     world = MadeWorld(slowdown=slowdown, copies_s=0.02, cores=64)
-    beside = [world.beside(count) for count in (1, 2, 4, 8)]
-    evidence = world.evidence(records=[*map(world.record, known), *beside], sweeps=(2, 4, 8), up_to=known[-1])
+    silent = [world.silent(count) for count in (1, 2, 4, 8)]
+    evidence = world.evidence(records=[*map(world.record, known), *silent], sweeps=(2, 4, 8), up_to=known[-1])
     assert evidence.ranks == known
     [point] = simulate_scaling(evidence, (ranks,))
     true_s = world.step_s(ranks)[0]
@@ -573,11 +573,11 @@ def test_ranks_that_send_nothing_say_what_twice_as_many_compute(slowdown, known,
 def test_what_the_wrapper_adds_to_one_rank_it_adds_to_two():
     world = MadeWorld(copies_s=0.03)
     plain = world.evidence(1, sweeps=(2,))
-    local = world.evidence(records=[world.record(1), world.beside(1)], sweeps=(2,))
+    local = world.evidence(records=[world.record(1), world.silent(1)], sweeps=(2,))
     (here,), (there,) = simulate_scaling(plain, (2,)), simulate_scaling(local, (2,))
     assert there.step_s - here.step_s == pytest.approx(0.03) and there.step_s == pytest.approx(
         world.step_s(2)[0], rel=1e-3
     )
     # Of another wrapper it says nothing.
-    other = replace(world.beside(1), wrapper="another")
+    other = replace(world.silent(1), wrapper="another")
     assert simulate_scaling(world.evidence(records=[world.record(1), other], sweeps=(2,)), (2,)) == [here]

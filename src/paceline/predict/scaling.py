@@ -77,8 +77,8 @@ class ScalingEvidence:
         self.left_out = sorted(disturbed & {record.world_size for record in own})
         own = [record for record in own if record.world_size not in disturbed]
         # Steps without a wrapper and without messages: those of more ranks say what they cost each other, and no more.
-        beside = (r for r in every if r.role == "together" and r.cell == cell and r.world_size not in disturbed)
-        self.together = {record.world_size: record for record in beside}
+        silent = (r for r in every if r.role == "together" and r.cell == cell and r.world_size not in disturbed)
+        self.together = {record.world_size: record for record in silent}
         # The wrapper on one rank, which sends nothing: its copies and launches.
         own_cell = (wrapper, backend, cell)
         local = (r for r in every if r.role == "local" and (r.wrapper, r.backend, r.cell) == own_cell)
@@ -267,11 +267,11 @@ class _ScalingCurve:
         known = {float(samples): seconds * drift for samples, seconds in evidence.one_rank_s.items()}
         self.one_rank_s = sorted((known | {float(alone.global_batch_size): self.alone_s}).items())
         found = {record.world_size: resample.median(record.phase("no_comm")) for record in evidence.shared}
-        beside = {count: resample.median(record.timing) for count, record in evidence.together.items()}
-        for count in sorted(set(beside) - set(found)):  # a wrapper adds to them what it adds to fewer ranks
-            both = [near for near in found if near in beside]
+        silent = {count: resample.median(record.timing) for count, record in evidence.together.items()}
+        for count in sorted(set(silent) - set(found)):  # a wrapper adds to them what it adds to fewer ranks
+            both = [near for near in found if near in silent]
             near = curves.find_nearest(both, count) if both else count
-            found[count] = beside[count] * (found[near] / beside[near] if both else 1.0)
+            found[count] = silent[count] * (found[near] / silent[near] if both else 1.0)
         factors = {1: 1.0}
         for count, time_s in sorted(found.items()):
             factors[count] = time_s / interpolate_logs(self.one_rank_s, evidence.count_samples(count))
