@@ -278,10 +278,11 @@ def open_job(given: Given, is_bare: bool = False) -> Iterator[tuple[World, Measu
 
 
 def measure_profile(
-    given: Given, kind: str, iters: int | None, warmup: int | None, number: int = 0, total: int = 1, largest: int = 0
-) -> list[Record]:
-    """Layers of the bare model with what messages and the wrapper cost it ("layers"), phases of its steps ("phases"),
-    or on several ranks both ("all").
+    given: Given, kind: str, iters: int | None, warmup: int | None, number: int = 0, total: int = 1, largest: int = 0,
+    with_costs: bool = True,
+) -> list[Record]:  # fmt: skip
+    """Layers of the bare model, by default with what messages and the wrapper cost it ("layers"), phases of its steps
+    ("phases"), or on several ranks both ("all").
 
     It is job `number` of `total`; the data must also do for a batch of `largest` per rank, which another of them has:
     refused there, what was measured would be lost. Collective: every rank must call this.
@@ -300,7 +301,7 @@ def measure_profile(
                 new: list[Record] = [_run_phases(world, job, iters, warmup, report)]
             else:
                 bare = job.build_own() if kind == "layers" else job.build()
-                new = measure_layers(world, bare, job.labels, None, iters, warmup, report, job)
+                new = measure_layers(world, bare, job.labels, None, iters, warmup, report, job if with_costs else None)
             records += new
             if world.rank == 0:
                 post(Progress(place + 1, total, label, tuple(new)))
