@@ -156,20 +156,20 @@ def test_undecided_says_how_far_from_the_best_the_default_may_be():
 def test_two_equal_plans_are_rarely_told_apart():
     """False winners of races between equal plans: at most 5 % are promised."""
     source, wrong = random.Random(7), 0
-    for _ in range(200):
-        race, _ = race_live(make_times(source, dict.fromkeys(("default", "a", "b"), 1.0), 256))
+    for _ in range(100):
+        race, _ = race_live(make_times(source, dict.fromkeys(("default", "a", "b"), 1.0), 128))
         wrong += race.verdict == "use"
-    assert wrong <= 10
+    assert wrong <= 5
 
 
 def test_a_true_gain_is_found():
-    """5 % less in noise of 10 %: at least 95 of 100 within 1,024 rounds."""
+    """5 % less in noise of 10 %: at least 38 of 40 within 1,024 rounds."""
     source, found, gains = random.Random(8), 0, []
-    for _ in range(100):
+    for _ in range(40):
         race, _ = race_live(make_times(source, {"default": 1.0, "better": 0.95, "worse": 1.05}, 1024))
         if race.verdict == "use" and race.winner == "better":
             found += 1
             gains.append(1 - race.gain.value)
             assert race.gain.low <= 0.97
-    assert found >= 95
+    assert found >= 38
     assert statistics.median(gains) == pytest.approx(0.05, abs=0.02)

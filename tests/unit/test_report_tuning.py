@@ -88,8 +88,10 @@ def test_plans_with_the_same_buckets_are_one():
         ((0.150, 0.149, 0.165), NOISY, "undecided",
          ("undecided: the default (8 buckets) is within [-", "] of the best of 3 plans after 40 rounds; about ",
           " more rounds (", ") would decide")),
-        ((0.150, 0.165, 0.180), CALM, "default", ("the default (8 buckets) is best: no other of 3 plans",)),
-        ((0.150, 0.165, 0.150), CALM, "default", ("the default (8 buckets) is best", "regret at most 0.")),
+        ((0.150, 0.165, 0.180), CALM, "default",
+         ("the default (8 buckets) is the best of 3 plans: the others are slower",)),
+        ((0.150, 0.165, 0.150), CALM, "default",
+         ("the default (8 buckets) is the best of 3 plans: no other is more than 1 % faster", "regret at most 0.")),
     ],
     ids=["a clear gain", "the best of the sweep", "within the noise", "all slower", "one as good"],
 )  # fmt: skip
@@ -174,7 +176,7 @@ def test_a_row_has_what_is_promised_and_the_numbers_of_the_tuning():
     assert row["best_measured_cap_bytes"] == 8 * MIB
     assert (row["plan_measured_s"], row["default_measured_s"]) == pytest.approx((0.120, 0.150))
     assert (row["regret"], row["regret_high"], row["is_predicted"]) == (0.0, 0.0, False)
-    assert row["gain_low"] < row["gain"] == pytest.approx(0.2, abs=0.01) < row["gain_high"]
+    assert row["gain"] == pytest.approx(0.2, abs=0.01) and row["gain_low"] < row["gain"] < row["gain_high"]
 
 
 def test_errors_in_words_name_a_layout_that_is_not_the_simulated_one():
@@ -302,9 +304,9 @@ def test_every_stored_tuning_still_answers(folder):
     assert isinstance(result, TuneResult) and result.verdict in VERDICTS
     grid = [r for r in result.records if isinstance(r, StepRecord) and r.role == "job" and not r.note]
     assert [point.measured for point in result.candidates] == grid and len(grid) >= 2
-    # What is better now was better then: the stored notes ended with the answer, by a rule that was less strict.
+    # What was shown to be better then still is, or too few rounds show it: the stored notes ended with the answer.
     was_kept = ": keep the default" in result.run.warnings[-1] or "flat: keep" in result.run.warnings[-1]
-    assert not (result.verdict == "use" and was_kept)
+    assert was_kept or result.verdict in ("use", "undecided")
     assert result.answer not in result.warnings and result.plan.num_bytes == result.tuning.candidates[0].plan.num_bytes
 
 

@@ -503,7 +503,12 @@ class StepBench:
             f"{labels.get('wrapper')} on {labels.get('backend')}, {len(everyone)} ranks",
         )
         defaults: dict[str, Any] = {"world_size": self.world.world_size, "backend": self.world.backend}
-        defaults |= {"device": device, "bucket_bytes": buckets, **agreed._asdict(), "steps_per_turn": self.steps_per_turn}
+        defaults |= {
+            "device": device,
+            "bucket_bytes": buckets,
+            **agreed._asdict(),
+            "steps_per_turn": self.steps_per_turn,
+        }
         return StepRecord(timing=timing, **found, **(defaults | labels))
 
 
@@ -512,8 +517,10 @@ def order_turns(count: int, repetition: int) -> list[int]:
 
     A Williams design: 0, 1, n-1, 2, n-2, ... shifted by the repetition; every second time round it is reversed, which
     also balances an odd number. Then the places are drawn anew, so that nothing periodic meets one of them more often.
+    The first round has them in their order: a probe may need what an earlier one saw.
     """
     zigzag = [(k + 1) // 2 if k % 2 else (count - k // 2) % count for k in range(count)]
     order = [(place + repetition) % count for place in zigzag]
-    drawn = random.Random(repetition // (2 * count)).sample(range(count), count)  # alike on all ranks
+    block = repetition // (2 * count)
+    drawn = random.Random(block).sample(range(count), count) if block else range(count)  # alike on all ranks
     return [drawn[place] for place in (order[::-1] if (repetition // count) % 2 else order)]

@@ -1,4 +1,4 @@
-"""The race: which of a few plans is fastest, decided from steps that were taken in turns. Pure: saved steps decide again.
+"""The race: which of a few plans is fastest, decided from steps that were taken in turns. Pure.
 
 A round has one turn of every plan. Two plans are compared by the ratios of their times in the same round. The interval
 of the median ratio is by order statistics: it assumes nothing about the distribution. The race is looked at after 16,
@@ -28,9 +28,14 @@ class Interval:
     high: float
 
     @property
+    def is_known(self) -> bool:
+        """Whether there were enough rounds for an interval."""
+        return math.isfinite(self.high)
+
+    @property
     def is_flat(self) -> bool:
         """Whether it is shown to be within 1 % of 1."""
-        return 1 - PLATEAU <= self.low and self.high <= 1 + PLATEAU
+        return self.low >= 1 - PLATEAU and self.high <= 1 + PLATEAU
 
     @property
     def is_clear(self) -> bool:
@@ -102,8 +107,9 @@ class Race:
     @property
     def is_decided(self) -> bool:
         """Whether more rounds would change nothing: one plan is left, or those that are differ by less than 1 %."""
-        rest = [self.to_leader[label] for label in self.left if label != self.leader]
-        return self.verdict != "undecided" and (self.verdict != "use" or all(one.is_flat for one in rest))
+        base = self.to_leader if self.verdict == "use" else self.to_default
+        rest = [base[label] for label in self.left if label != self.winner]
+        return self.verdict != "undecided" and all(interval.is_flat for interval in rest)
 
     @property
     def winner(self) -> str:

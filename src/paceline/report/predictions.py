@@ -418,8 +418,9 @@ RACE = (
     Column("compared with the default", "ratio", lambda ratio: _say_difference(ratio), priority=5),
     Column("rounds", lambda r: len(r.record.turns_s), "count", "num_rounds", priority=2),
     Column("", "status", key="status", priority=4),
-    *raw_columns(ratio="ratio.value", ratio_low="ratio.low", ratio_high="ratio.high", low_s="candidate.estimate.low_s"),
-    *raw_columns(high_s="candidate.estimate.high_s"),
+    *raw_columns(ratio="ratio.value", low_s="candidate.estimate.low_s", high_s="candidate.estimate.high_s"),
+    Column(None, lambda r: r.ratio.low if r.ratio.is_known else None, key="ratio_low"),
+    Column(None, lambda r: r.ratio.high if r.ratio.is_known else None, key="ratio_high"),
 )
 
 
@@ -532,7 +533,7 @@ class TuneResult(Result):
         return found
 
     def files(self) -> dict[str, str | bytes]:
-        return {"plan.json": self.tuning.plan.to_json()}
+        return {"plan.json": self.plan.to_json()}
 
     @property
     def next_steps(self) -> Sequence[str]:
@@ -553,14 +554,14 @@ class TuneResult(Result):
         tuning, step = self.tuning, self.step
         times = {label: record.timing.median_s for label, record in tuning.confirmed.items()}
         best, gain, regret = tuning.best_measured, self.gain, self.regret or (None, None)
+        bounds = (None, None) if gain is None or not gain.is_known else (1 - gain.high, 1 - gain.low)
         return super().to_json() | tuning.scores | {
             **{name: getattr(step, name) for name in ("model", "wrapper", "backend")},
             "world_size": tuning.settings.network_ranks if tuning.settings.network else step.world_size,
             "verdict": tuning.verdict, "answer": self.answer, "is_predicted": tuning.race is None,
             "gain": None if gain is None else 1 - gain.value,
-            "gain_low": None if gain is None else 1 - gain.high,
-            "gain_high": None if gain is None else 1 - gain.low,
-            "regret": regret[0], "regret_high": regret[1], "noise": tuning.noise,
+            "gain_low": bounds[0], "gain_high": bounds[1], "noise": tuning.noise,
+            "regret": regret[0], "regret_high": None if regret[1] == math.inf else regret[1],
             "best_predicted_cap_bytes": tuning.best_predicted.cap_bytes,
             "best_measured_cap_bytes": None if best is None else best.cap_bytes,
             "predicted_gain": tuning.choice.gain,
@@ -578,7 +579,7 @@ def _say_difference(ratio: Interval) -> str:
     """A ratio as a difference in percent, with its interval."""
     if ratio.low == ratio.high:
         return "0"
-    ends = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}" if ratio.low else "unknown"
+    ends = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}" if ratio.is_known else "too few rounds"
     return f"{ratio.value - 1:+.1%} ({ends})"
 
 
@@ -608,7 +609,8 @@ def describe_errors(tuning: Tuning) -> list[str]:
 
 
 def describe_plan(tuning: Tuning, candidate: Candidate) -> str:
-    count, cap = format_number_of(candidate.estimate.num_buckets, "bucket"), tuning.find_cap(candidate)
+    count = format_number_of(candidate.estimate.num_buckets, "bucket")
+    cap = candidate.cap_bytes or tuning.find_cap(candidate)
     if candidate.label == DEFAULT:
         return f"the default ({count})"
     return f"{f'bucket size {format_bytes(cap)}' if cap else 'the plan'} ({count})"
@@ -633,12 +635,15 @@ def describe_answer(tuning: Tuning) -> str:
     if race.verdict == "flat":
         return f"flat: all {count} plans are within ±1 % of {what}, {rounds} in turns; keep it"
     if race.verdict == "default":
-        return f"{what} is best: no other of {count} plans is shown to be faster by 1 %, {rounds} in turns; {regret}"
+        why = "the others are slower" if race.left == (DEFAULT,) else "no other is more than 1 % faster"
+        return f"{what} is the best of {count} plans: {why}, {rounds} in turns; {regret}"
+    more = f"about {race.rounds_to_decide:,} more rounds ({format_duration(tuning.estimate_more_s())}) would decide"
+    if not all(interval.is_known for interval in race.to_default.values()):
+        return f"undecided: {rounds} are too few to compare {count} plans; keep {what}; {more}"
     rival = race.leader if race.leader != DEFAULT else min(
         (label for label in race.left if label != DEFAULT), key=lambda label: race.to_default[label].low
     )  # fmt: skip
-    low, high = (1 / end - 1 if end else math.inf for end in (race.to_default[rival].high, race.to_default[rival].low))
-    more = f"about {race.rounds_to_decide:,} more rounds ({format_duration(tuning.estimate_more_s())}) would decide"
+    low, high = 1 / race.to_default[rival].high - 1, 1 / race.to_default[rival].low - 1
     return f"undecided: {what} is within [{low:.1%}, {high:.1%}] of the best of {count} plans after {rounds}; {more}"
 
 
@@ -672,7 +677,7 @@ def plot_race(result: TuneResult, subtitle: str) -> Figure:
         color, label = styles[row.status]
         seen = {text.get_label() for text in axes.get_lines()}
         value, low, high = (100 * (end - 1) for end in (row.ratio.value, row.ratio.low, row.ratio.high))
-        if math.isfinite(high):
+        if row.ratio.is_known:
             axes.plot([low, high], [place, place], "|-", color=color, lw=2, ms=9)
         axes.plot([value], [place], "o", color=color, ms=7, label="_" if label in seen else label)
         predicted = 100 * (row.candidate.estimate.step_s / tuning.choice.default.step_s - 1)

@@ -21,7 +21,17 @@ from paceline.errors import ConfigError, LaunchError
 from paceline.machine import read_stolen_s
 from paceline.records.environment import Environment, capture_environment, find_doubts
 from paceline.records.kinds import Record
-from paceline.records.store import RUN_FILE, STUDY_FILE, Run, Study, check_folder, create_folder, load_run, save_run, write_new
+from paceline.records.store import (
+    RUN_FILE,
+    STUDY_FILE,
+    Run,
+    Study,
+    check_folder,
+    create_folder,
+    load_run,
+    save_run,
+    write_new,
+)
 from paceline.runtime.environment import Place, is_launched, read_place
 from paceline.runtime.launch import RankPool, check_rank_count, handle_requests, unwind_on_sigterm
 from paceline.runtime.worker import find_function, listen
@@ -173,8 +183,9 @@ class Session:
                 self._posted += [message.records] if message.records else []
                 self._num_cells = message.total
             self.config |= message.config
-            for name, text in message.files.items() if self.folder is not None and self.is_leader else ():
-                write_new(self.folder / name, text)
+            if self.folder is not None and self.is_leader:
+                for name, text in message.files.items():
+                    write_new(self.folder / name, text)
             display.hear(task.name, message)
 
         if self.place is not None or self.here:
