@@ -36,7 +36,7 @@ from paceline.predict.race import is_look, judge_race
 from paceline.predict.search import choose_caps
 from paceline.predict.tuning import DEFAULT, PREDICTIONS, Candidate, TuneSettings, judge_tuning, render_predictions
 from paceline.records import ChunksRecord, CollectiveRecord, Record
-from paceline.records.steps import reduce_turns
+from paceline.records.steps import RACED, reduce_turns
 from paceline.runtime.session import Progress
 from paceline.runtime.worker import post
 from paceline.runtime.world import World
@@ -170,7 +170,7 @@ class _Variants:
 
         pace = Pace(most_s, min_iters=2, max_iters=_MOST_ROUNDS, warmup=4)
         bench.run(pace, self._settings.iters or _MOST_ROUNDS, is_over=is_over)
-        return [dataclasses.replace(bench.build_record(variant), note="confirmed") for variant in bench.variants]
+        return [dataclasses.replace(bench.build_record(variant), note=RACED) for variant in bench.variants]
 
     def close(self) -> None:
         self._bench.clear()

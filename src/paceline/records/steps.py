@@ -16,6 +16,7 @@ from paceline.units import format_rate
 
 PHASES = ("data_wait", "forward", "backward", "optimizer")
 ROLES = ("job", "plain", "local", "disturbed")
+RACED = "confirmed"  # the note of steps of the job that raced under a plan
 # The samples of a record besides its timing; those after the phases belong to further kinds of steps.
 EXTRA_SAMPLES = ("marked", *PHASES, "no_comm", "no_comm_backward", "busy", "under_way", "overlapped")
 

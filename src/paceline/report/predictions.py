@@ -483,6 +483,11 @@ class TuneResult(Result):
         return self.tuning.points
 
     @property
+    def noise(self) -> list[str]:
+        """`--strict` fails where the race is undecided; where there was none, as everywhere."""
+        return super().noise if self.tuning.race is None else [self.answer] if self.verdict == "undecided" else []
+
+    @property
     def rows(self) -> list[RaceRow]:
         tuning, race = self.tuning, self.tuning.race
         if race is None:
